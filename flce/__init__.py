@@ -1,0 +1,37 @@
+"""Fused linear + cross-entropy loss for language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flce.functional import fused_linear_cross_entropy
+from flce.modules import FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
+from flce.planning import ChunkOptions, ChunkPlan, plan
+from flce.problem import LinearCrossEntropyOutput
+
+if TYPE_CHECKING:
+    from flce.huggingface import is_patched, patch_model, unpatch_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChunkOptions",
+    "ChunkPlan",
+    "FusedLinearCrossEntropyLoss",
+    "LinearCrossEntropyLoss",
+    "LinearCrossEntropyOutput",
+    "fused_linear_cross_entropy",
+    "is_patched",
+    "patch_model",
+    "plan",
+    "unpatch_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when first used: most who import the operator have no model to patch.
+    if name in ("is_patched", "patch_model", "unpatch_model"):
+        from flce import huggingface
+
+        return getattr(huggingface, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

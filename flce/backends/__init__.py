@@ -1,0 +1,56 @@
+"""Choice of the backend: one contract (`contract.py`), two implementations."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+from flce.backends.contract import Backend
+
+
+def backend_name(device: torch.device) -> str:
+    """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
+
+    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too.
+
+    Raises:
+        ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
+    """
+    choice = os.environ.get("FLCE_BACKEND", "")
+    if choice not in ("", "torch", "triton"):
+        raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {choice!r}")
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    possible = (device.type == "cuda" or (device.type == "cpu" and interpreted)) and _has_triton()
+    if choice == "triton" and not possible:
+        raise ValueError(
+            f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and "
+            "a CUDA device, or TRITON_INTERPRET=1 and CPU tensors"
+        )
+    return choice or ("triton" if possible else "torch")
+
+
+def get_backend(device: torch.device) -> Backend:
+    return _load(backend_name(device))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ValueError:  # sys.modules["triton"] is None
+        return False
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    # Imported late: importing Triton takes as long as everything else together.
+    if name == "triton":
+        from flce.backends.triton import TritonBackend
+
+        return TritonBackend()
+    from flce.backends.torch_ import TorchBackend
+
+    return TorchBackend()

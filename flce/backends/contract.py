@@ -1,0 +1,112 @@
+"""The contract between the engine and a backend: what is done to one tile of logits.
+
+A *tile* is `rows` tokens x `cols` consecutive classes of the logits ``a = x W^T``, as the matrix product
+left it. A backend turns it into row statistics, losses and gradients; it never multiplies matrices and
+never sees more than one tile. Everything is computed in float32 (float64 for float64 logits).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flce.problem import LossSpec
+
+# Rows of the running state that statistics keep between the tiles of a row of tiles.
+STATE_SLOTS = 7
+MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE_SLOTS)
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """What a tile's rows need beside their logits."""
+
+    target: Tensor  # (rows,) int64
+    token_weight: Tensor | None  # (rows,) multiplies the loss of each row
+    class_weight: Tensor | None  # (V,)
+    bias: Tensor | None  # (V,)
+    constants: Tensor  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
+
+
+@dataclass(frozen=True)
+class RowOutputs:
+    """Where the results of each row go; None for those that nobody asked for."""
+
+    loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
+    z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
+    normalizer: Tensor  # (2, rows) the largest logit m and log(sum(exp(z - m))): lse is their sum
+    logprob: Tensor | None  # (rows,)
+    entropy: Tensor | None  # (rows,)
+    argmax: Tensor | None  # (rows,) int64
+
+    def rows(self, rows: slice) -> RowOutputs:
+        def cut(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[rows]
+
+        return RowOutputs(
+            self.loss[rows],
+            cut(self.z_loss),
+            self.normalizer[:, rows],
+            cut(self.logprob),
+            cut(self.entropy),
+            cut(self.argmax),
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Which classes a tile holds: [start, start + cols) of `vocab_size`."""
+
+    start: int
+    cols: int
+    vocab_size: int
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.start + self.cols == self.vocab_size
+
+
+class Backend(Protocol):
+    name: str
+
+    def statistics(
+        self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
+    ) -> None:
+        """Merge a tile into `state` (STATE_SLOTS, rows); at the last tile write `out`.
+
+        `state` may be None where one tile holds all classes. `logits` may be overwritten.
+        """
+
+    def gradient(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        tile: Tile,
+        normalizer: Tensor,
+        upstream: Tensor | None,
+    ) -> None:
+        """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
+
+        `normalizer`: (2, rows) as `statistics` left it. `upstream`: (rows,) gradient of each row's loss,
+        or None for 1; it multiplies the scales in ``rows.constants``.
+        """
+
+    def loss_and_gradient(
+        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs
+    ) -> None:
+        """`statistics` and `gradient` at once, for a tile that holds all classes."""
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        """``x *= factor`` for a 0-d `factor` on x's device; reads and writes nothing if it is 1."""
+
+    def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``(x * factor).to(dtype)`` in one pass, rounded once."""

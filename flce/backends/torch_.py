@@ -1,0 +1,261 @@
+"""The contract in plain PyTorch, for CPU, MPS and anything else.
+
+Works through a tile in slabs of a few rows, so that the temporaries of a slab stay in the cache and the
+memory they take does not depend on the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import (
+    ARGMAX,
+    ENTROPY_SUM,
+    MAX,
+    REFERENCE,
+    SMOOTH_SUM,
+    SUM,
+    TARGET_LOGIT,
+    RowInputs,
+    RowOutputs,
+    Tile,
+)
+from flce.problem import LossSpec, accumulation_dtype
+
+# Bytes of a slab. 1 MiB of float32 stays in a core's L2 cache together with its temporaries; an
+# accelerator needs large slabs instead, to keep the number of launches down.
+CPU_SLAB_BYTES = 1 << 20
+ACCELERATOR_SLAB_BYTES = 64 << 20
+
+
+def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
+    budget = CPU_SLAB_BYTES if device_type == "cpu" else ACCELERATOR_SLAB_BYTES
+    return max(1, min(rows, budget // max(1, cols * itemsize)))
+
+
+class TorchBackend:
+    name = "torch"
+
+    def statistics(
+        self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
+    ) -> None:
+        for part in _slabs(logits):
+            z, _ = _transform(logits[part], rows, spec, tile, want_jacobian=False)
+            merged, _ = _merge(z, _rows(rows, part), spec, tile, None if state is None else state[:, part])
+            if tile.last:
+                _finish(merged, _rows(rows, part), spec, tile, out.rows(part))
+            elif state is not None:
+                state[:, part] = merged
+
+    def gradient(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        tile: Tile,
+        normalizer: Tensor,
+        upstream: Tensor | None,
+    ) -> None:
+        for part in _slabs(logits):
+            z, jacobian = _transform(logits[part], rows, spec, tile, want_jacobian=True)
+            row_max, log_sum = normalizer[:, part]
+            exps = z.sub_(row_max[:, None]).exp_()
+            up = None if upstream is None else upstream[part]
+            _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[part])
+
+    def loss_and_gradient(
+        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs
+    ) -> None:
+        tile = Tile(0, logits.shape[1], logits.shape[1])
+        for part in _slabs(logits):
+            slab = _rows(rows, part)
+            z, jacobian = _transform(logits[part], rows, spec, tile, want_jacobian=True)
+            merged, exps = _merge(z, slab, spec, tile, None)
+            _finish(merged, slab, spec, tile, out.rows(part))
+            _gradient(exps, jacobian, merged[MAX], merged[SUM].log(), slab, spec, tile, None, grad[part])
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
+        if x.device.type != "cpu" or factor.item() != 1.0:
+            self._scale_into(x, x, factor)
+
+    def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty_like(x, dtype=dtype)
+        self._scale_into(out, x, factor)
+        return out
+
+    def _scale_into(self, out: Tensor, x: Tensor, factor: Tensor) -> None:
+        source, target = (t.view(-1, t.shape[-1]) for t in (x, out))
+        for part in _slabs(source):
+            # The product is made in float32: `x * factor` would first round the factor to x's dtype.
+            target[part] = source[part].to(factor.dtype) * factor
+
+
+def _slabs(tile: Tensor) -> Iterator[slice]:
+    rows, cols = tile.shape
+    step = slab_rows(tile.device.type, rows, cols, accumulation_dtype(tile.dtype).itemsize)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _rows(rows: RowInputs, part: slice) -> RowInputs:
+    weight = None if rows.token_weight is None else rows.token_weight[part]
+    return RowInputs(rows.target[part], weight, rows.class_weight, rows.bias, rows.constants)
+
+
+def _transform(
+    logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, want_jacobian: bool
+) -> tuple[Tensor, Tensor | float]:
+    """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits; may overwrite `logits`."""
+    z = logits.to(accumulation_dtype(logits.dtype))
+    if rows.bias is not None:
+        z = z.add_(rows.bias[tile.start : tile.start + tile.cols])
+    if spec.softcap is None:
+        scale = spec.logit_scale / spec.temperature
+        return (z if scale == 1.0 else z.mul_(scale)), scale
+    z = z.mul_(spec.logit_scale / spec.softcap).tanh_()
+    jacobian: Tensor | float = 1.0
+    if want_jacobian:
+        jacobian = torch.addcmul(z.new_ones(()), z, z, value=-1.0).mul_(spec.logit_scale / spec.temperature)
+    return z.mul_(spec.softcap / spec.temperature), jacobian
+
+
+def _valid(rows: RowInputs, spec: LossSpec) -> Tensor:
+    return rows.target != spec.ignore_index
+
+
+def _local_target(rows: RowInputs, tile: Tile) -> tuple[Tensor, Tensor]:
+    """Column of each row's target in this tile, clamped to it, and whether it is really there."""
+    local = rows.target - tile.start
+    return local.clamp(0, tile.cols - 1), (local >= 0) & (local < tile.cols)
+
+
+def _merge(
+    z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Statistics of this tile merged with those of the tiles before; overwrites `z` with exp(z - max).
+
+    Online softmax as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+    The exponentials are relative to the merged maximum.
+    """
+    merged = z.new_zeros(ARGMAX + 1, z.shape[0])
+    before = None if tile.first else state
+    if "argmax" in spec.stats or "correct" in spec.stats:
+        tile_max, tile_argmax = z.max(dim=1)
+        merged[ARGMAX] = tile_argmax + tile.start
+        if before is not None:  # strictly larger: the lowest index wins a tie
+            merged[ARGMAX] = torch.where(tile_max > before[MAX], merged[ARGMAX], before[ARGMAX])
+    else:
+        tile_max = z.amax(dim=1)
+    row_max = tile_max if before is None else torch.maximum(tile_max, before[MAX])
+    merged[MAX] = row_max
+
+    column, inside = _local_target(rows, tile)
+    target_logit = z.gather(1, column[:, None])[:, 0]
+    merged[TARGET_LOGIT] = torch.where(inside, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
+
+    if spec.label_smoothing:
+        # Relative to a logit of the same row, so that a large common offset does not cancel digits away.
+        reference = z[:, 0].nan_to_num(0.0, 0.0, 0.0) if before is None else before[REFERENCE]
+        merged[REFERENCE] = reference
+        relative = z - reference[:, None]
+        weight = rows.class_weight
+        merged[SMOOTH_SUM] = (
+            relative.sum(1)
+            if weight is None
+            else (relative * weight[tile.start : tile.start + tile.cols]).sum(1)
+        )
+        if before is not None:
+            merged[SMOOTH_SUM] += before[SMOOTH_SUM]
+
+    # Nothing but -inf so far: exponentials relative to 0, which are 0, instead of -inf - -inf.
+    safe_max = row_max if tile.last else torch.where(row_max == -torch.inf, 0.0, row_max)
+    z.sub_(safe_max[:, None])
+    relative = z.clone() if "entropy" in spec.stats else z
+    exps = z.exp_()
+    merged[SUM] = exps.sum(1)
+    if "entropy" in spec.stats:
+        # exp(z) z is 0 where z is -inf
+        merged[ENTROPY_SUM] = relative.mul_(exps).nan_to_num_(0.0).sum(1)
+    if before is not None:
+        shift = torch.where(before[MAX] == -torch.inf, 0.0, before[MAX] - safe_max)
+        decay = torch.where(before[MAX] == -torch.inf, 0.0, shift.exp())
+        merged[SUM] += decay * before[SUM]
+        merged[ENTROPY_SUM] += decay * (before[ENTROPY_SUM] + shift * before[SUM])
+    return merged, exps
+
+
+def _finish(state: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs) -> None:
+    valid = _valid(rows, spec)
+    row_max, log_sum = state[MAX], state[SUM].log()
+    in_range = (rows.target >= 0) & (rows.target < tile.vocab_size)
+    # (m - z_y) before + log_sum: exact where all logits share a large offset.
+    nll = log_sum + (row_max - state[TARGET_LOGIT])
+    nll = torch.where(in_range, nll, torch.nan)
+    loss = nll
+    if rows.class_weight is not None:
+        loss = loss * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
+    if spec.label_smoothing:
+        smooth = rows.constants[2] * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
+        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / tile.vocab_size) * smooth
+    weight = rows.token_weight
+    lse = row_max + log_sum
+    out.loss.copy_(torch.where(valid, loss if weight is None else loss * weight, 0.0))
+    out.normalizer[0] = torch.where(valid, row_max, 0.0)
+    out.normalizer[1] = torch.where(valid, log_sum, 0.0)
+    if out.z_loss is not None:
+        z_loss = spec.z_loss * lse.square()
+        out.z_loss.copy_(torch.where(valid, z_loss if weight is None else z_loss * weight, 0.0))
+    if out.logprob is not None:
+        out.logprob.copy_(torch.where(valid, -nll, 0.0))
+    if out.entropy is not None:
+        out.entropy.copy_(torch.where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
+    if out.argmax is not None:
+        out.argmax.copy_(torch.where(valid, state[ARGMAX].long(), -1))
+
+
+def _gradient(
+    exps: Tensor,
+    jacobian: Tensor | float,
+    row_max: Tensor,
+    log_sum: Tensor,
+    rows: RowInputs,
+    spec: LossSpec,
+    tile: Tile,
+    upstream: Tensor | None,
+    grad: Tensor,
+) -> None:
+    """Gradient from exp(z - row_max), which it overwrites. The formula is that of the Triton kernel."""
+    valid = _valid(rows, spec)
+    in_range = (rows.target >= 0) & (rows.target < tile.vocab_size)
+    ce_scale, z_scale, weight_sum = rows.constants
+    row_scale = torch.ones_like(row_max) if upstream is None else upstream
+    if rows.token_weight is not None:
+        row_scale = row_scale * rows.token_weight
+    row_scale = torch.where(in_range, row_scale, torch.nan)  # wrong targets make NaN, not nonsense
+    ce = row_scale * ce_scale
+    smoothing = spec.label_smoothing / tile.vocab_size
+    one_hot = ce * (1.0 - spec.label_smoothing)
+    if rows.class_weight is not None:
+        one_hot = one_hot * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
+    softmax = one_hot + ce * (smoothing * weight_sum) if spec.label_smoothing else one_hot
+    if spec.z_loss:
+        softmax = softmax + row_scale * z_scale * (2.0 * spec.z_loss) * (row_max + log_sum)
+
+    g = exps.mul_((softmax * (-log_sum).exp())[:, None])
+    column, inside = _local_target(rows, tile)
+    g.scatter_add_(1, column[:, None], torch.where(inside, -one_hot, 0.0)[:, None])
+    if spec.label_smoothing:
+        uniform = (ce * smoothing)[:, None]
+        weight = rows.class_weight
+        g.sub_(uniform if weight is None else uniform * weight[tile.start : tile.start + tile.cols])
+    if isinstance(jacobian, Tensor) or jacobian != 1.0:
+        g.mul_(jacobian)
+    if g.device.type != "cpu" or not bool(valid.all()):
+        g.masked_fill_(~valid[:, None], 0.0)
+    if g.data_ptr() != grad.data_ptr():
+        grad.copy_(g)

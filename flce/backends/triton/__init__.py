@@ -1,0 +1,138 @@
+"""The contract in Triton: host-side launches, nothing else."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce.backends.contract import RowInputs, RowOutputs, Tile
+from flce.backends.triton.cross_entropy import cross_entropy_kernel
+from flce.backends.triton.scale import scale_kernel
+from flce.problem import LossSpec, accumulation_dtype
+
+# Columns that a program holds at once. Enough loads in flight to hide the memory's latency, few enough
+# registers (16 float32 per thread at 16 warps) not to spill.
+MAX_BLOCK = 8192
+SCALE_BLOCK = 4096
+
+
+class TritonBackend:
+    name = "triton"
+
+    def statistics(
+        self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
+    ) -> None:
+        _launch(logits, None, rows, spec, tile, state, out, out.normalizer, None)
+
+    def gradient(
+        self,
+        logits: Tensor,
+        grad: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        tile: Tile,
+        normalizer: Tensor,
+        upstream: Tensor | None,
+    ) -> None:
+        _launch(logits, grad, rows, spec, tile, None, None, normalizer, upstream)
+
+    def loss_and_gradient(
+        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs
+    ) -> None:
+        tile = Tile(0, logits.shape[1], logits.shape[1])
+        _launch(logits, grad, rows, spec, tile, None, out, out.normalizer, None)
+
+    def scale_(self, x: Tensor, factor: Tensor) -> None:
+        _scale(x, x, factor)
+
+    def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty_like(x, dtype=dtype)
+        _scale(x, out, factor)
+        return out
+
+
+def _launch(
+    logits: Tensor,  # (rows, cols), unit column stride
+    grad: Tensor | None,  # like logits; None: no gradient
+    rows: RowInputs,
+    spec: LossSpec,
+    tile: Tile,
+    state: Tensor | None,
+    out: RowOutputs | None,  # None: no statistics, `normalizer` is read
+    normalizer: Tensor,
+    upstream: Tensor | None,
+) -> None:
+    num_rows, cols = logits.shape
+    if num_rows == 0:
+        return
+    block = max(16, min(MAX_BLOCK, triton.next_power_of_2(cols)))
+    bias = None if rows.bias is None else rows.bias[tile.start : tile.start + cols]
+    scale = spec.logit_scale / (spec.temperature if spec.softcap is None else spec.softcap)
+
+    def pointer(t: Tensor | None) -> Tensor:
+        return logits if t is None else t  # what a flag switches off is never read
+
+    with _device_of(logits):
+        cross_entropy_kernel[(num_rows,)](
+            logits,
+            pointer(grad),
+            rows.target,
+            pointer(bias),
+            pointer(rows.class_weight),
+            pointer(rows.token_weight),
+            pointer(upstream),
+            rows.constants,
+            pointer(state),
+            pointer(out and out.loss),
+            pointer(out and out.z_loss),
+            normalizer,
+            pointer(out and out.logprob),
+            pointer(out and out.entropy),
+            pointer(out and out.argmax),
+            logits.stride(0),
+            0 if grad is None else grad.stride(0),
+            0 if state is None else state.stride(0),
+            normalizer.stride(0),
+            cols,
+            tile.start,
+            tile.vocab_size,
+            spec.ignore_index,
+            scale,
+            1.0 if spec.softcap is None else spec.softcap / spec.temperature,
+            spec.label_smoothing,
+            spec.z_loss,
+            ACCUM=tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
+            STATISTICS=out is not None,
+            LOAD_STATE=not tile.first,
+            STORE_STATE=not tile.last,
+            FINISH=tile.last,
+            GRADIENT=grad is not None,
+            HAS_BIAS=bias is not None,
+            HAS_SOFTCAP=spec.softcap is not None,
+            HAS_CLASS_WEIGHT=rows.class_weight is not None,
+            HAS_TOKEN_WEIGHT=rows.token_weight is not None,
+            HAS_UPSTREAM=upstream is not None,
+            HAS_SMOOTHING=spec.label_smoothing != 0.0,
+            HAS_Z_LOSS=spec.z_loss != 0.0,
+            WANT_LOGPROB=out is not None and out.logprob is not None,
+            WANT_ENTROPY=out is not None and out.entropy is not None,
+            WANT_ARGMAX=out is not None and out.argmax is not None,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 512)),
+        )
+
+
+def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:
+    if x.numel() == 0:
+        return
+    with _device_of(x):
+        scale_kernel[(triton.cdiv(x.numel(), SCALE_BLOCK),)](
+            x, out, factor, x.numel(), IN_PLACE=x is out, BLOCK=SCALE_BLOCK, num_warps=8
+        )
+
+
+def _device_of(x: Tensor) -> torch.cuda.device:
+    # Triton launches on the current device, which need not be the tensor's. -1: leave it (CPU interpreter).
+    return torch.cuda.device(x.device.index if x.device.type == "cuda" else -1)

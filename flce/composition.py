@@ -1,0 +1,151 @@
+"""The same loss composed from PyTorch's own operators, with the logits in memory.
+
+For what fusing gains nothing in: class-probability targets, which are as large as the logits themselves, and
+K-dimensional heads, whose softmax runs over a strided dimension. Differentiable any number of times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+
+
+def linear_cross_entropy(
+    input: Tensor,  # (..., H)
+    linear_weight: Tensor,  # (V, d_1, ..., d_K, H)
+    target: Tensor,  # (..., d_1, ..., d_K) indices or (..., V, d_1, ..., d_K) probabilities
+    linear_bias: Tensor | None,  # (V, d_1, ..., d_K)
+    weight: Tensor | None,  # (V,)
+    token_weight: Tensor | None,  # (..., d_1, ..., d_K)
+    num_items: Tensor | None,  # ()
+    spec: LossSpec,
+) -> Tensor | LinearCrossEntropyOutput:
+    """See `flce.fused_linear_cross_entropy`.
+
+    Raises:
+        ValueError: shapes do not fit, or a statistic of the target is asked for and it is a probability.
+    """
+    vocab_size, *inner = linear_weight.shape[:-1]
+    leading = tuple(input.shape[:-1])
+    tokens = (*leading, *inner)
+    probabilities = target.is_floating_point()
+    expected = (*leading, vocab_size, *inner) if probabilities else tokens
+    named = (
+        ("target", target, expected),
+        ("linear_bias", linear_bias, (vocab_size, *inner)),
+        ("weight", weight, (vocab_size,)),
+        ("token_weight", token_weight, tokens),
+    )
+    for name, value, shape in named:
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
+                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
+            )
+    if vocab_size == 0 or linear_weight.shape[-1] == 0:
+        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+    if probabilities and {"logprob", "correct"} & set(spec.stats):
+        raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
+    if not probabilities:
+        _check_indices(target, vocab_size, spec.ignore_index)
+
+    # One row of logits per token: (T, V) with T = prod(leading) * prod(inner).
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]), bias)
+    rows = math.prod(leading)
+    z = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
+    z = _transform(z.to(accumulation_dtype(input.dtype)), spec)
+    if probabilities:
+        y = target.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size).to(z.dtype)
+        valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
+        count = valid.sum()
+        denominator = count.to(z.dtype)  # as torch: probabilities are averaged over the tokens
+    else:
+        y = target.reshape(-1).to(torch.int64)
+        valid = y != spec.ignore_index
+        count = valid.sum()
+        class_weight = None if weight is None else weight[y.clamp(0, vocab_size - 1)].to(z.dtype)
+        denominator = count if class_weight is None else torch.where(valid, class_weight, 0.0).sum()
+    ce = F.cross_entropy(
+        z,
+        y,
+        weight=None if weight is None else weight.to(z.dtype),
+        reduction="none",
+        ignore_index=spec.ignore_index,
+        label_smoothing=spec.label_smoothing,
+    )
+    lse = z.logsumexp(-1)
+    zl = torch.where(valid, spec.z_loss * lse.square(), 0.0)
+    if token_weight is not None:
+        ce, zl = ce * token_weight.reshape(-1).detach(), zl * token_weight.reshape(-1).detach()
+    if spec.reduction == "none":
+        z_loss = zl.reshape(tokens)
+        loss = ce.reshape(tokens) + z_loss if spec.z_loss else ce.reshape(tokens)
+    elif spec.reduction == "mean":
+        z_loss = zl.sum() / count
+        loss = ce.sum() / denominator + z_loss if spec.z_loss else ce.sum() / denominator
+    else:
+        scale = 1.0 if num_items is None else num_items.to(z.dtype).reciprocal()
+        z_loss = zl.sum() * scale
+        loss = ce.sum() * scale + z_loss if spec.z_loss else ce.sum() * scale
+    if not spec.stats:
+        return loss
+    with torch.no_grad():
+        return _with_stats(loss, z_loss if spec.z_loss else None, z, lse, y, valid, tokens, spec)
+
+
+def _transform(a: Tensor, spec: LossSpec) -> Tensor:
+    z = a * spec.logit_scale
+    if spec.softcap is not None:
+        z = spec.softcap * torch.tanh(z / spec.softcap)
+    return z / spec.temperature
+
+
+def _with_stats(
+    loss: Tensor,
+    z_loss: Tensor | None,
+    z: Tensor,
+    lse: Tensor,
+    y: Tensor,
+    valid: Tensor,
+    tokens: tuple[int, ...],
+    spec: LossSpec,
+) -> LinearCrossEntropyOutput:
+    log_softmax = z.detach().log_softmax(-1)
+    argmax = torch.where(valid, z.argmax(-1), -1)
+
+    def stat(name: str, value: Tensor) -> Tensor | None:
+        return value.reshape(tokens) if name in spec.stats else None
+
+    logprob = lse
+    if "logprob" in spec.stats:
+        picked = log_softmax.gather(1, y.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+        logprob = torch.where(valid, picked, 0.0)
+    entropy = torch.special.entr(log_softmax.exp()).sum(-1)
+    return LinearCrossEntropyOutput(
+        loss,
+        None if z_loss is None else z_loss.detach(),
+        stat("lse", torch.where(valid, lse.detach(), 0.0)),
+        stat("logprob", logprob),
+        stat("entropy", torch.where(valid, entropy, 0.0)),
+        stat("argmax", argmax),
+        stat("correct", argmax == y) if "correct" in spec.stats else None,
+    )
+
+
+def _check_indices(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """A target out of range is an IndexError on the CPU, as in the fused path; elsewhere PyTorch asserts."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    if bool(wrong.any()):
+        position = tuple(wrong.nonzero()[0].tolist())
+        raise IndexError(
+            f"target {int(target[position])} at position {position} is out of range: expected "
+            f"0 <= target < {vocab_size}, or ignore_index={ignore_index}"
+        )

@@ -1,0 +1,365 @@
+"""The algorithm: loops over tiles of logits, of which only one exists at a time.
+
+For every tile of `chunk_rows` tokens and `block_cols` classes
+
+1. ``logits = x W^T`` into a buffer that all tiles share;
+2. the backend turns them into row statistics and losses, and into their own gradient;
+3. ``dx (+)= dlogits W`` and ``dW (+)= dlogits^T x``.
+
+`forward` does all three in one go where the loss is reduced and a tile holds all classes; otherwise it stops
+at the statistics and `backward` makes the tiles again, now knowing every row's normalizer and upstream
+gradient.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.backends import get_backend
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.gemm import matmul
+from flce.planning import ChunkPlan, padded_cols
+from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
+
+# The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the
+# head room of 2^6 is for z-loss and for rows that are weighted more than the others.
+FLOAT16_GRAD_PEAK = 2.0**10
+# Gathering the rows that are not ignored pays if at least this share of them is dropped.
+MIN_IGNORED_SHARE = 1 / 16
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """None for those that were not asked for."""
+
+    input: Tensor | None  # (N, H)
+    weight: Tensor | None  # (V, H)
+    bias: Tensor | None  # (V,)
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    loss: Tensor  # () or (N,)
+    z_loss: Tensor | None  # like loss
+    rows: RowOutputs  # of all N rows
+    grads: Gradients  # of the loss, times grad_unit; all None if the plan defers them
+    grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
+
+
+def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
+    _check_targets(problem)
+    constants = _constants(problem)
+    selection = _Selection.of(problem, plan)
+    rows = _allocate_rows(problem, selection.num_rows)
+    if problem.needs.any and not plan.deferred:
+        unit = _grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
+        grads = _losses_and_gradients(problem, plan, selection, _scaled(constants, unit), rows)
+    else:
+        unit, grads = None, Gradients(None, None, None)
+        _statistics(problem, plan, selection, constants, rows)
+    rows = selection.scatter(rows)
+    loss, z_loss = _reduce(problem, rows, constants)
+    return ForwardResult(loss, z_loss, rows, grads, unit)
+
+
+def backward(
+    problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor
+) -> Gradients:
+    """The gradients, from recomputed logits.
+
+    Args:
+        normalizer: (2, N), as `forward` left it.
+        upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
+    """
+    selection = _Selection.of(problem, plan)
+    constants = _constants(problem)
+    accum = constants.dtype
+    per_row = None
+    if upstream.dim() == 0:
+        constants = _scaled(constants, upstream.to(accum))
+    else:
+        per_row = selection.take(upstream.to(accum))
+    return _gradients(problem, plan, selection, constants, selection.take(normalizer, dim=1), per_row)
+
+
+def _losses_and_gradients(
+    p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
+) -> Gradients:
+    backend = get_backend(p.input.device)
+    buffer = _TileBuffer(p, plan)
+    grads = _GradientSums(p, plan, selection)
+    for rows in _pieces(selection.num_rows, plan.chunk_rows):
+        x = selection.input(rows)
+        logits, dlogits = buffer.tile(rows, slice(0, plan.vocab_size))
+        matmul(x, p.linear_weight.t(), out=logits)
+        backend.loss_and_gradient(
+            logits, dlogits, selection.row_inputs(rows, constants), p.spec, out.rows(rows)
+        )
+        grads.add(dlogits, x, rows, slice(0, plan.vocab_size))
+    return grads.result()
+
+
+def _statistics(
+    p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
+) -> None:
+    backend = get_backend(p.input.device)
+    buffer = _TileBuffer(p, plan)
+    for rows in _pieces(selection.num_rows, plan.chunk_rows):
+        x = selection.input(rows)
+        inputs = selection.row_inputs(rows, constants)
+        state = None
+        if plan.num_blocks > 1:
+            state = constants.new_empty(STATE_SLOTS, rows.stop - rows.start)
+        for cols in _pieces(plan.vocab_size, plan.block_cols):
+            logits, _ = buffer.tile(rows, cols)
+            matmul(x, p.linear_weight[cols].t(), out=logits)
+            tile = Tile(cols.start, cols.stop - cols.start, plan.vocab_size)
+            backend.statistics(logits, inputs, p.spec, tile, state, out.rows(rows))
+
+
+def _gradients(
+    p: LinearCrossEntropyProblem,
+    plan: ChunkPlan,
+    selection: _Selection,
+    constants: Tensor,
+    normalizer: Tensor,  # (2, rows)
+    upstream: Tensor | None,  # (rows,)
+) -> Gradients:
+    backend = get_backend(p.input.device)
+    buffer = _TileBuffer(p, plan)
+    grads = _GradientSums(p, plan, selection)
+    for cols in _pieces(plan.vocab_size, plan.block_cols):
+        tile = Tile(cols.start, cols.stop - cols.start, plan.vocab_size)
+        for rows in _pieces(selection.num_rows, plan.chunk_rows):
+            x = selection.input(rows)
+            logits, dlogits = buffer.tile(rows, cols)
+            matmul(x, p.linear_weight[cols].t(), out=logits)
+            up = None if upstream is None else upstream[rows]
+            inputs = selection.row_inputs(rows, constants)
+            backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
+            grads.add(dlogits, x, rows, cols)
+    return grads.result(cast=True)
+
+
+class _TileBuffer:
+    """The memory of one tile, shared by all."""
+
+    def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan) -> None:
+        # An aligned row stride: matrix products on unaligned rows run several times slower.
+        shape = (plan.chunk_rows, padded_cols(plan.block_cols))
+        self.logits = torch.empty(shape, dtype=plan.logits_dtype, device=p.input.device)
+        self.grad = self.logits
+        if p.needs.any and not plan.in_place:
+            self.grad = torch.empty(shape, dtype=plan.grad_dtype, device=p.input.device)
+
+    def tile(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+        """Logits and their gradient, which may be the same memory. (rows, cols) each."""
+        area = slice(0, rows.stop - rows.start), slice(0, cols.stop - cols.start)
+        return self.logits[area], self.grad[area]
+
+
+class _GradientSums:
+    """The gradients while they are summed over tiles."""
+
+    def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection) -> None:
+        self._p, self._plan, self._selection = p, plan, selection
+        needs, device = p.needs, p.input.device
+        # What no tile writes must be zero: dropped rows, and everything if all rows are dropped.
+        no_tile = selection.num_rows == 0
+        allocate = torch.zeros if no_tile else torch.empty
+        allocate_input = torch.empty if selection.index is None and not no_tile else torch.zeros
+        # A block of the weight gradient that is summed over chunks in a higher precision than its own is
+        # cast as soon as it is complete.
+        self._by_block = plan.num_blocks > 1
+        weight_dtype = plan.dtype if self._by_block else plan.weight_grad_dtype
+        self._input = self._weight = self._bias = self._block = None
+        if needs.input:
+            self._input = allocate_input(p.input.shape, dtype=plan.input_grad_dtype, device=device)
+        if needs.weight:
+            self._weight = allocate(p.linear_weight.shape, dtype=weight_dtype, device=device)
+            if self._by_block and plan.weight_grad_dtype != plan.dtype:
+                shape = (plan.block_cols, plan.hidden_size)
+                self._block = torch.empty(shape, dtype=plan.weight_grad_dtype, device=device)
+        if needs.bias:
+            self._bias = torch.zeros(plan.vocab_size, dtype=accumulation_dtype(plan.dtype), device=device)
+
+    def add(self, dlogits: Tensor, x: Tensor, rows: slice, cols: slice) -> None:
+        if self._input is not None:
+            weight = self._p.linear_weight[cols]
+            accumulate = cols.start > 0
+            index = self._selection.index
+            if index is None:
+                matmul(dlogits, weight, out=self._input[rows], accumulate=accumulate)
+            else:
+                part = x.new_empty(x.shape, dtype=self._input.dtype)
+                matmul(dlogits, weight, out=part)
+                self._input.index_add_(0, index[rows], part)
+        if self._weight is not None:
+            total = self._weight[cols] if self._block is None else self._block[: cols.stop - cols.start]
+            matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
+            if self._block is not None and rows.stop == self._selection.num_rows:
+                self._weight[cols] = total
+        if self._bias is not None:
+            self._bias[cols] += dlogits.sum(0, dtype=self._bias.dtype)
+
+    def result(self, cast: bool = False) -> Gradients:
+        grads = (self._input, self._weight, self._bias)
+        if cast:
+            grads = tuple(None if g is None else g.to(self._plan.dtype) for g in grads)
+        return Gradients(*grads)
+
+
+@dataclass(frozen=True)
+class _Selection:
+    """The rows that are worked on: all of them, or those that are not ignored."""
+
+    problem: LinearCrossEntropyProblem
+    index: Tensor | None  # (rows,) into the N rows; None: all of them
+    target: Tensor  # (rows,)
+    token_weight: Tensor | None  # (rows,)
+
+    @staticmethod
+    def of(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> _Selection:
+        everything = _Selection(p, None, p.target, p.token_weight)
+        if not plan.skip_ignored:
+            return everything
+        valid = p.target != p.spec.ignore_index
+        # The host needs the number of rows: the one place that waits for the device.
+        index = valid.nonzero()[:, 0]
+        if index.numel() > (1.0 - MIN_IGNORED_SHARE) * valid.numel():
+            return everything
+        weight = None if p.token_weight is None else p.token_weight[index]
+        return _Selection(p, index, p.target[index], weight)
+
+    @property
+    def num_rows(self) -> int:
+        return self.target.numel()
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x if self.index is None else x.index_select(dim, self.index)
+
+    def input(self, rows: slice) -> Tensor:
+        x = self.problem.input
+        return x[rows] if self.index is None else x.index_select(0, self.index[rows])
+
+    def row_inputs(self, rows: slice, constants: Tensor) -> RowInputs:
+        p = self.problem
+        weight = None if self.token_weight is None else self.token_weight[rows]
+        return RowInputs(self.target[rows], weight, p.class_weight, p.linear_bias, constants)
+
+    def scatter(self, out: RowOutputs) -> RowOutputs:
+        """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
+        if self.index is None:
+            return out
+        index, n = self.index, self.problem.target.numel()
+
+        def put(values: Tensor | None, fill: float = 0) -> Tensor | None:
+            if values is None:
+                return None
+            full = values.new_full((*values.shape[:-1], n), fill)
+            return full.index_copy_(-1, index, values)
+
+        loss, normalizer = put(out.loss), put(out.normalizer)
+        assert loss is not None and normalizer is not None
+        return RowOutputs(
+            loss, put(out.z_loss), normalizer, put(out.logprob), put(out.entropy), put(out.argmax, -1)
+        )
+
+
+def _allocate_rows(p: LinearCrossEntropyProblem, num_rows: int) -> RowOutputs:
+    accum = accumulation_dtype(p.input.dtype)
+    stats = p.spec.stats
+
+    def new(wanted: bool, *shape: int, dtype: torch.dtype = accum) -> Tensor | None:
+        return torch.empty(*shape, num_rows, dtype=dtype, device=p.input.device) if wanted else None
+
+    loss, normalizer = new(True), new(True, 2)
+    assert loss is not None and normalizer is not None
+    return RowOutputs(
+        loss,
+        new(p.spec.z_loss != 0.0),
+        normalizer,
+        new("logprob" in stats),
+        new("entropy" in stats),
+        new("argmax" in stats or "correct" in stats, dtype=torch.int64),
+    )
+
+
+def _constants(p: LinearCrossEntropyProblem) -> Tensor:
+    """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.
+
+    Stays on the device: nothing here may wait for it.
+    """
+    accum = accumulation_dtype(p.input.dtype)
+    one = torch.ones((), dtype=accum, device=p.input.device)
+    weight_sum = one * p.linear_weight.shape[0] if p.class_weight is None else p.class_weight.sum(dtype=accum)
+    if p.spec.reduction == "mean":
+        valid = p.target != p.spec.ignore_index
+        z_scale = valid.sum().to(accum).reciprocal()
+        ce_scale = z_scale
+        if p.class_weight is not None:
+            weights = p.class_weight[p.target.clamp(0, p.linear_weight.shape[0] - 1)].to(accum)
+            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
+    else:
+        ce_scale = z_scale = one if p.num_items is None else p.num_items.to(accum).reciprocal()
+    return torch.stack((ce_scale, z_scale, weight_sum))
+
+
+def _scaled(constants: Tensor, factor: Tensor | None) -> Tensor:
+    if factor is None:
+        return constants
+    return torch.cat((constants[:2] * factor, constants[2:]))
+
+
+def _grad_unit(p: LinearCrossEntropyProblem, constants: Tensor) -> Tensor:
+    """The power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK.
+
+    ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
+    divides this unit out in float32, together with the upstream gradient.
+    """
+    peak = constants[0] * (abs(p.spec.logit_scale) / p.spec.temperature)
+    for weight in (p.class_weight, p.token_weight):
+        if weight is not None and weight.numel():
+            peak = peak * weight.abs().max()
+    exponent = torch.log2(FLOAT16_GRAD_PEAK / peak).floor()
+    # No valid row, or only weights of 0: peak is inf, nan or 0, and any unit will do.
+    return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
+
+
+def _reduce(
+    p: LinearCrossEntropyProblem, rows: RowOutputs, constants: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Loss (z-loss included) and z-loss."""
+    if p.spec.reduction == "none":
+        return (rows.loss if rows.z_loss is None else rows.loss + rows.z_loss), rows.z_loss
+    loss = rows.loss.sum() * constants[0]
+    if rows.z_loss is None:
+        return loss, None
+    z_loss = rows.z_loss.sum() * constants[1]
+    return loss + z_loss, z_loss
+
+
+def _check_targets(p: LinearCrossEntropyProblem) -> None:
+    """IndexError for a target out of range, where looking is free (CPU) or was asked for (FLCE_DEBUG=1)."""
+    if p.target.device.type != "cpu" and os.environ.get("FLCE_DEBUG", "0") in ("", "0"):
+        return
+    vocab_size = p.linear_weight.shape[0]
+    wrong = ((p.target < 0) | (p.target >= vocab_size)) & (p.target != p.spec.ignore_index)
+    if bool(wrong.any()):
+        position = int(wrong.nonzero()[0, 0])
+        raise IndexError(
+            f"target {int(p.target[position])} at position {position} (of the flattened, shifted target) is out "
+            f"of range: expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
+        )
+
+
+def _pieces(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, max(1, step)):
+        yield slice(start, min(start + step, size))
+
+

@@ -1,0 +1,283 @@
+"""The public function: checks and documents its arguments, flattens them to a problem, shapes the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce import composition
+from flce.autograd import linear_cross_entropy
+from flce.planning import ChunkOptions
+from flce.problem import LinearCrossEntropyOutput, LinearCrossEntropyProblem, LossSpec, Needs
+
+
+def fused_linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    num_items: int | Tensor | None = None,
+    shift: int = 0,
+    stats: Sequence[str] = (),
+    options: ChunkOptions | None = None,
+) -> Tensor | LinearCrossEntropyOutput:
+    r"""``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits.
+
+    With :math:`a = x W^T + b`, the logits are
+
+    .. math:: z = \mathrm{softcap} \cdot \tanh(\mathrm{logit\_scale} \cdot a / \mathrm{softcap}) / \mathrm{temperature}
+
+    (:math:`z = \mathrm{logit\_scale} \cdot a / \mathrm{temperature}` without `softcap`) and the loss of a token is
+
+    .. math:: (1 - \epsilon)\, w_y (\mathrm{lse}(z) - z_y)
+              + \frac{\epsilon}{V} \sum_k w_k (\mathrm{lse}(z) - z_k) + \mathrm{z\_loss} \cdot \mathrm{lse}(z)^2
+
+    whose first two terms are those of :func:`torch.nn.functional.cross_entropy`. Logits are made and consumed a
+    chunk at a time; gradients are exact. Differentiable once, in `input`, `linear_weight` and `linear_bias`; only
+    the gradients of those that require one are computed.
+
+    Args:
+        input: (..., H) hidden states; float16, bfloat16, float32 or float64.
+        linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
+            :func:`torch.nn.functional.linear`). A K-dimensional head (V, d_1, ..., d_K, H) is computed with
+            its logits in memory.
+        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
+            Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
+        linear_bias: (V,) bias of the head.
+        weight: (V,) class weights.
+        reduction: "none": (...) losses. "sum": their sum. "mean": the sum of cross entropies over the sum of
+            ``weight[target]``, plus the sum of z-losses over the number of tokens that are not ignored; NaN if
+            there are none.
+        ignore_index: the target value of tokens that do not count.
+        label_smoothing: :math:`\epsilon`, in [0, 1].
+        softcap: bound of the logits, > 0.
+        logit_scale: multiplies the logits before softcap.
+        temperature: divides the logits after softcap, > 0.
+        z_loss: coefficient of the squared log-sum-exp, >= 0.
+        token_weight: (...) multiplies each token's loss, z-loss included; not the denominators of "mean". No
+            gradient. Belongs to the positions of `input`, also with `shift`.
+        num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens
+            over all micro-batches.
+        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Of the
+            hidden states nothing is copied for it.
+        stats: any of "lse", "logprob", "entropy", "argmax", "correct": per-token results without gradient.
+        options: how memory and precision are used, see :class:`ChunkOptions`.
+
+    Returns:
+        The loss, float32 (float64 for float64 inputs): 0-d, or (...) for ``reduction="none"``. With `stats` a
+        :class:`LinearCrossEntropyOutput`.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight` and `linear_bias` differ
+            in dtype outside of autocast.
+        ValueError: shapes do not fit, devices differ, a scalar is out of its range, or no plan keeps
+            ``options.max_workspace_bytes``.
+        IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
+            is NaN and nothing is read out of bounds.
+        RuntimeError: in backward, for a second backward through the same result and for double backward; in
+            forward, for forward-mode differentiation.
+
+    Example::
+
+        >>> h = torch.randn(2, 6, 16, requires_grad=True)
+        >>> W = torch.randn(100, 16, requires_grad=True)
+        >>> y = torch.randint(100, (2, 6))
+        >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
+    """
+    spec = LossSpec(
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, tuple(stats)
+    )
+    _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight)
+    _check_options(options)
+    _check_shift(shift, target)
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    _check_dtypes(input, linear_weight, linear_bias)
+    num_items = _num_items(num_items, spec, input)
+    probabilities = target.is_floating_point()
+    if probabilities or linear_weight.dim() > 2:
+        if shift:
+            raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
+        return composition.linear_cross_entropy(
+            input, linear_weight, target, linear_bias, weight, token_weight, num_items, spec
+        )
+    _check_shapes(input, linear_weight, target, linear_bias, weight, token_weight)
+    if linear_weight.shape[0] == 0 or linear_weight.shape[1] == 0:
+        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+
+    shape = target.shape
+    grad = torch.is_grad_enabled()
+    problem = LinearCrossEntropyProblem(
+        input=input.reshape(-1, input.shape[-1]),
+        linear_weight=linear_weight,
+        target=_shifted(target, shift, ignore_index).reshape(-1).to(torch.int64),
+        linear_bias=linear_bias,
+        class_weight=None if weight is None else weight.detach().contiguous(),
+        token_weight=None if token_weight is None else token_weight.detach().reshape(-1),
+        num_items=num_items,
+        spec=spec,
+        needs=Needs(
+            grad and input.requires_grad,
+            grad and linear_weight.requires_grad,
+            grad and linear_bias is not None and linear_bias.requires_grad,
+        ),
+    )
+    out = linear_cross_entropy(problem, options or ChunkOptions())
+    loss = out.loss.reshape(shape) if reduction == "none" else out.loss
+    if not spec.stats:
+        return loss
+
+    def stat(name: str, value: Tensor) -> Tensor | None:
+        return value.detach().reshape(shape) if name in spec.stats else None
+
+    z = None
+    if spec.z_loss:
+        z = out.z_loss.detach().reshape(shape) if reduction == "none" else out.z_loss.detach()
+    correct = (out.argmax == problem.target) if "correct" in spec.stats else out.argmax
+    return LinearCrossEntropyOutput(
+        loss,
+        z,
+        stat("lse", out.normalizer.sum(0) if "lse" in spec.stats else out.loss),
+        stat("logprob", out.logprob),
+        stat("entropy", out.entropy),
+        stat("argmax", out.argmax),
+        stat("correct", correct),
+    )
+
+
+def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions."""
+    if shift == 0:
+        return target
+    shift = min(shift, target.shape[-1])
+    return F.pad(target[..., shift:], (0, shift), value=ignore_index)
+
+
+def _num_items(num_items: int | Tensor | None, spec: LossSpec, input: Tensor) -> Tensor | None:
+    """As a 0-d tensor on the device of `input`, which nothing waits for."""
+    if num_items is None:
+        return None
+    if spec.reduction != "sum":
+        raise ValueError(f"num_items needs reduction='sum', got reduction={spec.reduction!r}")
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"num_items must be a number or a 0-d tensor, got shape {tuple(num_items.shape)}")
+        return num_items.detach().reshape(()).to(input.device, non_blocking=True)
+    if isinstance(num_items, bool) or not isinstance(num_items, (int, float, torch.SymInt)):
+        raise TypeError(f"num_items must be a number or a 0-d tensor, got {type(num_items).__name__}")
+    if num_items <= 0:
+        raise ValueError(f"num_items must be > 0, got {num_items}")
+    return torch.full((), num_items, dtype=torch.float64 if input.dtype == torch.float64 else torch.float32, device=input.device)
+
+
+def _autocast(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
+    first = tensors[0]
+    assert first is not None
+    device_type = first.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def cast(t: Tensor | None) -> Tensor | None:
+            if t is None or not t.is_floating_point() or t.dtype == torch.float64:
+                return t
+            return t.to(dtype)
+
+        tensors = tuple(cast(t) for t in tensors)
+    return tensors  # type: ignore[return-value]
+
+
+def _check_tensors(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+) -> None:
+    required = {"input": input, "linear_weight": linear_weight, "target": target}
+    optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
+    for name, value in {**required, **optional}.items():
+        if value is None and name in optional:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+        if value.device != input.device:
+            raise ValueError(
+                f"all tensors must be on one device, got input on {input.device} and {name} on {value.device}"
+            )
+        if name != "target" and not value.is_floating_point():
+            raise TypeError(f"{name} must have a floating dtype, got {value.dtype}")
+    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            "target must hold class indices in int64 or int32, or class probabilities in a floating dtype, "
+            f"got {target.dtype}"
+        )
+    if input.dim() < 1:
+        raise ValueError(f"input must have shape (..., H), got a 0-d tensor")
+    if linear_weight.dim() < 2:
+        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
+    if input.shape[-1] != linear_weight.shape[-1]:
+        raise ValueError(
+            "input and linear_weight must agree in their last dimension H, got "
+            f"{tuple(input.shape)} and {tuple(linear_weight.shape)}"
+        )
+
+
+def _check_dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
+    if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
+    for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if value is not None and value.dtype != input.dtype:
+            raise TypeError(
+                f"input and {name} must have one dtype outside of autocast, got {input.dtype} and {value.dtype}"
+            )
+
+
+def _check_shapes(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+) -> None:
+    tokens, vocab = tuple(input.shape[:-1]), (linear_weight.shape[0],)
+    expected = (
+        ("target", target, tokens),
+        ("linear_bias", linear_bias, vocab),
+        ("weight", weight, vocab),
+        ("token_weight", token_weight, tokens),
+    )
+    for name, value, shape in expected:
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
+                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
+            )
+
+
+def _check_options(options: ChunkOptions | None) -> None:
+    if options is not None and not isinstance(options, ChunkOptions):
+        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
+
+
+def _check_shift(shift: int, target: Tensor) -> None:
+    if isinstance(shift, bool) or not isinstance(shift, int):
+        raise TypeError(f"shift must be an int, got {type(shift).__name__}")
+    if shift < 0:
+        raise ValueError(f"shift must be >= 0, got {shift}")
+    if shift and target.dim() == 0:
+        raise ValueError("shift needs a target with at least one dimension, got a 0-d target")

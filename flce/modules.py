@@ -1,0 +1,132 @@
+"""The loss as modules: one that owns the head, one without state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flce.functional import fused_linear_cross_entropy
+from flce.planning import ChunkOptions
+from flce.problem import LinearCrossEntropyOutput, LossSpec
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """`flce.fused_linear_cross_entropy` with its scalar arguments fixed; the head stays where it is.
+
+    Args: as those of `flce.fused_linear_cross_entropy`. `weight` is a buffer: it moves with the module and is
+    not saved in its state.
+
+    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...).
+
+    Raises:
+        TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: float = 1.0,
+        z_loss: float = 0.0,
+        shift: int = 0,
+        stats: tuple[str, ...] = (),
+        options: ChunkOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = LossSpec(
+            reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, tuple(stats)
+        )
+        self.shift = shift
+        self.options = options
+        self.register_buffer("weight", weight, persistent=False)
+
+    def forward(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        linear_bias: Tensor | None = None,
+        *,
+        token_weight: Tensor | None = None,
+        num_items: int | Tensor | None = None,
+    ) -> Tensor | LinearCrossEntropyOutput:
+        spec = self.spec
+        return fused_linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            weight=self.weight,
+            reduction=spec.reduction,
+            ignore_index=spec.ignore_index,
+            label_smoothing=spec.label_smoothing,
+            softcap=spec.softcap,
+            logit_scale=spec.logit_scale,
+            temperature=spec.temperature,
+            z_loss=spec.z_loss,
+            token_weight=token_weight,
+            num_items=num_items,
+            shift=self.shift,
+            stats=spec.stats,
+            options=self.options,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}, options={self.options}"
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A language-model head and its loss in one, as `torch.nn.LinearCrossEntropyLoss`.
+
+    Args:
+        in_features: H.
+        num_classes: V.
+        bias: whether the head has one.
+        device, dtype: of the head.
+        loss: the keyword arguments of `FusedLinearCrossEntropyLoss`.
+
+    Attributes:
+        linear: the head, an `nn.Linear` with weight (V, H).
+
+    Shape: ``forward(input, target)`` with (..., H) and (...).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **loss: Any,
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.loss = FusedLinearCrossEntropyLoss(**loss)
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        num_items: int | Tensor | None = None,
+    ) -> Tensor | LinearCrossEntropyOutput:
+        return self.loss(
+            input,
+            self.linear.weight,
+            target,
+            self.linear.bias,
+            token_weight=token_weight,
+            num_items=num_items,
+        )

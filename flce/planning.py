@@ -1,0 +1,502 @@
+"""How a call is cut into chunks, and the bytes that it takes. Pure arithmetic on shapes.
+
+The policy, in full:
+
+* **Strategy** ``tokens`` unless a budget rules it out: the logits of `chunk_rows` tokens and all classes at
+  a time, three matrix products in all. ``vocab`` takes all tokens and `block_cols` classes at a time and
+  multiplies a fourth time, but needs no float32 copy of the weight gradient.
+* **Without a budget** a chunk of logits takes at most `DEFAULT_LOGITS_BYTES` of the device, an absolute
+  figure: the workspace does not grow with the number of tokens.
+* **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
+  at least `MIN_EFFICIENT_ROWS` rows, else ``vocab`` if it gets at least `EFFICIENT_COLS` classes; failing
+  both, whichever fits.
+* Chunks are of equal size, a multiple of `ROW_MULTIPLE` rows where they can be.
+
+Nothing here depends on anything but the arguments, so every call of one shape has the same plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from flce.backends import backend_name
+from flce.backends.torch_ import slab_rows
+from flce.gemm import CAST_BYTES
+from flce.problem import LossSpec, Needs, accumulation_dtype
+
+# One chunk of logits. 1 GiB is 4,096 tokens of a 128,256-class vocabulary in bf16: enough for matrix
+# products at full speed, and for the float32 accumulation of the weight gradient to cost a few percent.
+# On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
+DEFAULT_LOGITS_BYTES = {"cpu": 64 << 20, "other": 1 << 30}
+# Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
+# product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
+# a chunk of 512 rows spends a third of its time on it, which is what `vocab` adds.
+MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 512}
+ROW_MULTIPLE = 128
+# As few classes per block as `vocab` is preferred with to short chunks of tokens.
+EFFICIENT_COLS = 512
+# Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
+COLUMN_MULTIPLE = 64
+# The slabs of the PyTorch backend have this many temporaries of a slab's size (float32 copy, Jacobian,
+# exponentials, weights), at most.
+TORCH_BACKEND_TEMPORARIES = 4
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How `fused_linear_cross_entropy` may use memory and precision. The defaults are exact and fast.
+
+    Args:
+        chunk_rows: tokens per chunk, instead of the planner's choice (for ``strategy="vocab"``: tokens per
+            block of classes).
+        max_workspace_bytes: upper bound of the memory, in bytes, that a call takes above its inputs and the
+            gradients that it returns. An error names the least possible where this is less.
+        strategy: "auto", "tokens" or "vocab"; see `flce.planning`.
+        logits_dtype: dtype of the logits between the matrix product and the softmax. Default: the dtype of
+            the input (on a CPU float32, which is what its matrix products are made in). ``torch.float32``
+            with bfloat16 inputs removes the largest rounding error of the usual path.
+        accum_dtype: dtype in which gradients are summed over chunks: ``torch.float32`` or, for bfloat16
+            inputs, ``torch.bfloat16``, which halves that buffer and loses digits with every chunk.
+        skip_ignored: whether rows whose target is `ignore_index` are dropped before the matrix products.
+            Their number must be known to the host: on a CPU that is free, on an accelerator it waits for
+            the device. "auto": True on a CPU, False elsewhere.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option has an impossible value.
+    """
+
+    chunk_rows: int | None = None
+    max_workspace_bytes: int | None = None
+    strategy: Literal["auto", "tokens", "vocab"] = "auto"
+    logits_dtype: torch.dtype | None = None
+    accum_dtype: torch.dtype = torch.float32
+    skip_ignored: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_rows", "max_workspace_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be None or an int, got {type(value).__name__}")
+            if value <= 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+        if self.strategy not in ("auto", "tokens", "vocab"):
+            raise ValueError(f"strategy must be 'auto', 'tokens' or 'vocab', got {self.strategy!r}")
+        if self.logits_dtype is not None and not isinstance(self.logits_dtype, torch.dtype):
+            raise TypeError(f"logits_dtype must be None or a torch.dtype, got {self.logits_dtype!r}")
+        if not isinstance(self.accum_dtype, torch.dtype):
+            raise TypeError(f"accum_dtype must be a torch.dtype, got {self.accum_dtype!r}")
+        if self.skip_ignored not in (True, False, "auto"):
+            raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
+
+    num_tokens: int
+    hidden_size: int
+    vocab_size: int
+    dtype: torch.dtype
+    device_type: str
+    backend: str
+    spec: LossSpec
+    needs: Needs
+    strategy: str
+    max_rows: int
+    """Upper bound of the rows of a chunk, independent of `num_tokens` unless there is a budget."""
+    equal_rows: bool
+    """Whether chunks are made equally long, rather than `max_rows` each and a rest."""
+    block_cols: int
+    """Classes of a tile: all of them for "tokens"."""
+    logits_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    """Of the gradient of the logits, which is what the gradient matrix products read."""
+    accum_dtype: torch.dtype
+    skip_ignored: bool
+    max_workspace_bytes: int | None
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a chunk (the last may be shorter)."""
+        if self.num_tokens <= self.max_rows or not self.equal_rows:
+            return min(self.num_tokens, self.max_rows)
+        equal = _ceil_div(self.num_tokens, _ceil_div(self.num_tokens, self.max_rows))
+        return min(self.max_rows, _ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
+
+    @property
+    def num_chunks(self) -> int:
+        return _ceil_div(self.num_tokens, self.chunk_rows) if self.num_tokens else 0
+
+    @property
+    def num_blocks(self) -> int:
+        return _ceil_div(self.vocab_size, self.block_cols)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients are computed in backward, from recomputed logits, rather than in forward.
+
+        With ``reduction="none"`` every token has an upstream gradient of its own, which a weight gradient
+        that is already summed could not be multiplied by. ``vocab`` recomputes in any case.
+        """
+        return self.needs.any and (self.strategy == "vocab" or self.spec.reduction == "none")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the gradient of the logits overwrites them."""
+        return self.grad_dtype == self.logits_dtype
+
+    @property
+    def input_grad_dtype(self) -> torch.dtype:
+        """In which the gradient of the input is computed; it is cast in backward where that differs."""
+        if self.deferred:
+            return self.dtype if self.num_blocks == 1 else self._accum
+        # A float16 gradient must not be rounded before the loss scale has arrived: it would underflow.
+        return torch.float32 if self.dtype == torch.float16 else self.dtype
+
+    @property
+    def weight_grad_dtype(self) -> torch.dtype:
+        """As `input_grad_dtype`, for the gradient of the weight."""
+        # With a budget always, so that the dtype does not depend on the rows that the budget leaves:
+        # torch.compile would otherwise make another graph for every number of tokens.
+        if self.max_workspace_bytes is not None or self.num_tokens > self.max_rows:
+            return self._accum
+        return torch.float32 if self.dtype == torch.float16 and not self.deferred else self.dtype
+
+    @property
+    def _accum(self) -> torch.dtype:
+        return self.accum_dtype if self.dtype == torch.bfloat16 else accumulation_dtype(self.dtype)
+
+    @property
+    def num_matmuls(self) -> int:
+        """Matrix products of 2NHV flops each: logits once or twice, one for each of the two gradients."""
+        return 1 + int(self.deferred) + int(self.needs.input) + int(self.needs.weight)
+
+    @property
+    def flops(self) -> int:
+        """Of the matrix products of forward and backward."""
+        return self.num_matmuls * 2 * self.num_tokens * self.hidden_size * self.vocab_size
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of the buffers that hold a tile's logits and their gradient."""
+        sizes = [self.logits_dtype.itemsize]
+        if self.needs.any and not self.in_place:
+            sizes.append(self.grad_dtype.itemsize)
+        return self.chunk_rows * padded_cols(self.block_cols) * sum(sizes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Peak bytes above the inputs and the returned gradients, over forward and backward."""
+        n, h, v = self.num_tokens, self.hidden_size, self.vocab_size
+        itemsize, accum = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
+        returned = itemsize * (n * h * self.needs.input + v * h * self.needs.weight + v * self.needs.bias)
+        tile = self.logits_bytes + self._tile_temporaries()
+        rows = n * self._row_bytes()
+
+        # Gradients as they are while tiles are worked on.
+        held_input = n * h * self.input_grad_dtype.itemsize * self.needs.input
+        held_weight = v * h * self.weight_grad_dtype.itemsize * self.needs.weight
+        held_bias = v * accum * self.needs.bias
+        # What casting them at the end adds.
+        cast = (
+            n * h * itemsize * self.needs.input * (self.input_grad_dtype != self.dtype)
+            + v * h * itemsize * self.needs.weight * (self.weight_grad_dtype != self.dtype)
+            + v * itemsize * self.needs.bias * (accum != itemsize)
+        )
+        if self.strategy == "vocab":
+            # One block of the weight gradient at a time, written to its place as soon as it is complete.
+            held_weight = v * h * itemsize * self.needs.weight
+            if self.weight_grad_dtype != self.dtype and self.needs.weight:
+                tile += self.block_cols * h * self.weight_grad_dtype.itemsize
+            cast = n * h * itemsize * self.needs.input * (self.input_grad_dtype != self.dtype)
+            cast += v * itemsize * self.needs.bias * (accum != itemsize)
+        held = held_input + held_weight + held_bias
+        working = rows + tile + held
+        casting = rows * self.deferred + held + cast
+        return max(working, casting) - returned if self.needs.any else rows + tile
+
+    def _row_bytes(self) -> int:
+        """Bytes of the vectors with an entry per token."""
+        accum = accumulation_dtype(self.dtype).itemsize
+        stats = self.spec.stats
+        vectors = 3 + (self.spec.z_loss != 0) + ("lse" in stats) + ("logprob" in stats) + ("entropy" in stats)
+        if self.num_blocks > 1:
+            vectors += 7
+        size = vectors * accum
+        if "argmax" in stats or "correct" in stats:
+            size += 9
+        return size
+
+    def _tile_temporaries(self) -> int:
+        """Bytes that gathering rows, casting operands and the PyTorch backend take beside a tile."""
+        rows, h = self.chunk_rows, self.hidden_size
+        size = 0
+        if self.skip_ignored:
+            size += rows * h * self.dtype.itemsize
+        if self.device_type == "cpu" and self.dtype.itemsize < 4:
+            # float32 copies of the rows (or their gradient, before it is rounded) and of a piece of W
+            size += rows * h * 4 + min(CAST_BYTES, self.block_cols * h * 4)
+        if self.backend == "torch":
+            accum = accumulation_dtype(self.logits_dtype).itemsize
+            slab = slab_rows(self.device_type, rows, self.block_cols, accum) * self.block_cols * accum
+            size += TORCH_BACKEND_TEMPORARIES * slab
+        return size
+
+    def __str__(self) -> str:
+        where = f"N={self.num_tokens}, H={self.hidden_size}, V={self.vocab_size}, {_name(self.dtype)}"
+        return (
+            f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
+            f"{self.num_chunks} x {self.chunk_rows} tokens, {self.num_blocks} x {self.block_cols} classes, "
+            f"logits in {_name(self.logits_dtype)}, {self.num_matmuls} matrix products, "
+            f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
+        )
+
+
+def plan(
+    num_tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cuda",
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    stats: tuple[str, ...] = (),
+    input_grad: bool = True,
+    weight_grad: bool = True,
+    bias_grad: bool = False,
+    options: ChunkOptions | None = None,
+) -> ChunkPlan:
+    """What `fused_linear_cross_entropy` will do for a shape, and the bytes it will take.
+
+    Args:
+        num_tokens: N, the tokens of `input` over all leading dimensions.
+        hidden_size: H.
+        vocab_size: V.
+        dtype: of `input` and `linear_weight`, after autocast.
+        device: where the tensors will be; only its type matters.
+        reduction, z_loss, stats: as in `fused_linear_cross_entropy`.
+        input_grad, weight_grad, bias_grad: which gradients will be asked for (``False`` for a frozen head).
+        options: as in `fused_linear_cross_entropy`.
+
+    Returns:
+        A `ChunkPlan`; ``.workspace_bytes`` is the peak of memory above the inputs and the returned
+        gradients, from the beginning of forward to the end of backward.
+
+    Raises:
+        ValueError: no plan keeps ``options.max_workspace_bytes`` (the message names the least that works),
+            or an argument has an impossible value.
+        TypeError: an argument has the wrong type.
+    """
+    for name, value in (("num_tokens", num_tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < (0 if name == "num_tokens" else 1):
+            raise ValueError(f"{name} must be positive, got {value}")
+    return make_plan(
+        num_tokens,
+        hidden_size,
+        vocab_size,
+        dtype,
+        torch.device(device),
+        LossSpec(reduction=reduction, z_loss=z_loss, stats=tuple(stats)),
+        Needs(input_grad, weight_grad, bias_grad),
+        options or ChunkOptions(),
+    )
+
+
+def make_plan(
+    num_tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: LossSpec,
+    needs: Needs,
+    options: ChunkOptions,
+) -> ChunkPlan:
+    """`plan` for callers that have checked their arguments."""
+    return _make_plan(
+        num_tokens, hidden_size, vocab_size, dtype, device.type, backend_name(device), spec, needs, options
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _make_plan(
+    num_tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device_type: str,
+    backend: str,
+    spec: LossSpec,
+    needs: Needs,
+    options: ChunkOptions,
+) -> ChunkPlan:
+    base = base_plan(
+        num_tokens, hidden_size, vocab_size, dtype, device_type, backend, spec, needs, options
+    )
+    budget = options.max_workspace_bytes
+    if budget is None:
+        return base
+    fitted = base if options.chunk_rows is not None else _fit(base, budget)
+    if fitted.workspace_bytes > budget:
+        raise ValueError(
+            f"max_workspace_bytes={budget} is too small for N={num_tokens}, H={hidden_size}, V={vocab_size} in "
+            f"{_name(dtype)} with strategy={options.strategy!r} and chunk_rows={options.chunk_rows}: "
+            f"the least is {fitted.workspace_bytes} bytes"
+        )
+    return fitted
+
+
+def base_plan(
+    num_tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device_type: str,
+    backend: str,
+    spec: LossSpec,
+    needs: Needs,
+    options: ChunkOptions,
+) -> ChunkPlan:
+    """The plan before its sizes are fitted to a budget: strategy and dtypes are final.
+
+    `num_tokens` may be symbolic; only a few inequalities in it are decided here.
+    """
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
+    accum_choices = {torch.float32, accumulation_dtype(dtype)} | ({dtype} & {torch.bfloat16})
+    if options.accum_dtype not in accum_choices:
+        raise ValueError(
+            "accum_dtype must be torch.float32 or, for bfloat16 inputs, torch.bfloat16; "
+            f"got {options.accum_dtype} with {dtype} inputs"
+        )
+    logits_dtype, grad_dtype = _logits_dtypes(dtype, device_type, options)
+    kind = "cpu" if device_type == "cpu" else "other"
+    skip = options.skip_ignored
+    tokens = ChunkPlan(
+        num_tokens=num_tokens,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        device_type=device_type,
+        backend=backend,
+        spec=spec,
+        needs=needs,
+        strategy="tokens",
+        max_rows=options.chunk_rows or _default_rows(vocab_size, logits_dtype, kind),
+        equal_rows=options.chunk_rows is None,
+        block_cols=vocab_size,
+        logits_dtype=logits_dtype,
+        grad_dtype=grad_dtype,
+        # Sums on a CPU are made in float32 in any case, see `gemm`.
+        accum_dtype=torch.float32 if device_type == "cpu" else options.accum_dtype,
+        skip_ignored=(device_type == "cpu") if skip == "auto" else bool(skip),
+        max_workspace_bytes=options.max_workspace_bytes,
+    )
+    if options.strategy == "tokens" or (options.strategy == "auto" and options.max_workspace_bytes is None):
+        return tokens
+    rows = max(1, num_tokens) if options.chunk_rows is None else options.chunk_rows
+    vocab = replace(
+        tokens,
+        strategy="vocab",
+        max_rows=rows,
+        equal_rows=False,
+        block_cols=_default_block(rows, vocab_size, logits_dtype, kind),
+    )
+    if options.strategy == "vocab":
+        return vocab
+    return _cheaper_within_budget(tokens, vocab, MIN_EFFICIENT_ROWS[kind])
+
+
+def padded_cols(cols: int) -> int:
+    """Row stride of a buffer for `cols` logits, in elements."""
+    return _ceil_div(cols, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def _logits_dtypes(
+    dtype: torch.dtype, device_type: str, options: ChunkOptions
+) -> tuple[torch.dtype, torch.dtype]:
+    """dtype of the logits and of their gradient."""
+    if options.logits_dtype not in (None, dtype, accumulation_dtype(dtype)):
+        raise ValueError(
+            f"logits_dtype must be the dtype of the input or {accumulation_dtype(dtype)}; "
+            f"got {options.logits_dtype} with {dtype} inputs"
+        )
+    if device_type == "cpu":
+        # CPU matrix products in half precision are up to a hundred times slower than in float32 where the
+        # processor has no instructions for them, so they are made in float32 everywhere.
+        return accumulation_dtype(dtype), accumulation_dtype(dtype)
+    return options.logits_dtype or dtype, dtype
+
+
+def _default_rows(vocab_size: int, logits_dtype: torch.dtype, kind: str) -> int:
+    rows = DEFAULT_LOGITS_BYTES[kind] // (padded_cols(vocab_size) * logits_dtype.itemsize)
+    return max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def _default_block(rows: int, vocab_size: int, logits_dtype: torch.dtype, kind: str) -> int:
+    # A quarter of what `tokens` would take: `vocab` is for saving memory.
+    cols = DEFAULT_LOGITS_BYTES[kind] // 4 // (rows * logits_dtype.itemsize)
+    return min(vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
+
+
+def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, efficient_rows: int) -> ChunkPlan:
+    """The first in order of preference that keeps the budget, or the smallest of all."""
+    budget = tokens.max_workspace_bytes
+    assert budget is not None
+    for plan in (
+        _with_rows(tokens, efficient_rows),
+        _with_cols(vocab, EFFICIENT_COLS),
+        _with_rows(tokens, efficient_rows // 8),
+    ):
+        if plan.workspace_bytes <= budget:
+            return tokens if plan.strategy == "tokens" else vocab
+    return tokens if _with_rows(tokens, 1).workspace_bytes <= _with_cols(vocab, 1).workspace_bytes else vocab
+
+
+def _with_rows(plan: ChunkPlan, rows: int) -> ChunkPlan:
+    return replace(plan, max_rows=min(rows, max(1, plan.num_tokens)), equal_rows=rows >= ROW_MULTIPLE)
+
+
+def _with_cols(plan: ChunkPlan, cols: int) -> ChunkPlan:
+    return replace(plan, block_cols=min(cols, plan.vocab_size))
+
+
+def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
+    """The plan with the largest tiles within the budget, or that with the smallest if none is."""
+    if plan.strategy == "tokens":
+        make, most, multiple = functools.partial(_with_rows, plan), max(1, plan.num_tokens), ROW_MULTIPLE
+    else:
+        make, most, multiple = functools.partial(_with_cols, plan), plan.vocab_size, COLUMN_MULTIPLE
+
+    def largest(step: int, high: int) -> int:
+        low = 0  # of the sizes that fit, the largest seen; 0: none
+        while low < high:
+            middle = (low + high + 1) // 2
+            if make(middle * step).workspace_bytes <= budget:
+                low = middle
+            else:
+                high = middle - 1
+        return low * step
+
+    if make(most).workspace_bytes <= budget:
+        return make(most)
+    size = largest(multiple, (most - 1) // multiple) or largest(1, min(multiple, most) - 1)
+    return make(max(1, size))
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,117 @@
+"""What is computed: the frozen dataclasses that every layer below `functional` speaks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+Reduction = Literal["none", "mean", "sum"]
+Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
+
+STATS: tuple[str, ...] = get_args(Stat)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of losses, statistics and row arithmetic: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The scalar arguments of the loss, checked once.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the right type and an impossible value.
+    """
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    z_loss: float = 0.0
+    stats: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise TypeError(f"ignore_index must be an int, got {type(self.ignore_index).__name__}")
+        if not 0.0 <= _number("label_smoothing", self.label_smoothing) <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if self.softcap is not None and not 0.0 < _number("softcap", self.softcap) < math.inf:
+            raise ValueError(f"softcap must be None or a finite number > 0, got {self.softcap}")
+        if not -math.inf < _number("logit_scale", self.logit_scale) < math.inf:
+            raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
+        if not 0.0 < _number("temperature", self.temperature) < math.inf:
+            raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
+        if not 0.0 <= _number("z_loss", self.z_loss) < math.inf:
+            raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
+        if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
+            raise TypeError(f"stats must be a tuple of names out of {STATS}, got {self.stats!r}")
+        for name in self.stats:
+            if name not in STATS:
+                raise ValueError(f"unknown stat {name!r}; expected any of {STATS}")
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients are asked for; nothing is computed or allocated for the others."""
+
+    input: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.input or self.weight or self.bias
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropyProblem:
+    """One call, flattened to two dimensions. N tokens, H hidden size, V vocabulary."""
+
+    input: Tensor  # (N, H)
+    linear_weight: Tensor  # (V, H)
+    target: Tensor  # (N,) int64; `shift` is already applied
+    linear_bias: Tensor | None  # (V,)
+    class_weight: Tensor | None  # (V,)
+    token_weight: Tensor | None  # (N,)
+    num_items: Tensor | None  # ()
+    spec: LossSpec
+    needs: Needs
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """What `fused_linear_cross_entropy` returns when `stats` are asked for.
+
+    Fields that were not asked for are ``None``. No gradient flows through any field but `loss`.
+    At ignored positions `lse`, `logprob` and `entropy` are 0, `argmax` is -1 and `correct` is False.
+    """
+
+    loss: Tensor
+    """() or, for ``reduction="none"``, the shape of `target`; float32 (float64 for float64 inputs)."""
+    z_loss: Tensor | None = None
+    """The part of `loss` that the z-loss makes up, reduced alike; None when ``z_loss=0``."""
+    lse: Tensor | None = None
+    """Log-sum-exp of each token's logits."""
+    logprob: Tensor | None = None
+    """Log-probability of the target."""
+    entropy: Tensor | None = None
+    """Entropy of the predicted distribution, in nats."""
+    argmax: Tensor | None = None
+    """int64 index of the largest logit, the lowest index where several are equal."""
+    correct: Tensor | None = None
+    """bool: ``argmax == target``."""
