@@ -22,7 +22,9 @@ from flce.backends import backend_name, get_backend
 from flce.planning import ChunkOptions, ChunkPlan, base_plan, make_plan
 from flce.problem import LinearCrossEntropyProblem, LossSpec, Needs, accumulation_dtype
 
+# Of _ARGUMENTS: the tensors, and the fields of LossSpec that follow them.
 _NUM_TENSORS = 7
+_NUM_SPEC = 8
 _ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
     "Tensor? token_weight, Tensor? num_items, "
@@ -86,12 +88,17 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan]:
-    *tensors, stats = args[: _NUM_TENSORS + 8]
-    spec = LossSpec(*tensors[_NUM_TENSORS:], stats=tuple(stats.split(",")) if stats else ())
-    needs = Needs(*args[_NUM_TENSORS + 8 : _NUM_TENSORS + 11])
-    *options, skip = args[_NUM_TENSORS + 11 :]
-    problem = LinearCrossEntropyProblem(*tensors[:_NUM_TENSORS], spec, needs)
-    return problem, _plan(problem, ChunkOptions(*options, skip_ignored="auto" if skip is None else skip))
+    tensors, scalars = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
+    *loss, stats = scalars[:_NUM_SPEC]
+    spec = LossSpec(*loss, tuple(stats.split(",")) if stats else ())  # type: ignore[call-arg]
+    problem = LinearCrossEntropyProblem(*tensors, spec, _needs(scalars))  # type: ignore[call-arg]
+    *chunking, skip = scalars[_NUM_SPEC + 3 :]
+    options = ChunkOptions(*chunking, "auto" if skip is None else skip)  # type: ignore[call-arg]
+    return problem, _plan(problem, options)
+
+
+def _needs(scalars: tuple[Any, ...]) -> Needs:
+    return Needs(*scalars[_NUM_SPEC : _NUM_SPEC + 3])
 
 
 def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
@@ -151,9 +158,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     problem, plan = _unpack(args)
     grads = engine.backward(problem, plan, normalizer, upstream)
-    results = (
-        problem.input.new_empty(0) if g is None else g for g in (grads.input, grads.weight, grads.bias)
-    )
+    results = (problem.input.new_empty(0) if g is None else g for g in (grads.input, grads.weight, grads.bias))
     return tuple(results)  # type: ignore[return-value]
 
 
@@ -198,12 +203,10 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tup
             "the first time. Call the function again instead of using retain_graph=True."
         )
     ctx.used = True
-    needs = Needs(*ctx.scalars[8:11])
+    needs = _needs(ctx.scalars)
     if ctx.deferred:
         normalizer, *tensors = ctx.saved_tensors
-        grads = torch.ops.flce.linear_cross_entropy_backward(
-            normalizer, grad_loss.contiguous(), *tensors, *ctx.scalars
-        )
+        grads = torch.ops.flce.linear_cross_entropy_backward(normalizer, grad_loss.contiguous(), *tensors, *ctx.scalars)
     else:
         *grads, unit = ctx.saved_tensors
         factor = grad_loss / unit if unit.dim() == 0 else grad_loss
@@ -252,9 +255,7 @@ def _register() -> None:
         _scale_cast,
         lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
     )
-    torch.library.register_autograd(
-        "flce::linear_cross_entropy", _differentiate, setup_context=_setup_context
-    )
+    torch.library.register_autograd("flce::linear_cross_entropy", _differentiate, setup_context=_setup_context)
 
 
 _register()

@@ -67,9 +67,7 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
     return ForwardResult(loss, z_loss, rows, grads, unit)
 
 
-def backward(
-    problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor
-) -> Gradients:
+def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor) -> Gradients:
     """The gradients, from recomputed logits.
 
     Args:
@@ -97,9 +95,7 @@ def _losses_and_gradients(
         x = selection.input(rows)
         logits, dlogits = buffer.tile(rows, slice(0, plan.vocab_size))
         matmul(x, p.linear_weight.t(), out=logits)
-        backend.loss_and_gradient(
-            logits, dlogits, selection.row_inputs(rows, constants), p.spec, out.rows(rows)
-        )
+        backend.loss_and_gradient(logits, dlogits, selection.row_inputs(rows, constants), p.spec, out.rows(rows))
         grads.add(dlogits, x, rows, slice(0, plan.vocab_size))
     return grads.result()
 
@@ -208,10 +204,10 @@ class _GradientSums:
             self._bias[cols] += dlogits.sum(0, dtype=self._bias.dtype)
 
     def result(self, cast: bool = False) -> Gradients:
-        grads = (self._input, self._weight, self._bias)
-        if cast:
-            grads = tuple(None if g is None else g.to(self._plan.dtype) for g in grads)
-        return Gradients(*grads)
+        def put(grad: Tensor | None) -> Tensor | None:
+            return grad.to(self._plan.dtype) if cast and grad is not None else grad
+
+        return Gradients(put(self._input), put(self._weight), put(self._bias))
 
 
 @dataclass(frozen=True)
@@ -258,16 +254,20 @@ class _Selection:
             return out
         index, n = self.index, self.problem.target.numel()
 
-        def put(values: Tensor | None, fill: float = 0) -> Tensor | None:
-            if values is None:
-                return None
+        def put(values: Tensor, fill: float = 0) -> Tensor:
             full = values.new_full((*values.shape[:-1], n), fill)
             return full.index_copy_(-1, index, values)
 
-        loss, normalizer = put(out.loss), put(out.normalizer)
-        assert loss is not None and normalizer is not None
+        def put_optional(values: Tensor | None, fill: float = 0) -> Tensor | None:
+            return None if values is None else put(values, fill)
+
         return RowOutputs(
-            loss, put(out.z_loss), normalizer, put(out.logprob), put(out.entropy), put(out.argmax, -1)
+            put(out.loss),
+            put_optional(out.z_loss),
+            put(out.normalizer),
+            put_optional(out.logprob),
+            put_optional(out.entropy),
+            put_optional(out.argmax, -1),
         )
 
 
@@ -275,18 +275,16 @@ def _allocate_rows(p: LinearCrossEntropyProblem, num_rows: int) -> RowOutputs:
     accum = accumulation_dtype(p.input.dtype)
     stats = p.spec.stats
 
-    def new(wanted: bool, *shape: int, dtype: torch.dtype = accum) -> Tensor | None:
-        return torch.empty(*shape, num_rows, dtype=dtype, device=p.input.device) if wanted else None
+    def new(*shape: int, dtype: torch.dtype = accum) -> Tensor:
+        return torch.empty(*shape, num_rows, dtype=dtype, device=p.input.device)
 
-    loss, normalizer = new(True), new(True, 2)
-    assert loss is not None and normalizer is not None
     return RowOutputs(
-        loss,
-        new(p.spec.z_loss != 0.0),
-        normalizer,
-        new("logprob" in stats),
-        new("entropy" in stats),
-        new("argmax" in stats or "correct" in stats, dtype=torch.int64),
+        new(),
+        new() if p.spec.z_loss else None,
+        new(2),
+        new() if "logprob" in stats else None,
+        new() if "entropy" in stats else None,
+        new(dtype=torch.int64) if "argmax" in stats or "correct" in stats else None,
     )
 
 
@@ -331,9 +329,7 @@ def _grad_unit(p: LinearCrossEntropyProblem, constants: Tensor) -> Tensor:
     return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
-def _reduce(
-    p: LinearCrossEntropyProblem, rows: RowOutputs, constants: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _reduce(p: LinearCrossEntropyProblem, rows: RowOutputs, constants: Tensor) -> tuple[Tensor, Tensor | None]:
     """Loss (z-loss included) and z-loss."""
     if p.spec.reduction == "none":
         return (rows.loss if rows.z_loss is None else rows.loss + rows.z_loss), rows.z_loss
@@ -361,5 +357,3 @@ def _check_targets(p: LinearCrossEntropyProblem) -> None:
 def _pieces(size: int, step: int) -> Iterator[slice]:
     for start in range(0, size, max(1, step)):
         yield slice(start, min(start + step, size))
-
-

@@ -11,7 +11,7 @@ from torch import Tensor
 from flce import composition
 from flce.autograd import linear_cross_entropy
 from flce.planning import ChunkOptions
-from flce.problem import LinearCrossEntropyOutput, LinearCrossEntropyProblem, LossSpec, Needs
+from flce.problem import LinearCrossEntropyOutput, LinearCrossEntropyProblem, LossSpec, Needs, accumulation_dtype
 
 
 def fused_linear_cross_entropy(
@@ -97,9 +97,7 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    spec = LossSpec(
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, tuple(stats)
-    )
+    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, tuple(stats))
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight)
     _check_options(options)
     _check_shift(shift, target)
@@ -179,7 +177,7 @@ def _num_items(num_items: int | Tensor | None, spec: LossSpec, input: Tensor) ->
         raise TypeError(f"num_items must be a number or a 0-d tensor, got {type(num_items).__name__}")
     if num_items <= 0:
         raise ValueError(f"num_items must be > 0, got {num_items}")
-    return torch.full((), num_items, dtype=torch.float64 if input.dtype == torch.float64 else torch.float32, device=input.device)
+    return torch.full((), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -226,7 +224,7 @@ def _check_tensors(
             f"got {target.dtype}"
         )
     if input.dim() < 1:
-        raise ValueError(f"input must have shape (..., H), got a 0-d tensor")
+        raise ValueError("input must have shape (..., H), got a 0-d tensor")
     if linear_weight.dim() < 2:
         raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
     if input.shape[-1] != linear_weight.shape[-1]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+# Tensor cores read rows of 16 bytes. A product whose contiguous extent is not a multiple of that runs up to 8
+# times slower (H200: 3.4 ms instead of 0.5 for the logits of 4096 x 768 x 50257), even if all strides are.
+ALIGNMENT = 8
 # Bytes of a float32 piece of an operand that is cast on the way. Large enough for a product at full speed,
 # small beside a chunk of logits.
 CAST_BYTES = 8 << 20
@@ -13,27 +18,57 @@ CAST_BYTES = 8 << 20
 def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """``out = a @ b``, or ``out += a @ b``. a: (m, k), b: (k, n), out: (m, n), any strides and float dtypes.
 
-    Sums are made in float32 at least. On CUDA half-precision operands go to the tensor cores and are
-    rounded, if at all, once, into `out`; elsewhere they are cast to `out`'s dtype piece by piece.
+    Sums are made in float32 at least. On CUDA half-precision operands go to the tensor cores and are rounded,
+    if at all, once, into `out`; elsewhere they are cast to float32 piece by piece.
     """
-    if a.dtype == b.dtype == out.dtype and (a.device.type != "cpu" or a.dtype.itemsize >= 4):
-        if accumulate:
-            torch.addmm(out, a, b, out=out)
-        else:
-            torch.mm(a, b, out=out)
-    elif a.device.type == "cuda" and a.dtype == b.dtype and out.dtype == torch.float32:
-        if accumulate:
-            torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
-        else:
-            torch.mm(a, b, out_dtype=torch.float32, out=out)
+    half = a.dtype.itemsize < 4 or b.dtype.itemsize < 4
+    if not half and a.dtype == b.dtype == out.dtype:
+        _vendor_matmul(a, b, out, accumulate)
+    elif a.is_cuda and a.dtype == b.dtype and out.dtype in (a.dtype, torch.float32):
+        _aligned_matmul(a, b, out, accumulate)
     elif out.dtype.itemsize < 4:
-        result = torch.empty_like(out, dtype=torch.float32)
-        if accumulate:
-            result.copy_(out)
-        matmul(a, b, result, accumulate)
-        out.copy_(result)
+        _matmul_in_float32(a, b, out, accumulate)
     else:
         _matmul_by_pieces(a, b, out, accumulate)
+
+
+def _vendor_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    # Two halves to a float32 result take an argument that only CUDA knows.
+    dtype: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if accumulate:
+        torch.addmm(out, a, b, out=out, **dtype)
+    else:
+        torch.mm(a, b, out=out, **dtype)
+
+
+def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    """A product of halves, with the unaligned end of a large vocabulary taken off its contiguous extents.
+
+    One of m, n and k is the vocabulary, and strides are aligned: W has rows of H, logits have padded rows. The
+    end is less than ALIGNMENT classes, whose product costs next to nothing.
+    """
+    (m, k), n = a.shape, b.shape[1]
+    m_end, n_end, k_end = (size // ALIGNMENT * ALIGNMENT for size in (m, n, k))
+    if k > k_end > 0 and a.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0:
+        if out.dtype.itemsize < 4:
+            _matmul_in_float32(a, b, out, accumulate)  # a sum of two products must not be rounded in between
+            return
+        _vendor_matmul(a[:, :k_end], b[:k_end], out, accumulate)
+        _vendor_matmul(a[:, k_end:], b[k_end:], out, True)
+    elif n > n_end > 0 and out.stride(0) % ALIGNMENT == 0:
+        _vendor_matmul(a, b[:, :n_end], out[:, :n_end], accumulate)
+        _vendor_matmul(a, b[:, n_end:], out[:, n_end:], accumulate)
+    elif m > m_end > 0 and a.stride(0) == 1 and a.stride(1) % ALIGNMENT == 0:
+        _vendor_matmul(a[:m_end], b, out[:m_end], accumulate)
+        _vendor_matmul(a[m_end:], b, out[m_end:], accumulate)
+    else:
+        _vendor_matmul(a, b, out, accumulate)
+
+
+def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    result = out.float() if accumulate else torch.empty_like(out, dtype=torch.float32)
+    matmul(a, b, result, accumulate)
+    out.copy_(result)
 
 
 def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from flce.backends import backend_name
 from flce.backends.torch_ import slab_rows
-from flce.gemm import CAST_BYTES
+from flce.gemm import ALIGNMENT, CAST_BYTES
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
 # One chunk of logits. 1 GiB is 4,096 tokens of a 128,256-class vocabulary in bf16: enough for matrix
@@ -243,6 +243,8 @@ class ChunkPlan:
         if self.device_type == "cpu" and self.dtype.itemsize < 4:
             # float32 copies of the rows (or their gradient, before it is rounded) and of a piece of W
             size += rows * h * 4 + min(CAST_BYTES, self.block_cols * h * 4)
+        elif self.dtype.itemsize < 4 and self.needs.input and self.block_cols % ALIGNMENT:
+            size += rows * h * 4  # see gemm: the gradient of the rows, before it is rounded
         if self.backend == "torch":
             accum = accumulation_dtype(self.logits_dtype).itemsize
             slab = slab_rows(self.device_type, rows, self.block_cols, accum) * self.block_cols * accum
@@ -340,9 +342,7 @@ def _make_plan(
     needs: Needs,
     options: ChunkOptions,
 ) -> ChunkPlan:
-    base = base_plan(
-        num_tokens, hidden_size, vocab_size, dtype, device_type, backend, spec, needs, options
-    )
+    base = base_plan(num_tokens, hidden_size, vocab_size, dtype, device_type, backend, spec, needs, options)
     budget = options.max_workspace_bytes
     if budget is None:
         return base
@@ -422,9 +422,7 @@ def padded_cols(cols: int) -> int:
     return _ceil_div(cols, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
-def _logits_dtypes(
-    dtype: torch.dtype, device_type: str, options: ChunkOptions
-) -> tuple[torch.dtype, torch.dtype]:
+def _logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
     """dtype of the logits and of their gradient."""
     if options.logits_dtype not in (None, dtype, accumulation_dtype(dtype)):
         raise ValueError(

@@ -100,9 +100,7 @@ class Backend(Protocol):
         or None for 1; it multiplies the scales in ``rows.constants``.
         """
 
-    def loss_and_gradient(
-        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs
-    ) -> None:
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
         """`statistics` and `gradient` at once, for a tile that holds all classes."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:

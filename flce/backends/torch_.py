@@ -67,9 +67,7 @@ class TorchBackend:
             up = None if upstream is None else upstream[part]
             _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[part])
 
-    def loss_and_gradient(
-        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs
-    ) -> None:
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
         tile = Tile(0, logits.shape[1], logits.shape[1])
         for part in _slabs(logits):
             slab = _rows(rows, part)
@@ -134,9 +132,7 @@ def _local_target(rows: RowInputs, tile: Tile) -> tuple[Tensor, Tensor]:
     return local.clamp(0, tile.cols - 1), (local >= 0) & (local < tile.cols)
 
 
-def _merge(
-    z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Statistics of this tile merged with those of the tiles before; overwrites `z` with exp(z - max).
 
     Online softmax as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
@@ -165,9 +161,7 @@ def _merge(
         relative = z - reference[:, None]
         weight = rows.class_weight
         merged[SMOOTH_SUM] = (
-            relative.sum(1)
-            if weight is None
-            else (relative * weight[tile.start : tile.start + tile.cols]).sum(1)
+            relative.sum(1) if weight is None else (relative * weight[tile.start : tile.start + tile.cols]).sum(1)
         )
         if before is not None:
             merged[SMOOTH_SUM] += before[SMOOTH_SUM]

@@ -155,12 +155,12 @@ def cross_entropy_kernel(
         elif HAS_SMOOTHING:
             # Sums of logits are taken relative to one of the same row, so that a large common offset does
             # not cancel their digits away.
-            first, _ = _transform(
+            first, _first_jacobian = _transform(
                 logits_ptr, bias_ptr, tl.full((), 0, tl.int32), valid, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP
             )
             reference = tl.where(tl.abs(first) < float("inf"), first, 0.0)
 
-        own_target_logit, _ = _transform(
+        own_target_logit, _target_jacobian = _transform(
             logits_ptr, bias_ptr, target_column, target_here & valid, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP
         )
         target_logit = tl.where(target_here & valid, own_target_logit, target_logit)
@@ -168,7 +168,7 @@ def cross_entropy_kernel(
         for start in range(0, active_cols, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             mask = columns < cols
-            z, _ = _transform(logits_ptr, bias_ptr, columns, mask, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP)
+            z, _jacobian = _transform(logits_ptr, bias_ptr, columns, mask, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP)
             if WANT_ARGMAX:
                 block_max, block_argmax = tl.max(z, axis=0, return_indices=True)
                 # Strictly larger: the lowest index wins a tie.
@@ -242,15 +242,11 @@ def cross_entropy_kernel(
             columns = start + tl.arange(0, BLOCK)
             mask = columns < cols
             active = columns < active_cols
-            z, jacobian = _transform(
-                logits_ptr, bias_ptr, columns, active, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP
-            )
+            z, jacobian = _transform(logits_ptr, bias_ptr, columns, active, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP)
             grad = softmax * tl.exp((z - row_max) - log_sum) - tl.where(columns == target_column, one_hot, 0.0)
             if HAS_SMOOTHING:
                 if HAS_CLASS_WEIGHT:
-                    grad -= uniform * tl.load(
-                        class_weight_ptr + column_start + columns, mask=mask, other=0.0
-                    ).to(ACCUM)
+                    grad -= uniform * tl.load(class_weight_ptr + column_start + columns, mask=mask, other=0.0).to(ACCUM)
                 else:
                     grad -= uniform
             grad = tl.where(valid, grad * jacobian, 0.0)
