@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flce import engine
 from flce.backends import backend_name, get_backend
@@ -53,7 +54,18 @@ class Outputs(NamedTuple):
 
 
 def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> Outputs:
-    """Solve a problem. Differentiable once, in ``loss``."""
+    """Solve a problem. Differentiable once, in ``loss``.
+
+    Raises:
+        RuntimeError: an argument carries a forward-mode tangent, which would be lost without a word.
+    """
+    if not torch.compiler.is_compiling():
+        for tensor in (problem.input, problem.linear_weight, problem.linear_bias):
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+                raise RuntimeError(
+                    "fused_linear_cross_entropy has no forward-mode derivative; use torch.nn.functional.linear "
+                    "and cross_entropy for torch.func.jvp and dual tensors"
+                )
     return Outputs(*torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
 
 
