@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from flce.backends import backend_name
-from flce.backends.torch_ import slab_rows
+from flce.backends.torch_ import slab_rows, slab_temporaries
 from flce.gemm import ALIGNMENT, CAST_BYTES
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
@@ -41,9 +41,6 @@ ROW_MULTIPLE = 128
 EFFICIENT_COLS = 512
 # Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
-# The slabs of the PyTorch backend have this many temporaries of a slab's size (float32 copy, Jacobian,
-# exponentials, weights), at most.
-TORCH_BACKEND_TEMPORARIES = 4
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,7 @@ class ChunkPlan:
         if self.backend == "torch":
             accum = accumulation_dtype(self.logits_dtype).itemsize
             slab = slab_rows(self.device_type, rows, self.block_cols, accum) * self.block_cols * accum
-            size += TORCH_BACKEND_TEMPORARIES * slab
+            size += slab_temporaries(self.spec, self.logits_dtype) * slab
         return size
 
     def __str__(self) -> str:
@@ -269,6 +266,8 @@ def plan(
     *,
     device: torch.device | str = "cuda",
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
     z_loss: float = 0.0,
     stats: tuple[str, ...] = (),
     input_grad: bool = True,
@@ -284,7 +283,7 @@ def plan(
         vocab_size: V.
         dtype: of `input` and `linear_weight`, after autocast.
         device: where the tensors will be; only its type matters.
-        reduction, z_loss, stats: as in `fused_linear_cross_entropy`.
+        reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.
         input_grad, weight_grad, bias_grad: which gradients will be asked for (``False`` for a frozen head).
         options: as in `fused_linear_cross_entropy`.
 
@@ -308,7 +307,7 @@ def plan(
         vocab_size,
         dtype,
         torch.device(device),
-        LossSpec(reduction=reduction, z_loss=z_loss, stats=tuple(stats)),
+        LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=tuple(stats)),
         Needs(input_grad, weight_grad, bias_grad),
         options or ChunkOptions(),
     )

@@ -1,7 +1,7 @@
 """The contract in plain PyTorch, for CPU, MPS and anything else.
 
-Works through a tile in slabs of a few rows, so that the temporaries of a slab stay in the cache and the
-memory they take does not depend on the tile.
+Works through a tile in slabs of a few rows, so that the memory of temporaries does not depend on the
+tile.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ from flce.backends.contract import (
 )
 from flce.problem import LossSpec, accumulation_dtype
 
-# Bytes of a slab. 1 MiB of float32 stays in a core's L2 cache together with its temporaries; an
-# accelerator needs large slabs instead, to keep the number of launches down.
-CPU_SLAB_BYTES = 1 << 20
+# Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
+# operator (on a CPU) nor the launches (on an accelerator) count.
+CPU_SLAB_BYTES = 8 << 20
 ACCELERATOR_SLAB_BYTES = 64 << 20
 
 
 def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
     budget = CPU_SLAB_BYTES if device_type == "cpu" else ACCELERATOR_SLAB_BYTES
     return max(1, min(rows, budget // max(1, cols * itemsize)))
+
+
+def slab_temporaries(spec: LossSpec, logits_dtype: torch.dtype) -> int:
+    """How many temporaries of a slab's size are alive at once, at most."""
+    converted = logits_dtype != accumulation_dtype(logits_dtype)
+    relative = spec.label_smoothing != 0.0 or "entropy" in spec.stats
+    return int(converted) + int(spec.softcap is not None) + int(relative)
 
 
 class TorchBackend:
@@ -159,10 +166,10 @@ def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor
         reference = z[:, 0].nan_to_num(0.0, 0.0, 0.0) if before is None else before[REFERENCE]
         merged[REFERENCE] = reference
         relative = z - reference[:, None]
-        weight = rows.class_weight
-        merged[SMOOTH_SUM] = (
-            relative.sum(1) if weight is None else (relative * weight[tile.start : tile.start + tile.cols]).sum(1)
-        )
+        if rows.class_weight is not None:
+            relative.mul_(rows.class_weight[tile.start : tile.start + tile.cols])
+        merged[SMOOTH_SUM] = relative.sum(1)
+        del relative
         if before is not None:
             merged[SMOOTH_SUM] += before[SMOOTH_SUM]
 
@@ -245,8 +252,11 @@ def _gradient(
     g.scatter_add_(1, column[:, None], torch.where(inside, -one_hot, 0.0)[:, None])
     if spec.label_smoothing:
         uniform = (ce * smoothing)[:, None]
-        weight = rows.class_weight
-        g.sub_(uniform if weight is None else uniform * weight[tile.start : tile.start + tile.cols])
+        if rows.class_weight is None:
+            g.sub_(uniform)
+        else:
+            weight = rows.class_weight[tile.start : tile.start + tile.cols].to(g.dtype)
+            g.addcmul_(uniform, weight, value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)
     if g.device.type != "cpu" or not bool(valid.all()):
