@@ -134,7 +134,7 @@ def _with_stats(
         stat("logprob", logprob),
         stat("entropy", torch.where(valid, entropy, 0.0)),
         stat("argmax", argmax),
-        stat("correct", argmax == y) if "correct" in spec.stats else None,
+        stat("correct", (argmax == y) & valid) if "correct" in spec.stats else None,
     )
 
 

@@ -143,7 +143,9 @@ def fused_linear_cross_entropy(
     z = None
     if spec.z_loss:
         z = out.z_loss.detach().reshape(shape) if reduction == "none" else out.z_loss.detach()
-    correct = (out.argmax == problem.target) if "correct" in spec.stats else out.argmax
+    correct = out.argmax
+    if "correct" in spec.stats:  # argmax is -1 where ignored, which may be what ignore_index is
+        correct = (out.argmax == problem.target) & (problem.target != ignore_index)
     return LinearCrossEntropyOutput(
         loss,
         z,

@@ -1,0 +1,77 @@
+"""Tiny models built from their configs, and a count of the fused calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce.huggingface import MaterializedLogitsWarning, lazy_logits
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# What each architecture adds between or beside head and loss, made strong enough to be seen.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "Gemma2": {"head_dim": 16, "final_logit_softcapping": 0.3, "initializer_range": 0.2},
+    "Granite": {"logits_scaling": 4.0},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLCE_BACKEND", "torch")
+
+
+@pytest.fixture
+def build() -> Callable[..., Any]:
+    """``build("Llama", **config)``: a model in training mode, the same on every call, without dropout."""
+    transformers = pytest.importorskip("transformers")
+
+    def make(name: str, **config: Any) -> Any:
+        settings = {**SIZES, **ARCHITECTURES[name], **config}
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{name}ForCausalLM")(
+            getattr(transformers, f"{name}Config")(attn_implementation="eager", **settings)
+        )
+        return model.train()
+
+    return make
+
+
+@pytest.fixture
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The keyword arguments of every call of the fused function."""
+    calls: list[dict[str, Any]] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return flce.fused_linear_cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(lazy_logits, "fused_linear_cross_entropy", counted)
+    return calls
+
+
+@pytest.fixture
+def nothing_materialises() -> Iterator[None]:
+    """Fails the test where lazy logits become real without having been asked to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        yield

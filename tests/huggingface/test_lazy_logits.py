@@ -1,0 +1,650 @@
+"""Lazy logits against the real ones: operation by operation, in eager mode and as plain objects."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.huggingface import LazyLogits, MaterializedLogitsWarning
+from flce.huggingface.lazy_logits import (
+    LazyState,
+    TracedLazyLogits,
+    fold,
+    head_state,
+    is_lazy,
+    make_lazy,
+)
+
+B, T, H, V = 2, 5, 8, 11
+
+
+class Pair:
+    """The same logits twice: from stock's linear layer, and lazy, on separate leaves."""
+
+    def __init__(self, kind: str = "tensor", dtype: torch.dtype = torch.float64, bias: bool = True) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(B, T, H), (V, H)] + ([(V,)] if bias else [])
+        values = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+        self.stock_leaves = [v.clone().requires_grad_() for v in values]
+        self.lazy_leaves = [v.clone().requires_grad_() for v in values]
+        self.stock = F.linear(*self.stock_leaves)
+        hidden, weight, *rest = self.lazy_leaves
+        state = head_state(hidden, weight, rest[0] if rest else None)
+        self.lazy: Any = TracedLazyLogits._wrap(state) if kind == "plain" else make_lazy(state)
+        self.target = torch.randint(V, (B, T), generator=generator)
+
+    def check_gradients(self, stock: Tensor, lazy: Tensor, **tolerance: Any) -> None:
+        assert stock.requires_grad == lazy.requires_grad
+        if not stock.requires_grad:
+            return
+        stock.sum().backward()
+        lazy.sum().backward()
+        for want, got in zip(self.stock_leaves, self.lazy_leaves, strict=True):
+            torch.testing.assert_close(got.grad, want.grad, **tolerance)
+
+
+@pytest.fixture(params=["tensor", "plain"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return Pair(request.param)
+
+
+# ------------------------------------------------------------------------------------- stays lazy
+
+STAYS_LAZY: dict[str, Callable[[Any], Any]] = {
+    "float": lambda x: x.float(),
+    "to dtype": lambda x: x.to(torch.float32),
+    "to keyword": lambda x: x.to(dtype=torch.bfloat16),
+    "to copy": lambda x: x.to(copy=True, dtype=torch.float32, device=x.device),
+    "to device": lambda x: x.to("cpu"),
+    "to device, dtype": lambda x: x.to(torch.device("cpu"), torch.float32),
+    "to other": lambda x: x.to(torch.ones(1, dtype=torch.float32)),
+    "type_as": lambda x: x.type_as(torch.ones(1, dtype=torch.float32)),
+    "half": lambda x: x.half(),
+    "mul": lambda x: x * 3,
+    "rmul": lambda x: 0.25 * x,
+    "torch.mul": lambda x: torch.mul(x, 2.0),
+    "div": lambda x: x / 7.0,
+    "torch.div": lambda x: torch.div(x, 7),
+    "neg": lambda x: -x,
+    "tensor factor": lambda x: torch.tensor(1.5, dtype=torch.float64) * x,
+    "softcap": lambda x: 3.0 * torch.tanh(x / 3.0),
+    "softcap method": lambda x: (x / 3.0).tanh() * -3.0 / 2.0,
+    "contiguous": lambda x: x.contiguous(),
+    "clone": lambda x: x.clone(),
+    "detach": lambda x: x.detach(),
+    "view": lambda x: x.view(-1, V),
+    "view -1 last": lambda x: x.view(B * T, -1),
+    "view size": lambda x: x.view(torch.Size([T, B, V])),
+    "reshape": lambda x: x.reshape(1, B, T, V),
+    "torch.reshape": lambda x: torch.reshape(x, (-1, V)),
+    "flatten": lambda x: x.flatten(0, 1),
+    "flatten negative": lambda x: x.flatten(0, -2),
+    "transpose": lambda x: x.transpose(1, 2),
+    "transpose twice": lambda x: x.transpose(0, 1).transpose(-1, 0).transpose(0, -1),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "movedim": lambda x: torch.movedim(x, -1, 1),
+    "unsqueeze": lambda x: x.unsqueeze(1),
+    "unsqueeze last": lambda x: x.unsqueeze(-1),
+    "squeeze": lambda x: x[:1].squeeze(0),
+    "shift": lambda x: x[..., :-1, :],
+    "middle": lambda x: x[:, 1:4, :],
+    "every second": lambda x: x[:, ::2],
+    "last tokens": lambda x: x[:, -2:],
+    "one row": lambda x: x[0],
+    "one token": lambda x: x[:, -1],
+    "negative": lambda x: x[-1, 2:],
+    "new axis": lambda x: x[:, None],
+    "ellipsis": lambda x: x[...],
+    "vocabulary": lambda x: x[..., :7],
+    "vocabulary and tokens": lambda x: x[:, 1:, 2:9],
+    "mask": lambda x: x[torch.arange(B * T).view(B, T) % 3 != 0],
+    "mask rows": lambda x: x[torch.tensor([True, False])],
+    "indices": lambda x: x[:, torch.tensor([3, 0, 3])],
+    "index pairs": lambda x: x[torch.tensor([0, 1, 1]), torch.tensor([4, 2, 2])],
+    "select": lambda x: x.select(1, -1),
+    "narrow": lambda x: x.narrow(1, 1, 3),
+    "narrow vocabulary": lambda x: torch.narrow(x, -1, 0, 6),
+    "index_select": lambda x: x.index_select(1, torch.tensor([1, 1])),
+    "chain": lambda x: (x[:, :-1, :10].float() / 2.0).contiguous().view(-1, 10),
+}
+
+
+@pytest.mark.parametrize("name", STAYS_LAZY)
+@pytest.mark.usefixtures("nothing_materialises")
+def test_stays_lazy(name: str, pair: Pair) -> None:
+    stock, lazy = STAYS_LAZY[name](pair.stock), STAYS_LAZY[name](pair.lazy)
+    assert is_lazy(lazy)
+    assert not lazy.is_materialized
+    assert lazy.shape == stock.shape
+    assert lazy.dtype == stock.dtype
+    assert lazy.device == stock.device
+    assert lazy.requires_grad == stock.requires_grad
+    real = lazy.materialize()
+    assert type(real) is Tensor
+    assert lazy.materialize() is real
+    tolerance: dict[str, Any] = (
+        {"rtol": 0.02, "atol": 0.02} if stock.dtype.itemsize == 2 else {"rtol": 1e-6, "atol": 1e-6}
+    )
+    torch.testing.assert_close(real, stock, **tolerance)
+    pair.check_gradients(stock, real, **tolerance)
+
+
+def test_pieces_stay_lazy(pair: Pair) -> None:
+    for function in (
+        lambda x: x.split(2, dim=1),
+        lambda x: torch.split(x, [1, 4], dim=1),
+        lambda x: x.chunk(2, 1),
+        lambda x: x.unbind(1),
+        lambda x: tuple(iter(x)),
+    ):
+        stock, lazy = function(pair.stock), function(pair.lazy)
+        assert len(stock) == len(lazy)
+        for want, got in zip(stock, lazy, strict=True):
+            assert not got.is_materialized
+            torch.testing.assert_close(got.materialize(), want)
+
+
+def test_elementwise_operations_are_replayed_bit_for_bit() -> None:
+    pair = Pair(dtype=torch.bfloat16)
+
+    def function(x: Any) -> Any:
+        return torch.tanh(x / 3.0).float() * 3.0
+
+    assert torch.equal(function(pair.lazy).materialize(), function(pair.stock))
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_metadata() -> None:
+    pair = Pair()
+    stock, lazy = pair.stock, pair.lazy
+    assert isinstance(lazy, Tensor)
+    assert torch.is_tensor(lazy)
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "is_cuda",
+        "layout",
+        "nbytes",
+    ):
+        assert getattr(lazy, name) == getattr(stock, name), name
+    for call in (
+        lambda x: x.size(),
+        lambda x: x.size(-1),
+        lambda x: x.dim(),
+        lambda x: x.numel(),
+        lambda x: x.stride(),
+        lambda x: x.is_floating_point(),
+        lambda x: x.element_size(),
+        lambda x: torch.numel(x),
+        len,
+    ):
+        assert call(lazy) == call(stock)
+    assert hash(lazy) == hash(lazy)
+    assert "LazyLogits" in repr(lazy)
+    assert "shape=(2, 5, 11)" in str(lazy)
+    for function in (
+        torch.zeros_like,
+        torch.ones_like,
+        lambda x: x.new_zeros(2),
+        lambda x: x.new_full((1,), 2.0),
+    ):
+        torch.testing.assert_close(function(lazy), function(stock))
+    assert torch.ones(1).to(lazy).dtype == stock.dtype
+    assert torch.ones(1).expand_as(lazy).shape == stock.shape
+
+
+def test_plain_metadata() -> None:
+    pair = Pair("plain")
+    stock, lazy = pair.stock, pair.lazy
+    assert (lazy.shape, lazy.dtype, lazy.device, lazy.ndim) == (stock.shape, stock.dtype, stock.device, 3)
+    assert (lazy.size(), lazy.size(1), lazy.dim(), lazy.numel(), len(lazy)) == ((B, T, V), T, 3, B * T * V, B)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = lazy.no_such_thing
+
+
+# --------------------------------------------------------------------------------------- the loss
+
+WEIGHT = torch.linspace(0.5, 1.5, V, dtype=torch.float64)
+
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "flat": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1)),
+    "keyword": lambda x, y: F.cross_entropy(input=x.view(-1, V), target=y.view(-1)),
+    "module": lambda x, y: torch.nn.CrossEntropyLoss()(x.view(-1, V), y.view(-1)),
+    "class second": lambda x, y: F.cross_entropy(x.transpose(1, 2), y),
+    "one token": lambda x, y: F.cross_entropy(x[0, 0], y[0, 0]),
+    "shifted": lambda x, y: F.cross_entropy(x[..., :-1, :].reshape(-1, V), y[..., 1:].reshape(-1)),
+    "ignore": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1).where(y.view(-1) > 3, -100)),
+    "ignore_index": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), ignore_index=int(y[0, 0])),
+    "sum": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), reduction="sum"),
+    "none": lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduction="none") * torch.arange(T),
+    "legacy": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), None, False),
+    "weight": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), WEIGHT),
+    "smoothing": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), weight=WEIGHT, label_smoothing=0.2),
+    "probabilities": lambda x, y: F.cross_entropy(x.view(-1, V), F.one_hot(y.view(-1), V).double()),
+    "probabilities, class second": lambda x, y: F.cross_entropy(
+        x.transpose(1, 2), (F.one_hot(y, V).double() * 0.8 + 0.2 / V).transpose(1, 2)
+    ),
+    "padded vocabulary": lambda x, y: F.cross_entropy(x[..., :9].reshape(-1, 9), y.view(-1) % 9),
+    "scaled": lambda x, y: F.cross_entropy((x * 0.5 / 3).view(-1, V), y.view(-1)),
+    "softcap": lambda x, y: F.cross_entropy((torch.tanh(x / 2.0) * 2.0).view(-1, V), y.view(-1)),
+    "softcap with temperature": lambda x, y: F.cross_entropy(
+        (torch.tanh(0.7 * x / 2.0) * -2.0 / 0.3).view(-1, V), y.view(-1)
+    ),
+    "masked": lambda x, y: F.cross_entropy(x[y > 3], y[y > 3]),
+    "all ignored": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1) * 0 - 100, reduction="sum"),
+    "in pieces": lambda x, y: torch.stack(
+        [
+            F.cross_entropy(a, b, reduction="sum")
+            for a, b in zip(x.flatten(0, 1).split(3), y.flatten().split(3), strict=True)
+        ]
+    ).sum(),
+    "tensor factor": lambda x, y: F.cross_entropy((x * torch.tensor(1.7)).view(-1, V), y.view(-1)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.usefixtures("nothing_materialises")
+def test_loss(name: str, pair: Pair, fused_calls: list[dict[str, Any]]) -> None:
+    stock, lazy = LOSSES[name](pair.stock, pair.target), LOSSES[name](pair.lazy, pair.target)
+    assert fused_calls
+    assert not pair.lazy.is_materialized
+    assert lazy.dtype == stock.dtype
+    torch.testing.assert_close(lazy, stock)
+    pair.check_gradients(stock, lazy)
+
+
+def test_options_reach_the_operator(fused_calls: list[dict[str, Any]]) -> None:
+    pair = Pair()
+    options = object()
+    hidden, weight, bias = pair.lazy_leaves
+    lazy: Any = make_lazy(head_state(hidden, weight, bias, options))
+    with pytest.raises(TypeError):  # an error of the operator is not taken for a reason to materialise
+        F.cross_entropy(lazy.view(-1, V), pair.target.view(-1))
+    assert fused_calls[0]["options"] is options
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_loss_dtype_is_that_of_stock(dtype: torch.dtype) -> None:
+    pair = Pair(dtype=dtype)
+    for cast in (lambda x: x, lambda x: x.float(), lambda x: x.double()):
+        stock, lazy = (F.cross_entropy(cast(x).view(-1, V), pair.target.view(-1)) for x in (pair.stock, pair.lazy))
+        assert lazy.dtype == stock.dtype
+        torch.testing.assert_close(lazy, stock, rtol=2e-2, atol=2e-2, check_dtype=True)
+
+
+@pytest.mark.parametrize("loss_inside", [True, False])
+def test_autocast(loss_inside: bool) -> None:
+    results = []
+    for lazy in (False, True):
+        torch.manual_seed(0)
+        hidden, head = torch.randn(6, H, requires_grad=True), torch.nn.Linear(H, V)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits: Any = make_lazy(head_state(hidden, head.weight, head.bias)) if lazy else head(hidden)
+            if loss_inside:
+                loss = F.cross_entropy(logits, torch.arange(6))
+        if not loss_inside:
+            loss = F.cross_entropy(logits, torch.arange(6))
+        loss.backward()
+        assert logits.dtype == torch.bfloat16
+        results.append((loss, hidden.grad, head.weight.grad, head.bias.grad))
+    for stock, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, stock, rtol=3e-2, atol=3e-3)
+
+
+def test_what_stock_rejects_is_rejected() -> None:
+    pair = Pair()
+    with pytest.warns(MaterializedLogitsWarning), pytest.raises((ValueError, RuntimeError)):
+        F.cross_entropy(pair.lazy.view(-1, V), pair.target)
+    with pytest.raises(IndexError):
+        F.cross_entropy(Pair().lazy.view(-1, V), pair.target.view(-1) + V)
+    with pytest.raises(IndexError):
+        Pair().lazy.transpose(0, 7)
+
+
+# ---------------------------------------------------------------------------------- anything else
+
+BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
+    "softmax": lambda x: x.softmax(-1),
+    "F.log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "argmax": lambda x: x.argmax(-1),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "topk": lambda x: x.topk(3).values,
+    "max": lambda x: x.max(dim=-1),
+    "add": lambda x: x + 1,
+    "add self": lambda x: x + x,
+    "radd": lambda x: 1 + x,
+    "sub": lambda x: x - x.mean(),
+    "rsub": lambda x: 1 - x,
+    "rdiv": lambda x: 1 / x,
+    "pow": lambda x: x**2,
+    "mul tensor": lambda x: x * torch.arange(V),
+    "second argument": lambda x: torch.arange(V) - x,
+    "mul int tensor": lambda x: x * torch.tensor(2),
+    "two softcaps": lambda x: torch.tanh(torch.tanh(x)),
+    "divide by zero": lambda x: x / 0,
+    "rounding mode": lambda x: torch.div(x, 0.5, rounding_mode="floor"),
+    "sin": torch.sin,
+    "compare": lambda x: x > 0,
+    "equal": lambda x: x == x,
+    "where": lambda x: torch.where(torch.ones(V, dtype=torch.bool), 0.0, x),
+    "cat": lambda x: torch.cat([x, x], dim=1),
+    "stack": lambda x: torch.stack([x, torch.zeros(B, T, V, dtype=x.dtype)]),
+    "matmul": lambda x: x @ torch.ones(V, 2, dtype=x.dtype),
+    "gather": lambda x: x.gather(-1, torch.zeros(B, T, 1, dtype=torch.int64)),
+    "long": lambda x: x.long(),
+    "one class": lambda x: x[..., 3],
+    "class list": lambda x: x[..., [1, 2]],
+    "view across": lambda x: x.view(-1),
+    "view mixed": lambda x: x.view(B, T * V),
+    "flatten all": lambda x: x.flatten(),
+    "T": lambda x: x[0].T,
+    "mT": lambda x: x.mT,
+    "expand": lambda x: x.unsqueeze(0).expand(3, B, T, V),
+    "masked_fill": lambda x: x.masked_fill(torch.arange(V) > 8, -1e9),
+    "mean": lambda x: x.mean(),
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: torch.from_numpy(x.detach().numpy()),
+    "nan": lambda x: torch.isnan(x).any(),
+    "einsum": lambda x: torch.einsum("btv,btv->bt", x, x),
+    "kl": lambda x: F.kl_div(x.log_softmax(-1), x.softmax(-1)),
+    "cosine": lambda x: F.cosine_similarity(x, x.roll(1, 0), dim=-1),
+    "embedding bag": lambda x: F.pad(x, (0, 1)),
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "cross entropy over tokens": lambda x: F.cross_entropy(x, torch.zeros(B, V, dtype=torch.int64)),
+    "nll": lambda x: F.nll_loss(x.log_softmax(-1).view(-1, V), torch.zeros(B * T, dtype=torch.int64)),
+    "format": lambda x: f"{x[0, 0].sum():.6f}",
+    "comparison in python": lambda x: bool((x[0, 0].abs() >= 0).all()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.filterwarnings("ignore:.*reduction. 'mean'.*")
+@pytest.mark.parametrize("name", BECOMES_REAL)
+def test_becomes_real(name: str, pair: Pair) -> None:
+    stock, lazy = BECOMES_REAL[name](pair.stock), BECOMES_REAL[name](pair.lazy)
+    assert not is_lazy(lazy)
+    if isinstance(stock, str):
+        assert lazy == stock
+        return
+    torch.testing.assert_close(lazy, stock)
+    if isinstance(stock, Tensor) and stock.requires_grad and torch.isfinite(stock).all():
+        pair.check_gradients(stock, lazy)
+
+
+def test_one_warning_names_operation_and_line() -> None:
+    pair = Pair()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = sys._getframe().f_lineno + 1
+        pair.lazy.softmax(-1)
+        F.log_softmax(pair.lazy, -1)
+        pair.lazy.view(-1, V).sum()
+    (warning,) = [w for w in caught if w.category is MaterializedLogitsWarning]
+    assert "torch.Tensor.softmax" in str(warning.message)
+    assert f"{__file__}:{line}" in str(warning.message)
+    assert (warning.filename, warning.lineno) == (__file__, line)
+    for call, name in (
+        (lambda x: F.log_softmax(x, -1), "torch.nn.functional.log_softmax"),
+        (lambda x: x.mT, "torch.Tensor.mT"),
+        (lambda x: torch.sin(x), "torch.sin"),
+    ):
+        with pytest.warns(MaterializedLogitsWarning, match=name.replace(".", r"\.")):
+            call(Pair().lazy)
+
+
+def test_a_training_loop_warns_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            Pair().lazy.softmax(-1)
+    assert len([w for w in caught if w.category is MaterializedLogitsWarning]) == 1
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_materialize_does_not_warn() -> None:
+    pair = Pair()
+    real = pair.lazy.materialize()
+    assert pair.lazy.softmax(-1).shape == real.shape  # already real: nothing to warn of
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_real_logits_have_a_graph_even_when_first_read_without_gradients() -> None:
+    pair = Pair()
+    with torch.no_grad():
+        assert not pair.lazy.argmax(-1).requires_grad
+    loss = F.cross_entropy(pair.lazy.view(-1, V), pair.target.view(-1))
+    pair.check_gradients(F.cross_entropy(pair.stock.view(-1, V), pair.target.view(-1)), loss)
+
+
+def test_no_graph_under_no_grad() -> None:
+    pair = Pair()
+    with torch.no_grad():
+        view = pair.lazy.view(-1, V)
+        loss = F.cross_entropy(pair.lazy.view(-1, V), pair.target.view(-1))
+    assert not loss.requires_grad
+    assert not view.requires_grad
+    assert not view.materialize().requires_grad
+    assert not pair.lazy.detach().materialize().requires_grad
+    with torch.inference_mode():
+        hidden, weight = torch.randn(3, H), torch.randn(V, H)
+        lazy: Any = make_lazy(head_state(hidden, weight, None))
+        expected = F.cross_entropy(F.linear(hidden, weight), torch.arange(3))
+        torch.testing.assert_close(F.cross_entropy(lazy, torch.arange(3)), expected)
+
+
+# -------------------------------------------------------------------------------- in-place writes
+
+
+def _scale_a_view(x: Any) -> Any:
+    flat = x.view(-1, V)
+    flat /= 2
+    return x
+
+
+def _fill(x: Any) -> Any:
+    rows = x[0]
+    x[..., 3] = -5.0
+    return torch.stack([rows, x[1]])
+
+
+def _fill_through_view(x: Any) -> Any:
+    head, tail = x[:, :2], x.narrow(1, 1, 4)
+    tail.mul_(0.0)
+    return x + head.sum()
+
+
+def _copy_is_not_a_view(x: Any) -> Any:
+    picked, cast, copied = x[torch.tensor([1])], x.float(), x[:, :-1].contiguous()
+    x.zero_()
+    copied += 1
+    return picked.sum() + cast.sum() + copied.sum() + x.sum()
+
+
+def _write_twice(x: Any) -> Any:
+    flat = x.view(-1, V)
+    flat.clamp_(max=0.5)
+    x[0, 0] *= 3
+    return flat
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("function", [_scale_a_view, _fill, _fill_through_view, _copy_is_not_a_view, _write_twice])
+def test_in_place_writes_show_where_they_do_in_stock(function: Callable[[Any], Any], pair: Pair) -> None:
+    # Sums need no exact tolerance: `cast` is float32.
+    stock, lazy = function(pair.stock), function(pair.lazy)
+    lazy = lazy.materialize() if is_lazy(lazy) else lazy
+    torch.testing.assert_close(lazy, stock, rtol=1e-5, atol=1e-5, check_dtype=False)
+    pair.check_gradients(stock, lazy, rtol=1e-5, atol=1e-5)
+
+
+def test_in_place_writes_warn() -> None:
+    pair = Pair()
+    with pytest.warns(MaterializedLogitsWarning, match="__setitem__"):
+        pair.lazy[:, 0] = 0.0
+
+
+# ------------------------------------------------------------------- code below __torch_function__
+
+
+class _SquareMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x / x.numel()
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_autograd_functions_get_gradients() -> None:
+    pair = Pair()
+    stock, lazy = _SquareMean.apply(pair.stock * 2), _SquareMean.apply(pair.lazy * 2)
+    torch.testing.assert_close(lazy, stock)
+    pair.check_gradients(stock, lazy)
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_dispatch_below_torch_function() -> None:
+    pair = Pair()
+    with torch._C.DisableTorchFunctionSubclass():
+        lazy = torch.exp(pair.lazy)
+    stock = torch.exp(pair.stock)
+    torch.testing.assert_close(lazy, stock)
+    pair.check_gradients(stock, lazy)
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_backward_hooks_see_the_gradient() -> None:
+    pair = Pair()
+    grads: list[Any] = []
+    for x in (pair.stock, pair.lazy):
+        x.register_hook(grads.append)
+        x.retain_grad()
+        F.cross_entropy(x.view(-1, V), pair.target.view(-1)).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[2], grads[0])
+    torch.testing.assert_close(grads[3], grads[1])
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("kind", ["tensor", "plain"])
+def test_copies_and_pickles_are_real_tensors(kind: str) -> None:
+    pair = Pair(kind)
+    lazy = pair.lazy.detach()
+    stock = pair.stock.detach()
+    file = io.BytesIO()
+    torch.save(lazy, file)
+    file.seek(0)
+    for copied in (pickle.loads(pickle.dumps(lazy)), copy.deepcopy(lazy), torch.load(file)):
+        assert type(copied) is Tensor
+        torch.testing.assert_close(copied, stock)
+
+
+def test_stale_logits_are_an_error() -> None:
+    pair = Pair()
+    part = pair.lazy[:, 1:]
+    with torch.no_grad():
+        pair.lazy_leaves[1].mul_(2.0)  # an optimizer step
+    for lazy in (pair.lazy, part, pair.lazy * 2.0):
+        with pytest.raises(RuntimeError, match="modified in place"):
+            lazy.materialize()
+
+
+def test_lazy_logits_hold_no_logits() -> None:
+    hidden, weight = torch.randn(64, H), torch.randn(4096, H)
+    lazy: Any = make_lazy(head_state(hidden, weight, None))
+    assert isinstance(lazy, LazyLogits)
+    with torch._C.DisableTorchFunctionSubclass():
+        storage = lazy.untyped_storage()
+    with pytest.raises(RuntimeError, match="invalid"):
+        storage.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_memory_is_freed_without_the_garbage_collector() -> None:
+    def use() -> list[weakref.ref[Tensor]]:
+        hidden = torch.randn(3, H, requires_grad=True) * 1
+        lazy: Any = make_lazy(head_state(hidden, torch.randn(V, H, requires_grad=True), None))
+        F.cross_entropy((lazy[:2] * 2.0).view(-1, V), torch.zeros(2, dtype=torch.int64)).backward()
+        lazy.softmax(-1)
+        lazy[0].mul_(2.0)
+        return [weakref.ref(hidden), weakref.ref(lazy), weakref.ref(lazy.materialize())]
+
+    gc.disable()
+    try:
+        assert [reference() for reference in use()] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------------------------ normal form
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        (),
+        (("mul", 3), ("div", 2.0), ("to", torch.float32)),
+        (("div", 30.0), ("tanh", None), ("mul", 30.0)),
+        (("div", -0.7), ("tanh", None), ("mul", 2.0), ("div", -0.5)),
+        (("mul", 2.0), ("tanh", None)),
+        (("tanh", None), ("mul", 0.0)),
+        (("mul", 0),),
+    ],
+)
+def test_fold(ops: tuple[tuple[str, Any], ...]) -> None:
+    folded = fold(ops)
+    assert folded is not None
+    scale, softcap = folded
+    for x in (-3.0, 0.0, 0.4, 2.0):
+        want = x
+        for name, value in ops:
+            if name == "tanh":
+                want = math.tanh(want)
+            elif name == "mul":
+                want *= value
+            elif name == "div":
+                want /= value
+        got = scale * x if softcap is None else softcap * math.tanh(scale * x / softcap)
+        assert got == pytest.approx(want, abs=1e-12)
+
+
+def test_fold_says_so_when_there_is_no_scale() -> None:
+    for cap in (30.0, 49.0, 50.0, 0.3):
+        assert fold((("div", cap), ("tanh", None), ("mul", cap))) == (1.0, cap)
+
+
+def test_fold_refuses() -> None:
+    assert fold((("tanh", None), ("tanh", None))) is None
+    assert fold((("mul", math.inf),)) is None
+    assert fold((("div", 0),)) is None
+    assert fold((("tanh", None), ("mul", math.nan))) is None
+
+
+def test_state_is_immutable() -> None:
+    state = head_state(torch.randn(2, H), torch.randn(V, H), None)
+    assert isinstance(replace(state, class_dim=0), LazyState)
+    with pytest.raises(AttributeError):
+        state.class_dim = 0  # type: ignore[misc]
