@@ -1,0 +1,216 @@
+"""The command line: `python -m benchmarks operator | table | plot`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks import plot as plotting
+from benchmarks import report, results
+from benchmarks.cases import DTYPES, Case, Effort, Mode, Preset, preset_cases, preset_effort
+from benchmarks.contenders import CONTENDERS, Contender, select
+from benchmarks.environment import describe
+from benchmarks.operator_bench import run_case
+
+app = typer.Typer(
+    help="Measures flce beside the bare matrix products, PyTorch and other libraries.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    try:
+        tokens, hidden, vocab = (int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: give tokens,hidden,vocab such as 4096,4096,128256") from None
+    if min(tokens, hidden, vocab) < 1:
+        raise typer.BadParameter(f"{text!r}: every size must be positive")
+    return tokens, hidden, vocab
+
+
+def parse_dtype(text: str) -> str:
+    if text not in DTYPES:
+        raise typer.BadParameter(f"{text!r}: one of {', '.join(DTYPES)}")
+    return text
+
+
+@app.command()
+def operator(
+    preset: Annotated[Preset | None, typer.Option(help="Shapes, dtypes and effort together.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="tokens,hidden,vocab; several times for several.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = None,
+    mode: Annotated[list[Mode] | None, typer.Option(help="What a call does.")] = None,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Only these, of {', '.join(c.name for c in CONTENDERS)}."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the contenders.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Timed seconds for each contender and case, after which it sits out."),
+    ] = None,
+    ignored: Annotated[float, typer.Option(min=0, max=1, help="Share of the labels that are ignored.")] = 0.0,
+    logits_std: Annotated[float, typer.Option(help="Standard deviation of the logits.")] = 4.0,
+    upstream: Annotated[float | None, typer.Option(help="Gradient at the loss, such as 65536 for float16.")] = None,
+    budget_mib: Annotated[int | None, typer.Option(help="Workspace budget of our memory-saving contender.")] = None,
+    errors: Annotated[bool, typer.Option("--errors", help="Compare with a float64 oracle.")] = False,
+    time_: Annotated[bool, typer.Option("--time/--no-time", help="Measure time.")] = True,
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further case is begun.")] = None,
+    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path(
+        "results/operator.json"
+    ),
+) -> None:
+    """Time, workspace and, with --errors, exactness of forward and backward."""
+    console = terminal()
+    try:
+        contenders = select(contender)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    where = resolve_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    cases = make_cases(preset, shape, dtype, mode, errors)
+    cases = [
+        replace(
+            case,
+            ignored=ignored,
+            logits_std=logits_std,
+            upstream=case.upstream if upstream is None else upstream,
+            budget_mib=budget_mib or case.budget_mib,
+            time=case.time and time_,
+        )
+        for case in cases
+    ]
+    cases = [case for case in cases if case.time or case.errors]
+    if not cases:
+        raise typer.BadParameter("nothing to measure: these options leave no case")
+    effort = preset_effort(preset) if preset else Effort(rounds=10, seconds=10.0)
+    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
+
+    run = results.Run(describe(where, sys.argv[1:]))
+    measure(run, cases, contenders, where, effort, deadline, out, console)
+
+    missing = sorted({result.contender for result in report.shortfalls(run)})
+    if missing:
+        console.print(f"No figures for {', '.join(missing)}: see the notes above.", style="red")
+    if missing or len(run.cases) < len(cases):
+        raise typer.Exit(1)
+
+
+def terminal() -> Console:
+    """Standard error; wide enough for the tables where it is a file."""
+    console = Console(stderr=True, highlight=False)
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
+
+
+def measure(
+    run: results.Run,
+    cases: list[Case],
+    contenders: list[Contender],
+    device: torch.device,
+    effort: Effort,
+    deadline: float | None,
+    out: Path,
+    console: Console,
+) -> None:
+    """Runs the cases, saving after each, and prints their tables."""
+    started = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("", total=len(cases))
+        for index, case in enumerate(cases):
+            if deadline is not None and time.monotonic() - started > deadline:
+                names = "; ".join(left.title for left in cases[index:])
+                console.print(f"The deadline of {deadline:g} s has passed; not measured: {names}", markup=False)
+                break
+
+            def show(doing: str, share: float, index: int = index, case: Case = case) -> None:
+                progress.update(task, description=f"{case.title}: {doing}", completed=index + share)
+
+            entry = run_case(case, contenders, device, effort, show)
+            run.cases.append(entry)
+            run.save(out)
+            if case.time:
+                console.print(report.time_grid(entry).rich())
+            if case.errors:
+                console.print(report.error_grid(entry).rich())
+            spent = time.monotonic() - started
+            console.print(f"{index + 1} of {len(cases)} cases after {spent:.0f} s; results in {out}", markup=False)
+        for line in report.absences(run):
+            console.print(line, markup=False)
+
+
+def resolve_device(name: str) -> torch.device:
+    if name not in ("auto", "cpu") and not name.startswith("cuda"):
+        raise typer.BadParameter(f"device {name!r}: auto, cpu or cuda")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise typer.BadParameter("device cuda: there is none here")
+    return torch.device(name)
+
+
+def make_cases(
+    preset: Preset | None,
+    shapes: list[str] | None,
+    dtypes: list[str] | None,
+    modes: list[Mode] | None,
+    errors: bool,
+) -> list[Case]:
+    """A preset narrowed to the asked-for dtypes and modes, or shapes x dtypes x modes."""
+    if preset is not None and shapes:
+        raise typer.BadParameter("give --preset or --shape, not both")
+    wanted = [parse_dtype(text) for text in dtypes or []]
+    if preset is not None:
+        cases = preset_cases(preset, errors)
+        cases = [case for case in cases if not wanted or case.dtype in wanted]
+        return [case for case in cases if not modes or case.mode in modes]
+    if not shapes:
+        raise typer.BadParameter("give --preset or --shape")
+    return [
+        Case(*parse_shape(text), dtype=dtype, mode=mode, errors=errors)
+        for text in shapes
+        for dtype in wanted or ["bfloat16"]
+        for mode in modes or [Mode.forward_backward]
+    ]
+
+
+Files = Annotated[list[Path], typer.Argument(help="Result files.", exists=True, dir_okay=False)]
+
+
+@app.command()
+def table(
+    files: Files,
+    brief: Annotated[bool, typer.Option("--brief", help="One line for each timed case.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
+) -> None:
+    """Markdown tables from result files."""
+    text = "\n".join(report.markdown(results.load(file), brief) for file in files)
+    if out is None:
+        typer.echo(text)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+
+
+@app.command()
+def plot(
+    file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
+    out: Annotated[Path | None, typer.Option(help="PNG; beside the result file by default.")] = None,
+) -> None:
+    """A picture of time against workspace."""
+    path = out or file.with_suffix(".png")
+    plotting.draw(results.load(file), path)
+    typer.echo(f"wrote {path}")

@@ -1,0 +1,88 @@
+"""What a result was measured on and with: enough to judge it later, nothing that names a person's machine."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ["flce", "torch", "triton", "liger-kernel", "cut-cross-entropy", "transformers", "numpy"]
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    if "flce" not in found:  # used from its checkout, not installed
+        with contextlib.suppress(ImportError, AttributeError):
+            found["flce"] = importlib.import_module("flce").__version__
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "type": device.type,
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if hasattr(os, "getloadavg"):
+        facts["load_at_start"] = round(os.getloadavg()[0], 2)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_mib": properties.total_memory >> 20,
+            "multiprocessors": properties.multi_processor_count,
+        }
+    else:
+        facts["name"] = facts["cpu"]
+    return facts
+
+
+def source_version() -> str | None:
+    """The commit of the checkout, with "-dirty" where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
+    """The head of a result file. Of absolute paths in the command only the last part is kept."""
+    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python -m benchmarks", *shown]),
+        "commit": source_version(),
+        "versions": versions(),
+        "device": device_facts(device),
+    }

@@ -1,0 +1,124 @@
+"""Time and peak memory of one call.
+
+Workspace is the peak above what was allocated before the call and above the gradients that the call returns.
+On CUDA it is the caching allocator's peak, read at every timed call. On a CPU it comes from the profiler's
+record of PyTorch's allocations and frees, taken in a call of its own since recording costs time. What a
+vendor library allocates by itself on a CPU is not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.contenders import Outcome, Step
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: its time, and its workspace where that could be read."""
+
+    milliseconds: float
+    workspace_bytes: int | None
+    cpu_milliseconds: float | None = None  # processor time of all threads; less upset by other programs
+
+
+def gradient_bytes(outcome: Outcome) -> int:
+    gradients = (outcome.input_grad, outcome.weight_grad)
+    return sum(g.numel() * g.element_size() for g in gradients if g is not None)
+
+
+class CpuMeter:
+    """perf_counter and process_time, and the profiler's memory events."""
+
+    def warm_up(self, step: Step) -> tuple[Outcome, Sample]:
+        """The first call, recorded: its workspace counts, its time does not."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            start = time.perf_counter()
+            outcome = step()
+            elapsed = time.perf_counter() - start
+        return outcome, Sample(1e3 * elapsed, recorded_peak(profiler) - gradient_bytes(outcome))
+
+    def sample(self, step: Step) -> Sample:
+        start, cpu_start = time.perf_counter(), time.process_time()
+        step()
+        cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
+        return Sample(1e3 * wall, None, 1e3 * cpu)
+
+
+def recorded_peak(profiler: Any) -> int:
+    """The highest sum of the allocations and frees that the profiler saw on the CPU, in their order."""
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
+    ]
+    peak = held = 0
+    for _, size in sorted(events, key=lambda event: event[0]):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+class CudaMeter:
+    """CUDA events, and the peak of the caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def warm_up(self, step: Step) -> tuple[Outcome, Sample]:
+        """Two calls: kernels are built and libraries take their buffers in the first."""
+        step()
+        return self._call(step)
+
+    def sample(self, step: Step) -> Sample:
+        return self._call(step)[1]
+
+    def _call(self, step: Step) -> tuple[Outcome, Sample]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        start.record()
+        outcome = step()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        return outcome, Sample(start.elapsed_time(end), peak - gradient_bytes(outcome))
+
+
+Meter = CpuMeter | CudaMeter
+
+
+def make_meter(device: torch.device) -> Meter:
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+@contextlib.contextmanager
+def steady_heap() -> Iterator[None]:
+    """Around a case: what exists now is left out of later collections, which are then quick."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Around a timed call: garbage goes before it, not during it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,108 @@
+"""Time against workspace: a panel for each case, a curve for flce, points for others, lines for the floor."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.cases import MIB
+from benchmarks.results import CaseResult, Result, Run
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+CURVE = ("ours", "ours-vocab")  # one operator with the same numerics, at different workspaces
+COLOURS = {"ours": "#c0392b", "stock": "#2c3e50", "peer": "#2980b9", "floor": "#7f8c8d"}
+MARKERS = "osDv^<>PX*hp"
+LINES = ("--", ":")
+
+
+def draw(run: Run, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    entries = [entry for entry in run.cases if points(entry)]
+    if not entries:
+        raise ValueError("the results hold no case with both time and workspace")
+    columns = min(3, len(entries))
+    rows = math.ceil(len(entries) / columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(5.4 * columns, 4.2 * rows + 0.8), squeeze=False, layout="constrained"
+    )
+    looks = appearances(entries)
+    for axis, entry in zip(axes.flat, entries, strict=False):
+        panel(axis, entry, looks)
+    for axis in axes.flat[len(entries) :]:
+        axis.set_visible(False)
+    legend: dict[str, Artist] = {}
+    for axis in axes.flat:
+        legend |= legend_of(axis)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=min(4, 2 * columns))
+    figure.suptitle(f"Time and workspace, {run.head['device']['name']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def points(entry: CaseResult) -> list[Result]:
+    return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
+
+
+def appearances(entries: list[CaseResult]) -> dict[str, str]:
+    """A marker or line style for each contender, the same in all panels."""
+    families: dict[str, list[str]] = {}
+    for entry in entries:
+        for result in entry.results:
+            names = families.setdefault(result.family, [])
+            if result.samples_ms and result.contender not in names:
+                names.append(result.contender)
+    return {
+        name: styles[index % len(styles)]
+        for family, names in families.items()
+        for styles in [LINES if family == "floor" else MARKERS]
+        for index, name in enumerate(names)
+    }
+
+
+def legend_of(axis: Axes) -> dict[str, Artist]:
+    handles, labels = axis.get_legend_handles_labels()
+    return dict(zip(map(str, labels), handles, strict=True))
+
+
+def panel(axis: Axes, entry: CaseResult, looks: dict[str, str]) -> None:
+    from matplotlib.ticker import LogLocator, ScalarFormatter
+
+    place = {result.contender: where(result) for result in points(entry)}
+    curve = sorted(place[name] for name in CURVE if name in place)
+    axis.plot([x for x, _ in curve], [y for _, y in curve], color=COLOURS["ours"], linewidth=1, alpha=0.6)
+    for result in entry.results:
+        look, colour = looks.get(result.contender, ""), COLOURS[result.family]
+        if result.contender in place:
+            x, y = place[result.contender]
+            axis.scatter(x, y, color=colour, marker=look, s=42, zorder=3, label=result.title)
+        elif result.family == "floor" and result.median_ms is not None:
+            axis.axhline(result.median_ms, color=colour, linestyle=look, linewidth=1.2, label=result.title)
+
+    times = [result.median_ms for result in entry.results if result.median_ms is not None]
+    axis.set_xscale("symlog", linthresh=1)
+    axis.set_xlim(0, 3 * max(1.0, *(x for x, _ in place.values())))
+    axis.set_yscale("log")
+    axis.set_ylim(0.8 * min(times), 1.3 * max(times))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axis.minorticks_off()
+    for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_formatter(ScalarFormatter())
+    axis.grid(True, alpha=0.2)
+    axis.set_xlabel("workspace, MiB")
+    axis.set_ylabel("median time, ms")
+    axis.set_title(entry.case.title, fontsize=9)
+
+
+def where(result: Result) -> tuple[float, float]:
+    assert result.workspace_bytes is not None
+    assert result.median_ms is not None
+    return result.workspace_bytes / MIB, result.median_ms

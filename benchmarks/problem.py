@@ -1,0 +1,63 @@
+"""The operands of a case: random, and the same for every contender."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.cases import MIB, Case, Mode
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hidden states, head and labels of a case, and the gradient that arrives at the loss."""
+
+    case: Case
+    input: torch.Tensor  # (tokens, hidden)
+    weight: torch.Tensor  # (vocab, hidden)
+    target: torch.Tensor  # (tokens,)
+    upstream: torch.Tensor  # float32: 0-d, or (tokens,) with reduction "none"
+
+    @property
+    def device(self) -> torch.device:
+        return self.input.device
+
+    @property
+    def reduction(self) -> str:
+        return "none" if self.case.mode is Mode.none else "mean"
+
+
+def make_problem(case: Case, device: torch.device, seed: int = 0) -> Problem:
+    """Normal hidden states and weights, scaled so that the logits have the standard deviation of the case."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
+        values = torch.randn(rows, columns, device=device, generator=generator)
+        return values.mul_(std).to(case.torch_dtype)
+
+    x = normal(case.tokens, case.hidden, 1.0)
+    w = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
+    y = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
+    if case.ignored:
+        order = torch.rand(case.tokens, device=device, generator=generator).argsort()
+        y[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
+    if case.mode is Mode.none:
+        upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
+    else:
+        upstream = torch.tensor(case.upstream, device=device)
+    x.requires_grad_(case.mode is not Mode.forward)
+    w.requires_grad_(case.mode is not Mode.frozen)
+    return Problem(case, x, w, y, upstream)
+
+
+def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
+    """Slices of the tokens that keep one (rows, vocab) buffer small, for set-up work outside the timing."""
+    limit = (1024 if device.type == "cuda" else 128) * MIB
+    rows = max(1, min(tokens, limit // bytes_per_row))
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))

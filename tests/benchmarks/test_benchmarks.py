@@ -1,0 +1,318 @@
+"""A small run of every subcommand, and the measuring itself on known quantities."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from benchmarks.cases import MIB, Case, Effort, Mode, Preset, preset_cases
+from benchmarks.cli import app
+from benchmarks.contenders import CONTENDERS, Outcome, autograd_step, needs_package, select, stock_loss
+from benchmarks.measure import CpuMeter, make_meter
+from benchmarks.operator_bench import run_case
+from benchmarks.oracle import exactness, make_oracle
+from benchmarks.problem import IGNORE_INDEX, make_problem
+from benchmarks.report import absences, markdown
+from benchmarks.results import CaseResult, Run, load
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+PEERS = {"liger", "liger-float32-8x", "cce", "cce-unfiltered"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """More cost such small problems time, much of it on a machine with other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _torch_backend():
+    """On a CPU measure what users get there, not the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setenv("FLCE_BACKEND", "torch")
+        yield
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory):
+    """One tiny run of `operator`, on the CPU."""
+    path = tmp_path_factory.mktemp("benchmarks") / "operator.json"
+    arguments = [
+        "operator",
+        "--preset",
+        "tiny",
+        "--device",
+        "cpu",
+        "--errors",
+        "--rounds",
+        "2",
+        "--out",
+        str(path),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
+        done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def test_every_case_of_the_preset_is_measured(result_file):
+    run = load(result_file)
+    assert [entry.case for entry in run.cases] == preset_cases(Preset.tiny, errors=True)
+    for entry in run.cases:
+        for name in ("ours", "ours-vocab", "stock"):
+            result = entry.by_name(name)
+            assert result is not None
+            assert result.status == "ok", result.reason
+            assert len(result.samples_ms) == 2
+            assert result.workspace_bytes is not None
+            assert result.errors
+
+
+def test_schema(result_file):
+    document = json.loads(result_file.read_text())
+    assert document["schema"] == 1
+    assert document["kind"] == "operator"
+    assert document["date"].endswith("Z")
+    assert document["command"].startswith("python -m benchmarks")
+    assert {"python", "torch"} <= set(document["versions"])
+    assert {"type", "name", "threads"} <= set(document["device"])
+    for entry in document["cases"]:
+        assert set(entry) == {"case", "results"}
+        assert {"tokens", "hidden", "vocab", "dtype", "mode", "ignored", "upstream"} <= set(entry["case"])
+        for result in entry["results"]:
+            assert set(result) == {
+                "contender",
+                "title",
+                "family",
+                "status",
+                "reason",
+                "samples_ms",
+                "cpu_samples_ms",
+                "median_ms",
+                "workspace_bytes",
+                "errors",
+            }
+            assert result["status"] in ("ok", "unavailable", "failed")
+            assert (result["reason"] is None) == (result["status"] == "ok")
+
+
+def test_missing_peers_are_named(result_file):
+    run = load(result_file)
+    for entry in run.cases:
+        for name in PEERS:
+            result = entry.by_name(name)
+            assert result is not None, f"{name} was dropped in silence"
+            assert result.status == "unavailable"
+            assert result.reason
+    assert any("(liger)" in line for line in absences(run))
+    assert any("(cce)" in line for line in absences(run))
+
+
+def test_a_package_that_is_not_there_is_named():
+    reason = needs_package("no_such_package.at_all", "no-such-package")(CPU)
+    assert reason == "not installed (pip install no-such-package)"
+    assert needs_package("json", "json")(CPU) == "needs a CUDA device"
+    assert needs_package("json", "json", cuda=False)(CPU) is None
+
+
+def test_ours_is_as_exact_as_it_promises(result_file):
+    for entry in load(result_file).cases:
+        ours, stock = entry.by_name("ours"), entry.by_name("stock")
+        assert ours is not None
+        assert stock is not None
+        assert ours.errors is not None
+        assert stock.errors is not None
+        assert set(ours.errors) == set(stock.errors)
+        for name, error in ours.errors.items():
+            assert error <= 1.05 * stock.errors[name] + 1e-6, (entry.case.title, name)
+
+
+def test_table(result_file, tmp_path):
+    done = CliRunner().invoke(app, ["table", str(result_file)])
+    assert done.exit_code == 0, done.output
+    assert "| flce |" in done.output
+    assert "median ms" in done.output
+    assert "relative error against float64" in done.output
+    assert "Not measured: Liger" in done.output
+    brief, out = tmp_path / "sub" / "brief.md", str(tmp_path / "sub" / "brief.md")
+    assert CliRunner().invoke(app, ["table", str(result_file), "--brief", "--out", out]).exit_code == 0
+    assert "| median ms |" not in brief.read_text()
+
+
+def test_plot(result_file, tmp_path):
+    out = tmp_path / "picture.png"
+    done = CliRunner().invoke(app, ["plot", str(result_file), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--preset or --shape"),
+        (["--preset", "tiny", "--shape", "1,2,3"], "not both"),
+        (["--shape", "8,4"], "tokens,hidden,vocab"),
+        (["--shape", "8,4,0"], "positive"),
+        (["--shape", "8,4,16", "--dtype", "int8"], "float32"),
+        (["--shape", "8,4,16", "--contender", "nobody"], "there are"),
+        (["--shape", "8,4,16", "--device", "abacus"], "auto, cpu or cuda"),
+        (["--shape", "8,4,16", "--no-time"], "nothing to measure"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message, tmp_path):
+    out = tmp_path / "none.json"
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["operator", *arguments, "--out", str(out)])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not out.exists()
+
+
+def test_a_failing_contender_is_reported_and_the_others_go_on():
+    def prepare(problem):
+        def step():
+            raise RuntimeError("as planned")
+
+        return step
+
+    broken = CONTENDERS[0].__class__("broken", "A broken one", "peer", prepare)
+    case = Case(8, 4, 16, dtype="float32")
+    entry = run_case(case, [broken, *select(["stock"])], CPU, Effort(2, 1.0), lambda doing, share: None)
+    failed, stock = entry.by_name("broken"), entry.by_name("stock")
+    assert failed is not None
+    assert stock is not None
+    assert failed.status == "failed"
+    assert failed.reason == "RuntimeError: as planned"
+    assert len(stock.samples_ms) == 2
+
+
+def test_a_slow_contender_gets_one_sample():
+    entry = run_case(Case(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), lambda doing, share: None)
+    assert len(entry.results[0].samples_ms) == 1
+
+
+def test_cpu_meter_counts_a_known_pattern():
+    """Peak of a, then a and b, then b and c, above what is there before and what is returned."""
+    held = torch.zeros(8 * MIB, dtype=torch.uint8)
+
+    def step():
+        a = torch.zeros(2 * MIB, dtype=torch.uint8)
+        b = torch.zeros(4 * MIB, dtype=torch.uint8)
+        del a
+        c = torch.zeros(16 * MIB, dtype=torch.uint8)
+        del b, c
+        return Outcome(None, input_grad=held.clone())
+
+    _, sample = CpuMeter().warm_up(step)
+    # b and c (20 MiB) are the peak, before the 8 MiB that are returned exist.
+    assert sample.workspace_bytes == (4 + 16 - 8) * MIB
+
+
+def test_cpu_meter_sees_the_backward_pass():
+    """Stock float32 holds at least the log-probabilities and their gradient."""
+    problem = make_problem(Case(256, 32, 4096, dtype="float32"), CPU)
+    _, sample = CpuMeter().warm_up(autograd_step(problem, stock_loss))
+    logits = 256 * 4096 * 4
+    assert sample.workspace_bytes is not None
+    assert 2 * logits <= sample.workspace_bytes + (256 + 4096) * 32 * 4 <= 3.2 * logits
+
+
+@pytest.mark.gpu
+def test_cuda_meter_counts_a_known_pattern():
+    device = torch.device("cuda")
+
+    def step():
+        a = torch.zeros(32 * MIB, dtype=torch.uint8, device=device)
+        b = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
+        del a, b
+        return Outcome(None, input_grad=torch.zeros(8 * MIB, dtype=torch.uint8, device=device))
+
+    meter = make_meter(device)
+    _, sample = meter.warm_up(step)
+    assert sample.workspace_bytes == pytest.approx((32 + 64 - 8) * MIB, abs=2 * MIB)  # blocks may be larger
+    assert meter.sample(step).milliseconds > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", list(Mode))
+def test_every_contender_runs_on_cuda(mode, tmp_path):
+    """Also the bare products and the compiled stock path; of the peers, those that are installed may fail."""
+    contenders = [c for c in CONTENDERS if c.name != "torch-compile" or mode is Mode.forward_backward]
+    case = Case(500, 256, 4001, mode=mode, errors=True)
+    entry = run_case(case, contenders, torch.device("cuda"), Effort(2, 5.0), lambda doing, share: None)
+    for result in entry.results:
+        if result.family != "peer" or result.contender == "torch-compile":
+            assert result.status == "ok", (result.contender, result.reason)
+            assert len(result.samples_ms) == 2
+    assert entry.by_name("floor-aligned") is not None
+    head: dict[str, Any] = {"date": "", "command": "", "commit": None, "versions": {}}
+    Run(head | {"device": {"type": "cuda", "name": ""}}, [entry]).save(tmp_path / "run.json")
+    assert "| flce |" in markdown(load(tmp_path / "run.json"))
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_oracle_agrees_with_autograd_in_float64(mode):
+    case = Case(50, 16, 70, dtype="float64", mode=mode, ignored=0.3, upstream=3.0)
+    problem = make_problem(case, CPU)
+    errors = exactness(autograd_step(problem, float64_stock)(), make_oracle(problem))
+    assert errors is not None
+    gradients = {Mode.forward: 0, Mode.frozen: 1}.get(mode, 2)
+    assert len(errors) == 1 + gradients
+    assert max(errors.values()) < 1e-12
+
+
+def float64_stock(x, w, y, reduction):
+    return torch.nn.functional.cross_entropy(x @ w.T, y, reduction=reduction)
+
+
+def test_problem_is_as_asked_for():
+    problem = make_problem(Case(400, 64, 1000, dtype="float32", ignored=0.25, logits_std=3.0), CPU)
+    assert int((problem.target == IGNORE_INDEX).sum()) == 100
+    assert float((problem.input @ problem.weight.T).detach().std()) == pytest.approx(3.0, rel=0.1)
+
+
+def test_not_finite_errors_survive_the_file(tmp_path):
+    entry = CaseResult(Case(8, 4, 16))
+    result = run_case(
+        Case(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(1, 1.0), lambda doing, share: None
+    ).results[0]
+    result.errors = {"loss": math.inf, "input_grad": 0.5}
+    entry.results.append(result)
+    head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
+    Run(head, [entry]).save(tmp_path / "run.json")
+    again = load(tmp_path / "run.json").cases[0].results[0]
+    assert again.errors == result.errors
+
+
+def test_module_is_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("operator", "table", "plot"):
+        assert name in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_gpu_script_parses():
+    script = ROOT / "scripts" / "gpu_session.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
