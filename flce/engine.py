@@ -82,7 +82,9 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         constants = _scaled(constants, upstream.to(accum))
     else:
         per_row = selection.take(upstream.to(accum))
-    return _gradients(problem, plan, selection, constants, selection.take(normalizer, dim=1), per_row)
+    grads = _gradients(problem, plan, selection, constants, selection.take(normalizer, dim=1), per_row)
+    # Here, where the tile's memory has been given back.
+    return Gradients(*(None if g is None else g.to(plan.dtype) for g in (grads.input, grads.weight, grads.bias)))
 
 
 def _losses_and_gradients(
@@ -139,7 +141,7 @@ def _gradients(
             inputs = selection.row_inputs(rows, constants)
             backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
             grads.add(dlogits, x, rows, cols)
-    return grads.result(cast=True)
+    return grads.result()
 
 
 class _TileBuffer:
@@ -203,11 +205,8 @@ class _GradientSums:
         if self._bias is not None:
             self._bias[cols] += dlogits.sum(0, dtype=self._bias.dtype)
 
-    def result(self, cast: bool = False) -> Gradients:
-        def put(grad: Tensor | None) -> Tensor | None:
-            return grad.to(self._plan.dtype) if cast and grad is not None else grad
-
-        return Gradients(put(self._input), put(self._weight), put(self._bias))
+    def result(self) -> Gradients:
+        return Gradients(self._input, self._weight, self._bias)
 
 
 @dataclass(frozen=True)

@@ -121,8 +121,9 @@ def cross_entropy_kernel(
     target = tl.load(target_ptr + row)
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size)
-    target_column = target - column_start
-    target_here = (target_column >= 0) & (target_column < cols)
+    target_here = (target >= column_start) & (target < column_start + cols)
+    # In 32 bits, because every column is compared with it; -1 is none of them.
+    target_column = tl.where(target_here, target - column_start, -1).to(tl.int32)
     weight_sum = tl.load(constants_ptr + 2).to(ACCUM)
     target_weight = tl.full((), 1.0, ACCUM)
     if HAS_CLASS_WEIGHT:
