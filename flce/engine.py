@@ -95,10 +95,12 @@ def _losses_and_gradients(
     grads = _GradientSums(p, plan, selection)
     for rows in _pieces(selection.num_rows, plan.chunk_rows):
         x = selection.input(rows)
-        logits, dlogits = buffer.tile(rows, slice(0, plan.vocab_size))
+        cols = slice(0, plan.vocab_size)
+        logits, dlogits, tile = buffer.tile(rows, cols)
         matmul(x, p.linear_weight.t(), out=logits)
-        backend.loss_and_gradient(logits, dlogits, selection.row_inputs(rows, constants), p.spec, out.rows(rows))
-        grads.add(dlogits, x, rows, slice(0, plan.vocab_size))
+        inputs = selection.row_inputs(rows, constants)
+        backend.loss_and_gradient(logits, dlogits, inputs, p.spec, tile, out.rows(rows))
+        grads.add(dlogits, x, rows, cols)
     return grads.result()
 
 
@@ -114,9 +116,8 @@ def _statistics(
         if plan.num_blocks > 1:
             state = constants.new_empty(STATE_SLOTS, rows.stop - rows.start)
         for cols in _pieces(plan.vocab_size, plan.block_cols):
-            logits, _ = buffer.tile(rows, cols)
+            logits, _, tile = buffer.tile(rows, cols)
             matmul(x, p.linear_weight[cols].t(), out=logits)
-            tile = Tile(cols.start, cols.stop - cols.start, plan.vocab_size)
             backend.statistics(logits, inputs, p.spec, tile, state, out.rows(rows))
 
 
@@ -132,10 +133,9 @@ def _gradients(
     buffer = _TileBuffer(p, plan)
     grads = _GradientSums(p, plan, selection)
     for cols in _pieces(plan.vocab_size, plan.block_cols):
-        tile = Tile(cols.start, cols.stop - cols.start, plan.vocab_size)
         for rows in _pieces(selection.num_rows, plan.chunk_rows):
             x = selection.input(rows)
-            logits, dlogits = buffer.tile(rows, cols)
+            logits, dlogits, tile = buffer.tile(rows, cols)
             matmul(x, p.linear_weight[cols].t(), out=logits)
             up = None if upstream is None else upstream[rows]
             inputs = selection.row_inputs(rows, constants)
@@ -149,16 +149,18 @@ class _TileBuffer:
 
     def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan) -> None:
         # An aligned row stride: matrix products on unaligned rows run several times slower.
+        self._vocab_size = plan.vocab_size
         shape = (plan.chunk_rows, padded_cols(plan.block_cols))
         self.logits = torch.empty(shape, dtype=plan.logits_dtype, device=p.input.device)
         self.grad = self.logits
         if p.needs.any and not plan.in_place:
             self.grad = torch.empty(shape, dtype=plan.grad_dtype, device=p.input.device)
 
-    def tile(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-        """Logits and their gradient, which may be the same memory. (rows, cols) each."""
-        area = slice(0, rows.stop - rows.start), slice(0, cols.stop - cols.start)
-        return self.logits[area], self.grad[area]
+    def tile(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tile]:
+        """Logits and their gradient, which may be the same memory, (rows, cols) each; and what they are."""
+        size = cols.stop - cols.start
+        area = slice(0, rows.stop - rows.start), slice(0, size)
+        return self.logits[area], self.grad[area], Tile(cols.start, size, self._vocab_size, padded_cols(size))
 
 
 class _GradientSums:

@@ -58,11 +58,16 @@ class RowOutputs:
 
 @dataclass(frozen=True)
 class Tile:
-    """Which classes a tile holds: [start, start + cols) of `vocab_size`."""
+    """Which classes a tile holds: [start, start + cols) of `vocab_size`.
+
+    `room`: columns of the buffer behind the start of each row, `cols` or more. Those behind `cols` may be read and
+    written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
+    """
 
     start: int
     cols: int
     vocab_size: int
+    room: int
 
     @property
     def first(self) -> bool:
@@ -100,7 +105,9 @@ class Backend(Protocol):
         or None for 1; it multiplies the scales in ``rows.constants``.
         """
 
-    def loss_and_gradient(self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
+    def loss_and_gradient(
+        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
+    ) -> None:
         """`statistics` and `gradient` at once, for a tile that holds all classes."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:

@@ -74,8 +74,9 @@ class TorchBackend:
             up = None if upstream is None else upstream[part]
             _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[part])
 
-    def loss_and_gradient(self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
-        tile = Tile(0, logits.shape[1], logits.shape[1])
+    def loss_and_gradient(
+        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
+    ) -> None:
         for part in _slabs(logits):
             slab = _rows(rows, part)
             z, jacobian = _transform(logits[part], rows, spec, tile, want_jacobian=True)

@@ -30,6 +30,7 @@ _ENTROPY_SUM = tl.constexpr(3)
 _REFERENCE = tl.constexpr(4)
 _SMOOTH_SUM = tl.constexpr(5)
 _ARGMAX = tl.constexpr(6)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -37,28 +38,33 @@ def _transform(
     logits_ptr,
     bias_ptr,
     columns,
-    mask,
+    present,  # which of the columns are classes of this tile, in a row that counts
+    readable,  # which of the columns are there to be read, so that accesses are whole vectors
     scale,
     cap,
     ACCUM: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
-    """z and dz/da of some columns of a row. Masked columns have z = -inf.
+    """z and dz/da of some columns of a row. Columns that are not present have z = -inf.
 
     Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``.
     """
-    a = tl.load(logits_ptr + columns, mask=mask, other=0.0).to(ACCUM)
+    a = tl.load(logits_ptr + columns, mask=readable, other=0.0, eviction_policy=EVICTION).to(ACCUM)
     if HAS_BIAS:
-        a += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(ACCUM)
+        a += tl.load(bias_ptr + columns, mask=present, other=0.0).to(ACCUM)
     if HAS_SOFTCAP:
         tanh, derivative = tanh_and_derivative(a * scale)
         z = tanh * cap
         jacobian = derivative * (scale * cap)
     else:
-        z = a * scale
+        z = a
+        if HAS_SCALE:
+            z = a * scale
         jacobian = scale
-    return tl.where(mask, z, float("-inf")), jacobian
+    return tl.where(present, z, float("-inf")), jacobian
 
 
 @triton.jit(do_not_specialize=["ignore_index", "column_start", "state_stride", "normalizer_stride"])
@@ -83,6 +89,7 @@ def cross_entropy_kernel(
     state_stride,
     normalizer_stride,
     cols,  # classes in this tile
+    room,  # columns of a row that may be read and written, cols or more
     column_start,  # the first of them
     vocab_size,
     ignore_index,
@@ -96,6 +103,7 @@ def cross_entropy_kernel(
     STORE_STATE: tl.constexpr,
     FINISH: tl.constexpr,
     GRADIENT: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
@@ -157,19 +165,26 @@ def cross_entropy_kernel(
             # Sums of logits are taken relative to one of the same row, so that a large common offset does
             # not cancel their digits away.
             first, _first_jacobian = _transform(
-                logits_ptr, bias_ptr, tl.full((), 0, tl.int32), valid, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP
-            )
+                logits_ptr, bias_ptr, tl.full((), 0, tl.int32), valid, valid, scale, cap,
+                ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP, "",
+            )  # fmt: skip
             reference = tl.where(tl.abs(first) < float("inf"), first, 0.0)
 
+        own_target = target_here & valid
         own_target_logit, _target_jacobian = _transform(
-            logits_ptr, bias_ptr, target_column, target_here & valid, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP
-        )
-        target_logit = tl.where(target_here & valid, own_target_logit, target_logit)
+            logits_ptr, bias_ptr, target_column, own_target, own_target, scale, cap,
+            ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP, "",
+        )  # fmt: skip
+        target_logit = tl.where(own_target, own_target_logit, target_logit)
 
         for start in range(0, active_cols, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             mask = columns < cols
-            z, _jacobian = _transform(logits_ptr, bias_ptr, columns, mask, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP)
+            # Kept in the cache for the second pass, which reads it for the last time.
+            z, _jacobian = _transform(
+                logits_ptr, bias_ptr, columns, mask, columns < room, scale, cap,
+                ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP, "evict_last" if GRADIENT else "",
+            )  # fmt: skip
             if WANT_ARGMAX:
                 block_max, block_argmax = tl.max(z, axis=0, return_indices=True)
                 # Strictly larger: the lowest index wins a tie.
@@ -229,26 +244,33 @@ def cross_entropy_kernel(
         row_scale = tl.where(in_range, row_weight, float("nan"))  # wrong targets make NaN, not nonsense
         if HAS_UPSTREAM:
             row_scale *= tl.load(upstream_ptr + row).to(ACCUM)
-        ce = row_scale * tl.load(constants_ptr).to(ACCUM)
+        # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the constants are.
+        ce = tl.where(valid, row_scale * tl.load(constants_ptr).to(ACCUM), 0.0)
         one_hot = ce * (1.0 - label_smoothing) * target_weight
         softmax = one_hot
         uniform = ce * (label_smoothing / vocab_size)
         if HAS_SMOOTHING:
             softmax += uniform * weight_sum
         if HAS_Z_LOSS:
-            z_scale = row_scale * tl.load(constants_ptr + 1).to(ACCUM)
+            z_scale = tl.where(valid, row_scale * tl.load(constants_ptr + 1).to(ACCUM), 0.0)
             softmax += z_scale * 2.0 * z_loss * (row_max + log_sum)
 
         for start in range(0, cols, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             mask = columns < cols
-            active = columns < active_cols
-            z, jacobian = _transform(logits_ptr, bias_ptr, columns, active, scale, cap, ACCUM, HAS_BIAS, HAS_SOFTCAP)
-            grad = softmax * tl.exp((z - row_max) - log_sum) - tl.where(columns == target_column, one_hot, 0.0)
+            z, jacobian = _transform(
+                logits_ptr, bias_ptr, columns, columns < active_cols, columns < room, scale, cap,
+                ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP, "evict_first",
+            )  # fmt: skip
+            # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
+            p = tl.exp2((z - row_max) * LOG2_E - log_sum * LOG2_E)
+            grad = softmax * p - tl.where(columns == target_column, one_hot, 0.0)
             if HAS_SMOOTHING:
                 if HAS_CLASS_WEIGHT:
                     grad -= uniform * tl.load(class_weight_ptr + column_start + columns, mask=mask, other=0.0).to(ACCUM)
                 else:
                     grad -= uniform
-            grad = tl.where(valid, grad * jacobian, 0.0)
-            tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), mask=mask)
+            if HAS_SCALE or HAS_SOFTCAP:
+                grad *= jacobian
+            grad = grad.to(grad_ptr.dtype.element_ty)
+            tl.store(grad_ptr + columns, grad, mask=columns < room, eviction_policy="evict_first")
