@@ -12,11 +12,12 @@ from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.scale import scale_kernel
 from flce.problem import LossSpec, accumulation_dtype
 
-# Columns that a program holds at once, 16 per thread. With 32 warps few rows are in flight, so that the second
-# pass finds most of a row in the L2 cache: on an H200 that was the fastest of 2,048 to 32,768 columns on 4 to 32
-# warps for V from 128,256 to 256,000.
-MAX_BLOCK = 16384
-COLUMNS_PER_WARP = 512
+# Columns that a program holds at once, and its warps: (fewest columns, block, warps), the first that applies. The
+# fastest of 2,048 to 32,768 columns on 4 to 32 warps on an H200, in ms for 525 million logits:
+#   V = 128,256: 0.75 with 16,384 on 16, 0.83 with 4,096 on 8.   V = 50,257: 1.23 and 0.85.
+# Wide blocks leave few rows in flight, so that the second pass finds part of its row in the L2 cache; narrow ones
+# waste less on the last block.
+LAUNCHES = ((65536, 16384, 16), (0, 4096, 8))
 SCALE_BLOCK = 4096
 # Enough programs to fill any GPU several times.
 SCALE_PROGRAMS = 2048
@@ -70,7 +71,9 @@ def _launch(
     num_rows, cols = logits.shape
     if num_rows == 0:
         return
-    block = max(16, min(MAX_BLOCK, triton.next_power_of_2(cols)))
+    block, warps = next(launch[1:] for launch in LAUNCHES if cols >= launch[0])
+    while block > max(16, triton.next_power_of_2(cols)):  # a short row needs no more than its own length
+        block, warps = block // 2, max(1, warps // 2)
     bias = None if rows.bias is None else rows.bias[tile.start : tile.start + cols]
     scale = spec.logit_scale / (spec.temperature if spec.softcap is None else spec.softcap)
 
@@ -128,7 +131,7 @@ def _launch(
             WANT_ENTROPY=out is not None and out.entropy is not None,
             WANT_ARGMAX=out is not None and out.argmax is not None,
             BLOCK=block,
-            num_warps=max(1, block // COLUMNS_PER_WARP),
+            num_warps=warps,
         )
 
 
