@@ -1,0 +1,58 @@
+# make demo | test | lint | setup | clean
+#
+# The first three set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
+# built once, and again when pyproject.toml or constraints.txt change.
+#
+#   PYTHON=python3.12   the Python (>= 3.10) to build that environment with, or to use as it is
+#   ENV=current         use $(PYTHON) with what it has installed: nothing is created, nothing is installed
+#   WORKERS=2           processes that the tests run in
+#   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner"
+
+PYTHON ?= python3
+VENV ?= .venv
+ENV ?= venv
+WORKERS ?= 2
+ARGS ?=
+
+ifeq ($(ENV),current)
+RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+READY :=
+else ifeq ($(ENV),venv)
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.installed
+else
+$(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:
+	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
+
+setup: $(READY)
+
+# torch goes first: whatever is installed after it finds its torch there, of the version pinned.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	    || { echo "flce needs Python 3.10 or newer: make $(MAKECMDGOALS) PYTHON=python3.12, say" >&2; exit 1; }
+	@echo "Setting up $(VENV): a few minutes, once."
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(RUN) integrations/finetune.py $(ARGS)
+
+# One thread per worker, so that the workers do not get into each other's way.
+test: $(READY)
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+clean:
+	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo.png

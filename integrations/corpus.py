@@ -1,0 +1,91 @@
+"""Text to train on, and a tokenizer for it: both from what every Python installation has on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import platform
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+# Parts of the standard library that are tests, tables, or installed by somebody else.
+NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+
+
+def read_documents(source: Path | None) -> list[str]:
+    """The text of a file, of every file in a folder, or (None) of Python's own standard library."""
+    if source is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [f for f in root.rglob("*.py") if NOT_PROSE.isdisjoint(f.relative_to(root).parts)]
+    elif source.is_dir():
+        files = [f for f in source.rglob("*") if f.is_file()]
+    else:
+        files = [source]
+    documents = []
+    for file in sorted(files):
+        try:
+            documents.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            continue  # a binary file among the text
+    return [document for document in documents if document.strip()]
+
+
+def byte_level_tokenizer(vocab_size: int, cache: Path) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer, trained on the standard library, or found trained in `cache`."""
+    key = f"{vocab_size} {platform.python_version()} {tokenizers.__version__} {sysconfig.get_path('stdlib')}"
+    file = cache / f"tokenizer-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    if not file.exists():
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=[END_OF_TEXT],
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(read_documents(None), trainer)
+        if tokenizer.get_vocab_size() < vocab_size:
+            raise ValueError(
+                f"the standard library has text for {tokenizer.get_vocab_size():,} tokens, "
+                f"and {vocab_size:,} were asked for: take a smaller --vocab-size, or a --model"
+            )
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        tokenizer.save(str(unfinished))
+        unfinished.replace(file)
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT)
+
+
+def token_batches(
+    documents: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    steps: int,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+) -> npt.NDArray[np.int64]:
+    """The shuffled documents, packed into (steps, batch_size, seq_len); used again if they are few."""
+    if not documents:
+        raise ValueError("no text to train on: the file or folder has none")
+    order = random.Random(seed).sample(documents, len(documents))
+
+    def tokens() -> Iterator[int]:
+        for document in itertools.cycle(order):
+            yield from tokenizer.encode(document, add_special_tokens=False)
+            if tokenizer.eos_token_id is not None:
+                yield tokenizer.eos_token_id
+
+    count = steps * batch_size * seq_len
+    return np.fromiter(tokens(), dtype=np.int64, count=count).reshape(steps, batch_size, seq_len)

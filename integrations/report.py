@@ -1,0 +1,107 @@
+"""What the two runs came to: a table for the terminal, and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+MIB = 2**20
+STOCK, PATCHED = "#d08a2e", "#1f5fa8"  # told apart by the colour-blind too
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of the training leaves behind."""
+
+    model: str  # in words
+    losses: list[float]
+    seconds: list[float]  # of each step
+    peak_bytes: int  # above the loaded model
+
+    @property
+    def step_seconds(self) -> float:
+        """The median: it passes over the first steps, which are slow, and over what else the machine did."""
+        return statistics.median(self.seconds)
+
+
+def largest_difference(stock: Run, patched: Run) -> float:
+    return max(abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True))
+
+
+def show(console: Console, title: str, stock: Run, patched: Run, tolerance: float) -> bool:
+    """Prints the table and the verdict; True if the curves agree."""
+    difference = largest_difference(stock, patched)
+    table = Table()
+    for column in ("", "stock", "patched", "patched / stock"):
+        table.add_column(column, justify="right" if column else "left")
+    memory, speed = patched.peak_bytes / stock.peak_bytes, patched.step_seconds / stock.step_seconds
+    table.add_row(
+        "final loss",
+        f"{stock.losses[-1]:.5f}",
+        f"{patched.losses[-1]:.5f}",
+        "",
+    )
+    table.add_row("max |difference| of the curves", "", "", f"{difference:.1e}")
+    table.add_row(
+        "peak memory, MiB",
+        f"{stock.peak_bytes / MIB:,.0f}",
+        f"{patched.peak_bytes / MIB:,.0f}",
+        f"{memory:.0%}",
+    )
+    table.add_row(
+        "time per step, ms",
+        f"{stock.step_seconds * 1e3:,.0f}",
+        f"{patched.step_seconds * 1e3:,.0f}",
+        f"{speed:.0%}",
+    )
+    console.print(f"\n[bold]{title}[/]")
+    console.print(table)
+    console.print(
+        "[dim]Peak memory: above the loaded model, so activations, gradients and optimizer state are in it. "
+        "Time per step: the median.[/]\n"
+    )
+    agree = difference <= tolerance  # False for NaN
+    steps = len(stock.losses)
+    if agree:
+        console.print(f"[green]The loss curves agree[/] to {difference:.1e} over {steps} steps.")
+    else:
+        console.print(
+            f"[red]The loss curves differ[/] by {difference:.1e} over {steps} steps, "
+            f"more than {tolerance:.0e}. (Over thousands of steps rounding alone can do that.)"
+        )
+    return agree
+
+
+def draw(file: Path, title: str, stock: Run, patched: Run) -> None:
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    curves, memory, speed = figure.subplots(1, 3, width_ratios=[3, 1, 1])
+    steps = range(1, len(stock.losses) + 1)
+    curves.plot(steps, stock.losses, color=STOCK, linewidth=5, alpha=0.6, label="stock")
+    curves.plot(steps, patched.losses, color=PATCHED, linewidth=1.5, linestyle="--", label="patched")
+    curves.set(
+        title=f"Loss: the curves differ by {largest_difference(stock, patched):.1e} at most",
+        xlabel="step",
+        ylabel="cross-entropy",
+    )
+    curves.legend(frameon=False)
+    bars(memory, "Peak memory, MiB", stock.peak_bytes / MIB, patched.peak_bytes / MIB)
+    bars(speed, "Time per step, ms", stock.step_seconds * 1e3, patched.step_seconds * 1e3)
+    for axes in (curves, memory, speed):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.title.set_fontsize(10)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def bars(axes: Axes, title: str, stock: float, patched: float) -> None:
+    drawn = axes.bar(["stock", "patched"], [stock, patched], color=[STOCK, PATCHED], width=0.6)
+    axes.bar_label(drawn, fmt="{:,.0f}", padding=2)
+    axes.margins(y=0.12)
+    axes.set_title(title)

@@ -1,0 +1,74 @@
+"""Fixtures, markers and the settings that have to be made before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Triton reads this when a kernel is defined: the kernels then run in the interpreter, on CPU tensors.
+    os.environ["TRITON_INTERPRET"] = "1"
+    # Threads that wait for one another are what takes the time where several processes share few cores.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))
+
+try:
+    from hypothesis import HealthCheck, settings
+
+    _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
+    settings.register_profile("default", derandomize=True, max_examples=40, **_common)  # type: ignore[arg-type]
+    settings.register_profile("search", max_examples=1000, **_common)  # type: ignore[arg-type]
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+except ImportError:  # the tests that need hypothesis skip themselves
+    pass
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test once with each backend."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    monkeypatch.setenv("FLCE_BACKEND", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def torch_backend(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("FLCE_BACKEND", "torch")
+    return "torch"
+
+
+@pytest.fixture
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    return "triton"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """CUDA where there is one: the same tests then check the compiled kernels."""
+    return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts from the same generator state and without debug switches."""
+    monkeypatch.delenv("FLCE_DEBUG", raising=False)
+    torch.manual_seed(0)

@@ -1,0 +1,334 @@
+"""Building a problem, running it through flce, the oracle and the stock path, and comparing."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from tests.oracle import OracleResult, dense_logits, oracle
+
+STATS = ("lse", "logprob", "entropy", "argmax", "correct")
+FLOAT_STATS = ("lse", "logprob", "entropy")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors and the keyword arguments of one call, without ``options`` and ``stats``."""
+
+    input: Tensor
+    linear_weight: Tensor
+    target: Tensor
+    linear_bias: Tensor | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def with_(self, **kwargs: Any) -> Problem:
+        return replace(self, kwargs={**self.kwargs, **kwargs})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    loss: Tensor
+    grad_input: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+    output: Any = None
+
+
+def make_problem(
+    leading: Sequence[int] = (37,),
+    hidden: int = 16,
+    vocab: int = 71,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    bias: bool = False,
+    class_weight: bool = False,
+    token_weight: bool = False,
+    ignored: float = 0.0,
+    target_dtype: torch.dtype = torch.int64,
+    std: float = 2.0,
+    seed: int = 0,
+    **kwargs: Any,
+) -> Problem:
+    """A random problem whose logits have about the standard deviation ``std``."""
+    g = torch.Generator().manual_seed(seed)
+    shape = tuple(leading)
+    x = torch.randn(*shape, hidden, generator=g, dtype=torch.float64)
+    w = torch.randn(vocab, hidden, generator=g, dtype=torch.float64) * (std / max(hidden, 1) ** 0.5)
+    y = torch.randint(0, vocab, shape, generator=g)
+    ignore_index = kwargs.get("ignore_index", -100)
+    if ignored:
+        drop = torch.rand(shape, generator=g) < ignored
+        y = torch.where(drop, torch.full_like(y, ignore_index), y)
+    b = torch.randn(vocab, generator=g, dtype=torch.float64) if bias else None
+    if class_weight:
+        kwargs["weight"] = (torch.rand(vocab, generator=g, dtype=torch.float64) + 0.25).to(device, dtype)
+    if token_weight:
+        kwargs["token_weight"] = torch.rand(shape, generator=g, dtype=torch.float64).to(device, dtype) * 2
+    return Problem(
+        input=x.to(device, dtype),
+        linear_weight=w.to(device, dtype),
+        target=y.to(device, target_dtype),
+        linear_bias=None if b is None else b.to(device, dtype),
+        kwargs=kwargs,
+    )
+
+
+def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
+    return t.detach().clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
+
+
+def run_fused(
+    problem: Problem,
+    *,
+    options: flce.ChunkOptions | None = None,
+    stats: Sequence[str] = (),
+    grads: str = "xwb",
+    grad_output: Tensor | float | None = None,
+) -> Outcome:
+    """One forward and, if any of ``grads`` is wanted, one backward of flce."""
+    x = _leaf(problem.input, "x" in grads)
+    w = _leaf(problem.linear_weight, "w" in grads)
+    b = None if problem.linear_bias is None else _leaf(problem.linear_bias, "b" in grads)
+    output: Any = flce.fused_linear_cross_entropy(
+        x, w, problem.target, linear_bias=b, options=options, stats=tuple(stats), **problem.kwargs
+    )
+    loss = output.loss if stats else output
+    assert isinstance(loss, Tensor)
+    wanted = [t for t in (x, w, b) if t is not None and t.requires_grad]
+    assert loss.requires_grad == bool(wanted)
+    if wanted:
+        upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
+        loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
+    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad, output)
+
+
+def run_oracle(problem: Problem, grad_output: Tensor | float | None = None) -> OracleResult:
+    return oracle(
+        problem.input,
+        problem.linear_weight,
+        problem.target,
+        linear_bias=problem.linear_bias,
+        grad_output=grad_output,
+        **problem.kwargs,
+    )
+
+
+def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> Outcome:
+    """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on float32 logits."""
+    x, w = _leaf(problem.input, True), _leaf(problem.linear_weight, True)
+    b = None if problem.linear_bias is None else _leaf(problem.linear_bias, True)
+    kwargs = dict(problem.kwargs)
+    z = F.linear(x, w, b).float() * kwargs.pop("logit_scale", 1.0)
+    softcap = kwargs.pop("softcap", None)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / kwargs.pop("temperature", 1.0)
+    if kwargs.get("weight") is not None:
+        kwargs["weight"] = kwargs["weight"].float()
+    loss = F.cross_entropy(z.reshape(-1, z.shape[-1]), problem.target.reshape(-1).long(), **kwargs)
+    if loss.dim():
+        loss = loss.reshape(problem.target.shape)
+    upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
+    loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
+    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of what was expected."""
+    a, e = actual.detach().double(), expected.detach().double()
+    assert a.shape == e.shape, (a.shape, e.shape)
+    norm = float(e.norm())
+    difference = float((a - e).norm())
+    return difference / norm if norm else difference
+
+
+def assert_near(actual: Tensor | None, expected: Tensor, tolerance: float, what: str) -> None:
+    """Within ``tolerance`` of the largest element of ``expected``; NaN and infinities in the same places."""
+    assert actual is not None, f"{what} is missing"
+    a, e = actual.detach().double(), expected.detach().double()
+    assert a.shape == e.shape, f"{what}: shape {tuple(a.shape)}, expected {tuple(e.shape)}"
+    if not e.numel():
+        return
+    finite = e.isfinite()
+    same = torch.equal(a.isnan(), e.isnan()) and torch.equal(a[e.isinf()], e[e.isinf()])
+    assert same, f"{what}: NaN or infinities differ: {a} instead of {e}"
+    if not finite.any():
+        return
+    difference = float((a - e)[finite].abs().max())
+    allowed = tolerance * (float(e[finite].abs().max()) + 1e-2)
+    assert difference <= allowed, f"{what}: off by {difference:.3e}, allowed are {allowed:.3e}"
+
+
+def assert_outcome(
+    outcome: Outcome,
+    expected: OracleResult,
+    problem: Problem,
+    *,
+    tolerance: float,
+    grads: str = "xwb",
+    stats: Sequence[str] = (),
+) -> None:
+    """Compares everything that was asked for, its dtype too, and checks that nothing else was computed."""
+    dtype = problem.input.dtype
+    out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert outcome.loss.dtype == out_dtype
+    assert_near(outcome.loss, expected.loss, tolerance, "loss")
+    for key, got, want, tensor in (
+        ("x", outcome.grad_input, expected.grad_input, problem.input),
+        ("w", outcome.grad_weight, expected.grad_weight, problem.linear_weight),
+        ("b", outcome.grad_bias, expected.grad_bias, problem.linear_bias),
+    ):
+        if tensor is None:
+            continue
+        if key not in grads:
+            assert got is None, f"gradient {key} was not asked for"
+            continue
+        assert want is not None
+        assert got is not None
+        assert got.dtype == tensor.dtype
+        assert_near(got, want, tolerance, f"gradient {key}")
+    if not stats:
+        return
+    for name in STATS:
+        value = getattr(outcome.output, name)
+        if name not in stats:
+            assert value is None, f"{name} was not asked for"
+            continue
+        assert not value.requires_grad, name
+        assert value.shape == problem.target.shape, name
+        if name in FLOAT_STATS:
+            assert value.dtype == out_dtype, name
+            assert_near(value, getattr(expected, name), tolerance, name)
+    if "argmax" in stats:
+        assert outcome.output.argmax.dtype == torch.int64
+        assert torch.equal(outcome.output.argmax, expected.argmax)
+    if "correct" in stats:
+        assert outcome.output.correct.dtype == torch.bool
+        assert torch.equal(outcome.output.correct, expected.correct)
+    if problem.kwargs.get("z_loss"):
+        assert not outcome.output.z_loss.requires_grad
+        assert_near(outcome.output.z_loss, expected.z_loss, tolerance, "z_loss")
+    else:
+        assert outcome.output.z_loss is None
+
+
+def check(
+    problem: Problem,
+    *,
+    options: flce.ChunkOptions | None = None,
+    stats: Sequence[str] = (),
+    grads: str = "xwb",
+    grad_output: Tensor | float | None = None,
+    tolerance: float | None = None,
+) -> Outcome:
+    """Runs flce and the oracle and compares them."""
+    outcome = run_fused(problem, options=options, stats=stats, grads=grads, grad_output=grad_output)
+    expected = run_oracle(problem, grad_output=grad_output)
+    allowed = TOLERANCE[problem.input.dtype] if tolerance is None else tolerance
+    assert_outcome(outcome, expected, problem, tolerance=allowed, grads=grads, stats=stats)
+    return outcome
+
+
+def least_budget(message: str, works: Any) -> int:
+    """The least budget that the message of the error names: one of its numbers, and it has to work."""
+    numbers = sorted({int(n.replace(",", "").replace("_", "")) for n in re.findall(r"\d[\d,_]*", message)})
+    for number in numbers:
+        try:
+            works(number)
+        except ValueError:
+            continue
+        return number
+    raise AssertionError(f"no number in this message is a budget that works: {message}")
+
+
+def plan_for(
+    problem: Problem, options: flce.ChunkOptions, grads: str = "xwb", stats: Sequence[str] = ()
+) -> flce.ChunkPlan:
+    """The plan of this problem's call, told as much about it as `flce.plan` wants to know."""
+    known = inspect.signature(flce.plan).parameters
+    more = {k: v for k, v in problem.kwargs.items() if k in known}
+    return flce.plan(
+        problem.target.numel(),
+        problem.linear_weight.shape[1],
+        problem.linear_weight.shape[0],
+        problem.input.dtype,
+        device=problem.input.device,
+        stats=tuple(stats),
+        input_grad="x" in grads,
+        weight_grad="w" in grads,
+        bias_grad=problem.linear_bias is not None and "b" in grads,
+        options=options,
+        **more,
+    )
+
+
+def least_for(problem: Problem, strategy: str, grads: str = "xwb", stats: Sequence[str] = (), **options: Any) -> int:
+    """The least ``max_workspace_bytes`` that this problem's call accepts under ``strategy``."""
+
+    def attempt(budget: int) -> None:
+        chunking = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget, **options)  # type: ignore[arg-type]
+        plan_for(problem, chunking, grads, stats)
+
+    try:
+        attempt(1)
+    except ValueError as error:
+        return least_budget(str(error), attempt)
+    raise AssertionError("a budget of one byte was accepted")
+
+
+def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
+    """A small set of rows in which every pair of levels of every two factors occurs (greedy)."""
+    rng = random.Random(seed)
+    names = list(factors)
+    levels = {name: range(len(factors[name])) for name in names}
+    missing = {(a, i, b, j) for a, b in itertools.combinations(names, 2) for i in levels[a] for j in levels[b]}
+    rows: list[dict[str, Any]] = []
+    while missing:
+        best: tuple[int, dict[str, int]] = (-1, {})
+        candidates = sorted(missing)
+        for _ in range(tries):
+            a, i, b, j = rng.choice(candidates)
+            row = {a: i, b: j}
+            rest = [name for name in names if name not in row]
+            rng.shuffle(rest)
+            for name in rest:
+                row[name] = max(
+                    levels[name],
+                    key=lambda k: (_covered(missing, row, name, k), rng.random()),
+                )
+            score = len(_pairs(row, names) & missing)
+            if score > best[0]:
+                best = (score, row)
+        missing -= _pairs(best[1], names)
+        rows.append({name: factors[name][best[1][name]] for name in names})
+    return rows
+
+
+def _pairs(row: Mapping[str, int], names: Sequence[str]) -> set[tuple[str, int, str, int]]:
+    return {(a, row[a], b, row[b]) for a, b in itertools.combinations(names, 2)}
+
+
+def _covered(missing: set[tuple[str, int, str, int]], row: Mapping[str, int], name: str, level: int) -> int:
+    return sum(
+        (other, value, name, level) in missing or (name, level, other, value) in missing for other, value in row.items()
+    )
+
+
+def plain_logits(problem: Problem) -> Tensor:
+    """The logits of the problem in float64."""
+    keys = ("softcap", "logit_scale", "temperature")
+    kwargs = {k: v for k, v in problem.kwargs.items() if k in keys}
+    bias = None if problem.linear_bias is None else problem.linear_bias.double()
+    return dense_logits(problem.input.double(), problem.linear_weight.double(), bias, **kwargs)

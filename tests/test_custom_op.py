@@ -1,0 +1,594 @@
+"""The operator among PyTorch's machinery: the dispatcher, compilation, autograd's modes, checkpoints, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flce
+from tests.helpers import STATS, make_problem, run_fused
+
+REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+
+
+def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
+    if strategy == "tokens":
+        kwargs.setdefault("chunk_rows", 5)
+    return flce.ChunkOptions(strategy=strategy, **kwargs)  # type: ignore[arg-type]
+
+
+def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
+    loss = flce.fused_linear_cross_entropy(x, w, y, **kwargs)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.library
+
+
+class BackwardRecorder(TorchDispatchMode):
+    """What the package's operators are called with below autograd: in backward, that is all there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "flce":
+            copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+            self.calls.setdefault(func, (copies, kwargs))
+        return func(*args, **kwargs)
+
+
+class Recorder(TorchFunctionMode):
+    """Every call of one of the package's registered operators, with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        op = func
+        if isinstance(op, torch._ops.OpOverloadPacket):
+            op = getattr(op, op.overloads()[0])
+        if isinstance(op, torch._ops.OpOverload) and op.namespace == "flce":
+            self.calls.append((op, args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+def fresh(value: Any) -> Any:
+    """Arguments as opcheck wants them: leaves of their own."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        return type(value)(fresh(v) for v in value)
+    return value
+
+
+OPCHECK_CASES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum with bias": {"reduction": "sum", "bias": True, "num_items": 7},
+    "none": {"reduction": "none", "ignored": 0.3},
+    "weights": {
+        "class_weight": True,
+        "token_weight": True,
+        "bias": True,
+        "label_smoothing": 0.1,
+        "z_loss": 0.1,
+    },
+    "frozen head": {"grads": "x"},
+    "no gradients": {"grads": ""},
+    "vocab": {"strategy": "vocab", "bias": True},
+    "vocab none": {"strategy": "vocab", "reduction": "none"},
+    "bf16": {"dtype": torch.bfloat16},
+    "fp16": {"dtype": torch.float16},
+}
+
+
+@pytest.mark.parametrize("name", list(OPCHECK_CASES))
+def test_opcheck(name: str, torch_backend: str, device: torch.device) -> None:
+    """Schema, autograd registration, fake implementation and AOT dispatch of all operators that a call makes."""
+    kwargs = dict(OPCHECK_CASES[name])
+    grads, strategy = kwargs.pop("grads", "xwb"), kwargs.pop("strategy", "tokens")
+    p = make_problem((11,), 8, 30, device=device, **{"dtype": torch.float32, **kwargs})
+    with Recorder() as recorder:
+        run_fused(p, options=options_for(strategy), grads=grads, stats=STATS)
+    assert recorder.calls, "no operator of the package was called"
+    with BackwardRecorder() as below:
+        run_fused(p, options=options_for(strategy), grads=grads, grad_output=0.5)
+    in_forward = {op for op, _, _ in recorder.calls}
+    recorder.calls += [(op, *call) for op, call in below.calls.items() if op not in in_forward]
+    tolerance: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2} if p.input.dtype.itemsize == 2 else {}
+    for op, args, keywords in recorder.calls:
+        torch.library.opcheck(
+            op,
+            tuple(fresh(a) for a in args),
+            {k: fresh(v) for k, v in keywords.items()},
+            **tolerance,
+        )
+
+
+def test_the_operators_are_registered(torch_backend: str) -> None:
+    p = make_problem((5,), 8, 30)
+    run_fused(p)
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("flce::")]
+    assert names
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+@pytest.fixture
+def _no_compiled_code() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_and_eager(function: Callable[..., Any], leaves: list[Tensor], backend: Any, **kwargs: Any) -> None:
+    """The same loss and the same gradients with and without compilation."""
+    results = []
+    for f in (function, torch.compile(function, backend=backend, fullgraph=True, **kwargs)):
+        fresh_leaves = [t.detach().clone().requires_grad_() for t in leaves]
+        loss = f(*fresh_leaves)
+        loss.sum().backward()
+        results.append([loss.detach(), *(t.grad for t in fresh_leaves)])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@REDUCTIONS
+@STRATEGIES
+def test_compile_aot_eager(reduction: str, strategy: str, torch_backend: str, device: torch.device) -> None:
+    p = make_problem((2, 6), 8, 30, dtype=torch.float32, bias=True, class_weight=True, ignored=0.2, device=device)
+
+    def step(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return fused(
+            torch.tanh(x),
+            w,
+            p.target,
+            linear_bias=b,
+            weight=p.kwargs["weight"],
+            reduction=reduction,
+            label_smoothing=0.1,
+            z_loss=0.01,
+            shift=1,
+            options=options_for(strategy),
+        )
+
+    assert p.linear_bias is not None
+    compiled_and_eager(step, [p.input, p.linear_weight, p.linear_bias], "aot_eager")
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_compile_inductor(torch_backend: str, device: torch.device) -> None:
+    p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return fused(F.silu(x) * 2, w, p.target) * 3
+
+    compiled_and_eager(step, [p.input, p.linear_weight], "inductor")
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_compile_with_statistics(torch_backend: str, device: torch.device) -> None:
+    p = make_problem((10,), 8, 30, dtype=torch.float32, ignored=0.2, device=device)
+
+    def step(x: Tensor, w: Tensor) -> tuple[Any, ...]:
+        out: Any = flce.fused_linear_cross_entropy(x, w, p.target, stats=STATS)
+        return (out.loss, *(getattr(out, name) for name in STATS))
+
+    eager = step(p.input, p.linear_weight)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(p.input, p.linear_weight)
+    torch.testing.assert_close(compiled, eager)
+
+
+def graphs_of_ours(counter: Any) -> int:
+    """The compiled graphs that call the operator (Dynamo may make an empty one before)."""
+    return sum(any("flce" in str(node.target) for node in graph.graph.nodes) for graph in counter.graphs)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("dynamic", [True, None])
+@STRATEGIES
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+def test_one_graph_for_many_lengths(
+    dynamic: bool | None, strategy: str, budget: int | None, torch_backend: str, device: torch.device
+) -> None:
+    """A new length is not a new compilation (without ``dynamic=True`` the second length makes one more)."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    rows = None if budget or strategy == "vocab" else 16
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows, max_workspace_bytes=budget)  # type: ignore[arg-type]
+
+    def step(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return fused(x, w, y, options=options)
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=dynamic)
+    for length in (7, 12, 16, 17, 40, 33, 100, 64):
+        p = make_problem((length,), 8, 30, dtype=torch.float32, device=device, seed=length)
+        results = []
+        for f in (step, compiled):
+            x, w = p.input.clone().requires_grad_(), p.linear_weight.clone().requires_grad_()
+            loss = f(x, w, p.target)
+            loss.backward()
+            results.append([loss.detach(), x.grad, w.grad])
+        torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+    # More than one chunk may be a graph of its own (the dtype of a buffer differs), lengths may not.
+    assert 1 <= graphs_of_ours(counter) <= (1 if dynamic else 2) + (rows is not None)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_default_plan_is_one_graph_for_many_lengths(torch_backend: str, device: torch.device) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fused, backend=counter, fullgraph=True, dynamic=True)
+    for length in (7, 12, 40, 33, 100):
+        p = make_problem((2, length), 8, 30, dtype=torch.float32, device=device)
+        x = p.input.clone().requires_grad_()
+        compiled(x, p.linear_weight, p.target, shift=1).backward()
+    assert graphs_of_ours(counter) == 1
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_compiled_module_in_a_training_step(torch_backend: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    module = flce.LinearCrossEntropyLoss(8, 30, bias=True, softcap=5.0, device=device)
+    p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
+    expected = module(p.input, p.target)
+    expected.backward()
+    grads = [q.grad.clone() for q in module.parameters() if q.grad is not None]
+    module.zero_grad()
+    loss = torch.compile(module, backend="aot_eager", fullgraph=True)(p.input, p.target)
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close([q.grad for q in module.parameters()], grads)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_compile_without_gradients(torch_backend: str, device: torch.device) -> None:
+    p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            compiled(p.input, p.linear_weight, p.target), fused(p.input, p.linear_weight, p.target)
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What autograd cannot have: an error, never a wrong number
+
+
+def leaves(dtype: torch.dtype = torch.float64, device: Any = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    p = make_problem((9,), 8, 30, dtype=dtype, device=device)
+    return p.input.requires_grad_(), p.linear_weight.requires_grad_(), p.target
+
+
+@REDUCTIONS
+@STRATEGIES
+@pytest.mark.parametrize("retain", [True, False])
+def test_second_backward(reduction: str, strategy: str, retain: bool, backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    loss = fused(x, w, y, reduction=reduction, options=options_for(strategy)).sum()
+    loss.backward(retain_graph=retain)
+    first = [x.grad, w.grad]
+    x.grad = w.grad = None
+    with pytest.raises(RuntimeError, match=r"(?i)second|twice|once|again|freed"):
+        loss.backward()
+    assert first[0] is not None
+
+
+def test_second_backward_through_another_output(backend: str, device: torch.device) -> None:
+    """Two losses made from one call's result, each with a backward of its own."""
+    x, w, y = leaves(device=device)
+    loss = fused(x, w, y)
+    (loss * 2).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"(?i)second|twice|once|again"):
+        (loss * 3).backward()
+
+
+def test_gradients_are_not_changed_by_a_refused_second_backward(backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    loss = fused(x, w, y)
+    loss.backward(retain_graph=True)
+    assert x.grad is not None
+    before = x.grad.clone()
+    with pytest.raises(RuntimeError):
+        loss.backward(torch.tensor(5.0, dtype=torch.float64, device=device))
+    assert torch.equal(x.grad, before)
+
+
+@REDUCTIONS
+@STRATEGIES
+@pytest.mark.parametrize("wanted", ["x", "w"])
+def test_double_backward(reduction: str, strategy: str, wanted: str, backend: str, device: torch.device) -> None:
+    """Also in a sum with something that can be differentiated twice: a gradient penalty must not be dropped."""
+    x, w, y = leaves(device=device)
+    loss = fused(x, w, y, reduction=reduction, options=options_for(strategy)).sum()
+
+    def penalty() -> None:
+        (grad,) = torch.autograd.grad(loss, x if wanted == "x" else w, create_graph=True)
+        (grad.square().sum() + (x * w.sum()).sum()).backward()
+
+    with pytest.raises(RuntimeError, match=r"(?i)double|twice|second|create_graph|higher|once"):
+        penalty()
+
+
+def test_forward_mode_with_duals(backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    with forward_ad.dual_level():
+        for one, other in ((True, False), (False, True)):
+            a = forward_ad.make_dual(x.detach(), torch.ones_like(x)) if one else x.detach()
+            b = forward_ad.make_dual(w.detach(), torch.ones_like(w)) if other else w.detach()
+            with pytest.raises(RuntimeError, match=r"(?i)forward"):
+                fused(a, b, y)
+
+
+def test_forward_mode_with_jvp(backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    with pytest.raises(RuntimeError, match=r"(?i)forward|jvp"):
+        torch.func.jvp(lambda t: fused(t, w.detach(), y), (x.detach(),), (torch.ones_like(x),))
+
+
+def test_forward_mode_with_jacfwd(backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    with pytest.raises(RuntimeError):
+        torch.func.jacfwd(lambda t: fused(t, w.detach(), y))(x.detach())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What autograd can have
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@REDUCTIONS
+def test_checkpoint(reentrant: bool, reduction: str, backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+
+    def block(a: Tensor, b: Tensor) -> Tensor:
+        return fused(torch.tanh(a), b, y, reduction=reduction).sum()
+
+    expected = torch.autograd.grad(block(x, w), (x, w))
+    loss = checkpoint(block, x, w, use_reentrant=reentrant)
+    loss.backward()
+    torch.testing.assert_close([x.grad, w.grad], list(expected), rtol=1e-12, atol=1e-14)
+
+
+def test_checkpoint_with_statistics(torch_backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+
+    def block(a: Tensor) -> tuple[Tensor, Tensor]:
+        out: Any = flce.fused_linear_cross_entropy(a, w, y, stats=("lse",))
+        return out.loss, out.lse
+
+    loss, lse = checkpoint(block, x, use_reentrant=False)
+    loss.backward()
+    assert not lse.requires_grad
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@REDUCTIONS
+def test_without_gradients(mode: Any, reduction: str, backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    expected = fused(x, w, y, reduction=reduction).detach()
+    with mode():
+        loss = fused(x, w, y, reduction=reduction)
+        out: Any = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, stats=STATS)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss.clone(), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(out.loss.clone(), expected, rtol=1e-14, atol=0)
+
+
+def test_inference_tensors_as_inputs_of_training(backend: str, device: torch.device) -> None:
+    """Hidden states made under ``inference_mode``, a head that is trained: as far as PyTorch lets one."""
+    x, w, y = leaves(device=device)
+    with torch.inference_mode():
+        hidden = x.detach().clone()
+    hidden = hidden.clone()
+    loss = fused(hidden, w, y)
+    loss.backward()
+    assert w.grad is not None
+
+
+def test_autograd_grad_of_some_inputs(backend: str, device: torch.device) -> None:
+    """Both require a gradient, one is asked for."""
+    x, w, y = leaves(device=device)
+    (both,) = [torch.autograd.grad(fused(x, w, y), (x, w))]
+    (only,) = torch.autograd.grad(fused(x, w, y), x)
+    assert torch.equal(only, both[0])
+    assert x.grad is None
+    (only,) = torch.autograd.grad(fused(x, w, y, reduction="none").sum() / 9, w)
+    torch.testing.assert_close(only, both[1], rtol=1e-10, atol=1e-12)
+
+
+def test_weight_changed_between_forward_and_backward(backend: str, device: torch.device) -> None:
+    """Where backward recomputes the logits, autograd's version counter must see the change."""
+    for kwargs in ({"reduction": "none"}, {"options": flce.ChunkOptions(strategy="vocab")}):
+        x, w, y = leaves(device=device)
+        loss = fused(x, w, y, **kwargs).sum()
+        with torch.no_grad():
+            w.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_hooks_see_the_gradient(backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    seen: list[Tensor] = []
+    w.register_hook(lambda g: seen.append(g.clone()))
+    fused(x, w, y).backward()
+    assert len(seen) == 1
+    assert w.grad is not None
+    assert torch.equal(seen[0], w.grad)
+
+
+def test_gradients_share_no_memory(backend: str, device: torch.device) -> None:
+    """Nor with the inputs; and changing them in place (clipping) is allowed."""
+    x, w, y = leaves(device=device)
+    fused(x, w, y).backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    pointers = {t.untyped_storage().data_ptr() for t in (x, w, x.grad, w.grad)}
+    assert len(pointers) == 4
+    torch.nn.utils.clip_grad_norm_([x, w], 0.1)
+
+
+def test_two_calls_before_their_backwards(backend: str, device: torch.device) -> None:
+    """Buffers of one call must not be those of the next."""
+    x, w, y = leaves(device=device)
+    first, second = fused(x, w, y), fused(x * 2, w, y.flip(0))
+    second.backward()
+    first.backward()
+    a, b, y2 = leaves(device=device)
+    fused(a, b, y2).backward()
+    fused(a * 2, b, y2.flip(0)).backward()
+    torch.testing.assert_close([x.grad, w.grad], [a.grad, b.grad], rtol=1e-12, atol=1e-14)
+
+
+def test_from_several_threads(torch_backend: str, device: torch.device) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    problems = [make_problem((9,), 8, 30, seed=seed, device=device) for seed in range(8)]
+    expected = [run_fused(p) for p in problems]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(run_fused, problems))
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a.loss, b.loss)
+        assert a.grad_weight is not None
+        assert b.grad_weight is not None
+        assert torch.equal(a.grad_weight, b.grad_weight)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+@pytest.fixture
+def _errors_on_synchronisation() -> Any:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+CUDA_CALLS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "several chunks": {"options": flce.ChunkOptions(chunk_rows=100)},
+    "sum/n": {"reduction": "sum", "num_items": 100},
+    "none": {"reduction": "none"},
+    "vocab": {"options": flce.ChunkOptions(strategy="vocab", max_workspace_bytes=8 << 20)},
+    "statistics": {"stats": STATS},
+    "shift and weights": {"shift": 1, "z_loss": 1e-3, "label_smoothing": 0.1},
+}
+cuda_calls = pytest.mark.parametrize("name", list(CUDA_CALLS))
+
+
+def cuda_step(name: str, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    kwargs = dict(CUDA_CALLS[name])
+    if kwargs.get("num_items") is not None:
+        kwargs["num_items"] = torch.full((), 100, device="cuda")
+    out = flce.fused_linear_cross_entropy(x, w, y, **kwargs)
+    loss = out if isinstance(out, Tensor) else out.loss
+    x.grad = w.grad = None
+    loss.backward(torch.ones_like(loss))
+    return loss.detach()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("_errors_on_synchronisation")
+@cuda_calls
+def test_nothing_waits_for_the_gpu(name: str) -> None:
+    p = make_problem((256,), 64, 5000, dtype=torch.bfloat16, device="cuda", ignored=0.2)
+    x, w = p.input.requires_grad_(), p.linear_weight.requires_grad_()
+    cuda_step(name, x, w, p.target)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    cuda_step(name, x, w, p.target)
+
+
+@pytest.mark.gpu
+@cuda_calls
+def test_cuda_graph(name: str) -> None:
+    """Captured forward and backward give the same bits as eager, also for values copied in later."""
+    p = make_problem((256,), 64, 5000, dtype=torch.bfloat16, device="cuda", ignored=0.2)
+    x, w, y = p.input.requires_grad_(), p.linear_weight.requires_grad_(), p.target.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            cuda_step(name, x, w, y)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    x.grad = w.grad = None
+    with torch.cuda.graph(graph):
+        loss = cuda_step(name, x, w, y)
+    grads = (x.grad, w.grad)
+    assert grads[0] is not None
+    assert grads[1] is not None
+    for seed in (1, 2):
+        other = make_problem((256,), 64, 5000, dtype=torch.bfloat16, device="cuda", seed=seed, ignored=0.1 * seed)
+        with torch.no_grad():
+            x.copy_(other.input)
+            w.copy_(other.linear_weight)
+        y.copy_(other.target)
+        graph.replay()
+        captured = [loss.clone(), grads[0].clone(), grads[1].clone()]
+        a, b = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+        eager = [cuda_step(name, a, b, y), a.grad, b.grad]
+        for got, expected in zip(captured, eager, strict=True):
+            assert expected is not None
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_compile_inductor_on_cuda() -> None:
+    p = make_problem((64,), 32, 1000, dtype=torch.bfloat16, device="cuda")
+    torch._dynamo.reset()
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return fused(F.silu(x), w, p.target)
+
+    results = []
+    for f in (step, torch.compile(step, fullgraph=True, dynamic=True)):
+        x, w = p.input.clone().requires_grad_(), p.linear_weight.clone().requires_grad_()
+        loss = f(x, w)
+        loss.backward()
+        results.append([loss.detach(), x.grad, w.grad])
+    torch.testing.assert_close(results[0], results[1], rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_on_a_side_stream() -> None:
+    p = make_problem((256,), 64, 5000, dtype=torch.bfloat16, device="cuda")
+    expected = run_fused(p)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = run_fused(p)
+    stream.synchronize()
+    assert torch.equal(got.loss, expected.loss)
+    assert got.grad_weight is not None
+    assert expected.grad_weight is not None
+    assert torch.equal(got.grad_weight, expected.grad_weight)
+
+
+@pytest.mark.gpu
+def test_on_the_second_gpu() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    p = make_problem((33,), 16, 300, dtype=torch.float32, device="cuda:1")
+    q = make_problem((33,), 16, 300, dtype=torch.float32, device="cuda:0")
+    assert torch.cuda.current_device() == 0
+    torch.testing.assert_close(run_fused(p).loss.cpu(), run_fused(q).loss.cpu())

@@ -1,0 +1,135 @@
+"""What importing the package costs and needs. Each test runs a Python of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import flce
+
+ROOT = Path(flce.__file__).resolve().parents[1]
+
+
+def python(code: str, **env: str) -> Any:
+    """Runs ``code`` in a fresh interpreter; it prints JSON on its last line."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**environment, **env},
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+MEASURE = """
+import json, sys, time
+start = time.process_time()
+import torch
+after_torch, before = time.process_time(), set(sys.modules)
+import flce
+after = time.process_time()
+new = sorted({m.partition(".")[0] for m in set(sys.modules) - before})
+print(json.dumps({"torch": after_torch - start, "flce": after - after_torch, "new": new}))
+"""
+
+
+def test_import_is_quick_and_lean() -> None:
+    """Under half a second beyond torch; neither Triton nor Transformers is loaded for it."""
+    runs = []
+    for _ in range(5):
+        runs.append(python(MEASURE))
+        if runs[-1]["flce"] < 0.25:
+            break
+    assert min(run["flce"] for run in runs) < 0.5, runs
+    for name in ("triton", "transformers", "numpy", "accelerate"):
+        assert name not in runs[-1]["new"], runs[-1]["new"]
+
+
+WITHOUT = """
+import json, sys
+for name in ("triton", "transformers", "tokenizers", "accelerate"):
+    sys.modules[name] = None
+import torch, flce
+x = torch.randn(9, 8, requires_grad=True)
+w = torch.randn(30, 8, requires_grad=True)
+y = torch.randint(0, 30, (9,))
+loss = flce.fused_linear_cross_entropy(x, w, y)
+loss.backward()
+a = x.detach().clone().requires_grad_()
+stock = torch.nn.functional.cross_entropy(a @ w.detach().t(), y)
+stock.backward()
+ok = torch.allclose(x.grad, a.grad, atol=1e-6) and torch.allclose(loss, stock)
+module = flce.LinearCrossEntropyLoss(8, 30)
+module(x, y).backward()
+plan = flce.plan(4096, 64, 1000, torch.bfloat16, device="cuda")
+print(json.dumps({"ok": ok, "plan": str(plan)}))
+"""
+
+
+def test_works_without_triton_and_transformers() -> None:
+    result = python(WITHOUT)
+    assert result["ok"]
+    assert result["plan"]
+
+
+def test_a_missing_transformers_is_named() -> None:
+    """`patch_model` needs the library only when it is called, and on something that is no model fails plainly."""
+    result = python(
+        """
+import json, sys
+sys.modules["transformers"] = None
+import flce
+try:
+    flce.patch_model(object())
+    said = "nothing"
+except Exception as error:
+    said = f"{type(error).__name__}: {error}"
+print(json.dumps(said))
+"""
+    )
+    assert result != "nothing"
+
+
+def test_public_names() -> None:
+    """Section 1 of the design, as far as it is there."""
+    for name in (
+        "ChunkOptions",
+        "ChunkPlan",
+        "FusedLinearCrossEntropyLoss",
+        "LinearCrossEntropyLoss",
+        "LinearCrossEntropyOutput",
+        "fused_linear_cross_entropy",
+        "is_patched",
+        "patch_model",
+        "plan",
+        "unpatch_model",
+    ):
+        assert name in flce.__all__
+        assert getattr(flce, name) is not None
+    assert isinstance(flce.__version__, str)
+    assert (Path(flce.__file__).parent / "py.typed").exists()
+
+
+def test_no_backend_variable_is_needed() -> None:
+    """Without Triton's interpreter a CPU takes the PyTorch backend, and an unknown name is an error that says so."""
+    code = """
+import json, torch, flce
+try:
+    flce.fused_linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2).long())
+    said = "nothing"
+except Exception as error:
+    said = str(error)
+print(json.dumps(said))
+"""
+    assert python(code) == "nothing"
+    assert python(code, FLCE_BACKEND="torch") == "nothing"
+    assert "fortran" in python(code, FLCE_BACKEND="fortran")

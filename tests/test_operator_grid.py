@@ -1,0 +1,273 @@
+"""The operator against the float64 oracle, over a selection of everything that can be combined.
+
+Every pair of levels of every two factors below occurs in at least one row of the grid.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import flce
+from tests.helpers import (
+    STATS,
+    Problem,
+    allpairs,
+    check,
+    least_for,
+    make_problem,
+    plan_for,
+    run_fused,
+    run_oracle,
+)
+from tests.oracle import oracle
+
+INTERPRETED = not torch.cuda.is_available()
+TRANSFORMS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "cap": {"softcap": 3.0},
+    "scale": {"logit_scale": 0.4},
+    "temp": {"temperature": 1.7},
+    "all": {"softcap": 4.0, "logit_scale": -1.5, "temperature": 0.6},
+}
+CHUNKING: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tokens": {"strategy": "tokens"},
+    "rows1": {"strategy": "tokens", "chunk_rows": 1},
+    "rows5": {"strategy": "tokens", "chunk_rows": 5},
+    "rows8": {"strategy": "tokens", "chunk_rows": 8},
+    "rows999": {"strategy": "tokens", "chunk_rows": 999},
+    "vocab": {"strategy": "vocab"},
+    "vocab_least": {"strategy": "vocab", "budget": 1.0},
+    "vocab_2x": {"strategy": "vocab", "budget": 2.0},
+    "tokens_least": {"strategy": "tokens", "budget": 1.0},
+}
+LAYOUTS: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "17x16x71": ((17,), 16, 71),
+    "3x5x8x640": ((3, 5), 8, 640),
+    "2x2x4x5x300": ((2, 2, 4), 5, 300),
+}
+GRID = allpairs(
+    {
+        "layout": list(LAYOUTS),
+        "chunking": list(CHUNKING),
+        "transform": list(TRANSFORMS),
+        "reduction": ["mean", "sum", "sum/n", "sum/t", "none"],
+        "smoothing": [0.0, 0.1, 1.0],
+        "z_loss": [0.0, 0.01],
+        "weights": ["", "c", "t", "ct"],
+        "ignored": ["no", "some", "class", "most"],
+        "bias": [False, True],
+        "shift": [0, 1, 3],
+        "stats": ["", "all", "lse", "argmax"],
+        "grads": ["xwb", "x", "w", "b", ""],
+        "skip": ["auto", True, False],
+        "dtype": [torch.float64, torch.float64, torch.float32],
+        "target": [torch.int64, torch.int32],
+    }
+)
+
+
+def _id(row: dict[str, Any]) -> str:
+    return "-".join(str(v).replace("torch.", "") or "0" for v in row.values())
+
+
+def chunk_options(
+    problem: Problem, spec: dict[str, Any], grads: str = "xwb", stats: Any = (), **more: Any
+) -> flce.ChunkOptions:
+    """Turns a row of CHUNKING into options; a budget is a multiple of the least that the call accepts."""
+    spec = dict(spec)
+    factor = spec.pop("budget", None)
+    if factor is None:
+        return flce.ChunkOptions(**spec, **more)
+    budget = int(factor * least_for(problem, spec["strategy"], grads, stats, **more))
+    while True:
+        options = flce.ChunkOptions(**spec, max_workspace_bytes=budget, **more)
+        blocks = plan_for(problem, options, grads, stats).num_blocks
+        if not INTERPRETED or os.environ["FLCE_BACKEND"] == "torch" or blocks <= 8:
+            return options
+        budget += budget // 4  # hundreds of launches in the interpreter would take a minute
+
+
+@pytest.mark.parametrize("row", GRID, ids=_id)
+def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
+    leading, hidden, vocab = LAYOUTS[row["layout"]]
+    kwargs: dict[str, Any] = dict(TRANSFORMS[row["transform"]])
+    kwargs["reduction"] = row["reduction"].split("/")[0]
+    if row["reduction"] == "sum/n":
+        kwargs["num_items"] = 11
+    elif row["reduction"] == "sum/t":
+        kwargs["num_items"] = torch.tensor(11, device=device)
+    if row["ignored"] == "class":
+        kwargs["ignore_index"] = 3
+    problem = make_problem(
+        leading,
+        hidden,
+        vocab,
+        dtype=row["dtype"],
+        device=device,
+        bias=row["bias"] or row["grads"] == "b",
+        class_weight="c" in row["weights"],
+        token_weight="t" in row["weights"],
+        ignored={"no": 0.0, "some": 0.3, "class": 0.2, "most": 0.9}[row["ignored"]],
+        target_dtype=row["target"],
+        label_smoothing=row["smoothing"],
+        z_loss=row["z_loss"],
+        shift=row["shift"],
+        **kwargs,
+    )
+    stats = {"": (), "all": STATS}.get(row["stats"], (row["stats"],))
+    shape = problem.target.shape if row["reduction"] == "none" else ()
+    upstream = torch.randn(shape, dtype=torch.float64, device=device)
+    check(
+        problem,
+        options=chunk_options(problem, CHUNKING[row["chunking"]], row["grads"], stats, skip_ignored=row["skip"]),
+        stats=stats,
+        grads=row["grads"],
+        grad_output=upstream,
+    )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunking", list(CHUNKING))
+def test_every_strategy_with_every_reduction(chunking: str, reduction: str, backend: str, device: torch.device) -> None:
+    problem = make_problem(
+        (14,), 12, 530, bias=True, class_weight=True, ignored=0.25, reduction=reduction, device=device
+    )
+    options = chunk_options(problem, CHUNKING[chunking], stats=STATS)
+    check(problem, options=options, stats=STATS, grad_output=torch.randn(14 if reduction == "none" else ()))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 129, 511, 513, 1024, 1025])
+def test_vocabulary_sizes_around_block_edges(vocab: int, backend: str, device: torch.device) -> None:
+    problem = make_problem((6,), 8, vocab, bias=True, label_smoothing=0.05, z_loss=0.01, device=device)
+    check(problem, stats=STATS)
+
+
+@pytest.mark.parametrize("vocab", [4099, 32771])
+def test_vocabulary_of_several_kernel_blocks(vocab: int, backend: str, device: torch.device) -> None:
+    problem = make_problem((5,), 4, vocab, bias=True, label_smoothing=0.05, ignored=0.2, device=device)
+    check(problem, stats=STATS)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 31, 32, 33])
+def test_numbers_of_rows_around_chunk_edges(rows: int, backend: str, device: torch.device) -> None:
+    problem = make_problem((rows,), 8, 40, ignored=0.2 if rows > 2 else 0.0, device=device)
+    check(problem, options=flce.ChunkOptions(strategy="tokens", chunk_rows=16), stats=STATS)
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 8, 17])
+def test_hidden_sizes(hidden: int, backend: str, device: torch.device) -> None:
+    for strategy in ("tokens", "vocab"):
+        check(make_problem((9,), hidden, 77, device=device), options=flce.ChunkOptions(strategy=strategy))
+
+
+@pytest.mark.parametrize("stats", [(name,) for name in STATS] + [("correct", "lse"), tuple(reversed(STATS))])
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_only_the_statistics_asked_for(
+    stats: tuple[str, ...], strategy: str, backend: str, device: torch.device
+) -> None:
+    problem = make_problem((3, 5), 8, 90, ignored=0.3, shift=1, softcap=5.0, device=device)
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=4 if strategy == "tokens" else None)  # type: ignore[arg-type]
+    check(problem, options=options, stats=stats)
+
+
+@pytest.mark.parametrize("grads", ["", "x", "w", "b", "xw", "xb", "wb", "xwb"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_only_the_gradients_asked_for(
+    grads: str, reduction: str, strategy: str, backend: str, device: torch.device
+) -> None:
+    problem = make_problem((13,), 8, 70, bias=True, reduction=reduction, device=device)
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=5 if strategy == "tokens" else None)  # type: ignore[arg-type]
+    check(problem, options=options, grads=grads)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("class_weight", [False, True])
+def test_oracle_agrees_with_torch(reduction: str, smoothing: float, class_weight: bool) -> None:
+    """The oracle itself: where PyTorch has the option, the two must be the same to the last digits."""
+    p = make_problem((21,), 8, 33, bias=True, class_weight=class_weight, ignored=0.3, reduction=reduction)
+    p = p.with_(label_smoothing=smoothing)
+    upstream = torch.randn(21 if reduction == "none" else (), dtype=torch.float64)
+    ours = run_oracle(p, grad_output=upstream)
+    leaves = [t.detach().clone().requires_grad_() for t in (p.input, p.linear_weight, p.linear_bias)]  # type: ignore[union-attr]
+    loss = F.cross_entropy(F.linear(*leaves), p.target, **p.kwargs)
+    grads = torch.autograd.grad(loss, leaves, upstream)
+    torch.testing.assert_close(ours.loss, loss.detach(), rtol=1e-13, atol=1e-14)
+    for mine, theirs in zip((ours.grad_input, ours.grad_weight, ours.grad_bias), grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_oracle_statistics() -> None:
+    """The statistics of the oracle against ``torch.distributions`` and direct formulas."""
+    p = make_problem((4, 6), 8, 19, bias=True, softcap=3.0, temperature=1.3)
+    out = run_oracle(p)
+    x, w, b = p.input, p.linear_weight, p.linear_bias
+    assert b is not None
+    z = 3.0 * torch.tanh((x @ w.t() + b) / 3.0) / 1.3
+    categorical = torch.distributions.Categorical(logits=z)
+    torch.testing.assert_close(out.entropy, categorical.entropy())
+    torch.testing.assert_close(out.logprob, categorical.log_prob(p.target))
+    torch.testing.assert_close(out.lse, z.exp().sum(-1).log())
+    assert torch.equal(out.argmax, z.argmax(-1))
+    assert torch.equal(out.correct, z.argmax(-1) == p.target)
+
+
+def test_oracle_shift_is_slicing() -> None:
+    p = make_problem((3, 7), 8, 19, ignored=0.2, reduction="sum")
+    shifted = oracle(p.input, p.linear_weight, p.target, reduction="sum", shift=2)
+    sliced = oracle(p.input[:, :-2], p.linear_weight, p.target[:, 2:], reduction="sum")
+    torch.testing.assert_close(shifted.loss, sliced.loss)
+    torch.testing.assert_close(shifted.grad_weight, sliced.grad_weight)
+    torch.testing.assert_close(shifted.grad_input[:, :-2], sliced.grad_input)
+    assert not shifted.grad_input[:, -2:].any()
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_the_least_budget(strategy: str, backend: str, device: torch.device) -> None:
+    """A chunk of one row, or a block of one class."""
+    problem = make_problem((4,), 3, 11, bias=True, ignored=0.2, device=device)
+    for factor in (1.0, 1.3):
+        budget = int(factor * least_for(problem, strategy, stats=STATS))
+        check(
+            problem,
+            options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget),  # type: ignore[arg-type]
+            stats=STATS,
+        )
+
+
+def test_nothing_is_written_into_the_arguments(backend: str, device: torch.device) -> None:
+    p = make_problem(
+        (17,), 8, 70, bias=True, class_weight=True, token_weight=True, ignored=0.2, softcap=4.0, device=device
+    )
+    tensors = [
+        p.input,
+        p.linear_weight,
+        p.linear_bias,
+        p.target,
+        p.kwargs["weight"],
+        p.kwargs["token_weight"],
+    ]
+    before = [t.clone() for t in tensors if t is not None]
+    flat = p.input.detach().requires_grad_()
+    loss = flce.fused_linear_cross_entropy(flat, p.linear_weight, p.target, linear_bias=p.linear_bias, **p.kwargs)
+    loss.backward()  # type: ignore[union-attr]
+    after = [t for t in tensors if t is not None]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_gradients_accumulate_over_calls(backend: str, device: torch.device) -> None:
+    p = make_problem((12,), 8, 40, device=device)
+    w = p.linear_weight.clone().requires_grad_()
+    for part in (slice(0, 5), slice(5, 12)):
+        flce.fused_linear_cross_entropy(p.input[part], w, p.target[part], reduction="sum", num_items=12).backward()  # type: ignore[union-attr]
+    whole = run_fused(p.with_(reduction="mean"))
+    assert w.grad is not None
+    assert whole.grad_weight is not None
+    torch.testing.assert_close(w.grad, whole.grad_weight, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,506 @@
+"""The planner: what it promises, and whether a call keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+pytest.importorskip("hypothesis")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flce
+from tests.helpers import least_budget
+
+MIB = 1 << 20
+SLACK = 2 * MIB
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+@st.composite
+def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    big = st.one_of(st.integers(1, 300), st.integers(300, 300_000))
+    return {
+        "num_tokens": draw(st.one_of(st.just(0), st.integers(1, 100), st.integers(100, 500_000))),
+        "hidden_size": draw(st.integers(1, 9000)),
+        "vocab_size": draw(big),
+        "dtype": draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64])),
+        "device": draw(st.sampled_from(["cpu", "cuda"])),
+        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
+        "input_grad": draw(st.booleans()),
+        "weight_grad": draw(st.booleans()),
+        "bias_grad": draw(st.booleans()),
+    }
+
+
+EXAMPLES = settings.default.max_examples if settings.default else 40
+strategies = st.sampled_from(["auto", "tokens", "vocab"])
+
+
+@settings(max_examples=5 * EXAMPLES)
+@given(arguments=plan_arguments(), strategy=strategies, budget=st.integers(1, 8 << 30))
+def test_a_budget_is_kept_or_the_least_is_named(arguments: Any, strategy: Any, budget: int) -> None:
+    def attempt(bytes_: int) -> flce.ChunkPlan:
+        options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=bytes_)
+        made = flce.plan(**arguments, options=options)
+        assert made.workspace_bytes <= bytes_
+        return made
+
+    try:
+        attempt(budget)
+    except ValueError as error:
+        message = str(error)
+    else:
+        return
+    assert "max_workspace_bytes" in message
+    assert str(budget) in message
+    least = least_budget(message, attempt)
+    assert least > budget
+    if min(arguments["num_tokens"], arguments["hidden_size"]) >= 16 and arguments["vocab_size"] >= 300:
+        # Of a handful of rows or classes a larger tile may take less: it needs no vectors to be combined.
+        with pytest.raises(ValueError, match=str(least)):
+            attempt(least - 1)
+
+
+@settings(max_examples=3 * EXAMPLES)
+@given(arguments=plan_arguments(), strategy=strategies, budget=st.none() | st.integers(1 << 20, 1 << 34))
+def test_a_plan_is_whole(arguments: Any, strategy: Any, budget: int | None) -> None:
+    options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget)
+    try:
+        made = flce.plan(**arguments, options=options)
+    except ValueError:
+        return
+    n, v = arguments["num_tokens"], arguments["vocab_size"]
+    assert made.strategy in ("tokens", "vocab")
+    if strategy != "auto":
+        assert made.strategy == strategy
+    assert made.workspace_bytes >= 0
+    if n:
+        assert made.chunk_rows >= 1
+        assert (made.num_chunks - 1) * made.chunk_rows < n <= made.num_chunks * made.chunk_rows
+        assert made.block_cols >= 1
+        assert (made.num_blocks - 1) * made.block_cols < v <= made.num_blocks * made.block_cols
+    if made.strategy == "tokens":
+        assert made.num_blocks == 1
+    # The same on every call, and a value: equal, hashable, frozen.
+    again = flce.plan(**arguments, options=dataclasses.replace(options))
+    assert again == made
+    assert hash(again) == hash(made)
+    assert (again.chunk_rows, again.block_cols) == (made.chunk_rows, made.block_cols)
+    assert again.workspace_bytes == made.workspace_bytes
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.strategy = "vocab"  # type: ignore[misc]
+
+
+@settings(max_examples=3 * EXAMPLES)
+@given(arguments=plan_arguments(), rows=st.integers(1, 20_000), strategy=st.sampled_from(["auto", "tokens"]))
+def test_chunk_rows_is_what_was_asked_for(arguments: Any, rows: int, strategy: Any) -> None:
+    made = flce.plan(**arguments, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))
+    if arguments["num_tokens"]:
+        assert made.chunk_rows == min(rows, arguments["num_tokens"])
+
+
+@settings(max_examples=4 * EXAMPLES)
+@given(arguments=plan_arguments(), rows=st.none() | st.integers(1, 8192))
+def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows: int | None) -> None:
+    """Once there is more than one chunk, only vectors of one entry a token may: at most 64 bytes of them.
+
+    A float16 gradient of the input is held in float32 until the loss scale arrives.
+    """
+    options = flce.ChunkOptions(strategy="tokens", chunk_rows=rows)
+    n = 4_000_000
+    few = flce.plan(**{**arguments, "num_tokens": n}, options=options)
+    if few.num_chunks < 2 or arguments["vocab_size"] < 1000:
+        return
+    many = flce.plan(**{**arguments, "num_tokens": 4 * n}, options=options)
+    per_token = 64
+    if arguments["dtype"] == torch.float16 and arguments["input_grad"]:
+        per_token += 4 * arguments["hidden_size"]
+    growth = many.workspace_bytes - few.workspace_bytes
+    # Chunks of equal length may be a little shorter or longer than before.
+    slack = 0.15 * few.workspace_bytes if rows is None else 0
+    assert growth <= per_token * 3 * n + slack
+
+
+@settings(max_examples=2 * EXAMPLES)
+@given(arguments=plan_arguments())
+def test_the_default_is_an_absolute_size_and_not_a_fraction(arguments: Any) -> None:
+    arguments["vocab_size"] += 5000
+    sizes = [flce.plan(**{**arguments, "num_tokens": n}).chunk_rows for n in (200_000, 400_000, 1_600_000, 6_400_000)]
+    assert max(sizes) <= 1.2 * min(sizes) + 256
+
+
+def test_default_of_a_known_shape_on_a_gpu() -> None:
+    """No full logits: 8192 x 128256 in bf16 would be 2004 MiB."""
+    made = flce.plan(65536, 4096, 128256, torch.bfloat16)
+    logits = made.chunk_rows * 128256 * 2
+    assert 64 * MIB <= logits <= 1100 * MIB
+    assert made.workspace_bytes <= logits + 128256 * 4096 * 4 + 64 * 65536 + 64 * MIB
+
+
+def test_frozen_head_costs_no_weight_sized_buffer() -> None:
+    arguments: dict[str, Any] = {
+        "num_tokens": 32768,
+        "hidden_size": 4096,
+        "vocab_size": 128256,
+        "dtype": torch.bfloat16,
+    }
+    whole, frozen = flce.plan(**arguments), flce.plan(**arguments, weight_grad=False)
+    assert whole.workspace_bytes - frozen.workspace_bytes >= 0.9 * 128256 * 4096 * 2
+    gemm = 2 * 32768 * 4096 * 128256
+    assert whole.flops == pytest.approx(3 * gemm, rel=0.05)
+    assert frozen.flops == pytest.approx(2 * gemm, rel=0.05)
+    forward = flce.plan(**arguments, input_grad=False, weight_grad=False)
+    assert forward.flops == pytest.approx(gemm, rel=0.05)
+    assert forward.workspace_bytes <= frozen.workspace_bytes
+
+
+def test_vocab_strategy_recomputes_and_holds_no_weight_sized_buffer() -> None:
+    arguments: dict[str, Any] = {
+        "num_tokens": 4096,
+        "hidden_size": 4096,
+        "vocab_size": 256000,
+        "dtype": torch.bfloat16,
+    }
+    made = flce.plan(**arguments, options=flce.ChunkOptions(strategy="vocab"))
+    assert made.flops == pytest.approx(4 * 2 * 4096 * 4096 * 256000, rel=0.05)
+    assert made.workspace_bytes < 256000 * 4096 * 4 / 2
+
+
+def test_auto_takes_the_budget_into_account() -> None:
+    """A budget that a float32 copy of the weight gradient does not fit into: `vocab`."""
+    arguments: dict[str, Any] = {
+        "num_tokens": 16384,
+        "hidden_size": 4096,
+        "vocab_size": 256000,
+        "dtype": torch.bfloat16,
+    }
+    assert flce.plan(**arguments).strategy == "tokens"
+    small = flce.plan(**arguments, options=flce.ChunkOptions(max_workspace_bytes=1 << 30))
+    assert small.strategy == "vocab"
+    assert small.workspace_bytes <= 1 << 30
+
+
+def test_summary() -> None:
+    text = str(flce.plan(8192, 4096, 128256, torch.bfloat16, device="cuda"))
+    for part in ("8192", "4096", "128256", "bfloat16", "tokens", "MiB"):
+        assert part in text
+    assert "\n" not in text.strip() or len(text) < 2000
+
+
+def test_defaults_of_options() -> None:
+    options = flce.ChunkOptions()
+    assert dataclasses.asdict(options) == {
+        "chunk_rows": None,
+        "max_workspace_bytes": None,
+        "strategy": "auto",
+        "logits_dtype": None,
+        "accum_dtype": torch.float32,
+        "skip_ignored": "auto",
+    }
+    assert options == flce.ChunkOptions()
+    assert hash(options) == hash(flce.ChunkOptions())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.chunk_rows = 3  # type: ignore[misc]
+
+
+def test_empty_plan() -> None:
+    made = flce.plan(0, 64, 1000, torch.float32, device="cpu")
+    assert made.flops == 0
+    assert made.num_chunks == 0
+    assert str(made)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Promise and measurement
+
+
+def peak_on_cpu(function: Callable[[], Any]) -> tuple[int, Any]:
+    """The highest number of bytes that the CPU allocator held at once, above what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        result = function()
+    recorded = prof.profiler
+    assert recorded is not None
+    assert recorded.kineto_results is not None
+    events = [e for e in recorded.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    held = peak = 0
+    for event in events:
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak, result
+
+
+def peak_on_cuda(function: Callable[[], Any]) -> tuple[int, Any]:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, result
+
+
+def test_the_measurement_itself() -> None:
+    """On a pattern whose peak is known: 1 + 3 MiB, then 3 + 2, and inside an operator."""
+
+    def pattern() -> Tensor:
+        a = torch.empty(MIB, dtype=torch.uint8)
+        b = torch.empty(3 * MIB, dtype=torch.uint8)
+        del a
+        c = torch.empty(2 * MIB, dtype=torch.uint8)
+        del b
+        return c
+
+    assert peak_on_cpu(pattern)[0] == 5 * MIB
+
+    x, w = torch.randn(256, 64), torch.randn(4096, 64, requires_grad=True)
+    y = torch.zeros(256, dtype=torch.long)
+
+    def stock() -> Tensor:
+        loss = F.cross_entropy(F.linear(x, w), y)
+        loss.backward()
+        return loss
+
+    peak, _ = peak_on_cpu(stock)
+    logits = 256 * 4096 * 4
+    # Logits, log-probabilities and their gradients: two to three of them at once, besides the result.
+    assert 2 * logits <= peak <= 3 * logits + 4096 * 64 * 4 + 64 * 1024
+
+
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+
+PROMISES: list[Case] = [
+    ("default", {}, {}),
+    ("several chunks", {}, {"chunk_rows": 512}),
+    ("chunks that do not divide N", {}, {"chunk_rows": 600, "strategy": "tokens"}),
+    ("none", {"reduction": "none"}, {"chunk_rows": 512}),
+    ("sum", {"reduction": "sum"}, {"chunk_rows": 1024}),
+    ("frozen head", {"grads": "x"}, {"chunk_rows": 512}),
+    ("head only", {"grads": "w"}, {"chunk_rows": 512}),
+    ("with bias", {"grads": "xwb"}, {"chunk_rows": 512}),
+    ("forward only", {"grads": ""}, {"chunk_rows": 512}),
+    ("statistics", {"stats": ("lse", "logprob", "entropy", "argmax", "correct")}, {"chunk_rows": 512}),
+    ("vocab", {}, {"strategy": "vocab"}),
+    ("vocab none", {"reduction": "none"}, {"strategy": "vocab"}),
+    ("vocab small", {}, {"strategy": "vocab", "max_workspace_bytes": 24 * MIB}),
+    ("vocab with bias", {"grads": "xwb"}, {"strategy": "vocab", "max_workspace_bytes": 24 * MIB}),
+    ("budget", {}, {"max_workspace_bytes": 32 * MIB}),
+    ("small budget", {}, {"max_workspace_bytes": 12 * MIB}),
+    ("bf16", {"dtype": torch.bfloat16}, {"chunk_rows": 512}),
+    ("bf16 vocab", {"dtype": torch.bfloat16}, {"strategy": "vocab", "max_workspace_bytes": 24 * MIB}),
+    ("bf16 none", {"dtype": torch.bfloat16, "reduction": "none"}, {"chunk_rows": 512}),
+    ("fp16", {"dtype": torch.float16}, {"chunk_rows": 512}),
+    ("fp16 vocab", {"dtype": torch.float16}, {"strategy": "vocab"}),
+    ("bf16 float32 logits", {"dtype": torch.bfloat16}, {"chunk_rows": 512, "logits_dtype": torch.float32}),
+    ("float64", {"dtype": torch.float64}, {"chunk_rows": 512}),
+    (
+        "everything",
+        {"softcap": 20.0, "z_loss": 1e-3, "label_smoothing": 0.1, "class_weight": True},
+        {"chunk_rows": 512},
+    ),
+    ("ignored kept", {"ignored": 0.5}, {"chunk_rows": 512, "skip_ignored": False}),
+]
+by_name = pytest.mark.parametrize("settings_, chunking", [c[1:] for c in PROMISES], ids=[c[0] for c in PROMISES])
+
+
+def promise_and_peak(
+    n: int, h: int, v: int, device: str, settings_: dict[str, Any], chunking: dict[str, Any]
+) -> tuple[int, int]:
+    """What `flce.plan` promises for a call, and what the call took above inputs and returned gradients."""
+    arguments = dict(settings_)
+    grads = arguments.pop("grads", "xw")
+    dtype = arguments.pop("dtype", torch.float32)
+    ignored = arguments.pop("ignored", 0.0)
+    x = torch.randn(n, h).to(device, dtype).requires_grad_("x" in grads)
+    w = torch.randn(v, h).mul(0.1).to(device, dtype).requires_grad_("w" in grads)
+    b = torch.randn(v).to(device, dtype).requires_grad_() if "b" in grads else None
+    y = torch.randint(0, v, (n,)).masked_fill(torch.rand(n) < ignored, -100).to(device)
+    if arguments.pop("class_weight", False):
+        arguments["weight"] = torch.rand(v).to(device)
+    options = flce.ChunkOptions(**chunking)
+
+    def call() -> Any:
+        out = flce.fused_linear_cross_entropy(x, w, y, linear_bias=b, options=options, **arguments)
+        loss = out if isinstance(out, Tensor) else out.loss
+        if loss.requires_grad:
+            loss.backward(torch.ones_like(loss))
+        return out
+
+    known = inspect.signature(flce.plan).parameters
+    made = flce.plan(
+        n,
+        h,
+        v,
+        dtype,
+        device=device,
+        input_grad="x" in grads,
+        weight_grad="w" in grads,
+        bias_grad="b" in grads,
+        options=options,
+        **{name: value for name, value in arguments.items() if name in known},
+    )
+    if device != "cpu":
+        call()  # compiles, tunes, creates the handles of the vendor libraries
+        for t in (x, w, b):
+            if t is not None:
+                t.grad = None
+    peak, _ = (peak_on_cpu if device == "cpu" else peak_on_cuda)(call)
+    returned = sum(t.grad.nbytes for t in (x, w, b) if t is not None and t.grad is not None)
+    return made.workspace_bytes, peak - returned
+
+
+def assert_kept(promise: int, peak: int) -> None:
+    text = f"promised {promise / MIB:.1f} MiB, took {peak / MIB:.1f} MiB"
+    assert peak <= promise * 1.05 + SLACK, text
+    assert peak >= promise * 0.95 - SLACK, text
+
+
+@by_name
+def test_promise_on_cpu(settings_: dict[str, Any], chunking: dict[str, Any], torch_backend: str) -> None:
+    assert_kept(*promise_and_peak(1900, 64, 8000, "cpu", settings_, chunking))
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+@pytest.mark.parametrize("shape", [(256, 256, 16000), (3000, 16, 3001), (64, 384, 20011)], ids=str)
+def test_promise_on_cpu_at_other_shapes(shape: tuple[int, int, int], strategy: str, torch_backend: str) -> None:
+    n, h, v = shape
+    for rows in (None, 100):
+        chunking: dict[str, Any] = {"strategy": strategy}
+        if strategy == "tokens":
+            chunking["chunk_rows"] = rows
+        assert_kept(*promise_and_peak(n, h, v, "cpu", {}, chunking))
+
+
+def test_full_logits_are_never_held_on_cpu(torch_backend: str) -> None:
+    """At the default plan, a quarter of the stock path's workspace and less."""
+    n, h, v = 2048, 16, 32000
+    _, peak = promise_and_peak(n, h, v, "cpu", {}, {})
+    assert peak <= 2 * n * v * 4 / 4
+
+
+GPU_SHAPES = [(8192, 1024, 32000), (4096, 512, 50257), (2048, 2048, 128256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=str)
+@by_name
+def test_promise_on_cuda(
+    settings_: dict[str, Any], chunking: dict[str, Any], shape: tuple[int, int, int], monkeypatch: Any
+) -> None:
+    settings_ = {"dtype": torch.bfloat16, **settings_}
+    chunking = dict(chunking)
+    if "max_workspace_bytes" in chunking:
+        chunking["max_workspace_bytes"] *= 16
+    if settings_["dtype"] == torch.float64 and shape != GPU_SHAPES[1]:
+        pytest.skip("float64 at one shape only")
+    assert_kept(*promise_and_peak(*shape, "cuda", settings_, chunking))
+
+
+@pytest.mark.gpu
+def test_full_logits_are_never_held_on_cuda() -> None:
+    n, h, v = 65536, 256, 128256
+    promise, peak = promise_and_peak(n, h, v, "cuda", {"dtype": torch.bfloat16}, {})
+    assert peak <= n * v * 2 / 8
+    assert_kept(promise, peak)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Work
+
+
+def matmul_flops(function: Callable[[], Any]) -> int:
+    """Of every matrix product that ran, on whatever backend, from the shapes that the profiler recorded."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+        function()
+    total = 0
+    for event in prof.events() or []:
+        name = event.name.removeprefix("aten::").removesuffix("_")
+        if name not in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"):
+            continue
+        shapes = [s for s in event.input_shapes if len(s) >= 2]
+        if name in ("addmm", "baddbmm"):
+            shapes = shapes[1:] if len(shapes) > 2 else shapes  # the first is what is added to
+        a, b = shapes[:2]
+        batch = a[0] if len(a) == 3 else 1
+        total += 2 * batch * a[-2] * a[-1] * b[-1]
+    return total
+
+
+def test_the_count_of_matmuls_itself() -> None:
+    x, w = torch.randn(30, 8), torch.randn(50, 8)
+    assert matmul_flops(lambda: F.linear(x, w)) == 2 * 30 * 8 * 50
+    out = torch.zeros(30, 50)
+    for product in (
+        lambda: torch.mm(x, w.t(), out=out),
+        lambda: torch.addmm(out, x, w.t()),
+        lambda: torch.addmm(out[0], x, w.t()),
+        lambda: torch.addmm(out, x, w.t(), out=out),
+        lambda: out.addmm_(x, w.t()),
+        lambda: F.linear(x, w, out[0]),
+        lambda: torch.baddbmm(out[None], x[None], w.t()[None]),
+    ):
+        assert matmul_flops(product) == 2 * 30 * 8 * 50
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+@pytest.mark.parametrize("grads", ["", "x", "w", "xw"])
+@pytest.mark.parametrize("vocab", [512, 515])
+def test_no_more_work_than_planned(reduction: str, strategy: str, grads: str, vocab: int, torch_backend: str) -> None:
+    n, h = 128, 32
+    x = torch.randn(n, h, requires_grad="x" in grads)
+    w = torch.randn(vocab, h, requires_grad="w" in grads)
+    y = torch.randint(0, vocab, (n,))
+    rows = 40 if strategy == "tokens" else None
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows)  # type: ignore[arg-type]
+
+    def call() -> None:
+        loss = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
+        assert isinstance(loss, Tensor)
+        if grads:
+            loss.sum().backward()
+
+    made = flce.plan(
+        n,
+        h,
+        vocab,
+        torch.float32,
+        device="cpu",
+        reduction=reduction,
+        input_grad="x" in grads,
+        weight_grad="w" in grads,
+        options=options,
+    )
+    done = matmul_flops(call)
+    assert done == pytest.approx(made.flops, rel=0.02)
+    # The floor: one product for the logits, one for each gradient, and at most one to have the logits again.
+    gemm = 2 * n * h * vocab
+    assert done <= (1 + len(grads) + bool(grads)) * gemm * 1.02
+    if strategy == "tokens" and reduction == "mean":
+        assert done <= (1 + len(grads)) * gemm * 1.02
+
+
+def test_ignored_rows_cost_no_work(torch_backend: str) -> None:
+    x, w = torch.randn(128, 32, requires_grad=True), torch.randn(512, 32, requires_grad=True)
+    y = torch.randint(0, 512, (128,))
+    y[:96] = -100
+
+    def call(skip: Any) -> int:
+        options = flce.ChunkOptions(skip_ignored=skip)
+        return matmul_flops(
+            lambda: flce.fused_linear_cross_entropy(x, w, y, options=options).backward()  # type: ignore[union-attr]
+        )
+
+    assert call(True) <= 0.3 * call(False)
