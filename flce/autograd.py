@@ -232,7 +232,8 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tup
 def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if grad.numel() == 0:
         return grad.to(dtype)
-    if grad.dtype != dtype:
+    # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
+    if grad.dtype != dtype or type(grad) is not Tensor:
         return torch.ops.flce.scale_cast(grad, factor, dtype)
     torch.ops.flce.scale_(grad, factor)
     return grad

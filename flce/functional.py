@@ -117,13 +117,15 @@ def fused_linear_cross_entropy(
 
     shape = target.shape
     grad = torch.is_grad_enabled()
+    accum = accumulation_dtype(input.dtype)
     problem = LinearCrossEntropyProblem(
         input=input.reshape(-1, input.shape[-1]),
         linear_weight=linear_weight,
-        target=_shifted(target, shift, ignore_index).reshape(-1).to(torch.int64),
-        linear_bias=linear_bias,
-        class_weight=None if weight is None else weight.detach().contiguous(),
-        token_weight=None if token_weight is None else token_weight.detach().reshape(-1),
+        # Vectors are short: backends get them contiguous and in one dtype.
+        target=_shifted(target, shift, ignore_index).reshape(-1).to(torch.int64).contiguous(),
+        linear_bias=None if linear_bias is None else linear_bias.contiguous(),
+        class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
+        token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
         num_items=num_items,
         spec=spec,
         needs=Needs(

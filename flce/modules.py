@@ -15,8 +15,8 @@ from flce.problem import LinearCrossEntropyOutput, LossSpec
 class FusedLinearCrossEntropyLoss(nn.Module):
     """`flce.fused_linear_cross_entropy` with its scalar arguments fixed; the head stays where it is.
 
-    Args: as those of `flce.fused_linear_cross_entropy`. `weight` is a buffer: it moves with the module and is
-    not saved in its state.
+    Args: as those of `flce.fused_linear_cross_entropy`. `weight` is a buffer, as in
+    `torch.nn.CrossEntropyLoss`.
 
     Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...).
 
@@ -47,7 +47,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         )
         self.shift = shift
         self.options = options
-        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("weight", weight)
 
     def forward(
         self,
@@ -84,8 +84,8 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}, options={self.options}"
 
 
-class LinearCrossEntropyLoss(nn.Module):
-    """A language-model head and its loss in one, as `torch.nn.LinearCrossEntropyLoss`.
+class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
+    """A language-model head and its loss in one, as `torch.nn.LinearCrossEntropyLoss`, whose state it can load.
 
     Args:
         in_features: H.
@@ -110,11 +110,10 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype: torch.dtype | None = None,
         **loss: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**loss)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
-        self.loss = FusedLinearCrossEntropyLoss(**loss)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         input: Tensor,
         target: Tensor,
@@ -122,7 +121,7 @@ class LinearCrossEntropyLoss(nn.Module):
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
-        return self.loss(
+        return super().forward(
             input,
             self.linear.weight,
             target,

@@ -301,6 +301,8 @@ def plan(
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
+    if options is not None and not isinstance(options, ChunkOptions):
+        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
     return make_plan(
         num_tokens,
         hidden_size,
@@ -457,7 +459,7 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, efficient_rows: 
     ):
         if plan.workspace_bytes <= budget:
             return tokens if plan.strategy == "tokens" else vocab
-    return tokens if _with_rows(tokens, 1).workspace_bytes <= _with_cols(vocab, 1).workspace_bytes else vocab
+    return tokens if _smallest(tokens).workspace_bytes <= _smallest(vocab).workspace_bytes else vocab
 
 
 def _with_rows(plan: ChunkPlan, rows: int) -> ChunkPlan:
@@ -468,27 +470,40 @@ def _with_cols(plan: ChunkPlan, cols: int) -> ChunkPlan:
     return replace(plan, block_cols=min(cols, plan.vocab_size))
 
 
+def _with_size(plan: ChunkPlan, size: int) -> ChunkPlan:
+    """With tiles of `size` rows (``tokens``) or classes (``vocab``)."""
+    return _with_rows(plan, size) if plan.strategy == "tokens" else _with_cols(plan, size)
+
+
+def _largest_size(plan: ChunkPlan) -> int:
+    return max(1, plan.num_tokens) if plan.strategy == "tokens" else plan.vocab_size
+
+
+def _smallest(plan: ChunkPlan) -> ChunkPlan:
+    """The plan with the least workspace. A single tile needs no sums over tiles, which may weigh more than it."""
+    candidates = (_with_size(plan, 1), _with_size(plan, _largest_size(plan)))
+    return min(candidates, key=lambda candidate: candidate.workspace_bytes)
+
+
 def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
-    """The plan with the largest tiles within the budget, or that with the smallest if none is."""
-    if plan.strategy == "tokens":
-        make, most, multiple = functools.partial(_with_rows, plan), max(1, plan.num_tokens), ROW_MULTIPLE
-    else:
-        make, most, multiple = functools.partial(_with_cols, plan), plan.vocab_size, COLUMN_MULTIPLE
+    """The plan with the largest tiles within the budget, or that with the least workspace if none is."""
+    most = _largest_size(plan)
+    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
 
     def largest(step: int, high: int) -> int:
         low = 0  # of the sizes that fit, the largest seen; 0: none
         while low < high:
             middle = (low + high + 1) // 2
-            if make(middle * step).workspace_bytes <= budget:
+            if _with_size(plan, middle * step).workspace_bytes <= budget:
                 low = middle
             else:
                 high = middle - 1
         return low * step
 
-    if make(most).workspace_bytes <= budget:
-        return make(most)
+    if _with_size(plan, most).workspace_bytes <= budget:
+        return _with_size(plan, most)
     size = largest(multiple, (most - 1) // multiple) or largest(1, min(multiple, most) - 1)
-    return make(max(1, size))
+    return _with_size(plan, size) if size else _smallest(plan)
 
 
 def _ceil_div(a: int, b: int) -> int:

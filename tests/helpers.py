@@ -288,6 +288,18 @@ def least_for(problem: Problem, strategy: str, grads: str = "xwb", stats: Sequen
     raise AssertionError("a budget of one byte was accepted")
 
 
+def several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -> flce.ChunkOptions:
+    """Options under which the vocabulary is worked through in two to ``most`` blocks."""
+    budget = least_for(problem, "vocab", **kwargs)
+    while True:
+        options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget)
+        blocks = plan_for(problem, options, **kwargs).num_blocks
+        if blocks <= most:
+            assert blocks > 1, "one block: this problem is too small for the test"
+            return options
+        budget += max(1, budget // 20)
+
+
 def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8) -> list[dict[str, Any]]:
     """A small set of rows in which every pair of levels of every two factors occurs (greedy)."""
     rng = random.Random(seed)

@@ -21,6 +21,7 @@ from tests.helpers import (
     run_fused,
     run_oracle,
     run_stock,
+    several_blocks,
 )
 
 REDUCTIONS = ["mean", "sum", "none"]
@@ -282,6 +283,29 @@ def test_statistics_with_minus_infinity_logits(strategy: str, backend: str, devi
     p.linear_bias[::3] = -math.inf
     p.target.copy_((p.target // 3 * 3 + 1).clamp(max=69))
     check(p, options=options_for(strategy), stats=STATS)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_extremes_across_blocks(smoothing: float, reduction: str, backend: str, device: torch.device) -> None:
+    """Merging blocks of the vocabulary: some all -inf, one huge, equals in several of them."""
+    p = make_problem((6,), 4, 600, bias=True, std=1.0, reduction=reduction, label_smoothing=smoothing, device=device)
+    assert p.linear_bias is not None
+    p.input[3:] = 0.0  # the logits of these rows are the bias
+    p.linear_bias[[3, 210, 400, 599]] = 7.0
+    p.target.copy_(torch.tensor([250, 310, 400, 3, 210, 599]))
+    options = several_blocks(p, stats=STATS)
+    out = check(p, options=options, stats=STATS)
+    assert out.output.argmax[3:].tolist() == [3, 3, 3]
+    p.linear_bias[400] = 900.0
+    check(p, options=options, stats=STATS)
+    p.linear_bias[:200] = -math.inf
+    p.linear_bias[500:] = -math.inf
+    p.target.copy_(torch.tensor([250, 310, 400, 299, 210, 499]))
+    check(p, options=options, stats=STATS)
+    p.linear_bias[200:] = -math.inf
+    p.linear_bias[499] = 0.0
+    check(p, options=options, stats=STATS)
 
 
 @both_strategies
