@@ -479,16 +479,23 @@ def _largest_size(plan: ChunkPlan) -> int:
     return max(1, plan.num_tokens) if plan.strategy == "tokens" else plan.vocab_size
 
 
+def _multiple(plan: ChunkPlan) -> int:
+    return ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
+
+
 def _smallest(plan: ChunkPlan) -> ChunkPlan:
-    """The plan with the least workspace. A single tile needs no sums over tiles, which may weigh more than it."""
-    candidates = (_with_size(plan, 1), _with_size(plan, _largest_size(plan)))
+    """The plan with the least workspace.
+
+    Not always that of the smallest tile: a single tile needs no sums over tiles, an aligned one no float32 copy.
+    """
+    most = _largest_size(plan)
+    candidates = [_with_size(plan, size) for size in (1, min(_multiple(plan), most), most)]
     return min(candidates, key=lambda candidate: candidate.workspace_bytes)
 
 
 def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
     """The plan with the largest tiles within the budget, or that with the least workspace if none is."""
-    most = _largest_size(plan)
-    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
+    most, multiple = _largest_size(plan), _multiple(plan)
 
     def largest(step: int, high: int) -> int:
         low = 0  # of the sizes that fit, the largest seen; 0: none
