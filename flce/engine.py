@@ -205,7 +205,9 @@ class _GradientSums:
             if self._block is not None and rows.stop == self._selection.num_rows:
                 self._weight[cols] = total
         if self._bias is not None:
-            self._bias[cols] += dlogits.sum(0, dtype=self._bias.dtype)
+            # A product, because a sum over rows in another dtype takes memory that the plan knows nothing of.
+            ones = dlogits.new_ones(1, dlogits.shape[0])
+            matmul(ones, dlogits, out=self._bias[None, cols], accumulate=True)
 
     def result(self) -> Gradients:
         return Gradients(self._input, self._weight, self._bias)

@@ -189,7 +189,9 @@ def _autocast(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     first = tensors[0]
     assert first is not None
     device_type = first.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    if available and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
 
         def cast(t: Tensor | None) -> Tensor | None:

@@ -18,7 +18,9 @@ from tests.helpers import Problem, make_problem, relative_error, run_fused, run_
 low_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 # What is left when both are exact but for the rounding of the result.
-TINY = {"loss": 1e-6, "grad_input": 1e-4, "grad_weight": 1e-4, "grad_bias": 1e-4}
+# The loss is a mean of N errors of either sign: another order of summation within a logit, which a vendor's product
+# is free to choose, moves it by about 8 * 2^-9 / sqrt(512) / 8, 4e-5 of itself.
+TINY = {"loss": 1e-4, "grad_input": 1e-4, "grad_weight": 1e-4, "grad_bias": 1e-4}
 # Triton's interpreter truncates float32 to bfloat16 where a GPU rounds: twice the error of every result.
 TRUNCATION = 2.5e-3
 
