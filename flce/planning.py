@@ -479,23 +479,20 @@ def _largest_size(plan: ChunkPlan) -> int:
     return max(1, plan.num_tokens) if plan.strategy == "tokens" else plan.vocab_size
 
 
-def _multiple(plan: ChunkPlan) -> int:
-    return ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
-
-
 def _smallest(plan: ChunkPlan) -> ChunkPlan:
     """The plan with the least workspace.
 
     Not always that of the smallest tile: a single tile needs no sums over tiles, an aligned one no float32 copy.
     """
     most = _largest_size(plan)
-    candidates = [_with_size(plan, size) for size in (1, min(_multiple(plan), most), most)]
+    candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
     return min(candidates, key=lambda candidate: candidate.workspace_bytes)
 
 
 def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
     """The plan with the largest tiles within the budget, or that with the least workspace if none is."""
-    most, multiple = _largest_size(plan), _multiple(plan)
+    most = _largest_size(plan)
+    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
 
     def largest(step: int, high: int) -> int:
         low = 0  # of the sizes that fit, the largest seen; 0: none
@@ -509,8 +506,11 @@ def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
 
     if _with_size(plan, most).workspace_bytes <= budget:
         return _with_size(plan, most)
-    size = largest(multiple, (most - 1) // multiple) or largest(1, min(multiple, most) - 1)
-    return _with_size(plan, size) if size else _smallest(plan)
+    for step, limit in ((multiple, most), (ALIGNMENT, min(multiple, most)), (1, min(ALIGNMENT, most))):
+        size = largest(step, (limit - 1) // step)
+        if size:
+            return _with_size(plan, size)
+    return _smallest(plan)
 
 
 def _ceil_div(a: int, b: int) -> int:
