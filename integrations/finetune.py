@@ -185,7 +185,7 @@ def main(
     steps: Annotated[int | None, typer.Option(min=1, show_default="40; GPU: 200")] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, show_default="256; GPU: 1024")] = None,
     batch_size: Annotated[int, typer.Option(min=1)] = 8,
-    learning_rate: Annotated[float | None, typer.Option(show_default="1e-3; with --model: 2e-5")] = None,
+    learning_rate: Annotated[float | None, typer.Option(show_default="1e-3; GPU: 3e-4; with --model: 2e-5")] = None,
     vocab_size: Annotated[int, typer.Option(min=300, help="Of the small Qwen3.")] = 32768,
     hidden_size: Annotated[
         int | None, typer.Option(min=64, help="Of the small Qwen3.", show_default="128; GPU: 1024")
@@ -203,7 +203,7 @@ def main(
         layers=layers or (4 if gpu else 2),
         seq_len=seq_len or (1024 if gpu else 256),
         seed=seed,
-        learning_rate=learning_rate or (2e-5 if model else 1e-3),
+        learning_rate=learning_rate or (2e-5 if model else 3e-4 if gpu else 1e-3),
         device="cuda" if gpu else "cpu",
     )
     steps = steps or (200 if gpu else 40)
