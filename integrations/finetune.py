@@ -233,7 +233,7 @@ def main(
         f"{batch_size} x {settings.seq_len:,} tokens per step, "
         f"{'bfloat16 autocast' if gpu else 'float32'} on {where}"
     )
-    agree = show(console, title, **runs, tolerance=5e-2 if gpu else 1e-4)
+    agree = show(console, title, **runs, tolerance=1e-2 if gpu else 1e-4)
     draw(output, title, **runs)
     console.print(f"The picture is {output}")
     raise typer.Exit(0 if agree else 1)
