@@ -55,4 +55,4 @@ lint: $(READY)
 	$(RUN) -m mypy
 
 clean:
-	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo.png
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo.png

@@ -51,6 +51,8 @@ def linear_cross_entropy(
         raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
     if probabilities and {"logprob", "correct"} & set(spec.stats):
         raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
+    if probabilities and spec.ignore_index >= 0:
+        raise ValueError(f"ignore_index={spec.ignore_index} needs class-index targets, got class probabilities")
     if not probabilities:
         _check_indices(target, vocab_size, spec.ignore_index)
 

@@ -26,9 +26,10 @@ from flce.gemm import matmul
 from flce.planning import ChunkPlan, padded_cols
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 
-# The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the
-# head room of 2^6 is for z-loss and for rows that are weighted more than the others.
+# The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
+# room of 2^6 is for z-losses of a log-sum-exp beyond TYPICAL_LSE.
 FLOAT16_GRAD_PEAK = 2.0**10
+TYPICAL_LSE = 32.0
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
 MIN_IGNORED_SHARE = 1 / 16
 
@@ -323,10 +324,12 @@ def _grad_unit(p: LinearCrossEntropyProblem, constants: Tensor) -> Tensor:
     ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
     divides this unit out in float32, together with the upstream gradient.
     """
-    peak = constants[0] * (abs(p.spec.logit_scale) / p.spec.temperature)
-    for weight in (p.class_weight, p.token_weight):
-        if weight is not None and weight.numel():
-            peak = peak * weight.abs().max()
+    z_loss = 2.0 * p.spec.z_loss * TYPICAL_LSE
+    peak = constants[0] * (abs(p.spec.logit_scale) / p.spec.temperature * (1.0 + z_loss))
+    if p.class_weight is not None:
+        peak = peak * p.class_weight.abs().max()
+    if p.token_weight is not None and p.token_weight.numel():
+        peak = peak * p.token_weight.masked_fill(p.target == p.spec.ignore_index, 0.0).abs().max()
     exponent = torch.log2(FLOAT16_GRAD_PEAK / peak).floor()
     # No valid row, or only weights of 0: peak is inf, nan or 0, and any unit will do.
     return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,7 +20,7 @@ def fused_linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -31,7 +29,7 @@ def fused_linear_cross_entropy(
     token_weight: Tensor | None = None,
     num_items: int | Tensor | None = None,
     shift: int = 0,
-    stats: Sequence[str] = (),
+    stats: tuple[str, ...] = (),
     options: ChunkOptions | None = None,
 ) -> Tensor | LinearCrossEntropyOutput:
     r"""``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits.
@@ -61,7 +59,7 @@ def fused_linear_cross_entropy(
         reduction: "none": (...) losses. "sum": their sum. "mean": the sum of cross entropies over the sum of
             ``weight[target]``, plus the sum of z-losses over the number of tokens that are not ignored; NaN if
             there are none.
-        ignore_index: the target value of tokens that do not count.
+        ignore_index: the target value of tokens that do not count; None means -100.
         label_smoothing: :math:`\epsilon`, in [0, 1].
         softcap: bound of the logits, > 0.
         logit_scale: multiplies the logits before softcap.
@@ -97,10 +95,13 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, tuple(stats))
+    ignore_index = -100 if ignore_index is None else ignore_index
+    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight)
-    _check_options(options)
-    _check_shift(shift, target)
+    check_options(options)
+    check_shift(shift)
+    if shift and target.dim() == 0:
+        raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
     input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     _check_dtypes(input, linear_weight, linear_bias)
     num_items = _num_items(num_items, spec, input)
@@ -122,7 +123,7 @@ def fused_linear_cross_entropy(
         input=input.reshape(-1, input.shape[-1]),
         linear_weight=linear_weight,
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=_shifted(target, shift, ignore_index).reshape(-1).to(torch.int64).contiguous(),
+        target=_shifted(target.to(torch.int64), shift, ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
@@ -179,7 +180,7 @@ def _num_items(num_items: int | Tensor | None, spec: LossSpec, input: Tensor) ->
         return num_items.detach().reshape(()).to(input.device, non_blocking=True)
     if isinstance(num_items, bool) or not isinstance(num_items, (int, float, torch.SymInt)):
         raise TypeError(f"num_items must be a number or a 0-d tensor, got {type(num_items).__name__}")
-    if num_items <= 0:
+    if not num_items > 0:
         raise ValueError(f"num_items must be > 0, got {num_items}")
     return torch.full((), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
 
@@ -246,7 +247,8 @@ def _check_dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | No
     for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if value is not None and value.dtype != input.dtype:
             raise TypeError(
-                f"input and {name} must have one dtype outside of autocast, got {input.dtype} and {value.dtype}"
+                f"input and {name} must have one dtype (after autocast, where it is on), "
+                f"got {input.dtype} and {value.dtype}"
             )
 
 
@@ -273,15 +275,15 @@ def _check_shapes(
             )
 
 
-def _check_options(options: ChunkOptions | None) -> None:
+def check_options(options: ChunkOptions | None) -> None:
+    """Raises TypeError for options of another type."""
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
 
 
-def _check_shift(shift: int, target: Tensor) -> None:
+def check_shift(shift: int) -> None:
+    """Raises TypeError or ValueError for a shift that is not an int >= 0."""
     if isinstance(shift, bool) or not isinstance(shift, int):
         raise TypeError(f"shift must be an int, got {type(shift).__name__}")
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
-    if shift and target.dim() == 0:
-        raise ValueError("shift needs a target with at least one dimension, got a 0-d target")

@@ -66,9 +66,14 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
 
 
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    result = out.float() if accumulate else torch.empty_like(out, dtype=torch.float32)
-    matmul(a, b, result, accumulate)
-    out.copy_(result)
+    """`matmul` with the sums in float32, rounded to `out` at the end; elsewhere than on CUDA piece by piece."""
+    rows = out.shape[0] if out.is_cuda else max(1, CAST_BYTES // (4 * out.shape[1]))
+    for start in range(0, out.shape[0], max(1, rows)):
+        part = out[start : start + rows]
+        result = part.float() if accumulate else torch.empty_like(part, dtype=torch.float32)
+        matmul(a[start : start + rows], b, result, accumulate)
+        part.copy_(result)
+        del result  # before the next piece makes its own
 
 
 def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flce.functional import fused_linear_cross_entropy
+from flce.functional import check_options, check_shift, fused_linear_cross_entropy
 from flce.planning import ChunkOptions
 from flce.problem import LinearCrossEntropyOutput, LossSpec
 
@@ -31,7 +31,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         *,
         weight: Tensor | None = None,
         reduction: str = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = -100,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
@@ -42,9 +42,10 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         options: ChunkOptions | None = None,
     ) -> None:
         super().__init__()
-        self.spec = LossSpec(
-            reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, tuple(stats)
-        )
+        ignore_index = -100 if ignore_index is None else ignore_index
+        self.spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+        check_shift(shift)
+        check_options(options)
         self.shift = shift
         self.options = options
         self.register_buffer("weight", weight)

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from flce.backends import backend_name
-from flce.backends.torch_ import slab_rows, slab_temporaries
+from flce.backends.torch_ import SCALE_SLAB, slab_rows, slab_temporaries
 from flce.gemm import ALIGNMENT, CAST_BYTES
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
@@ -160,6 +160,8 @@ class ChunkPlan:
     @property
     def weight_grad_dtype(self) -> torch.dtype:
         """As `input_grad_dtype`, for the gradient of the weight."""
+        if self._accum == self.dtype:
+            return self.dtype
         # With a budget always, so that the dtype does not depend on the rows that the budget leaves:
         # torch.compile would otherwise make another graph for every number of tokens.
         if self.max_workspace_bytes is not None or self.num_tokens > self.max_rows:
@@ -217,6 +219,8 @@ class ChunkPlan:
         held = held_input + held_weight + held_bias
         working = rows + tile + held
         casting = rows * self.deferred + held + cast
+        if self.backend == "torch" and not self.deferred and itemsize < 4:
+            casting += 2 * 4 * SCALE_SLAB
         return max(working, casting) - returned if self.needs.any else rows + tile
 
     def _row_bytes(self) -> int:
@@ -309,7 +313,7 @@ def plan(
         vocab_size,
         dtype,
         torch.device(device),
-        LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=tuple(stats)),
+        LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
         Needs(input_grad, weight_grad, bias_grad),
         options or ChunkOptions(),
     )

@@ -43,6 +43,8 @@ class LossSpec:
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise TypeError(f"ignore_index must be an int, got {type(self.ignore_index).__name__}")
+        if not -(2**63) <= self.ignore_index < 2**63:
+            raise ValueError(f"ignore_index must fit into 64 bits, got {self.ignore_index}")
         if not 0.0 <= _number("label_smoothing", self.label_smoothing) <= 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if self.softcap is not None and not 0.0 < _number("softcap", self.softcap) < math.inf:
@@ -58,6 +60,7 @@ class LossSpec:
         for name in self.stats:
             if name not in STATS:
                 raise ValueError(f"unknown stat {name!r}; expected any of {STATS}")
+        object.__setattr__(self, "stats", tuple(self.stats))
 
 
 def _number(name: str, value: float) -> float:

@@ -215,6 +215,9 @@ ROWS: list[Row] = [
     ("logit_scale NaN", lambda: good(logit_scale=math.nan), ValueError, words("logit_scale", "nan")),
     ("z_loss < 0", lambda: good(z_loss=-0.1), ValueError, words("z_loss", "-0.1")),
     ("z_loss NaN", lambda: good(z_loss=math.nan), ValueError, words("z_loss", "nan")),
+    ("statistics in a string", lambda: good(stats="lse"), TypeError, words("stats", "lse")),
+    ("ignore_index beyond 64 bits", lambda: good(ignore_index=2**70), ValueError, words("ignore_index", "64")),
+    ("num_items not a number", lambda: good(reduction="sum", num_items=float("nan")), ValueError, words("num_items")),
     ("unknown statistic", lambda: good(stats=("lse", "mean")), ValueError, words("mean", "lse", "entropy")),
     ("shift < 0", lambda: good(shift=-1), ValueError, words("shift", "-1")),
     (

@@ -919,3 +919,27 @@ def test_out_of_range_target_on_cuda_with_debug(backend_name: str, monkeypatch: 
     p.target[4] = 99
     with pytest.raises(IndexError, match=r"(?s)(?=.*\b99\b)(?=.*\b4\b)"):
         run_fused(p)
+
+
+def test_ignore_index_none_is_the_default(backend: str, device: torch.device) -> None:
+    """As in `torch.nn.functional.linear_cross_entropy`, whose default it is."""
+    x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)
+    y = torch.tensor([1, -100, 3, 6, 0], device=device)
+    got: Any = flce.fused_linear_cross_entropy(x, w, y, ignore_index=None)
+    want: Any = flce.fused_linear_cross_entropy(x, w, y)
+    assert torch.equal(got, want)
+
+
+def test_ignore_index_of_class_indices_is_refused_with_probabilities(device: torch.device) -> None:
+    x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)
+    y = torch.rand(5, 7, device=device)
+    with pytest.raises(ValueError, match=r"ignore_index=2.*probabilities"):
+        flce.fused_linear_cross_entropy(x, w, y, ignore_index=2)
+
+
+def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, device: torch.device) -> None:
+    x, w = torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device)
+    y = torch.randint(7, (2, 5), device=device)
+    got: Any = flce.fused_linear_cross_entropy(x, w, y.int(), shift=1, ignore_index=2**40)
+    want: Any = flce.fused_linear_cross_entropy(x, w, y, shift=1)
+    assert torch.equal(got, want)

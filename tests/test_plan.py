@@ -302,6 +302,9 @@ PROMISES: list[Case] = [
     ("vocab with bias", {"grads": "xwb"}, {"strategy": "vocab", "max_workspace_bytes": 24 * MIB}),
     ("budget", {}, {"max_workspace_bytes": 32 * MIB}),
     ("small budget", {}, {"max_workspace_bytes": 12 * MIB}),
+    ("softcap", {"softcap": 5.0}, {"chunk_rows": 1024}),
+    ("scaled", {"upstream": 3.0}, {"chunk_rows": 512}),
+    ("bf16 scaled", {"dtype": torch.bfloat16, "upstream": 3.0}, {"chunk_rows": 512}),
     ("bf16", {"dtype": torch.bfloat16}, {"chunk_rows": 512}),
     ("bf16 vocab", {"dtype": torch.bfloat16}, {"strategy": "vocab", "max_workspace_bytes": 24 * MIB}),
     ("bf16 none", {"dtype": torch.bfloat16, "reduction": "none"}, {"chunk_rows": 512}),
@@ -327,6 +330,7 @@ def promise_and_peak(
     grads = arguments.pop("grads", "xw")
     dtype = arguments.pop("dtype", torch.float32)
     ignored = arguments.pop("ignored", 0.0)
+    upstream = arguments.pop("upstream", 1.0)
     x = torch.randn(n, h).to(device, dtype).requires_grad_("x" in grads)
     w = torch.randn(v, h).mul(0.1).to(device, dtype).requires_grad_("w" in grads)
     b = torch.randn(v).to(device, dtype).requires_grad_() if "b" in grads else None
@@ -339,7 +343,7 @@ def promise_and_peak(
         out = flce.fused_linear_cross_entropy(x, w, y, linear_bias=b, options=options, **arguments)
         loss = out if isinstance(out, Tensor) else out.loss
         if loss.requires_grad:
-            loss.backward(torch.ones_like(loss))
+            loss.backward(torch.full_like(loss, upstream))
         return out
 
     known = inspect.signature(flce.plan).parameters
@@ -374,6 +378,19 @@ def assert_kept(promise: int, peak: int) -> None:
 @by_name
 def test_promise_on_cpu(settings_: dict[str, Any], chunking: dict[str, Any], torch_backend: str) -> None:
     assert_kept(*promise_and_peak(1900, 64, 8000, "cpu", settings_, chunking))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("chunking", [{}, {"chunk_rows": 8}, {"strategy": "vocab"}], ids=str)
+def test_promise_on_cpu_where_the_head_is_what_is_large(dtype: torch.dtype, chunking: Any, torch_backend: str) -> None:
+    assert_kept(*promise_and_peak(64, 512, 20000, "cpu", {"dtype": dtype}, chunking))
+
+
+def test_a_small_budget_is_kept_when_gradients_are_scaled(torch_backend: str) -> None:
+    budget = {"max_workspace_bytes": 1 * MIB}
+    promise, peak = promise_and_peak(64, 512, 20000, "cpu", {"upstream": 3.0}, budget)
+    assert promise <= 1 * MIB
+    assert peak <= 1 * MIB
 
 
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])

@@ -29,6 +29,8 @@ from flce.problem import LossSpec, accumulation_dtype
 # operator (on a CPU) nor the launches (on an accelerator) count.
 CPU_SLAB_BYTES = 8 << 20
 ACCELERATOR_SLAB_BYTES = 64 << 20
+# Elements that are scaled at once when that takes temporaries, two float32 of this length at most: 1 MiB.
+SCALE_SLAB = 1 << 17
 
 
 def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
@@ -73,6 +75,7 @@ class TorchBackend:
             exps = z.sub_(row_max[:, None]).exp_()
             up = None if upstream is None else upstream[part]
             _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[part])
+            del z, exps, jacobian  # before the next slab makes its own
 
     def loss_and_gradient(
         self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
@@ -83,6 +86,7 @@ class TorchBackend:
             merged, exps = _merge(z, slab, spec, tile, None)
             _finish(merged, slab, spec, tile, out.rows(part))
             _gradient(exps, jacobian, merged[MAX], merged[SUM].log(), slab, spec, tile, None, grad[part])
+            del z, exps, jacobian  # before the next slab makes its own
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
@@ -95,8 +99,12 @@ class TorchBackend:
         return out
 
     def _scale_into(self, out: Tensor, x: Tensor, factor: Tensor) -> None:
-        source, target = (t.view(-1, t.shape[-1]) for t in (x, out))
-        for part in _slabs(source):
+        if x.dtype == out.dtype == factor.dtype:
+            torch.mul(x, factor, out=out)
+            return
+        source, target = (t.view(-1) for t in (x, out))
+        for start in range(0, source.numel(), SCALE_SLAB):
+            part = slice(start, start + SCALE_SLAB)
             # The product is made in float32: `x * factor` would first round the factor to x's dtype.
             target[part] = source[part].to(factor.dtype) * factor
 

@@ -38,7 +38,8 @@ from torch import Tensor
 
 from flce.functional import fused_linear_cross_entropy
 
-# One recorded elementwise operation: ("mul" | "div", number), ("tanh", None) or ("to", dtype).
+# One recorded operation: ("mul" | "div", number), ("tanh", None), ("to", dtype) or ("log_softmax", None), over
+# the vocabulary.
 Op = tuple[str, Any]
 
 
@@ -52,15 +53,21 @@ class MaterializedLogitsWarning(UserWarning):
 def fold(ops: tuple[Op, ...]) -> tuple[float, float | None] | None:
     """Bring elementwise operations into the operator's form, ``softcap * tanh(logit_scale * x / softcap)``.
 
-    Casts are skipped: the operator computes in float32 (or float64) whatever the model rounds to.
+    Casts are skipped: the operator computes in float32 (or float64) whatever the model rounds to. So is a
+    log-softmax with nothing but casts and more of them behind it, which the loss does not notice.
 
     Returns:
         ``(logit_scale, softcap)``, with ``softcap`` None where there is no tanh; None where the operations
-        do not fit (two tanh, a factor that is not finite).
+        do not fit (two tanh, a factor that is not finite or behind a log-softmax).
     """
     inner, outer = 1.0, None  # outer * tanh(inner * x), or inner * x while outer is None
+    normalised = False
     for name, value in ops:
-        if name == "tanh":
+        if name == "log_softmax":
+            normalised = True
+        elif normalised and name != "to":
+            return None
+        elif name == "tanh":
             if outer is not None:
                 return None
             outer = 1.0
@@ -142,6 +149,11 @@ class LazyState:
         return self.head_dtype
 
     @property
+    def normalised(self) -> bool:
+        """Whether these are log-probabilities."""
+        return any(name == "log_softmax" for name, _ in self.ops)
+
+    @property
     def requires_grad(self) -> bool:
         bias = self.bias is not None and self.bias.requires_grad
         return self.hidden.requires_grad or self.weight.requires_grad or bias
@@ -170,6 +182,8 @@ class LazyState:
                     z = z / value
                 elif name == "tanh":
                     z = torch.tanh(z)
+                elif name == "log_softmax":
+                    z = torch.log_softmax(z, -1)
                 else:
                     z = z.to(value)
             return (z if self.vocab_last else z.movedim(-1, self.class_dim)).to(self.device)
@@ -275,7 +289,7 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
     """A 0-d factor goes onto the head's inputs: reading it synchronises, and it may need a gradient."""
     if is_lazy(other) or other.dim() != 0 or not other.is_floating_point():
         return NotImplemented
-    if any(op == "tanh" for op, _ in state.ops):
+    if any(op in ("tanh", "log_softmax") for op, _ in state.ops):
         return NotImplemented
     scale = torch.mul if name == "mul" else torch.div
     scaled = _hidden_changed(state, scale(state.hidden, other))
@@ -283,6 +297,41 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
         return scaled
     # The new bias is ours alone; nobody can change it in place.
     return replace(scaled, bias=scale(state.bias, other), versions=None)
+
+
+def _shift(sign: int) -> Callable[..., Any]:
+    def handler(state: LazyState, other: Any) -> Any:
+        """A tensor that is the same for every token becomes part of the bias."""
+        if is_lazy(other) or not isinstance(other, Tensor) or not other.is_floating_point():
+            return NotImplemented
+        vocab = state.weight.shape[0]
+        if not state.vocab_last or not 0 < other.dim() <= state.ndim or other.numel() != vocab:
+            return NotImplemented
+        if other.shape[-1] != vocab or other.device != state.device or other.device != state.hidden.device:
+            return NotImplemented
+        factor, softcap = fold(state.ops) or (0.0, None)
+        if state.normalised or softcap is not None or factor == 0.0:
+            return NotImplemented
+        added = other.reshape(vocab).to(state.weight.dtype) / (sign * factor)
+        bias = added if state.bias is None else state.bias + added
+        # The new bias is ours alone; nobody can change it in place.
+        versions = None if state.versions is None or bias.is_inference() else (*state.versions[:2], bias._version)
+        dtype = torch.promote_types(state.dtype, other.dtype)
+        return _to_dtype(replace(state, bias=bias, versions=versions), dtype)
+
+    return handler
+
+
+def _log_softmax(
+    state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    if dim is None or _dim(state, dim) != state.class_dim:
+        return NotImplemented
+    kind = state.device.type
+    if dtype is None and kind != "cpu" and torch.is_autocast_enabled(kind) and state.dtype != torch.float64:
+        dtype = torch.float32  # as autocast has it, but on the CPU
+    state = state if dtype is None else _to_dtype(state, dtype)
+    return state if state is NotImplemented else _or_real(state.with_op("log_softmax"))
 
 
 def _or_real(state: LazyState | None) -> Any:
@@ -448,6 +497,8 @@ def _getitem(state: LazyState, index: Any) -> Any:
     if class_dim < 0 or (advanced and not state.vocab_last):
         return NotImplemented
     if class_item != slice(None):
+        if state.normalised:
+            return NotImplemented  # over the whole vocabulary
         narrowed = replace(
             state,
             weight=state.weight[class_item],
@@ -558,6 +609,21 @@ def _cross_entropy(
     )
 
 
+def _nll_loss(
+    state: LazyState,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """``torch.nn.functional.nll_loss`` of log-probabilities."""
+    if not state.normalised or not isinstance(target, Tensor) or target.is_floating_point():
+        return NotImplemented
+    return _cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
+
+
 # Operations whose results share memory with their input, so that a later in-place write shows in both.
 _VIEWS: dict[str, Callable[..., Any]] = {
     "view": _reshape,
@@ -581,6 +647,8 @@ _VIEWS: dict[str, Callable[..., Any]] = {
     "data": _detach,
 }
 
+_LOSSES: dict[str, Callable[..., Any]] = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}
+
 _LAZY: dict[str, Callable[..., Any]] = {
     **_VIEWS,
     "mul": _scale("mul"),
@@ -591,7 +659,14 @@ _LAZY: dict[str, Callable[..., Any]] = {
     "divide": _scale("div"),
     "true_divide": _scale("div"),
     "__truediv__": _scale("div"),
+    "add": _shift(1),
+    "__add__": _shift(1),
+    "__radd__": _shift(1),
+    "sub": _shift(-1),
+    "subtract": _shift(-1),
+    "__sub__": _shift(-1),
     "tanh": _tanh,
+    "log_softmax": _log_softmax,
     "neg": _neg,
     "negative": _neg,
     "__neg__": _neg,
@@ -605,7 +680,7 @@ _LAZY: dict[str, Callable[..., Any]] = {
     "contiguous": _contiguous,
     "clone": _clone,
     "index_select": _index_select,
-    "cross_entropy": _cross_entropy,
+    **_LOSSES,
 }
 
 # Answered by the wrapper itself, which knows its shape, dtype, device and place in the graph.
@@ -623,7 +698,7 @@ _LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
 _NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
 # Read no more than the shape, dtype or device of their second argument.
 _AS = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
-_COMMUTES = {"mul", "multiply", "__mul__"}
+_COMMUTES = {"mul", "multiply", "__mul__", "add", "__add__"}
 # Begin as in-place operators do.
 _NOT_IN_PLACE = {"__int__", "__index__", "__iter__", "__invert__"}
 
@@ -832,7 +907,7 @@ def _define_methods() -> None:
         add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul
         rmatmul neg abs eq ne lt le gt ge getitem setitem float int bool array
     """.split()  # noqa: SIM905
-    for name in [f"__{op}__" for op in operators] + [n for n in _LAZY if n not in ("data", "cross_entropy")]:
+    for name in [f"__{op}__" for op in operators] + [n for n in _LAZY if n != "data" and n not in _LOSSES]:
         if hasattr(torch.Tensor, name) and name not in TracedLazyLogits.__dict__:
             setattr(TracedLazyLogits, name, method(name, getattr(torch.Tensor, name)))
     TracedLazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
@@ -855,7 +930,7 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     if not args and is_lazy(kwargs.get("input")):
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
-    if name in _COMMUTES and len(args) == 2 and not is_lazy(args[0]):
+    if name in _COMMUTES and len(args) == 2 and not kwargs and not is_lazy(args[0]):
         args = (args[1], args[0])
     if args and is_lazy(args[0]) and args[0]._existing() is None:
         lazy = args[0]
@@ -882,8 +957,8 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _run_lazily(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    if name == "cross_entropy":
-        return _cross_entropy(lazy._state, *args, **kwargs)
+    if name in _LOSSES:
+        return _LOSSES[name](lazy._state, *args, **kwargs)
     try:
         result = _LAZY[name](lazy._state, *args, **kwargs)
     except TypeError:

@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flce.functional import check_options
 from flce.huggingface.lazy_logits import head_state, make_lazy
+from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -90,7 +92,7 @@ class _ForgetLabels:
             head._flce_loss_expected = False
 
 
-def patch_model(model: ModelT, *, options: Any = None) -> ModelT:
+def patch_model(model: ModelT, *, options: ChunkOptions | None = None) -> ModelT:
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
     Loss, gradients and generated text are the stock model's. ``outputs.logits`` is a
@@ -109,6 +111,7 @@ def patch_model(model: ModelT, *, options: Any = None) -> ModelT:
         TypeError: the model has no output embedding, or it is not a plain ``nn.Linear`` with floating-point
             weights.
     """
+    check_options(options)
     head = _output_embedding(model)
     if not isinstance(head, LazyHead):
         _check_head(model, head)

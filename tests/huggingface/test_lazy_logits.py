@@ -30,6 +30,7 @@ from flce.huggingface.lazy_logits import (
 )
 
 B, T, H, V = 2, 5, 8, 11
+BIAS = torch.linspace(-1, 2, V, dtype=torch.float64)
 
 
 class Pair:
@@ -81,7 +82,16 @@ STAYS_LAZY: dict[str, Callable[[Any], Any]] = {
     "torch.div": lambda x: torch.div(x, 7),
     "neg": lambda x: -x,
     "tensor factor": lambda x: torch.tensor(1.5, dtype=torch.float64) * x,
+    "add": lambda x: x + BIAS,
+    "add scaled": lambda x: torch.add(x / 7.0, BIAS.view(1, 1, V)),
+    "radd": lambda x: BIAS.view(1, V) + x,
+    "radd float": lambda x: BIAS.float() + x,
+    "add wider": lambda x: x.float() + BIAS,
+    "sub": lambda x: (-2.0 * x - BIAS)[..., :7],
     "softcap": lambda x: 3.0 * torch.tanh(x / 3.0),
+    "log_softmax": lambda x: x.float().log_softmax(-1),
+    "F.log_softmax": lambda x: F.log_softmax(3.0 * torch.tanh(x / 3.0), dim=-1, dtype=torch.float32)[:, 1:].half(),
+    "torch.log_softmax": lambda x: torch.log_softmax(x.transpose(0, 2), 0).log_softmax(0),
     "softcap method": lambda x: (x / 3.0).tanh() * -3.0 / 2.0,
     "contiguous": lambda x: x.contiguous(),
     "clone": lambda x: x.clone(),
@@ -257,6 +267,13 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
         ]
     ).sum(),
     "tensor factor": lambda x, y: F.cross_entropy((x * torch.tensor(1.7)).view(-1, V), y.view(-1)),
+    "added bias": lambda x, y: F.cross_entropy((x * 0.3 + BIAS).view(-1, V), y.view(-1)),
+    "nll": lambda x, y: F.nll_loss(x.log_softmax(-1).view(-1, V), y.view(-1)),
+    "nll with arguments": lambda x, y: F.nll_loss(
+        F.log_softmax(x.view(-1, V) / 2, -1), y.view(-1), weight=WEIGHT, ignore_index=int(y[0, 0]), reduction="sum"
+    ),
+    "nll, class second": lambda x, y: torch.nn.NLLLoss(reduction="none")(x.transpose(1, 2).log_softmax(1), y),
+    "log-probabilities": lambda x, y: F.cross_entropy(x.log_softmax(-1).view(-1, V), y.view(-1), label_smoothing=0.1),
 }
 
 
@@ -269,6 +286,29 @@ def test_loss(name: str, pair: Pair, fused_calls: list[dict[str, Any]]) -> None:
     assert lazy.dtype == stock.dtype
     torch.testing.assert_close(lazy, stock)
     pair.check_gradients(stock, lazy)
+
+
+def test_an_added_bias_gets_its_gradient(pair: Pair, fused_calls: list[dict[str, Any]]) -> None:
+    biases = [BIAS.clone().requires_grad_() for _ in range(2)]
+    losses = [
+        F.cross_entropy((x / 3 - bias).view(-1, V), pair.target.view(-1))
+        for x, bias in zip((pair.stock, pair.lazy), biases, strict=True)
+    ]
+    assert fused_calls
+    pair.check_gradients(*losses)
+    torch.testing.assert_close(biases[1].grad, biases[0].grad)
+
+
+def test_log_softmax_under_autocast() -> None:
+    results = []
+    for lazy in (False, True):
+        torch.manual_seed(0)
+        hidden, head = torch.randn(6, H, requires_grad=True), torch.nn.Linear(H, V)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits: Any = make_lazy(head_state(hidden, head.weight, head.bias)) if lazy else head(hidden)
+            results.append(logits.log_softmax(-1))
+    assert results[1].dtype == results[0].dtype
+    torch.testing.assert_close(results[1].materialize(), results[0])
 
 
 def test_options_reach_the_operator(fused_calls: list[dict[str, Any]]) -> None:
@@ -323,13 +363,27 @@ def test_what_stock_rejects_is_rejected() -> None:
 
 BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "softmax": lambda x: x.softmax(-1),
-    "F.log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "log_softmax over tokens": lambda x: F.log_softmax(x, dim=0),
+    "scaled log_softmax": lambda x: x.log_softmax(-1) * 2,
+    "shifted log_softmax": lambda x: x.log_softmax(-1) + BIAS,
+    "log_softmax by a tensor": lambda x: x.log_softmax(-1) * torch.tensor(2.0),
+    "part of log_softmax": lambda x: x.log_softmax(-1)[..., :4],
+    "tanh of log_softmax": lambda x: x.log_softmax(-1).tanh(),
+    "nll of logits": lambda x: F.nll_loss(x.view(-1, V), torch.zeros(B * T, dtype=torch.int64)),
     "argmax": lambda x: x.argmax(-1),
     "logsumexp": lambda x: torch.logsumexp(x, -1),
     "topk": lambda x: x.topk(3).values,
     "max": lambda x: x.max(dim=-1),
     "add": lambda x: x + 1,
     "add self": lambda x: x + x,
+    "add with a factor": lambda x: torch.add(x, BIAS, alpha=2),
+    "radd with a factor": lambda x: torch.add(BIAS, x, alpha=2),
+    "add after tanh": lambda x: x.tanh() + BIAS,
+    "add per token": lambda x: x + torch.arange(T, dtype=x.dtype)[:, None],
+    "add another dimension": lambda x: x + BIAS.view(1, 1, 1, V),
+    "add a number of no dimension": lambda x: x + torch.tensor(2.0),
+    "add integers": lambda x: x + torch.arange(V),
+    "sub from": lambda x: BIAS - x,
     "radd": lambda x: 1 + x,
     "sub": lambda x: x - x.mean(),
     "rsub": lambda x: 1 - x,
@@ -370,7 +424,6 @@ BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "embedding bag": lambda x: F.pad(x, (0, 1)),
     "dropout": lambda x: F.dropout(x, 0.5, training=False),
     "cross entropy over tokens": lambda x: F.cross_entropy(x, torch.zeros(B, V, dtype=torch.int64)),
-    "nll": lambda x: F.nll_loss(x.log_softmax(-1).view(-1, V), torch.zeros(B * T, dtype=torch.int64)),
     "format": lambda x: f"{x[0, 0].sum():.6f}",
     "comparison in python": lambda x: bool((x[0, 0].abs() >= 0).all()),
 }
@@ -396,14 +449,14 @@ def test_one_warning_names_operation_and_line() -> None:
         warnings.simplefilter("always")
         line = sys._getframe().f_lineno + 1
         pair.lazy.softmax(-1)
-        F.log_softmax(pair.lazy, -1)
+        F.softmax(pair.lazy, -1)
         pair.lazy.view(-1, V).sum()
     (warning,) = [w for w in caught if w.category is MaterializedLogitsWarning]
     assert "torch.Tensor.softmax" in str(warning.message)
     assert f"{__file__}:{line}" in str(warning.message)
     assert (warning.filename, warning.lineno) == (__file__, line)
     for call, name in (
-        (lambda x: F.log_softmax(x, -1), "torch.nn.functional.log_softmax"),
+        (lambda x: F.softmax(x, -1), "torch.nn.functional.softmax"),
         (lambda x: x.mT, "torch.Tensor.mT"),
         (lambda x: torch.sin(x), "torch.sin"),
     ):

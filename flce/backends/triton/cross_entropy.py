@@ -20,16 +20,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flce.backends import contract
 from flce.backends.triton.math import softmax_update, tanh_and_derivative
 
-# As in contract.py; a kernel can read no globals but constexpr ones.
-_MAX = tl.constexpr(0)
-_SUM = tl.constexpr(1)
-_TARGET_LOGIT = tl.constexpr(2)
-_ENTROPY_SUM = tl.constexpr(3)
-_REFERENCE = tl.constexpr(4)
-_SMOOTH_SUM = tl.constexpr(5)
-_ARGMAX = tl.constexpr(6)
+# A kernel can read no globals but constexpr ones.
+_MAX = tl.constexpr(contract.MAX)
+_SUM = tl.constexpr(contract.SUM)
+_TARGET_LOGIT = tl.constexpr(contract.TARGET_LOGIT)
+_ENTROPY_SUM = tl.constexpr(contract.ENTROPY_SUM)
+_REFERENCE = tl.constexpr(contract.REFERENCE)
+_SMOOTH_SUM = tl.constexpr(contract.SMOOTH_SUM)
+_ARGMAX = tl.constexpr(contract.ARGMAX)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
