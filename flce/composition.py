@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype, check_shapes
 
 
 def linear_cross_entropy(
@@ -35,20 +35,14 @@ def linear_cross_entropy(
     tokens = (*leading, *inner)
     probabilities = target.is_floating_point()
     expected = (*leading, vocab_size, *inner) if probabilities else tokens
-    named = (
+    check_shapes(
+        input,
+        linear_weight,
         ("target", target, expected),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
         ("weight", weight, (vocab_size,)),
         ("token_weight", token_weight, tokens),
     )
-    for name, value, shape in named:
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
-                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
-            )
-    if vocab_size == 0 or linear_weight.shape[-1] == 0:
-        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
     if probabilities and {"logprob", "correct"} & set(spec.stats):
         raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
     if probabilities and spec.ignore_index >= 0:

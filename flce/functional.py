@@ -9,7 +9,14 @@ from torch import Tensor
 from flce import composition
 from flce.autograd import linear_cross_entropy
 from flce.planning import ChunkOptions
-from flce.problem import LinearCrossEntropyOutput, LinearCrossEntropyProblem, LossSpec, Needs, accumulation_dtype
+from flce.problem import (
+    LinearCrossEntropyOutput,
+    LinearCrossEntropyProblem,
+    LossSpec,
+    Needs,
+    accumulation_dtype,
+    check_shapes,
+)
 
 
 def fused_linear_cross_entropy(
@@ -112,9 +119,15 @@ def fused_linear_cross_entropy(
         return composition.linear_cross_entropy(
             input, linear_weight, target, linear_bias, weight, token_weight, num_items, spec
         )
-    _check_shapes(input, linear_weight, target, linear_bias, weight, token_weight)
-    if linear_weight.shape[0] == 0 or linear_weight.shape[1] == 0:
-        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+    tokens, vocab = tuple(input.shape[:-1]), (linear_weight.shape[0],)
+    check_shapes(
+        input,
+        linear_weight,
+        ("target", target, tokens),
+        ("linear_bias", linear_bias, vocab),
+        ("weight", weight, vocab),
+        ("token_weight", token_weight, tokens),
+    )
 
     shape = target.shape
     grad = torch.is_grad_enabled()
@@ -249,29 +262,6 @@ def _check_dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | No
             raise TypeError(
                 f"input and {name} must have one dtype (after autocast, where it is on), "
                 f"got {input.dtype} and {value.dtype}"
-            )
-
-
-def _check_shapes(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-) -> None:
-    tokens, vocab = tuple(input.shape[:-1]), (linear_weight.shape[0],)
-    expected = (
-        ("target", target, tokens),
-        ("linear_bias", linear_bias, vocab),
-        ("weight", weight, vocab),
-        ("token_weight", token_weight, tokens),
-    )
-    for name, value, shape in expected:
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
-                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
             )
 
 

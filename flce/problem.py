@@ -69,6 +69,18 @@ def _number(name: str, value: float) -> float:
     return value
 
 
+def check_shapes(input: Tensor, linear_weight: Tensor, *expected: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
+    """ValueError for an empty head, or for the first of (name, tensor, shape) that has another shape."""
+    if linear_weight.shape[0] == 0 or linear_weight.shape[-1] == 0:
+        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+    for name, value, shape in expected:
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
+                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
+            )
+
+
 @dataclass(frozen=True)
 class Needs:
     """Which gradients are asked for; nothing is computed or allocated for the others."""
