@@ -6,6 +6,7 @@ it in `CONTENDERS`. Optional packages are imported inside; a contender that cann
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -188,12 +189,14 @@ def torch_chunked_unavailable(device: torch.device) -> str | None:
 # --- peers ---
 
 
-def prepare_liger(**options: Any) -> Callable[[Problem], Step]:
+def prepare_peer(module: str, function: str, **options: Any) -> Callable[[Problem], Step]:
+    """For peers whose function takes (input, weight, target, reduction=...)."""
+
     def prepare(problem: Problem) -> Step:
-        functional = importlib.import_module("liger_kernel.transformers.functional")
+        call = getattr(importlib.import_module(module), function)
 
         def loss(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, reduction: str) -> torch.Tensor:
-            result: torch.Tensor = functional.liger_fused_linear_cross_entropy(x, w, y, reduction=reduction, **options)
+            result: torch.Tensor = call(x, w, y, reduction=reduction, **options)
             return result
 
         return autograd_step(problem, loss)
@@ -201,17 +204,10 @@ def prepare_liger(**options: Any) -> Callable[[Problem], Step]:
     return prepare
 
 
-def prepare_cce(**options: Any) -> Callable[[Problem], Step]:
-    def prepare(problem: Problem) -> Step:
-        package = importlib.import_module("cut_cross_entropy")
-
-        def loss(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, reduction: str) -> torch.Tensor:
-            result: torch.Tensor = package.linear_cross_entropy(x, w, y, reduction=reduction, **options)
-            return result
-
-        return autograd_step(problem, loss)
-
-    return prepare
+prepare_liger = functools.partial(
+    prepare_peer, "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
+)
+prepare_cce = functools.partial(prepare_peer, "cut_cross_entropy", "linear_cross_entropy")
 
 
 def needs_package(module: str, distribution: str, cuda: bool = True) -> Callable[[torch.device], str | None]:

@@ -199,23 +199,19 @@ class ChunkPlan:
         tile = self.logits_bytes + self._tile_temporaries()
         rows = n * self._row_bytes()
 
-        # Gradients as they are while tiles are worked on.
+        # Gradients as they are while tiles are worked on, and what casting them at the end adds.
         held_input = n * h * self.input_grad_dtype.itemsize * self.needs.input
         held_weight = v * h * self.weight_grad_dtype.itemsize * self.needs.weight
         held_bias = v * accum * self.needs.bias
-        # What casting them at the end adds.
-        cast = (
-            n * h * itemsize * self.needs.input * (self.input_grad_dtype != self.dtype)
-            + v * h * itemsize * self.needs.weight * (self.weight_grad_dtype != self.dtype)
-            + v * itemsize * self.needs.bias * (accum != itemsize)
-        )
+        cast = n * h * itemsize * self.needs.input * (self.input_grad_dtype != self.dtype)
+        cast += v * itemsize * self.needs.bias * (accum != itemsize)
+        cast_weight = self.needs.weight and self.weight_grad_dtype != self.dtype
         if self.strategy == "vocab":
             # One block of the weight gradient at a time, written to its place as soon as it is complete.
             held_weight = v * h * itemsize * self.needs.weight
-            if self.weight_grad_dtype != self.dtype and self.needs.weight:
-                tile += self.block_cols * h * self.weight_grad_dtype.itemsize
-            cast = n * h * itemsize * self.needs.input * (self.input_grad_dtype != self.dtype)
-            cast += v * itemsize * self.needs.bias * (accum != itemsize)
+            tile += self.block_cols * h * self.weight_grad_dtype.itemsize * cast_weight
+        else:
+            cast += v * h * itemsize * cast_weight
         held = held_input + held_weight + held_bias
         working = rows + tile + held
         casting = rows * self.deferred + held + cast
