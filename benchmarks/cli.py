@@ -1,9 +1,10 @@
-"""The command line: `python -m benchmarks operator | table | plot`."""
+"""The command line: `python -m benchmarks operator | model | table | plot`."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +17,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from benchmarks import plot as plotting
 from benchmarks import report, results
 from benchmarks.cases import DTYPES, Case, Effort, Mode, Preset, preset_cases, preset_effort
-from benchmarks.contenders import CONTENDERS, Contender, select
+from benchmarks.contenders import CONTENDERS, needs_package, select
 from benchmarks.environment import describe
+from benchmarks.model_bench import run_model_case
+from benchmarks.model_contenders import MODEL_CONTENDERS, known_contenders
+from benchmarks.models import ARCHITECTURES, ModelCase, ModelPreset, Optimizer, preset_model_effort, preset_models
 from benchmarks.operator_bench import run_case
+from benchmarks.rounds import Report
 
 app = typer.Typer(
     help="Measures flce beside the bare matrix products, PyTorch and other libraries.",
@@ -28,13 +33,20 @@ app = typer.Typer(
 )
 
 
-def parse_shape(text: str) -> tuple[int, int, int]:
+def parse_sizes(text: str, names: str, example: str) -> list[int]:
     try:
-        tokens, hidden, vocab = (int(part) for part in text.replace("x", ",").split(","))
+        sizes = [int(part) for part in text.replace("x", ",").split(",")]
     except ValueError:
-        raise typer.BadParameter(f"{text!r}: give tokens,hidden,vocab such as 4096,4096,128256") from None
-    if min(tokens, hidden, vocab) < 1:
+        sizes = []
+    if len(sizes) != len(names.split(",")):
+        raise typer.BadParameter(f"{text!r}: give {names} such as {example}")
+    if min(sizes) < 1:
         raise typer.BadParameter(f"{text!r}: every size must be positive")
+    return sizes
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    tokens, hidden, vocab = parse_sizes(text, "tokens,hidden,vocab", "4096,4096,128256")
     return tokens, hidden, vocab
 
 
@@ -99,14 +111,86 @@ def operator(
     effort = preset_effort(preset) if preset else Effort(rounds=10, seconds=10.0)
     effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
 
-    run = results.Run(describe(where, sys.argv[1:]))
-    measure(run, cases, contenders, where, effort, deadline, out, console)
+    def run_one(case: Case, show: Report, expired: Callable[[], bool]) -> results.CaseResult:
+        return run_case(case, contenders, where, effort, show)
 
-    missing = sorted({result.contender for result in report.shortfalls(run)})
-    if missing:
-        console.print(f"No figures for {', '.join(missing)}: see the notes above.", style="red")
-    if missing or len(run.cases) < len(cases):
-        raise typer.Exit(1)
+    run = results.Run(describe(where, sys.argv[1:]))
+    measure(run, cases, run_one, deadline, out, console)
+
+
+@app.command()
+def model(
+    preset: Annotated[ModelPreset | None, typer.Option(help="Models, batch shapes and effort together.")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option("--model", help=f"Of {', '.join(ARCHITECTURES)}; several times for several.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="batch,sequence; several times for several.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = None,
+    optimizer: Annotated[Optimizer, typer.Option(help="What ends a step.")] = Optimizer.none,
+    contender: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Only these, of {', '.join(c.name for c in MODEL_CONTENDERS)}."),
+    ] = None,
+    budget_mib: Annotated[
+        list[int] | None, typer.Option(min=1, help="Workspace budgets of flce, each a contender of its own.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the contenders.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Timed seconds for each contender and case, after which it sits out."),
+    ] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further step is begun.")] = None,
+    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path("results/model.json"),
+) -> None:
+    """Peak memory and tokens a second of the training step of whole models, with random weights."""
+    console = terminal()
+    missing = needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))
+    if missing is not None:
+        raise typer.BadParameter(f"models need Transformers: {missing}")
+    where = resolve_device(device)
+    cases = make_model_cases(preset, name, shape)
+    try:
+        chosen = None if contender is None else known_contenders(contender)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    cases = [
+        replace(
+            case,
+            dtype=case.dtype if dtype is None else parse_dtype(dtype),
+            optimizer=optimizer,
+            budgets_mib=case.budgets_mib if budget_mib is None else tuple(budget_mib),
+            contenders=case.contenders if chosen is None else chosen,
+        )
+        for case in cases
+    ]
+    effort = preset_model_effort(preset) if preset else Effort(rounds=5, seconds=10.0)
+    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
+
+    def run_one(case: ModelCase, show: Report, expired: Callable[[], bool]) -> results.ModelCaseResult:
+        return run_model_case(case, where, effort, show, expired)
+
+    run = results.ModelRun(describe(where, sys.argv[1:]))
+    measure(run, cases, run_one, deadline, out, console)
+
+
+def make_model_cases(preset: ModelPreset | None, names: list[str] | None, shapes: list[str] | None) -> list[ModelCase]:
+    """A preset narrowed to the asked-for models, or models x batch shapes."""
+    for name in names or []:
+        if name not in ARCHITECTURES:
+            raise typer.BadParameter(f"{name!r}: one of {', '.join(ARCHITECTURES)}")
+    if preset is not None and shapes:
+        raise typer.BadParameter("give --preset or --shape, not both")
+    if preset is not None:
+        cases = [case for case in preset_models(preset) if not names or case.model in names]
+    else:
+        if not names or not shapes:
+            raise typer.BadParameter("give --preset, or --model and --shape")
+        sizes = [parse_sizes(text, "batch,sequence", "4,8192") for text in shapes]
+        cases = [ModelCase(name, batch, sequence) for batch, sequence in sizes for name in names]
+    if not cases:
+        raise typer.BadParameter("nothing to measure: these options leave no case")
+    return cases
 
 
 def terminal() -> Console:
@@ -116,40 +200,46 @@ def terminal() -> Console:
 
 
 def measure(
-    run: results.Run,
-    cases: list[Case],
-    contenders: list[Contender],
-    device: torch.device,
-    effort: Effort,
+    run: results.Document[results.CaseT, results.ResultT],
+    cases: Sequence[results.CaseT],
+    run_one: Callable[[results.CaseT, Report, Callable[[], bool]], results.Entry[results.CaseT, results.ResultT]],
     deadline: float | None,
     out: Path,
     console: Console,
 ) -> None:
-    """Runs the cases, saving after each, and prints their tables."""
+    """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
     started = time.monotonic()
+
+    def expired() -> bool:
+        return deadline is not None and time.monotonic() - started > deadline
+
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("", total=len(cases))
         for index, case in enumerate(cases):
-            if deadline is not None and time.monotonic() - started > deadline:
+            if expired():
                 names = "; ".join(left.title for left in cases[index:])
                 console.print(f"The deadline of {deadline:g} s has passed; not measured: {names}", markup=False)
                 break
 
-            def show(doing: str, share: float, index: int = index, case: Case = case) -> None:
+            def show(doing: str, share: float, index: int = index, case: results.CaseT = case) -> None:
                 progress.update(task, description=f"{case.title}: {doing}", completed=index + share)
 
-            entry = run_case(case, contenders, device, effort, show)
+            entry = run_one(case, show, expired)
             run.cases.append(entry)
             run.save(out)
-            if case.time:
-                console.print(report.time_grid(entry).rich())
-            if case.errors:
-                console.print(report.error_grid(entry).rich())
+            for grid in report.case_grids(entry):
+                console.print(grid.rich())
             spent = time.monotonic() - started
             console.print(f"{index + 1} of {len(cases)} cases after {spent:.0f} s; results in {out}", markup=False)
         for line in report.absences(run):
             console.print(line, markup=False)
+
+    missing = sorted({result.contender for result in report.shortfalls(run)})
+    if missing:
+        console.print(f"No figures for {', '.join(missing)}: see the notes above.", style="red")
+    if missing or len(run.cases) < len(cases):
+        raise typer.Exit(1)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -197,7 +287,7 @@ def table(
     out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
 ) -> None:
     """Markdown tables from result files."""
-    text = "\n".join(report.markdown(results.load(file), brief) for file in files)
+    text = "\n".join(report.markdown(results.load_any(file), brief) for file in files)
     if out is None:
         typer.echo(text)
     else:
@@ -210,7 +300,7 @@ def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
     out: Annotated[Path | None, typer.Option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
-    """A picture of time against workspace."""
+    """A picture of time, or speed, against memory."""
     path = out or file.with_suffix(".png")
-    plotting.draw(results.load(file), path)
+    plotting.draw(results.load_any(file), path)
     typer.echo(f"wrote {path}")

@@ -29,6 +29,8 @@ class Sample:
     milliseconds: float
     workspace_bytes: int | None
     cpu_milliseconds: float | None = None  # processor time of all threads; less upset by other programs
+    held_bytes: int | None = None  # allocated before the call, where that can be read
+    reserved_bytes: int | None = None  # the most that the allocator had from the device, in use or not
 
 
 def gradient_bytes(outcome: Outcome) -> int:
@@ -91,8 +93,9 @@ class CudaMeter:
         outcome = step()
         end.record()
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device) - before
-        return outcome, Sample(start.elapsed_time(end), peak - gradient_bytes(outcome))
+        workspace = torch.cuda.max_memory_allocated(self.device) - before - gradient_bytes(outcome)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        return outcome, Sample(start.elapsed_time(end), workspace, held_bytes=before, reserved_bytes=reserved)
 
 
 Meter = CpuMeter | CudaMeter
@@ -100,6 +103,13 @@ Meter = CpuMeter | CudaMeter
 
 def make_meter(device: torch.device) -> Meter:
     return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+def release() -> None:
+    """Gives back what nobody refers to any more, to the device as well."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

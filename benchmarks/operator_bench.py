@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from benchmarks.cases import Case, Effort
 from benchmarks.contenders import Contender, Step
-from benchmarks.measure import Meter, make_meter, no_collection, steady_heap
+from benchmarks.measure import Meter, make_meter
 from benchmarks.oracle import Oracle, exactness, make_oracle
 from benchmarks.problem import Problem, make_problem
 from benchmarks.results import CaseResult, Result
-
-Report = Callable[[str, float], None]  # what is being done now, and the share of the case that is done
-
-
-@dataclass
-class Entrant:
-    """A contender that has warmed up on the case at hand."""
-
-    result: Result
-    step: Step
-    spent: float = 0.0  # seconds of timed calls
-
-    def wants_more(self, effort: Effort) -> bool:
-        return not self.result.samples_ms or self.spent < effort.seconds
+from benchmarks.rounds import Entrant, Report, attempt, interleave
 
 
 def run_case(
@@ -60,15 +42,8 @@ def run_case(
             entrants.append(Entrant(result, step))
     del oracle
 
-    done = len(contenders)
-    with steady_heap():
-        for number in range(effort.rounds if case.time else 0):
-            for entrant in entrants:
-                if entrant.wants_more(effort):
-                    report(f"{entrant.result.contender}: round {number + 1} of {effort.rounds}", done / turns)
-                    take_sample(entrant, meter)
-                done += 1
-            entrants = [entrant for entrant in entrants if entrant.result.status == "ok"]
+    if case.time:
+        interleave(entrants, meter, effort, report, len(contenders), turns)
     report("done", 1.0)
     return outcome
 
@@ -79,40 +54,14 @@ def enter(contender: Contender, problem: Problem, oracle: Oracle | None, meter: 
     if reason is not None:
         result.status, result.reason = "unavailable", reason
         return None
-    try:
+
+    def warm_up() -> Step:
         step = contender.prepare(problem)
         returned, sample = meter.warm_up(step)
         if contender.workspace_counts:
             result.workspace_bytes = sample.workspace_bytes
         if oracle is not None:
             result.errors = exactness(returned, oracle)
-    except Exception as error:
-        fail(result, error)
-        return None
-    return step
+        return step
 
-
-def take_sample(entrant: Entrant, meter: Meter) -> None:
-    start = time.perf_counter()
-    try:
-        with no_collection():
-            sample = meter.sample(entrant.step)
-    except Exception as error:
-        fail(entrant.result, error)
-        return
-    entrant.spent += time.perf_counter() - start
-    entrant.result.samples_ms.append(sample.milliseconds)
-    if sample.cpu_milliseconds is not None:
-        entrant.result.cpu_samples_ms.append(sample.cpu_milliseconds)
-    if sample.workspace_bytes is not None and entrant.result.workspace_bytes is not None:
-        entrant.result.workspace_bytes = max(entrant.result.workspace_bytes, sample.workspace_bytes)
-
-
-def fail(result: Result, error: Exception) -> None:
-    """To be called while the exception is being handled."""
-    traceback.print_exc(limit=-3)
-    text = str(error).strip().splitlines()
-    result.status = "failed"
-    result.reason = f"{type(error).__name__}: {text[0] if text else ''}"[:300]
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    return attempt(result, warm_up)

@@ -1,13 +1,19 @@
-"""Time against workspace: a panel for each case, a curve for flce, points for others, lines for the floor."""
+"""Speed against memory, a panel for each case.
+
+Of the operator: time against workspace, a curve for flce, points for others, lines for the floor. Of models:
+tokens a second against peak memory.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import MIB
-from benchmarks.results import CaseResult, Result, Run
+from benchmarks.report import GIB
+from benchmarks.results import CaseResult, Entry, ModelCaseResult, ModelResult, ModelRun, Result, Run
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -19,15 +25,16 @@ MARKERS = "osDv^<>PX*hp"
 LINES = ("--", ":")
 
 
-def draw(run: Run, path: Path) -> None:
+def draw(run: Run | ModelRun, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    entries = [entry for entry in run.cases if points(entry)]
+    entries: list[Entry[Any, Any]] = [entry for entry in run.cases if points(entry)]
     if not entries:
-        raise ValueError("the results hold no case with both time and workspace")
+        raise ValueError("the results hold no case with both time and memory")
+    paint: Callable[[Axes, Any, dict[str, str]], None] = model_panel if isinstance(run, ModelRun) else panel
     columns = min(3, len(entries))
     rows = math.ceil(len(entries) / columns)
     figure, axes = pyplot.subplots(
@@ -35,24 +42,25 @@ def draw(run: Run, path: Path) -> None:
     )
     looks = appearances(entries)
     for axis, entry in zip(axes.flat, entries, strict=False):
-        panel(axis, entry, looks)
+        paint(axis, entry, looks)
     for axis in axes.flat[len(entries) :]:
         axis.set_visible(False)
     legend: dict[str, Artist] = {}
     for axis in axes.flat:
         legend |= legend_of(axis)
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=min(4, 2 * columns))
-    figure.suptitle(f"Time and workspace, {run.head['device']['name']}")
+    title = "Training steps" if isinstance(run, ModelRun) else "Time and workspace"
+    figure.suptitle(f"{title}, {run.head['device']['name']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def points(entry: CaseResult) -> list[Result]:
+def points(entry: Entry[Any, Any]) -> list[Any]:
     return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
 
 
-def appearances(entries: list[CaseResult]) -> dict[str, str]:
+def appearances(entries: list[Entry[Any, Any]]) -> dict[str, str]:
     """A marker or line style for each contender, the same in all panels."""
     families: dict[str, list[str]] = {}
     for entry in entries:
@@ -99,6 +107,31 @@ def panel(axis: Axes, entry: CaseResult, looks: dict[str, str]) -> None:
     axis.grid(True, alpha=0.2)
     axis.set_xlabel("workspace, MiB")
     axis.set_ylabel("median time, ms")
+    axis.set_title(entry.case.title, fontsize=9)
+
+
+def model_panel(axis: Axes, entry: ModelCaseResult, looks: dict[str, str]) -> None:
+    from matplotlib.ticker import ScalarFormatter
+
+    measured: list[ModelResult] = points(entry)
+    speeds = [result.tokens_per_second(entry.case.tokens) or 0.0 for result in measured]
+    memory = [(result.peak_bytes or 0) / GIB for result in measured]
+    for result, x, y in zip(measured, memory, speeds, strict=True):
+        axis.scatter(x, y, color=COLOURS[result.family], marker=looks[result.contender], s=42, label=result.title)
+    exhausted = [result.title for result in entry.results if result.status == "oom"]
+    if exhausted:
+        axis.text(
+            0.98, 0.02, f"out of memory: {', '.join(exhausted)}", ha="right", transform=axis.transAxes, fontsize=8
+        )
+    axis.set_xscale("log")
+    axis.set_xlim(min(memory) / 1.3, max(memory) * 1.3)
+    axis.set_ylim(0, 1.15 * max(speeds))
+    axis.minorticks_off()
+    axis.set_xticks(sorted({float(f"{value:.2g}") for value in (min(memory), max(memory))}))
+    axis.xaxis.set_major_formatter(ScalarFormatter())
+    axis.grid(True, alpha=0.2)
+    axis.set_xlabel("peak memory, GiB")
+    axis.set_ylabel("tokens/s")
     axis.set_title(entry.case.title, fontsize=9)
 
 

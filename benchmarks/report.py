@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.cases import MIB
-from benchmarks.results import CaseResult, Result, Run
+from benchmarks.models import ModelCase
+from benchmarks.results import (
+    CaseResult,
+    Document,
+    Entry,
+    Measurement,
+    ModelCaseResult,
+    ModelResult,
+    ModelRun,
+    Result,
+)
+
+GIB = 1024 * MIB
+AnyRun = Document[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,10 @@ def mebibytes(value: int | None) -> str:
     return f"{value / MIB:.0f}" if value >= 10 * MIB else f"{value / MIB:.2f}"
 
 
+def gibibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / GIB:.2f}" if value >= GIB / 100 else f"{value / GIB:.2g}"
+
+
 def ratio(value: float | None, base: float | None) -> str:
     return "-" if value is None or not base else f"{value / base:.2f}"
 
@@ -62,15 +80,18 @@ def relative(value: float | None) -> str:
     return f"{value:.1e}" if math.isfinite(value) else "not finite"
 
 
-def failure_notes(entry: CaseResult) -> list[str]:
+FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not measured"}
+
+
+def failure_notes(entry: Entry[Any, Any]) -> list[str]:
     return [
-        f"{result.title} ({result.contender}) failed: {result.reason}"
+        f"{result.title} ({result.contender}) {FAILURES[result.status]}: {result.reason}"
         for result in entry.results
-        if result.status == "failed"
+        if result.status in FAILURES
     ]
 
 
-def absences(run: Run) -> list[str]:
+def absences(run: AnyRun) -> list[str]:
     """Contenders that could not run at all, and why: none is dropped in silence."""
     reasons = {
         f"Not measured: {result.title} ({result.contender}): {result.reason}": None
@@ -81,10 +102,16 @@ def absences(run: Run) -> list[str]:
     return list(reasons)
 
 
-def shortfalls(run: Run) -> list[Result]:
-    """Results without figures of contenders that can run anywhere; peers may be missing or fail."""
+def shortfalls(run: AnyRun) -> list[Measurement]:
+    """Results without figures of contenders that can run anywhere; peers may be missing or fail.
+
+    That stock runs out of memory is a finding. Of flce it would be a shortfall.
+    """
     return [
-        result for entry in run.cases for result in entry.results if result.status != "ok" and result.family != "peer"
+        result
+        for entry in run.cases
+        for result in entry.results
+        if result.status != "ok" and result.family != "peer" and (result.status, result.family) != ("oom", "stock")
     ]
 
 
@@ -125,33 +152,98 @@ def error_grid(entry: CaseResult) -> Grid:
     return Grid(title, ["", *(names[name] for name in present)], rows, notes)
 
 
-def summary_grid(entries: list[CaseResult]) -> Grid:
-    """One line for each case: "median ms, workspace MiB" of every contender that was measured anywhere."""
+def model_grid(entry: ModelCaseResult) -> Grid:
+    """Speed and memory of every contender on the training step of a model."""
+    nobody = ModelResult("", "", "")
+    stock, liger = (entry.by_name(name) or nobody for name in ("stock", "liger-loss"))
+    tried = [result for result in entry.results if result.status != "unavailable"]
+    tokens = entry.case.tokens
+    columns: dict[str, Callable[[ModelResult], str]] = {
+        "": lambda r: r.title,
+        "tokens/s": lambda r: rate(r, tokens),
+        "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
+        "x Liger": lambda r: ratio(liger.median_ms, r.median_ms),
+        "peak GiB": lambda r: gibibytes(r.peak_bytes),
+        "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes),
+        "GiB x Liger": lambda r: ratio(r.peak_bytes, liger.peak_bytes),
+        "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
+        "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
+        "steps": lambda r: str(len(r.samples_ms)),
+        "loss": lambda r: "-" if r.loss is None else f"{r.loss:.5f}",
+    }
+    for base, name in ((stock, "stock"), (liger, "Liger")):
+        if not base.samples_ms:
+            del columns[f"x {name}"], columns[f"GiB x {name}"]
+    for name, values in {
+        "forward GiB": [result.forward_peak_bytes for result in tried],
+        "reserved GiB": [result.reserved_bytes for result in tried],
+    }.items():
+        if all(value is None for value in values):
+            del columns[name]
+    rows = [[show(result) for show in columns.values()] for result in tried]
+    return Grid(entry.case.title, list(columns), rows, failure_notes(entry))
+
+
+def rate(result: ModelResult, tokens: int) -> str:
+    """Tokens a second, or why there is no such figure."""
+    speed = result.tokens_per_second(tokens)
+    if speed is not None:
+        return f"{speed:.0f}"
+    return "out of memory" if result.status == "oom" else "-"
+
+
+def summary_grid(title: str, first: str, entries: Sequence[Entry[Any, Any]], cell: Callable[[Any, Any], str]) -> Grid:
+    """One line for each case, with a column for every contender that was tried on any."""
     titles: dict[str, str] = {}
     for entry in entries:
-        titles |= {result.contender: result.title for result in entry.results if result.samples_ms}
+        titles |= {
+            result.contender: result.title for result in entry.results if result.samples_ms or result.status == "oom"
+        }
 
-    def cell(result: Result | None) -> str:
-        if result is None or not result.samples_ms:
-            return "-"
-        workspace = "" if result.workspace_bytes is None else f", {mebibytes(result.workspace_bytes)}"
-        return milliseconds(result.median_ms) + workspace
+    def cells(entry: Entry[Any, Any]) -> list[str]:
+        found = (entry.by_name(name) for name in titles)
+        return ["-" if result is None else cell(entry, result) for result in found]
 
-    rows = [[entry.case.title, *(cell(entry.by_name(name)) for name in titles)] for entry in entries]
-    return Grid("Median ms, workspace MiB", ["tokens x hidden x vocabulary", *titles.values()], rows, [])
+    rows = [[entry.case.title, *cells(entry)] for entry in entries]
+    return Grid(title, [first, *titles.values()], rows, [])
 
 
-def grids(run: Run, brief: bool = False) -> list[Grid]:
+def operator_cell(entry: CaseResult, result: Result) -> str:
+    if not result.samples_ms:
+        return "-"
+    workspace = "" if result.workspace_bytes is None else f", {mebibytes(result.workspace_bytes)}"
+    return milliseconds(result.median_ms) + workspace
+
+
+def model_cell(entry: ModelCaseResult, result: ModelResult) -> str:
+    memory = "" if result.peak_bytes is None or not result.samples_ms else f", {gibibytes(result.peak_bytes)}"
+    return rate(result, entry.case.tokens) + memory
+
+
+def case_grids(entry: Entry[Any, Any]) -> list[Grid]:
+    """The line-by-line tables of a case."""
+    if isinstance(entry.case, ModelCase):
+        return [model_grid(entry)]
+    return ([time_grid(entry)] if entry.case.time else []) + ([error_grid(entry)] if entry.case.errors else [])
+
+
+def grids(run: AnyRun, brief: bool = False) -> list[Grid]:
     """All tables of a run; `brief` leaves out the line-by-line ones of the timed cases."""
+    if isinstance(run, ModelRun):
+        several = brief or len(run.cases) > 1
+        summary = [summary_grid("Tokens/s, peak GiB", "model, batch x sequence", run.cases, model_cell)]
+        return (summary if several else []) + ([] if brief else [model_grid(entry) for entry in run.cases])
     timed = [entry for entry in run.cases if entry.case.time]
     checked = [entry for entry in run.cases if entry.case.errors]
-    found = [summary_grid(timed)] if timed and (brief or len(timed) > 1) else []
+    found = []
+    if timed and (brief or len(timed) > 1):
+        found = [summary_grid("Median ms, workspace MiB", "tokens x hidden x vocabulary", timed, operator_cell)]
     if not brief:
         found += [time_grid(entry) for entry in timed]
     return found + [error_grid(entry) for entry in checked]
 
 
-def markdown(run: Run, brief: bool = False) -> str:
+def markdown(run: AnyRun, brief: bool = False) -> str:
     """All tables, after what they were measured on."""
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""

@@ -1,4 +1,4 @@
-"""The result file: one JSON document for one run."""
+"""The result file: one JSON document for one run, of the operator or of whole models."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import os
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from typing_extensions import Self
 
 from benchmarks.cases import Case
+from benchmarks.models import ModelCase
 
 SCHEMA = 1
+HEAD = ("date", "command", "commit", "versions", "device")  # what environment.describe gives
 
 
 @dataclass
-class Result:
-    """One contender on one case."""
+class Measurement:
+    """One contender on one case: what every benchmark has of it."""
 
     contender: str
     title: str
     family: str
-    status: str = "ok"  # or "unavailable" (cannot run here) or "failed" (tried, and raised)
-    reason: str | None = None
+    status: str = "ok"  # see STATUSES
+    reason: str | None = None  # unless it is "ok"
     samples_ms: list[float] = field(default_factory=list)  # every timed call, in order
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
-    workspace_bytes: int | None = None
-    errors: dict[str, float] | None = None  # relative, against float64
+    workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
 
     @property
     def median_ms(self) -> float | None:
@@ -37,31 +40,121 @@ class Result:
     def median_cpu_ms(self) -> float | None:
         return statistics.median(self.cpu_samples_ms) if self.cpu_samples_ms else None
 
+    def to_dict(self) -> dict[str, Any]:
+        fields = asdict(self)
+        for name in ("samples_ms", "cpu_samples_ms"):
+            fields[name] = [round(sample, 4) for sample in fields[name]]
+        fields["median_ms"] = None if self.median_ms is None else round(self.median_ms, 4)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        return cls(**{name: value for name, value in fields.items() if name != "median_ms"})
+
+
+STATUSES = {
+    "ok": "measured",
+    "unavailable": "cannot run here",
+    "failed": "tried, and raised",
+    "oom": "tried, and the memory of the device did not suffice",
+    "skipped": "the deadline had passed",
+}
+
 
 @dataclass
-class CaseResult:
-    case: Case
-    results: list[Result] = field(default_factory=list)
+class Result(Measurement):
+    """One contender on one problem of the operator."""
 
-    def by_name(self, contender: str) -> Result | None:
+    errors: dict[str, float] | None = None  # relative, against float64
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        if self.errors is not None:  # JSON has no infinity: null stands for "not finite"
+            fields["errors"] = {k: v if math.isfinite(v) else None for k, v in self.errors.items()}
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        result = super().from_dict(fields)
+        if result.errors is not None:
+            result.errors = {k: math.inf if v is None else v for k, v in result.errors.items()}
+        return result
+
+
+@dataclass
+class ModelResult(Measurement):
+    """One contender on the training step of a model. The workspace is what the step takes above the model."""
+
+    peak_bytes: int | None = None  # all that was allocated: the model, its gradients, activations, the loss
+    forward_peak_bytes: int | None = None  # the same until the loss was there
+    reserved_bytes: int | None = None  # what the caching allocator took for it from the device
+    loss: float | None = None
+
+    def tokens_per_second(self, tokens: int) -> float | None:
+        return None if self.median_ms is None else 1e3 * tokens / self.median_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        if self.loss is not None and not math.isfinite(self.loss):
+            fields["loss"] = str(self.loss)
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        result = super().from_dict(fields)
+        if result.loss is not None:
+            result.loss = float(result.loss)
+        return result
+
+
+class AnyCase(Protocol):
+    @property
+    def title(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self: ...
+
+
+CaseT = TypeVar("CaseT", bound=AnyCase)
+ResultT = TypeVar("ResultT", bound=Measurement)
+
+
+@dataclass
+class Entry(Generic[CaseT, ResultT]):
+    """All contenders on one case."""
+
+    case: CaseT
+    results: list[ResultT] = field(default_factory=list)
+
+    def by_name(self, contender: str) -> ResultT | None:
         return next((result for result in self.results if result.contender == contender), None)
 
 
+CaseResult = Entry[Case, Result]
+ModelCaseResult = Entry[ModelCase, ModelResult]
+
+
 @dataclass
-class Run:
+class Document(Generic[CaseT, ResultT]):
     """Everything that a result file holds."""
 
+    kind: ClassVar[str]
+    case_type: ClassVar[type[AnyCase]]
+    result_type: ClassVar[type[Measurement]]
+
     head: dict[str, Any]  # date, command, versions, device: see environment.describe
-    cases: list[CaseResult] = field(default_factory=list)
+    cases: list[Entry[CaseT, ResultT]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Written to a second file first, so that an interrupted run leaves a whole one behind."""
         document = {
             "schema": SCHEMA,
-            "kind": "operator",
+            "kind": self.kind,
             **self.head,
             "cases": [
-                {"case": entry.case.to_dict(), "results": [result_to_dict(r) for r in entry.results]}
+                {"case": entry.case.to_dict(), "results": [result.to_dict() for result in entry.results]}
                 for entry in self.cases
             ],
         }
@@ -70,31 +163,54 @@ class Run:
         partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
         os.replace(partial, path)
 
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Self:
+        head = {name: document[name] for name in HEAD}
+        cases: list[Any] = [
+            Entry(
+                cls.case_type.from_dict(entry["case"]),
+                [cls.result_type.from_dict(result) for result in entry["results"]],
+            )
+            for entry in document["cases"]
+        ]
+        return cls(head, cases)
 
-def result_to_dict(result: Result) -> dict[str, Any]:
-    fields = asdict(result)
-    if result.errors is not None:  # JSON has no infinity: null stands for "not finite"
-        fields["errors"] = {k: v if math.isfinite(v) else None for k, v in result.errors.items()}
-    for name in ("samples_ms", "cpu_samples_ms"):
-        fields[name] = [round(sample, 4) for sample in fields[name]]
-    fields["median_ms"] = None if result.median_ms is None else round(result.median_ms, 4)
-    return fields
+
+class Run(Document[Case, Result]):
+    """Of the operator."""
+
+    kind = "operator"
+    case_type = Case
+    result_type = Result
 
 
-def result_from_dict(fields: dict[str, Any]) -> Result:
-    fields = {name: value for name, value in fields.items() if name != "median_ms"}
-    if fields["errors"] is not None:
-        fields["errors"] = {k: math.inf if v is None else v for k, v in fields["errors"].items()}
-    return Result(**fields)
+class ModelRun(Document[ModelCase, ModelResult]):
+    """Of models."""
+
+    kind = "model"
+    case_type = ModelCase
+    result_type = ModelResult
+
+
+def load_any(path: Path) -> Run | ModelRun:
+    document = json.loads(path.read_text())
+    if document.get("schema") == SCHEMA:
+        if document.get("kind") == Run.kind:
+            return Run.from_document(document)
+        if document.get("kind") == ModelRun.kind:
+            return ModelRun.from_document(document)
+    raise ValueError(f"{path} is no result of schema {SCHEMA}")
 
 
 def load(path: Path) -> Run:
-    document = json.loads(path.read_text())
-    if document.get("schema") != SCHEMA or document.get("kind") != "operator":
-        raise ValueError(f"{path} is no operator result of schema {SCHEMA}")
-    head = {name: document[name] for name in ("date", "command", "commit", "versions", "device")}
-    cases = [
-        CaseResult(Case.from_dict(entry["case"]), [result_from_dict(r) for r in entry["results"]])
-        for entry in document["cases"]
-    ]
-    return Run(head, cases)
+    run = load_any(path)
+    if not isinstance(run, Run):
+        raise ValueError(f"{path} holds no results of the operator")
+    return run
+
+
+def load_model(path: Path) -> ModelRun:
+    run = load_any(path)
+    if not isinstance(run, ModelRun):
+        raise ValueError(f"{path} holds no results of models")
+    return run

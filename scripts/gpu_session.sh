@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of less than nine minutes: the tests, then the benchmark.
+# What needs a GPU, in calls of less than nine minutes.
 #
-#   scripts/gpu_session.sh                    all of it, with the results in ./results, or in $OUT
+#   scripts/gpu_session.sh                    the tests, then the benchmark; results in ./results, or in $OUT
 #   scripts/gpu_session.sh tests              only the tests
-#   scripts/gpu_session.sh benchmark          only the benchmark
+#   scripts/gpu_session.sh benchmark          only the benchmark of the operator
+#   scripts/gpu_session.sh model              the benchmark of whole models, for a call of its own
 #
 # A part that fails does not stop the next; the exit status says whether one did. In the environment:
-#   PYTHON    the Python to use (python3), with torch, triton, pytest, typer, rich and matplotlib
+#   PYTHON    the Python to use (python3), with torch, triton, pytest, typer, rich and matplotlib; for models
+#             transformers as well
 #   WORKERS   processes that the tests run in (as many as cores, 12 at most)
-#   PRESET    what the benchmark measures (h200); "tiny" also runs where there is no GPU
+#   PRESET    what the benchmarks measure (h200); "tiny" also runs where there is no GPU
+#   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --model Qwen3-0.6B"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
@@ -41,6 +44,14 @@ part() {
         *) lines+=("FAILED  $name: exit status $status, $((SECONDS - start)) s") ;;
     esac
     [ "$status" -eq 0 ] || failed=1
+}
+
+# figures NAME: the table and the picture of $out/NAME.json.
+figures() {
+    if [ -f "$out/$1.json" ]; then
+        "$python" -m benchmarks table "$out/$1.json" --out "$out/$1.md" || failed=1
+        "$python" -m benchmarks plot "$out/$1.json" --out "$out/$1.png" || failed=1
+    fi
 }
 
 if compgen -G "$wheels/*.whl" >/dev/null; then
@@ -76,13 +87,17 @@ for name in $parts; do
         benchmark)
             part benchmark 270 "$python" -m benchmarks operator --preset "$preset" --errors --deadline 225 \
                 --out "$out/operator.json"
-            if [ -f "$out/operator.json" ]; then
-                "$python" -m benchmarks table "$out/operator.json" --out "$out/operator.md" || failed=1
-                "$python" -m benchmarks plot "$out/operator.json" --out "$out/operator.png" || failed=1
-            fi
+            figures operator
+            ;;
+        model)
+            # Past the deadline a step that has begun is still finished: 30 s for a long one.
+            # shellcheck disable=SC2086  # several arguments
+            part model 500 "$python" -m benchmarks model --preset "$preset" --deadline 420 \
+                --out "$out/model.json" ${ARGS:-}
+            figures model
             ;;
         *)
-            lines+=("FAILED  no part is called '$name': tests, benchmark")
+            lines+=("FAILED  no part is called '$name': tests, benchmark, model")
             failed=1
             ;;
     esac
@@ -94,6 +109,7 @@ done
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/tests-*.log 2>/dev/null
     [ -f "$out/operator.json" ] && "$python" -m benchmarks table "$out/operator.json" --brief
+    [ -f "$out/model.json" ] && "$python" -m benchmarks table "$out/model.json"
     printf '%s\n' "${lines[@]}"
 } | tee "$out/summary.txt"
 exit "$failed"

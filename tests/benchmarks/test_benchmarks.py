@@ -34,24 +34,6 @@ CPU = torch.device("cpu")
 PEERS = {"liger", "liger-float32-8x", "cce", "cce-unfiltered"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More cost such small problems time, much of it on a machine with other work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _torch_backend():
-    """On a CPU measure what users get there, not the interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setenv("FLCE_BACKEND", "torch")
-        yield
-
-
 @pytest.fixture(scope="module")
 def result_file(tmp_path_factory):
     """One tiny run of `operator`, on the CPU."""
@@ -308,7 +290,7 @@ def test_module_is_a_command():
         [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    for name in ("operator", "table", "plot"):
+    for name in ("operator", "model", "table", "plot"):
         assert name in done.stdout
 
 
