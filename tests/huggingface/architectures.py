@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import flce
-from flce.huggingface import LazyLogits, MaterializedLogitsWarning, lazy_logits
+from flce.huggingface import LazyLogits, MaterializedLogitsWarning, lazy_state
 
 MAPPINGS = {
     "causal": ("Causal language models", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
@@ -489,7 +489,7 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
         return flce.fused_linear_cross_entropy(*args, **kwargs)
 
     with (
-        unittest.mock.patch.object(lazy_logits, "fused_linear_cross_entropy", counted),
+        unittest.mock.patch.object(lazy_state, "fused_linear_cross_entropy", counted),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always", MaterializedLogitsWarning)

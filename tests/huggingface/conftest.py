@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flce
-from flce.huggingface import MaterializedLogitsWarning, lazy_logits
+from flce.huggingface import MaterializedLogitsWarning, lazy_state
 
 SIZES = {
     "vocab_size": 97,
@@ -65,7 +65,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(kwargs)
         return flce.fused_linear_cross_entropy(*args, **kwargs)
 
-    monkeypatch.setattr(lazy_logits, "fused_linear_cross_entropy", counted)
+    monkeypatch.setattr(lazy_state, "fused_linear_cross_entropy", counted)
     return calls
 
 

@@ -19,15 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.huggingface import LazyLogits, MaterializedLogitsWarning
-from flce.huggingface.lazy_logits import (
-    LazyState,
-    TracedLazyLogits,
-    fold,
-    head_state,
-    is_lazy,
-    make_lazy,
-)
+from flce.huggingface import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
+from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
+from flce.huggingface.lazy_state import Folded, LazyState, Settings, fold, head_state
 
 B, T, H, V = 2, 5, 8, 11
 BIAS = torch.linspace(-1, 2, V, dtype=torch.float64)
@@ -92,6 +86,15 @@ STAYS_LAZY: dict[str, Callable[[Any], Any]] = {
     "log_softmax": lambda x: x.float().log_softmax(-1),
     "F.log_softmax": lambda x: F.log_softmax(3.0 * torch.tanh(x / 3.0), dim=-1, dtype=torch.float32)[:, 1:].half(),
     "torch.log_softmax": lambda x: torch.log_softmax(x.transpose(0, 2), 0).log_softmax(0),
+    "scaled log_softmax": lambda x: x.log_softmax(-1) * 2,
+    "negative log_softmax": lambda x: -F.log_softmax(x, dim=-1),
+    "add self": lambda x: x + x,
+    "add and subtract scaled": lambda x: (x * 0.5).float() + x[...] - x / 3,
+    "add, then more": lambda x: (x * 0.5 + x) * 2.0 + BIAS,
+    "cat": lambda x: torch.cat([x, x], dim=1),
+    "cat of classes": lambda x: torch.cat((x[..., :4], x), dim=-1),
+    "masked_fill": lambda x: x.masked_fill(torch.arange(V) > 8, -1e9),
+    "masked_fill of a scaled": lambda x: (x / 4).masked_fill((torch.arange(V) % 3 == 0)[None], -math.inf),
     "softcap method": lambda x: (x / 3.0).tanh() * -3.0 / 2.0,
     "contiguous": lambda x: x.contiguous(),
     "clone": lambda x: x.clone(),
@@ -151,6 +154,98 @@ def test_stays_lazy(name: str, pair: Pair) -> None:
     )
     torch.testing.assert_close(real, stock, **tolerance)
     pair.check_gradients(stock, real, **tolerance)
+
+
+# ------------------------------------------------------------------------------ values made from logits
+
+PICK = torch.arange(B * T).view(B, T, 1) * 3 % V
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "argmax": lambda x: x.argmax(-1),
+    "argmax keepdim": lambda x: torch.argmax(x / 2, dim=2, keepdim=True),
+    "argmax, class second": lambda x: x.transpose(1, 2).argmax(1),
+    "argmax of log_softmax": lambda x: x.log_softmax(-1).argmax(-1),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "logsumexp keepdim": lambda x: (x * 3).float().logsumexp(dim=-1, keepdim=True),
+    "logsumexp, class second": lambda x: torch.tanh(x.transpose(1, 2)).logsumexp(1),
+    "logsumexp one by one": lambda x: torch.stack([torch.logsumexp(row, dim=-1) for row in x]),
+    "gather": lambda x: x.gather(-1, PICK),
+    "gather, class second": lambda x: torch.gather(torch.tanh(x).transpose(1, 2), 1, PICK.transpose(1, 2)),
+    "gather of log_softmax": lambda x: x.log_softmax(-1).gather(dim=-1, index=PICK).squeeze(-1),
+    "gather of negative log_softmax": lambda x: (-F.log_softmax(x, dim=-1)).gather(-1, PICK),
+    "sum of log_softmax": lambda x: (-F.log_softmax(x, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32),
+    "log-probability by hand": lambda x: x.gather(-1, PICK)[..., 0] - x.logsumexp(-1),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.usefixtures("nothing_materialises")
+def test_values(name: str, grad: bool, pair: Pair) -> None:
+    with torch.set_grad_enabled(grad):
+        stock, lazy = VALUES[name](pair.stock), VALUES[name](pair.lazy)
+    assert not pair.lazy.is_materialized
+    assert type(lazy) is Tensor
+    torch.testing.assert_close(lazy, stock)
+    pair.check_gradients(stock, lazy, rtol=1e-5, atol=1e-5)  # some are made in float32
+
+
+def test_values_of_a_sum_of_terms(fused_calls: list[dict[str, Any]]) -> None:
+    """A head with an adapter, whose product is scaled."""
+    results: list[list[Tensor]] = []
+    for lazy in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        leaves = [
+            torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+            for shape in ((B, T, H), (V, H), (V,), (B, T, 3), (V, 3))
+        ]
+        hidden, weight, bias, low, up = leaves
+        if lazy:
+            head: Any = make_lazy(head_state(hidden, weight, bias))
+            adapter: Any = make_lazy(head_state(low, up, None))
+            x: Any = head + adapter * 0.7
+        else:
+            x = F.linear(hidden, weight, bias) + F.linear(low, up) * 0.7
+        losses = [function(x).sum() for name, function in VALUES.items() if "argmax" not in name]
+        losses += [F.cross_entropy((x / 2)[:, 1:].flatten(0, 1), PICK[:, 1:].flatten())]
+        torch.stack([loss.double() for loss in losses]).sum().backward()
+        results.append([*losses, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert fused_calls
+    assert all(len(call["adapters"]) == 1 for call in fused_calls)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-6, atol=1e-6)
+
+
+def test_gather_leaves_errors_to_torch() -> None:
+    for index in (PICK - 100, PICK + V):
+        with pytest.raises((IndexError, RuntimeError)):
+            Pair().lazy.log_softmax(-1).gather(-1, index)
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_stacks(pair: Pair) -> None:
+    """As models with several heads make them."""
+
+    def stack(x: Any) -> Any:
+        return torch.stack([x, x * 2, -x], dim=1)
+
+    for function in (
+        lambda x: x,
+        lambda x: x[:, :, -3:],
+        lambda x: x[:, 1],
+        lambda x: x[:, 1:].float()[:, 0].contiguous().view(-1, V),
+        lambda x: x.unbind(1)[2],
+        lambda x: x.select(1, -1).detach(),
+        lambda x: x.reshape(-1, *x.shape[2:]),
+        lambda x: x.view(3 * B, T, V),
+    ):
+        want, got = function(stack(pair.stock)), function(stack(pair.lazy))
+        assert is_lazy(got)
+        assert (got.shape, got.dtype, got.requires_grad) == (want.shape, want.dtype, want.requires_grad)
+        torch.testing.assert_close(got.materialize(), want)
+    stock, lazy = stack(pair.stock), stack(pair.lazy)
+    with pytest.raises(MaterializedLogitsWarning):
+        lazy.sum()
+    pair.check_gradients(stock, lazy.materialize())
 
 
 def test_pieces_stay_lazy(pair: Pair) -> None:
@@ -313,9 +408,9 @@ def test_log_softmax_under_autocast() -> None:
 
 def test_options_reach_the_operator(fused_calls: list[dict[str, Any]]) -> None:
     pair = Pair()
-    options = object()
+    options: Any = object()
     hidden, weight, bias = pair.lazy_leaves
-    lazy: Any = make_lazy(head_state(hidden, weight, bias, options))
+    lazy: Any = make_lazy(head_state(hidden, weight, bias, Settings(options)))
     with pytest.raises(TypeError):  # an error of the operator is not taken for a reason to materialise
         F.cross_entropy(lazy.view(-1, V), pair.target.view(-1))
     assert fused_calls[0]["options"] is options
@@ -364,18 +459,14 @@ def test_what_stock_rejects_is_rejected() -> None:
 BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "softmax": lambda x: x.softmax(-1),
     "log_softmax over tokens": lambda x: F.log_softmax(x, dim=0),
-    "scaled log_softmax": lambda x: x.log_softmax(-1) * 2,
     "shifted log_softmax": lambda x: x.log_softmax(-1) + BIAS,
     "log_softmax by a tensor": lambda x: x.log_softmax(-1) * torch.tensor(2.0),
     "part of log_softmax": lambda x: x.log_softmax(-1)[..., :4],
     "tanh of log_softmax": lambda x: x.log_softmax(-1).tanh(),
     "nll of logits": lambda x: F.nll_loss(x.view(-1, V), torch.zeros(B * T, dtype=torch.int64)),
-    "argmax": lambda x: x.argmax(-1),
-    "logsumexp": lambda x: torch.logsumexp(x, -1),
     "topk": lambda x: x.topk(3).values,
     "max": lambda x: x.max(dim=-1),
     "add": lambda x: x + 1,
-    "add self": lambda x: x + x,
     "add with a factor": lambda x: torch.add(x, BIAS, alpha=2),
     "radd with a factor": lambda x: torch.add(BIAS, x, alpha=2),
     "add after tanh": lambda x: x.tanh() + BIAS,
@@ -399,10 +490,8 @@ BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "compare": lambda x: x > 0,
     "equal": lambda x: x == x,
     "where": lambda x: torch.where(torch.ones(V, dtype=torch.bool), 0.0, x),
-    "cat": lambda x: torch.cat([x, x], dim=1),
     "stack": lambda x: torch.stack([x, torch.zeros(B, T, V, dtype=x.dtype)]),
     "matmul": lambda x: x @ torch.ones(V, 2, dtype=x.dtype),
-    "gather": lambda x: x.gather(-1, torch.zeros(B, T, 1, dtype=torch.int64)),
     "long": lambda x: x.long(),
     "one class": lambda x: x[..., 3],
     "class list": lambda x: x[..., [1, 2]],
@@ -412,7 +501,6 @@ BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "T": lambda x: x[0].T,
     "mT": lambda x: x.mT,
     "expand": lambda x: x.unsqueeze(0).expand(3, B, T, V),
-    "masked_fill": lambda x: x.masked_fill(torch.arange(V) > 8, -1e9),
     "mean": lambda x: x.mean(),
     "item": lambda x: x.sum().item(),
     "tolist": lambda x: x.tolist(),
@@ -483,7 +571,7 @@ def test_materialize_does_not_warn() -> None:
 def test_real_logits_have_a_graph_even_when_first_read_without_gradients() -> None:
     pair = Pair()
     with torch.no_grad():
-        assert not pair.lazy.argmax(-1).requires_grad
+        assert not pair.lazy.softmax(-1).requires_grad
     loss = F.cross_entropy(pair.lazy.view(-1, V), pair.target.view(-1))
     pair.check_gradients(F.cross_entropy(pair.stock.view(-1, V), pair.target.view(-1)), loss)
 
@@ -547,6 +635,66 @@ def test_in_place_writes_show_where_they_do_in_stock(function: Callable[[Any], A
     lazy = lazy.materialize() if is_lazy(lazy) else lazy
     torch.testing.assert_close(lazy, stock, rtol=1e-5, atol=1e-5, check_dtype=False)
     pair.check_gradients(stock, lazy, rtol=1e-5, atol=1e-5)
+
+
+IN_PLACE: dict[str, Callable[[Any], Any]] = {
+    "columns": lambda x: x.__setitem__((slice(None), slice(None), [1, 4]), -7.5),
+    "no columns": lambda x: x.__setitem__((..., []), 0.0),
+    "columns by mask": lambda x: x.__setitem__((..., torch.arange(V) > 8), torch.finfo(x.dtype).min),
+    "one column": lambda x: x.__setitem__((..., 3), 0.0),
+    "range": lambda x: x.__setitem__((..., slice(2, 5)), -1),
+    "masked_fill_": lambda x: x.masked_fill_(torch.arange(V) == 2, -1e4),
+    "add bias": lambda x: x.add_(BIAS),
+    "sub bias": lambda x: x.sub_(BIAS),
+    "mul": lambda x: x.mul_(0.5),
+    "divide": lambda x: x.div_(3),
+    "tanh": lambda x: x.tanh_(),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.usefixtures("nothing_materialises")
+def test_in_place_operations_that_stay_lazy(name: str, pair: Pair, fused_calls: list[dict[str, Any]]) -> None:
+    for x in (pair.stock, pair.lazy):
+        IN_PLACE[name](x)
+    assert is_lazy(pair.lazy)
+    stock, lazy = (
+        F.cross_entropy(x.view(-1, V), pair.target.view(-1), reduction="sum") for x in (pair.stock, pair.lazy)
+    )
+    assert fused_calls
+    torch.testing.assert_close(lazy, stock)
+    torch.testing.assert_close(pair.lazy.materialize(), pair.stock)
+    pair.check_gradients(stock, lazy, rtol=1e-6, atol=1e-6)
+
+
+def test_in_place_operators_rebind() -> None:
+    pair = Pair()
+    stock, lazy = pair.stock, pair.lazy
+    stock += BIAS
+    lazy += BIAS
+    assert lazy is pair.lazy
+    with torch._C.DisableTorchFunctionSubclass(), pytest.warns(MaterializedLogitsWarning):
+        got = torch.exp(lazy)  # below __torch_function__ the changed logits are seen, too
+    torch.testing.assert_close(got, torch.exp(stock))
+    pair.check_gradients(torch.exp(stock), got)
+
+
+@pytest.mark.parametrize("on_materialize", ["warn", "ignore", "raise"])
+def test_on_materialize(on_materialize: Any) -> None:
+    hidden, weight = torch.randn(3, H), torch.randn(V, H)
+    lazy: Any = make_lazy(head_state(hidden, weight, None, Settings(on_materialize=on_materialize)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if on_materialize == "raise":
+            line = sys._getframe().f_lineno + 2
+            with pytest.raises(MaterializedLogitsError, match=f"torch.Tensor.softmax at {__file__}:{line}"):
+                (lazy * 2).softmax(-1)
+            assert not lazy.is_materialized
+        else:
+            lazy.softmax(-1)
+    assert len(caught) == (on_materialize == "warn")
+    assert lazy.materialize().shape == (3, V)
+    torch.testing.assert_close(lazy.softmax(-1), (hidden @ weight.T).softmax(-1))
 
 
 def test_in_place_writes_warn() -> None:
@@ -670,7 +818,7 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
 def test_fold(ops: tuple[tuple[str, Any], ...]) -> None:
     folded = fold(ops)
     assert folded is not None
-    scale, softcap = folded
+    scale, softcap, *_ = folded
     for x in (-3.0, 0.0, 0.4, 2.0):
         want = x
         for name, value in ops:
@@ -686,7 +834,7 @@ def test_fold(ops: tuple[tuple[str, Any], ...]) -> None:
 
 def test_fold_says_so_when_there_is_no_scale() -> None:
     for cap in (30.0, 49.0, 50.0, 0.3):
-        assert fold((("div", cap), ("tanh", None), ("mul", cap))) == (1.0, cap)
+        assert fold((("div", cap), ("tanh", None), ("mul", cap))) == Folded(1.0, cap)
 
 
 def test_fold_refuses() -> None:
@@ -694,6 +842,8 @@ def test_fold_refuses() -> None:
     assert fold((("mul", math.inf),)) is None
     assert fold((("div", 0),)) is None
     assert fold((("tanh", None), ("mul", math.nan))) is None
+    assert fold((("log_softmax", None), ("mul", 2.0), ("log_softmax", None))) is None
+    assert fold((("log_softmax", None), ("tanh", None))) is None
 
 
 def test_state_is_immutable() -> None:

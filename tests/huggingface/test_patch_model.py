@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import flce
-from flce.huggingface import LazyLogits, MaterializedLogitsWarning, is_patched, patch_model, unpatch_model
+from flce.huggingface import (
+    LazyLogits,
+    MaterializedLogitsError,
+    MaterializedLogitsWarning,
+    is_patched,
+    patch_model,
+    unpatch_model,
+)
 from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy
 
 transformers = pytest.importorskip("transformers")
@@ -248,12 +256,30 @@ def test_gradient_checkpointing(reentrant: bool, build: Build) -> None:
 def test_reading_the_logits_warns_once_and_is_right(build: Build) -> None:
     stock, patched = pair(build, "Granite")
     outputs = patched(**batch())
-    with pytest.warns(MaterializedLogitsWarning, match="argmax") as caught:
-        predictions = outputs.logits.argmax(-1)
+    with pytest.warns(MaterializedLogitsWarning, match="topk") as caught:
+        predictions = outputs.logits.topk(3).indices
     assert len(caught) == 1
     outputs["logits"].softmax(-1)
     assert len(caught) == 1
-    assert torch.equal(predictions, stock(**batch()).logits.argmax(-1))
+    assert torch.equal(predictions, stock(**batch()).logits.topk(3).indices)
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_predictions_without_logits(build: Build) -> None:
+    stock, patched = pair(build, "Gemma2")
+    assert torch.equal(patched(**batch()).logits.argmax(-1), stock(**batch()).logits.argmax(-1))
+
+
+def test_on_materialize(build: Build) -> None:
+    model = patch_model(build("Llama"), on_materialize="raise")
+    with pytest.raises(MaterializedLogitsError, match="softmax"):
+        model(**batch()).logits.softmax(-1)
+    outputs = patch_model(model, on_materialize="ignore")(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs.logits.softmax(-1)
+    with pytest.raises(ValueError, match="'warn', 'ignore' or 'raise', got 'print'"):
+        patch_model(model, on_materialize="print")  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
@@ -330,12 +356,12 @@ def test_patching_twice_changes_the_options_only(build: Build, fused_calls: Call
     model = patch_model(build("Llama"))
     options = flce.ChunkOptions(chunk_rows=4)
     patch_model(model, options=options)
-    assert sum("flce" in type(h).__module__ for h in model._forward_pre_hooks.values()) == 1
     model(**batch()).loss.backward()
     assert [call["options"] for call in fused_calls] == [options]
     unpatch_model(model)
     assert not is_patched(model)
-    assert not model._forward_hooks
+    assert type(model) is type(build("Llama"))
+    assert type(model.lm_head) is nn.Linear
 
 
 @pytest.mark.usefixtures("nothing_materialises")
@@ -413,7 +439,7 @@ def test_wrappers_that_call_forward(patch_before: bool, build: Build, fused_call
     assert len(fused_calls) == 1
     with torch.no_grad():
         torch.testing.assert_close(wrapper.eval()(**batch()).loss, wanted)
-    assert len(fused_calls) == (1 if patch_before else 2)
+    assert len(fused_calls) == 2
     assert is_patched(wrapper)
     assert not is_patched(unpatch_model(wrapper))
     assert type(model.lm_head) is nn.Linear
@@ -509,32 +535,82 @@ def test_models_without_a_head(build: Build) -> None:
             super().__init__()
             self.module = model
 
-    with pytest.raises(TypeError, match="patch the model before wrapping"):
-        patch_model(Parallel())
+    assert is_patched(patch_model(Parallel()))
+    assert not is_patched(unpatch_model(model))
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, got str"):
         patch_model("gpt2")  # type: ignore[type-var]
     assert not is_patched(model)
 
 
-class _Quantised(nn.Linear):
+class _Own(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input)
 
 
 def test_heads_that_are_not_linear(build: Build) -> None:
     model = build("Llama")
-    model.lm_head = nn.Sequential(nn.Linear(32, V))
-    with pytest.raises(TypeError, match=r"Sequential; only torch\.nn\.Linear"):
+    model.lm_head = nn.Sequential(nn.Linear(32, 7), nn.GELU())
+    with pytest.raises(TypeError, match=r"is a .*Sequential, with no plain torch\.nn\.Linear"):
         patch_model(model)
-    model.lm_head = _Quantised(32, V)
-    with pytest.raises(TypeError, match="quantised"):
+    model.lm_head = _Own(32, V)
+    with pytest.raises(TypeError, match=r"is a .*_Own, with no plain torch\.nn\.Linear"):
         patch_model(model)
     model.lm_head = nn.Linear(32, V)
     model.lm_head.weight = nn.Parameter(torch.zeros(V, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match="int8"):
         patch_model(model)
     assert not is_patched(model)
-    assert not model._forward_pre_hooks
+    assert type(model).forward is type(build("Llama")).forward
+
+
+def test_a_linear_layer_behind_others_in_the_head(build: Build, fused_calls: Calls) -> None:
+    stock = build("Llama")
+    stock.lm_head = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, V))
+    patched = patch_model(copy.deepcopy(stock))
+    wanted, outputs = stock(**batch()), patched(**batch())
+    wanted.loss.backward()
+    outputs.loss.backward()
+    assert len(fused_calls) == 1
+    assert_same_outputs(wanted, outputs)
+    assert_same_gradients(stock, patched)
+
+
+def test_only_the_first_call_looks_for_the_head(build: Build) -> None:
+    model = patch_model(build("Llama"))
+    with torch.no_grad():
+        model.eval()(input_ids=batch()["input_ids"])
+    assert model._flce.watch_products is None
+    model(**batch())
+    assert model._flce.watch_products is False
+
+
+def test_a_head_that_is_a_product_with_the_embedding(fused_calls: Calls) -> None:
+    """Found by watching, without and with gradients, and left alone in inference."""
+    sizes = {
+        "max_position_embeddings": 9,
+        "d_model": 32,
+        "d_latents": 32,
+        "num_latents": 8,
+        "num_blocks": 1,
+        "num_self_attends_per_block": 1,
+    }
+    config = transformers.PerceiverConfig(
+        **sizes, vocab_size=V, num_self_attention_heads=2, num_cross_attention_heads=2
+    )
+    stock = transformers.PerceiverForMaskedLM(config).eval()
+    patched = patch_model(copy.deepcopy(stock))
+    inputs = {"inputs": batch()["input_ids"], "labels": batch()["labels"]}
+    for grad in (False, True, True):
+        with torch.set_grad_enabled(grad):
+            wanted, outputs = stock(**inputs), patched(**inputs)
+        assert_same_outputs(wanted, outputs)
+    assert len(fused_calls) == 3
+    assert patched._flce.watch_products
+    assert type(patched(inputs=inputs["inputs"]).logits) is Tensor
+    outputs.loss.backward()
+    wanted.loss.backward()
+    assert_same_gradients(stock, patched)
+    assert type(unpatch_model(patched)) is type(stock)
 
 
 def test_parametrised_heads_stay_what_they_are(build: Build, fused_calls: Calls) -> None:

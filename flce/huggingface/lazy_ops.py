@@ -1,0 +1,711 @@
+"""What each torch operation does to lazy logits: one function an operation, and the tables that name them.
+
+A function takes the state and the operation's own arguments, in which other lazy logits are states as well. It
+returns the new state, a tuple of states, a finished result, or NotImplemented, which asks for real logits. They
+run under the compiler as well, hence the plain code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce.huggingface.lazy_state import LazyState, StackState, State
+
+_STATES = (LazyState, StackState)
+
+
+# --------------------------------------------------------------------------------------------- elementwise
+
+
+def _scale(name: str) -> Callable[..., Any]:
+    def handler(state: LazyState, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return _scale_by_tensor(state, name, other)
+        if isinstance(other, bool) or not isinstance(other, (int, float)):
+            return NotImplemented
+        return _or_real(state.with_op(name, other))
+
+    return handler
+
+
+def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
+    """A 0-d factor goes onto the products' inputs: reading it synchronises, and it may need a gradient."""
+    if other.dim() != 0 or not other.is_floating_point() or not state.folded.linear:
+        return NotImplemented
+    scale = torch.mul if name == "mul" else torch.div
+    scaled = state.with_hidden(lambda hidden: scale(hidden, other))
+    terms = (t if t.bias is None else t.with_bias(scale(t.bias, other)) for t in scaled.terms)
+    return replace(scaled, terms=tuple(terms))
+
+
+def _add(sign: int) -> Callable[..., Any]:
+    def handler(state: LazyState, other: Any) -> Any:
+        if isinstance(other, LazyState):
+            return _add_terms(state, other, sign)
+        if isinstance(other, Tensor) and other.is_floating_point():
+            return _add_bias(state, other, sign)
+        return NotImplemented
+
+    return handler
+
+
+def _add_terms(state: LazyState, other: LazyState, sign: int) -> Any:
+    """The sum of two products of one shape, such as a head's and its adapter's."""
+    if (state.shape, state.class_dim, state.device) != (other.shape, other.class_dim, other.device):
+        return NotImplemented
+    if state.autocast_dtype != other.autocast_dtype or state.home != other.home:
+        return NotImplemented
+    signed = other if sign == 1 else other.with_op("mul", sign)
+    if signed is None:
+        return NotImplemented
+    left, right = _as_terms(state), _as_terms(signed)
+    if left is None or right is None:
+        return NotImplemented
+    return replace(state, terms=(*left, *right), ops=())
+
+
+def _as_terms(state: LazyState) -> Any:
+    """The terms with the state's operations in them, None if a sum of terms does not allow that."""
+    if not state.folded.linear:
+        return None
+    if not state.ops:
+        return state.terms
+    if len(state.terms) > 1:
+        return None  # rounded after the sum, which no term alone can repeat
+    (term,) = state.terms
+    return (replace(term, ops=(*term.ops, *state.ops)),)
+
+
+def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
+    """A tensor that is the same for every token becomes part of the bias."""
+    vocab = state.vocab_size
+    if not state.vocab_last or not 0 < other.dim() <= state.ndim or other.numel() != vocab:
+        return NotImplemented
+    if other.shape[-1] != vocab or other.device != state.device or other.device != state.home:
+        return NotImplemented
+    head, factor = state.terms[0], state.folded.logit_scale * state.terms[0].factor
+    if not state.folded.linear or factor == 0.0:
+        return NotImplemented
+    added = other.reshape(vocab).to(head.weight.dtype) / (sign * factor)
+    head = head.with_bias(added if head.bias is None else head.bias + added)
+    dtype = torch.promote_types(state.dtype, other.dtype)
+    return to_dtype(replace(state, terms=(head, *state.terms[1:])), dtype)
+
+
+def _fill(state: LazyState, columns: Any, value: Any) -> Any:
+    """Some classes' logits set to a number: their rows of the head become zero, and the bias that number.
+
+    Costs a copy of the head, which is exact whatever the number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not state.folded.linear:
+        return NotImplemented
+    head, factor = state.terms[0], state.folded.logit_scale * state.terms[0].factor
+    if factor == 0.0:
+        return NotImplemented
+    mask = torch.zeros(state.vocab_size, dtype=torch.bool, device=state.home)
+    mask[columns] = True
+    bias = head.weight.new_zeros(state.vocab_size) if head.bias is None else head.bias
+    terms = []
+    for term in state.terms:
+        versions = None if term.versions is None else (term.versions[0], 0)
+        filled = replace(term, weight=term.weight.masked_fill(mask[:, None], 0.0), bias=None, versions=versions)
+        if term.bias is not None and term is not head:
+            filled = filled.with_bias(term.bias.masked_fill(mask, 0.0))
+        terms.append(filled)
+    terms[0] = terms[0].with_bias(bias.masked_fill(mask, value / factor))
+    return replace(state, terms=tuple(terms))
+
+
+def _set_item(state: LazyState, index: Any, value: Any) -> Any:
+    """``logits[..., columns] = number``."""
+    items = _expand_index(state, index)
+    if items is None or len(items) != state.ndim:
+        return NotImplemented
+    columns = items.pop(state.class_dim)
+    if any(not isinstance(item, slice) or item != slice(None) for item in items) or columns is None:
+        return NotImplemented
+    return _fill(state, columns, value)
+
+
+def _masked_fill(state: LazyState, mask: Tensor, value: Any) -> Any:
+    """Masks that are the same for every token."""
+    vocab = state.vocab_size
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != state.home:
+        return NotImplemented
+    if not state.vocab_last or mask.dim() > state.ndim or mask.numel() != vocab or mask.shape[-1] != vocab:
+        return NotImplemented
+    return _fill(state, mask.reshape(vocab), value)
+
+
+def _log_softmax(
+    state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    if dim is None or _dim(state, dim) != state.class_dim:
+        return NotImplemented
+    kind = state.device.type
+    if dtype is None and kind != "cpu" and torch.is_autocast_enabled(kind) and state.dtype != torch.float64:
+        dtype = torch.float32  # as autocast has it, but on the CPU
+    state = state if dtype is None else to_dtype(state, dtype)
+    return state if state is NotImplemented else _or_real(state.with_op("log_softmax"))
+
+
+def _or_real(state: LazyState | None) -> Any:
+    return NotImplemented if state is None else state
+
+
+def _tanh(state: LazyState) -> Any:
+    return _or_real(state.with_op("tanh"))
+
+
+def _neg(state: LazyState) -> Any:
+    return _or_real(state.with_op("mul", -1))
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    def handler(state: LazyState) -> Any:
+        return to_dtype(state, dtype)
+
+    return handler
+
+
+def to_dtype(state: LazyState, dtype: torch.dtype) -> Any:
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return NotImplemented
+    return state if dtype == state.dtype else _or_real(state.with_op("to", dtype))
+
+
+def _to(
+    state: LazyState,
+    *args: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    other: Any = None,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Any:
+    if memory_format != torch.preserve_format:
+        return NotImplemented
+    for arg in args:
+        if isinstance(arg, torch.dtype):
+            dtype = arg
+        elif isinstance(arg, (Tensor, *_STATES)):
+            other = arg
+        elif isinstance(arg, (torch.device, str)) or (isinstance(arg, int) and not isinstance(arg, bool)):
+            device = arg
+    if other is not None:
+        dtype, device = other.dtype, other.device
+    if device is not None:
+        state = _to_device(state, torch.device(device))
+    if copy:
+        state = replace(state)
+    return state if dtype is None else to_dtype(state, dtype)
+
+
+def _to_device(state: LazyState, device: torch.device) -> LazyState:
+    if device.type == state.device.type and device.index is None:
+        return state
+    return state if device == state.device else replace(state, device=device)
+
+
+def _type_as(state: LazyState, other: Any) -> Any:
+    return _to(state, other.dtype, device=other.device)
+
+
+def _type(state: LazyState, dtype: Any) -> Any:
+    return to_dtype(state, dtype) if isinstance(dtype, torch.dtype) else NotImplemented
+
+
+def _contiguous(state: LazyState, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+    return state if memory_format == torch.contiguous_format else NotImplemented
+
+
+def _clone(state: LazyState, *, memory_format: torch.memory_format = torch.preserve_format) -> Any:
+    if memory_format not in (torch.preserve_format, torch.contiguous_format):
+        return NotImplemented
+    return replace(state)
+
+
+def _detach(state: LazyState) -> LazyState:
+    return state.detach()
+
+
+def _reshape(state: LazyState, *shape: Any) -> Any:
+    """``view`` and ``reshape`` of the token dimensions; the vocabulary stays last."""
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        shape = tuple(shape[0])
+    if not shape or not state.vocab_last or not all(isinstance(size, int) for size in shape):
+        return NotImplemented
+    vocab = state.vocab_size
+    if shape[-1] == -1:
+        rows, known = math.prod(state.shape[:-1]), math.prod(shape[:-1])
+        if any(size == -1 for size in shape[:-1]) or known != rows:
+            return NotImplemented
+    elif shape[-1] != vocab:
+        return NotImplemented
+    return state.with_hidden(lambda hidden: hidden.reshape(*shape[:-1], hidden.shape[-1]), len(shape) - 1)
+
+
+def _flatten(state: LazyState, start_dim: int = 0, end_dim: int = -1) -> Any:
+    start, end = _dim(state, start_dim), _dim(state, end_dim)
+    if not state.vocab_last or end >= state.class_dim or start > end:
+        return NotImplemented
+    return state.with_hidden(lambda hidden: hidden.flatten(start, end), state.class_dim - (end - start))
+
+
+def _transpose(state: LazyState, dim0: int, dim1: int) -> LazyState:
+    order = list(range(state.ndim))
+    a, b = _dim(state, dim0), _dim(state, dim1)
+    order[a], order[b] = order[b], order[a]
+    return _permute(state, *order)
+
+
+def _permute(state: LazyState, *dims: Any) -> LazyState:
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = tuple(dims[0])
+    order = [_dim(state, dim) for dim in dims]
+    return state.with_hidden(lambda hidden: hidden.permute(order), order.index(state.class_dim))
+
+
+def _movedim(state: LazyState, source: Any, destination: Any) -> Any:
+    if not isinstance(source, int) or not isinstance(destination, int):
+        return NotImplemented
+    order = list(range(state.ndim))
+    moved = order.pop(_dim(state, source))
+    order.insert(_dim(state, destination), moved)
+    return _permute(state, *order)
+
+
+def _unsqueeze(state: LazyState, dim: int) -> LazyState:
+    at = dim if dim >= 0 else dim + state.ndim + 1
+    return state.with_hidden(lambda hidden: hidden.unsqueeze(dim), state.class_dim + (at <= state.class_dim))
+
+
+def _squeeze(state: LazyState, dim: Any = None) -> Any:
+    if not isinstance(dim, int) or _dim(state, dim) == state.class_dim:
+        return NotImplemented
+    gone = state.shape[dim] == 1 and _dim(state, dim) < state.class_dim
+    return state.with_hidden(lambda hidden: hidden.squeeze(dim), state.class_dim - gone)
+
+
+def _getitem(state: LazyState, index: Any) -> Any:
+    """Index tokens as the logits would be indexed; a slice of the vocabulary slices the head instead."""
+    items = _expand_index(state, index)
+    if items is None:
+        return NotImplemented
+    kept, class_item, advanced, at, class_dim = 0, slice(None), False, 0, -1
+    for place, item in enumerate(items):
+        if isinstance(item, Tensor):
+            advanced = True
+            at += item.dim() if item.dtype == torch.bool else 1
+        elif item is None:
+            kept += 1
+        else:
+            if at == state.class_dim:
+                if not isinstance(item, slice):
+                    return NotImplemented
+                class_item, items[place], class_dim = item, slice(None), kept
+            at += 1
+            kept += isinstance(item, slice)
+    if class_dim < 0 or (advanced and not state.vocab_last):
+        return NotImplemented
+    if class_item != slice(None):
+        state = _slice_classes(state, class_item)
+        if state is NotImplemented:
+            return NotImplemented
+    if all(isinstance(item, slice) and item == slice(None) for item in items):
+        return state if class_item != slice(None) else replace(state)
+    selected = state.with_hidden(lambda hidden: hidden[tuple(items)], class_dim)
+    return replace(selected, class_dim=selected.ndim - 1) if advanced else selected
+
+
+def _slice_classes(state: LazyState, classes: slice) -> Any:
+    if state.folded.normalised:
+        return NotImplemented  # over the whole vocabulary
+    terms = (
+        replace(t, weight=t.weight[classes], bias=None if t.bias is None else t.bias[classes]) for t in state.terms
+    )
+    sliced = replace(state, terms=tuple(terms))
+    return sliced if sliced.vocab_size else NotImplemented
+
+
+def _expand_index(state: State, index: Any) -> list[Any] | None:
+    """The index as one item per dimension (new axes and masks apart), None if we do not follow an item."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    consumed, ellipsis_at = 0, None
+    for place, item in enumerate(items):
+        if item is Ellipsis:
+            if ellipsis_at is not None:
+                return None
+            ellipsis_at = place
+        elif isinstance(item, list) and all(type(i) is int for i in item):
+            items[place] = torch.tensor(item, dtype=torch.int64)
+            consumed += 1
+        elif isinstance(item, Tensor):
+            if isinstance(item, _STATES) or (item.dtype == torch.bool and item.dim() == 0):
+                return None
+            consumed += item.dim() if item.dtype == torch.bool else 1
+        elif isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
+            consumed += 1
+        elif item is not None:
+            return None
+    missing = state.ndim - consumed
+    if missing < 0:
+        return None
+    if ellipsis_at is None:
+        return items + [slice(None)] * missing
+    return items[:ellipsis_at] + [slice(None)] * missing + items[ellipsis_at + 1 :]
+
+
+def _select(state: LazyState, dim: int, index: int) -> Any:
+    return _getitem(state, (*[slice(None)] * _dim(state, dim), index))
+
+
+def _narrow(state: LazyState, dim: int, start: int, length: int) -> Any:
+    if not isinstance(start, int) or start < 0:
+        return NotImplemented
+    return _getitem(state, (*[slice(None)] * _dim(state, dim), slice(start, start + length)))
+
+
+def _index_select(state: LazyState, dim: int, index: Tensor) -> Any:
+    if _dim(state, dim) == state.class_dim:
+        return NotImplemented
+    return state.with_hidden(lambda hidden: hidden.index_select(dim, index))
+
+
+def _unbind(state: LazyState, dim: int = 0) -> Any:
+    if _dim(state, dim) == state.class_dim:
+        return NotImplemented
+    return tuple(_select(state, dim, i) for i in range(state.shape[_dim(state, dim)]))
+
+
+def _split(state: LazyState, split_size_or_sections: Any, dim: int = 0) -> Any:
+    if _dim(state, dim) == state.class_dim:
+        return NotImplemented
+    return _pieces(state, lambda hidden: hidden.split(split_size_or_sections, dim))
+
+
+def _chunk(state: LazyState, chunks: int, dim: int = 0) -> Any:
+    if _dim(state, dim) == state.class_dim:
+        return NotImplemented
+    return _pieces(state, lambda hidden: hidden.chunk(chunks, dim))
+
+
+def _pieces(state: LazyState, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple[LazyState, ...]:
+    def piece(i: int) -> LazyState:
+        return state.with_hidden(lambda hidden: cut(hidden)[i])
+
+    return tuple(piece(i) for i in range(len(cut(state.terms[0].hidden))))
+
+
+def _dim(state: State, dim: int) -> int:
+    if not -state.ndim <= dim < state.ndim:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-state.ndim}, {state.ndim - 1}], but got {dim})"
+        )
+    return dim % state.ndim
+
+
+# ------------------------------------------------------------------------------------------- values and losses
+
+
+def _argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
+    folded = state.folded
+    if dim is None or _dim(state, dim) != state.class_dim or folded.factor <= 0.0:
+        return NotImplemented
+    return _tokens(state, state.statistic("argmax"), keepdim)
+
+
+def _logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
+    """Its gradient is that of ``(lse - z_0) + z_0``, a fused loss and one column of the logits."""
+    if not isinstance(dim, int) or _dim(state, dim) != state.class_dim or state.folded.normalised:
+        return NotImplemented
+    lse = state.statistic("lse")
+    if torch.is_grad_enabled() and state.requires_grad:
+        target = torch.zeros(lse.shape, dtype=torch.int64, device=state.device)
+        first = _slice_classes(state, slice(0, 1)).logits().squeeze(state.class_dim)
+        for part in (state.cross_entropy(target, reduction="none"), first):
+            # Nothing but a gradient: the values are rounded in other places than the sum that they make.
+            lse = lse + (part - part.detach()).to(lse.dtype)
+    return _tokens(state, lse.to(state.dtype), keepdim)
+
+
+def _gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
+    """One class of each token, whose logits or log-probabilities are made without the others."""
+    if _dim(state, dim) != state.class_dim or not isinstance(index, Tensor) or sparse_grad:
+        return NotImplemented
+    if index.dtype != torch.int64 or index.device != state.device:
+        return NotImplemented
+    sizes = list(state.shape)
+    sizes[state.class_dim] = 1
+    if list(index.shape) != sizes:
+        return NotImplemented
+    target = index.squeeze(state.class_dim)
+    if not state.folded.normalised:
+        return _tokens(state, state.picked(target), keepdim=True)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling() and bool((target < 0).any()):
+        return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
+    loss = state.cross_entropy(target, reduction="none")
+    return _tokens(state, loss * -state.folded.factor, keepdim=True)
+
+
+def _sum(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Of log-probabilities over the vocabulary: the cross entropy with a uniform distribution, times -V."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if not isinstance(dim, int) or _dim(state, dim) != state.class_dim or not state.folded.normalised:
+        return NotImplemented
+    state = state if dtype is None else to_dtype(state, dtype)
+    if state is NotImplemented:
+        return NotImplemented
+    tokens = [size for place, size in enumerate(state.shape) if place != state.class_dim]
+    target = torch.zeros(tokens, dtype=torch.int64, device=state.device)
+    loss = state.cross_entropy(target, reduction="none", label_smoothing=1.0)
+    return _tokens(state, loss * (-state.folded.factor * state.vocab_size), keepdim)
+
+
+def _tokens(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
+    return values.unsqueeze(state.class_dim) if keepdim else values
+
+
+def _cross_entropy(
+    state: LazyState,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    if not isinstance(target, Tensor) or state.folded.factor != 1.0 or state.class_dim != min(1, state.ndim - 1):
+        return NotImplemented
+    if target.device != state.device or (weight is not None and weight.device != state.device):
+        return NotImplemented
+    if target.is_floating_point():
+        if target.shape != state.shape:
+            return NotImplemented
+        target = target.movedim(state.class_dim, -1)
+    else:
+        sizes = list(state.shape)
+        del sizes[state.class_dim]
+        if target.dtype != torch.int64 or list(target.shape) != sizes:
+            return NotImplemented
+    return state.cross_entropy(
+        target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
+    )
+
+
+def _nll_loss(
+    state: LazyState,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """``torch.nn.functional.nll_loss`` of log-probabilities."""
+    if not state.folded.normalised or not isinstance(target, Tensor) or target.is_floating_point():
+        return NotImplemented
+    return _cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+# ------------------------------------------------------------------------------------------ several together
+
+
+def _stack(parts: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(part, LazyState) for part in parts):
+        return NotImplemented
+    first = parts[0]
+    if any((p.shape, p.dtype, p.device) != (first.shape, first.dtype, first.device) for p in parts):
+        return NotImplemented
+    return StackState(tuple(parts), dim % (first.ndim + 1))
+
+
+def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
+    """Tokens after tokens of one head, or classes after classes for the same tokens.
+
+    The latter costs a copy of the heads.
+    """
+    first = parts[0]
+    if not all(isinstance(part, LazyState) and len(part.terms) == 1 for part in parts):
+        return NotImplemented
+    if any(replace(p, terms=first.terms) != first or p.terms[0].ops != first.terms[0].ops for p in parts):
+        return NotImplemented
+    terms = [part.terms[0] for part in parts]
+    for term in terms:
+        term.check_unchanged()
+    if _dim(first, dim) != first.class_dim:
+        if any(term.weight is not terms[0].weight or term.bias is not terms[0].bias for term in terms):
+            return NotImplemented
+        return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
+    if first.folded.normalised or any(term.hidden is not terms[0].hidden for term in terms):
+        return NotImplemented
+    bias = None
+    if any(term.bias is not None for term in terms):
+        bias = torch.cat([t.weight.new_zeros(t.weight.shape[0]) if t.bias is None else t.bias for t in terms])
+    weight = torch.cat([term.weight for term in terms])
+    return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, versions=None),))
+
+
+def _of_every_part(name: str) -> Callable[..., Any]:
+    def handler(state: StackState, *args: Any, **kwargs: Any) -> Any:
+        parts = [OPERATIONS[name](part, *args, **kwargs) for part in state.parts]
+        if state.viewed_as is not None or any(part is NotImplemented for part in parts):
+            return NotImplemented
+        return replace(state, parts=tuple(parts))
+
+    return handler
+
+
+def _stack_getitem(state: StackState, index: Any) -> Any:
+    items = _expand_index(state, index)
+    if state.viewed_as is not None or items is None or len(items) != state.ndim:
+        return NotImplemented
+    which = items.pop(state.dim)
+    if isinstance(which, int):
+        return _getitem(state.parts[which], tuple(items))
+    if not isinstance(which, slice) or not all(isinstance(item, slice) for item in items):
+        return NotImplemented
+    parts = tuple(_getitem(part, tuple(items)) for part in state.parts[which])
+    return NotImplemented if not parts or NotImplemented in parts else replace(state, parts=parts)
+
+
+def _stack_select(state: StackState, dim: int, index: int) -> Any:
+    return _stack_getitem(state, (*[slice(None)] * _dim(state, dim), index))
+
+
+def _stack_unbind(state: StackState, dim: int = 0) -> Any:
+    return tuple(_stack_select(state, dim, i) for i in range(state.shape[_dim(state, dim)]))
+
+
+def _stack_reshape(state: StackState, *shape: Any) -> Any:
+    """Put off until somebody reads the logits."""
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        shape = tuple(shape[0])
+    known, total = math.prod(size for size in shape if size != -1), math.prod(state.shape)
+    if shape.count(-1) > 1 or known == 0 or total % known or (-1 not in shape and known != total):
+        return NotImplemented
+    return replace(state, viewed_as=tuple(total // known if size == -1 else size for size in shape))
+
+
+# -------------------------------------------------------------------------------------------------- the tables
+
+# Operations whose results share memory with their input, so that a later in-place write shows in both.
+VIEWS: dict[str, Callable[..., Any]] = {
+    "view": _reshape,
+    "reshape": _reshape,
+    "flatten": _flatten,
+    "transpose": _transpose,
+    "swapaxes": _transpose,
+    "swapdims": _transpose,
+    "permute": _permute,
+    "movedim": _movedim,
+    "moveaxis": _movedim,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "__getitem__": _getitem,
+    "select": _select,
+    "narrow": _narrow,
+    "unbind": _unbind,
+    "split": _split,
+    "chunk": _chunk,
+    "detach": _detach,
+    "data": _detach,
+}
+
+LOSSES: dict[str, Callable[..., Any]] = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    **VIEWS,
+    "mul": _scale("mul"),
+    "multiply": _scale("mul"),
+    "__mul__": _scale("mul"),
+    "__rmul__": _scale("mul"),
+    "div": _scale("div"),
+    "divide": _scale("div"),
+    "true_divide": _scale("div"),
+    "__truediv__": _scale("div"),
+    "add": _add(1),
+    "__add__": _add(1),
+    "__radd__": _add(1),
+    "sub": _add(-1),
+    "subtract": _add(-1),
+    "__sub__": _add(-1),
+    "tanh": _tanh,
+    "log_softmax": _log_softmax,
+    "masked_fill": _masked_fill,
+    "argmax": _argmax,
+    "logsumexp": _logsumexp,
+    "gather": _gather,
+    "sum": _sum,
+    "neg": _neg,
+    "negative": _neg,
+    "__neg__": _neg,
+    "float": _cast(torch.float32),
+    "double": _cast(torch.float64),
+    "half": _cast(torch.float16),
+    "bfloat16": _cast(torch.bfloat16),
+    "to": _to,
+    "type": _type,
+    "type_as": _type_as,
+    "contiguous": _contiguous,
+    "clone": _clone,
+    "index_select": _index_select,
+    **LOSSES,
+}
+
+# Of a stack of lazy logits.
+STACK_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "__getitem__": _stack_getitem,
+    "select": _stack_select,
+    "unbind": _stack_unbind,
+    "view": _stack_reshape,
+    "reshape": _stack_reshape,
+    **{name: _of_every_part(name) for name in ("float", "to", "contiguous", "detach")},
+}
+
+# Of a sequence of lazy logits.
+JOINS: dict[str, Callable[..., Any]] = {
+    "stack": _stack,
+    "cat": _cat,
+    "concat": _cat,
+    "concatenate": _cat,
+}
+
+# In place: what the logits become.
+IN_PLACE: dict[str, Callable[..., Any]] = {
+    "__setitem__": _set_item,
+    "masked_fill_": _masked_fill,
+    **{f"__i{name}__": OPERATIONS[f"__{name}__"] for name in ("add", "sub", "mul", "truediv")},
+    **{f"{name}_": OPERATIONS[name] for name in ("add", "sub", "mul", "div", "neg", "tanh")},
+}
+
+# Answered by the wrapper itself, which knows its shape, dtype, device and place in the graph.
+METADATA = frozenset(
+    """
+    shape dtype device layout ndim requires_grad is_leaf grad_fn grad output_nr names itemsize nbytes
+    is_cpu is_cuda is_mps is_xpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla
+    is_ipu is_maia is_vulkan size dim ndimension numel nelement stride storage_offset is_contiguous
+    element_size is_floating_point is_complex is_signed is_inference get_device __len__ __hash__ _version
+    is_same_size is_conj is_neg is_shared _base _is_view retains_grad
+    """.split()  # noqa: SIM905
+)
+# Make a new tensor of their first argument's shape, dtype or device, without reading it.
+LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
+NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
+# Read no more than the shape, dtype or device of their second argument.
+AS = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
+COMMUTES = {"mul", "multiply", "__mul__", "add", "__add__"}
+# Begin as in-place operators do.
+NOT_IN_PLACE = {"__int__", "__index__", "__iter__", "__invert__"}

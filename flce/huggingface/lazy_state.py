@@ -1,0 +1,457 @@
+"""What lazy logits would be computed from: matrix products, and what has been done to their sum since.
+
+:class:`LazyState` is immutable; every operation makes another. It knows how to compute the logits as the model
+would have, bit for bit, and how to do without them: the fused loss, and the values that models and trainers
+take from logits. Nothing here knows how tensors come to be intercepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.functional import fused_linear_cross_entropy
+from flce.planning import ChunkOptions
+
+# One recorded operation: ("mul" | "div", number), ("tanh", None), ("to", dtype) or ("log_softmax", None), over
+# the vocabulary.
+Op = tuple[str, Any]
+
+OnMaterialize = Literal["warn", "ignore", "raise"]
+
+
+# ---------------------------------------------------------------------------------- elementwise normal form
+
+
+class Folded(NamedTuple):
+    """``softcap * tanh(logit_scale * x / softcap)``, then perhaps ``factor * log_softmax(...)``."""
+
+    logit_scale: float
+    softcap: float | None  # None: no tanh
+    normalised: bool = False
+    factor: float = 1.0
+
+    @property
+    def linear(self) -> bool:
+        return self.softcap is None and not self.normalised
+
+
+def fold(ops: tuple[Op, ...]) -> Folded | None:
+    """Bring elementwise operations into the operator's form.
+
+    Casts are skipped: the operator computes in float32 (or float64) whatever the model rounds to. So is a
+    log-softmax of log-probabilities, which are normalised already.
+
+    Returns:
+        None where the operations do not fit (two tanh, a factor that is not finite).
+    """
+    inner, outer = 1.0, None  # outer * tanh(inner * x), or inner * x while outer is None
+    normalised, behind = False, 1.0
+    for name, value in ops:
+        if name == "log_softmax":
+            if normalised and behind != 1.0:
+                return None
+            normalised = True
+        elif name == "tanh":
+            if outer is not None or normalised:
+                return None
+            outer = 1.0
+        elif name != "to":
+            if name == "div" and value == 0:
+                return None
+            factor = float(value) if name == "mul" else 1.0 / float(value)
+            if normalised:
+                behind *= factor
+            elif outer is None:
+                inner *= factor
+            else:
+                outer *= factor
+    if not all(math.isfinite(factor) for factor in (inner, outer or 0.0, behind)):
+        return None
+    if outer is None:
+        return Folded(_snap(inner), None, normalised, behind)
+    if outer == 0.0:
+        return Folded(0.0, None, normalised, behind)
+    # |outer| is the softcap, whose division of the argument is undone; tanh is odd, so a sign can go inside.
+    return Folded(_snap(inner * outer), abs(outer), normalised, behind)
+
+
+def _snap(scale: float) -> float:
+    """``x / c * c`` multiplies by 1 up to a rounding error; let the operator see that there is no scale."""
+    return 1.0 if abs(scale - 1.0) < 1e-14 else scale
+
+
+def _replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
+    """Do to real logits, vocabulary last, what was recorded."""
+    for name, value in ops:
+        if name == "mul":
+            z = z * value
+        elif name == "div":
+            z = z / value
+        elif name == "tanh":
+            z = torch.tanh(z)
+        elif name == "log_softmax":
+            z = torch.log_softmax(z, -1)
+        else:
+            z = z.to(value)
+    return z
+
+
+def _dtype_after(ops: tuple[Op, ...], before: torch.dtype) -> torch.dtype:
+    return next((value for name, value in reversed(ops) if name == "to"), before)
+
+
+# ---------------------------------------------------------------------------------------------------- terms
+
+
+@dataclass(frozen=True)
+class LinearTerm:
+    """One matrix product, and what was done to it before it was added to others.
+
+    Attributes:
+        hidden: the logits' shape, with the hidden size H in place of the vocabulary V. Everything that
+            happens to the token dimensions of the logits happens to this tensor.
+        weight: ``(V, H)``.
+        bias: ``(V,)`` or None.
+        dtype: of the product.
+        versions: in-place versions of the tensors when the product was to be made, None where they cannot be
+            had or do not matter.
+        ops: factors and casts.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    versions: tuple[int, ...] | None = None
+    ops: tuple[Op, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.hidden, self.weight) if self.bias is None else (self.hidden, self.weight, self.bias)
+
+    @property
+    def factor(self) -> float:
+        folded = fold(self.ops)
+        assert folded is not None
+        return folded.logit_scale
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> LinearTerm:
+        """The term on other tensors, which nobody changes in place."""
+        bias = None if self.bias is None else tensors[2]
+        return replace(self, hidden=tensors[0], weight=tensors[1], bias=bias, versions=None)
+
+    def with_hidden(self, hidden: Tensor) -> LinearTerm:
+        """After an operation on the token dimensions, which made ``hidden`` of the hidden states."""
+        versions = self.versions
+        if versions is not None and hidden.is_inference():
+            versions = None
+        elif versions is not None:
+            # A view shares the counter of what it views; a copy counts from zero. Keep a change that came before.
+            versions = (versions[0] + hidden._version - self.hidden._version, *versions[1:])
+        return replace(self, hidden=hidden, versions=versions)
+
+    def with_bias(self, bias: Tensor) -> LinearTerm:
+        """With a bias that was made for this term."""
+        versions = self.versions
+        if versions is not None:
+            versions = None if bias.is_inference() else (*versions[:2], bias._version)
+        return replace(self, bias=bias, versions=versions)
+
+    def detach(self) -> LinearTerm:
+        bias = None if self.bias is None else self.bias.detach()
+        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
+    def check_unchanged(self) -> None:
+        if self.versions is not None and self.versions != versions_of(*self.tensors):
+            raise RuntimeError(
+                "these lazy logits can no longer be computed: the hidden states or the output embedding were "
+                "modified in place since the model ran (an optimizer step?). Before that, call "
+                "outputs.logits.materialize()."
+            )
+
+
+def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
+    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
+        return None  # inference tensors do not count their changes
+    return tuple(t._version for t in tensors)
+
+
+# ---------------------------------------------------------------------------------------------------- state
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user of ``patch_model`` has chosen."""
+
+    options: ChunkOptions | None = None
+    on_materialize: OnMaterialize = "warn"
+
+
+@dataclass(frozen=True)
+class LazyState:
+    """The sum of some linear terms, of one shape and ``class_dim``, and what was done to it.
+
+    Attributes:
+        terms: the head's product and those of its adapters.
+        class_dim: which dimension of the logits is the vocabulary.
+        ops: elementwise operations since, in order, so that materialised logits are bit for bit the model's.
+            Always such that :func:`fold` accepts them.
+        autocast_dtype: what the head ran under, None for no autocast.
+        device: where the logits are wanted.
+    """
+
+    terms: tuple[LinearTerm, ...]
+    class_dim: int
+    autocast_dtype: torch.dtype | None
+    device: torch.device
+    settings: Settings = Settings()
+    ops: tuple[Op, ...] = ()
+
+    # -- what it looks like
+
+    @property
+    def shape(self) -> torch.Size:
+        sizes = list(self.terms[0].hidden.shape)
+        sizes[self.class_dim] = self.vocab_size
+        return torch.Size(sizes)
+
+    @property
+    def ndim(self) -> int:
+        return self.terms[0].hidden.dim()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.terms[0].weight.shape[0]
+
+    @property
+    def vocab_last(self) -> bool:
+        return self.class_dim == self.ndim - 1
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtypes = [_dtype_after(term.ops, term.dtype) for term in self.terms]
+        total = dtypes[0]
+        for dtype in dtypes[1:]:
+            total = torch.promote_types(total, dtype)
+        return _dtype_after(self.ops, total)
+
+    @property
+    def home(self) -> torch.device:
+        """Where the products are made."""
+        return self.terms[0].hidden.device
+
+    @property
+    def folded(self) -> Folded:
+        folded = fold(self.ops)
+        assert folded is not None, "lazy logits hold operations without a normal form"
+        return folded
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for term in self.terms for tensor in term.tensors)
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    # -- others like it
+
+    def with_op(self, name: str, value: Any = None) -> LazyState | None:
+        """The state after one more elementwise operation, None if that has no lazy form."""
+        ops = (*self.ops, (name, value))
+        return None if fold(ops) is None else replace(self, ops=ops)
+
+    def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
+        """The state after an operation on the token dimensions, which is done to the hidden states instead."""
+        terms = tuple(term.with_hidden(function(term.hidden)) for term in self.terms)
+        return replace(self, terms=terms, class_dim=self.class_dim if class_dim is None else class_dim)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> LazyState:
+        """The state on other tensors, in the order of :attr:`tensors`."""
+        terms, start = [], 0
+        for term in self.terms:
+            stop = start + len(term.tensors)
+            terms.append(term.with_tensors(tensors[start:stop]))
+            start = stop
+        return replace(self, terms=tuple(terms))
+
+    def detach(self) -> LazyState:
+        return replace(self, terms=tuple(term.detach() for term in self.terms))
+
+    # -- what it is for
+
+    def logits(self) -> Tensor:
+        """Compute the logits as the model would have, with the same roundings."""
+        # What the logits depend on was decided when the head ran, not by the grad mode of whoever reads
+        # them first.
+        with torch.set_grad_enabled(self.requires_grad):
+            logits = self._sum_of_products(F.linear)
+            return (logits if self.vocab_last else logits.movedim(-1, self.class_dim)).to(self.device)
+
+    def picked(self, index: Tensor) -> Tensor:
+        """One logit of each token: ``index`` is of the tokens' shape, and so is the result."""
+
+        def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            rows = F.embedding(index.to(self.home), weight)
+            z = torch.matmul(rows.unsqueeze(-2), hidden.unsqueeze(-1))[..., 0, 0]
+            return z if bias is None else z + bias[index.to(self.home)].to(z.dtype)
+
+        return self._sum_of_products(product).to(self.device)
+
+    def _sum_of_products(self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
+        total = None
+        for term in self.terms:
+            term.check_unchanged()
+            hidden = term.hidden.movedim(self.class_dim, -1)
+            z = _replay(self._in_head_autocast(product, hidden, term.weight, term.bias), term.ops)
+            total = z if total is None else total + z
+        assert total is not None
+        return _replay(total, self.ops)
+
+    def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
+        """The loss without the logits. ``target``: class indices, or probabilities with the classes last."""
+        loss = self._fused(target, weight=weight, **spec)
+        # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
+        under_autocast = torch.is_autocast_enabled(self.device.type) and self.dtype != torch.float64
+        return loss.to(self.device, torch.float32 if under_autocast else self.dtype)
+
+    def statistic(self, name: str) -> Tensor:
+        """``"argmax"`` or ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
+        state = self.detach()
+        tokens = [size for dim, size in enumerate(state.shape) if dim != state.class_dim]
+        target = torch.zeros(tokens, dtype=torch.int64, device=self.home)
+        output = state._fused(target, reduction="none", ignore_index=-100, stats=(name,))
+        return getattr(output, name).to(self.device)
+
+    def _fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
+        for term in self.terms:
+            term.check_unchanged()
+        folded, (head, *adapters) = self.folded, [self._scaled(term) for term in self.terms]
+        biases = [bias for _, _, bias in (head, *adapters) if bias is not None]
+        if adapters:  # not an argument otherwise: one term is what most models have
+            spec["adapters"] = tuple((hidden, weight) for hidden, weight, _ in adapters)
+        return self._in_head_autocast(
+            fused_linear_cross_entropy,
+            head[0],
+            head[1],
+            target.to(self.home),
+            linear_bias=sum(biases[1:], biases[0]) if biases else None,
+            weight=None if weight is None else weight.to(self.home),
+            logit_scale=folded.logit_scale,
+            softcap=folded.softcap,
+            options=self.settings.options,
+            **spec,
+        )
+
+    def _scaled(self, term: LinearTerm) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states with the hidden size last, weight and bias, in one dtype, with the factor in them."""
+        hidden, weight, bias = term.hidden.movedim(self.class_dim, -1), term.weight, term.bias
+        if term.factor != 1.0:
+            hidden, bias = hidden * term.factor, None if bias is None else bias * term.factor
+        if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
+            dtype = self.terms[0].weight.dtype
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        return hidden, weight, bias
+
+    def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call with the autocast state the head was called with, which may have been left since."""
+        kind = self.home.type
+        now = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if now == self.autocast_dtype:
+            return function(*args, **kwargs)
+        enabled = self.autocast_dtype is not None
+        with torch.autocast(kind, dtype=self.autocast_dtype if enabled else now, enabled=enabled):
+            return function(*args, **kwargs)
+
+
+def head_state(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings | None = None) -> LazyState:
+    """The state of ``F.linear(hidden, weight, bias)``, called now.
+
+    Args:
+        hidden: ``(..., H)``, floating.
+        weight: ``(V, H)``.
+        bias: ``(V,)`` or None.
+        settings: what ``patch_model`` was called with.
+    """
+    kind = hidden.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    # Autocast leaves float64 alone.
+    dtype = hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
+    versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
+    term = LinearTerm(hidden, weight, bias, dtype, versions)
+    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, settings or Settings())
+
+
+@dataclass(frozen=True)
+class StackState:
+    """``torch.stack`` of several lazy logits: what models with a head per codebook make.
+
+    Can be taken apart again; anything else needs the logits.
+
+    Attributes:
+        parts: of one shape, dtype and device.
+        dim: of the stack.
+        viewed_as: the shape that the stack was given since, after which it cannot be taken apart. None: its own.
+    """
+
+    parts: tuple[LazyState, ...]
+    dim: int
+    viewed_as: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        if self.viewed_as is not None:
+            return torch.Size(self.viewed_as)
+        sizes = list(self.parts[0].shape)
+        sizes.insert(self.dim, len(self.parts))
+        return torch.Size(sizes)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def settings(self) -> Settings:
+        return self.parts[0].settings
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for part in self.parts for tensor in part.tensors)
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(part.requires_grad for part in self.parts)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> StackState:
+        parts, start = [], 0
+        for part in self.parts:
+            stop = start + len(part.tensors)
+            parts.append(part.with_tensors(tensors[start:stop]))
+            start = stop
+        return replace(self, parts=tuple(parts))
+
+    def detach(self) -> StackState:
+        return replace(self, parts=tuple(part.detach() for part in self.parts))
+
+    def logits(self) -> Tensor:
+        with torch.set_grad_enabled(self.requires_grad):
+            return torch.stack([part.logits() for part in self.parts], self.dim).reshape(self.shape)
+
+
+State = LazyState | StackState
