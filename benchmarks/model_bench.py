@@ -1,7 +1,7 @@
 """Measures all contenders on the training step of a model: one model, which each changes for its turns.
 
-A step is forward with labels, backward, the optimizer if there is one, and dropping the gradients. As in most
-hand-written loops the model's output, with logits where there are some, lives until the end of the step.
+A step is forward with labels, backward, the optimizer if there is one, and dropping the gradients. As in Trainer,
+nothing but the loss is kept of the model's output, so that no logits live during backward that it does not need.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class TrainingStep:
 
     def __call__(self) -> Outcome:
         try:
-            outputs = self.model(input_ids=self.batch, labels=self.batch, use_cache=False, **self.call)
+            loss = self.model(input_ids=self.batch, labels=self.batch, use_cache=False, **self.call).loss
             if self.batch.is_cuda:  # the allocator keeps its books on the host: nothing is waited for
                 self.forward_peak_bytes = torch.cuda.max_memory_allocated(self.batch.device)
-            outputs.loss.backward()
+            loss.backward()
             if self.optimizer is not None:
                 self.optimizer.step()
-            self.loss = outputs.loss.detach()
+            self.loss = loss.detach()
         finally:
             self.model.zero_grad(set_to_none=True)
         return Outcome(self.loss)

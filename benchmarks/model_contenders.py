@@ -50,19 +50,28 @@ def ours(model: nn.Module, **options: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def liger(model: nn.Module, **kernels: bool) -> Iterator[None]:
+def liger(model: nn.Module, fused_linear_cross_entropy: bool = True, **kernels: bool) -> Iterator[None]:
     """Liger has no way back: it replaces methods of modules and names in the model's Python file."""
     patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
     attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
     names = vars(sys.modules[type(model).__module__])
     before = [*attributes, (names, dict(names))]
     try:
-        patch._apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=True, **kernels)
+        patch._apply_liger_kernel_to_instance(
+            model=model, fused_linear_cross_entropy=fused_linear_cross_entropy, **kernels
+        )
         yield
     finally:
         for present, saved in before:
             present.clear()
             present.update(saved)
+
+
+@contextlib.contextmanager
+def ours_and_ligers_layers(model: nn.Module) -> Iterator[None]:
+    """The two go together: Liger's kernels for everything but the loss."""
+    with liger(model, fused_linear_cross_entropy=False), ours(model):
+        yield
 
 
 only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False)
@@ -83,6 +92,7 @@ MODEL_CONTENDERS = [
         {"accum_dtype": torch.float32},
     ),
     ModelContender("liger", "Liger, all its kernels", "peer", liger, liger_unavailable),
+    ModelContender("ours-liger-layers", "flce, with Liger's layers", "peer", ours_and_ligers_layers, liger_unavailable),
     ModelContender("stock", "stock", "stock", unchanged),
 ]
 

@@ -1,0 +1,56 @@
+"""``FlceCallback``: a Transformers ``Trainer`` whose model is patched, for those who never touch the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import TrainerCallback
+
+from flce.functional import check_options
+from flce.huggingface.lazy_state import OnMaterialize
+from flce.huggingface.patch import patch_model, unpatch_model
+from flce.planning import ChunkOptions
+
+
+class FlceCallback(TrainerCallback):
+    """Applies :func:`flce.patch_model` to the model of a ``Trainer``.
+
+    ``Trainer(model, args, callbacks=[FlceCallback()])`` is all that is needed. The model is patched when the
+    trainer has been made, so that ``evaluate()`` and ``predict()`` without ``train()`` have the fused loss
+    too, and again when training begins: by then ``model_init`` may have made another model. Whatever the trainer
+    does to the model in between (adapters, compilation, mixed precision, sharding) finds it as it would be had
+    ``patch_model`` been called by hand.
+
+    The model stays patched: evaluation after training is fused too, and saving and generating do not change.
+
+    Args:
+        options: ``flce.ChunkOptions`` for the fused loss, see :func:`flce.patch_model`.
+        on_materialize: what happens where something reads the logits, see :func:`flce.patch_model`.
+        unpatch: restore the stock model when training ends.
+
+    Raises:
+        TypeError: (from ``Trainer``) the model cannot be patched, see :func:`flce.patch_model`.
+    """
+
+    def __init__(
+        self, *, options: ChunkOptions | None = None, on_materialize: OnMaterialize = "warn", unpatch: bool = False
+    ) -> None:
+        check_options(options)
+        self.options = options
+        self.on_materialize = on_materialize
+        self.unpatch = unpatch
+
+    def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
+        self._patch(model)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
+        self._patch(model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
+        if self.unpatch and model is not None:
+            unpatch_model(model)
+
+    def _patch(self, model: nn.Module | None) -> None:
+        if model is not None:
+            patch_model(model, options=self.options, on_materialize=self.on_materialize)
