@@ -6,8 +6,8 @@ Four operators, so that `torch.compile` records a call as one node and autograd 
 * ``flce::linear_cross_entropy_backward``: the gradients of a plan that defers them;
 * ``flce::scale_`` and ``flce::scale_cast``: a gradient made in forward times the upstream gradient.
 
-An operator's schema takes tensors and scalars only: `_pack` takes the dataclasses of `problem` and `planning`
-apart, `_unpack` puts them together again on the other side.
+An operator's schema takes tensors, scalars and lists of them only: `_pack` takes the dataclasses of `problem` and
+`planning` apart, `_unpack` puts them together again on the other side.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.autograd import forward_ad
 
 from flce import engine
 from flce.backends import backend_name, get_backend
-from flce.planning import ChunkOptions, ChunkPlan, base_plan, make_plan
-from flce.problem import LinearCrossEntropyProblem, LossSpec, Needs, accumulation_dtype
+from flce.planning import CallShape, ChunkOptions, ChunkPlan, base_plan, make_plan
+from flce.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
 
-# Of _ARGUMENTS: the tensors, and the fields of LossSpec that follow them.
+# Of _ARGUMENTS: the tensors and lists of them, and the fields of LossSpec that follow.
 _NUM_TENSORS = 7
 _NUM_SPEC = 8
 _ARGUMENTS = (
-    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
+    "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
     "Tensor? token_weight, Tensor? num_items, "
     "str reduction, int ignore_index, float label_smoothing, float? softcap, float logit_scale, "
     "float temperature, float z_loss, str stats, "
-    "bool input_grad, bool weight_grad, bool bias_grad, "
+    "bool[] needs, "
     "int? chunk_rows, int? max_workspace_bytes, str strategy, ScalarType? logits_dtype, "
     "ScalarType accum_dtype, bool? skip_ignored"
 )
@@ -46,10 +46,7 @@ class Outputs(NamedTuple):
     logprob: Tensor  # (N,)
     entropy: Tensor  # (N,)
     argmax: Tensor  # (N,)
-    # Gradients of the loss, times grad_unit: no user sees these.
-    input_grad: Tensor  # (N, H)
-    weight_grad: Tensor  # (V, H)
-    bias_grad: Tensor  # (V,)
+    grads: list[Tensor]  # of the loss, times grad_unit, as `Needs.flat` lists them; no user sees these
     grad_unit: Tensor  # ()
 
 
@@ -60,7 +57,8 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
         RuntimeError: an argument carries a forward-mode tangent, which would be lost without a word.
     """
     if not torch.compiler.is_compiling():
-        for tensor in (problem.input, problem.linear_weight, problem.linear_bias):
+        of_terms = (tensor for term in problem.terms for tensor in (term.input, term.weight))
+        for tensor in (*of_terms, problem.linear_bias):
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise RuntimeError(
                     "fused_linear_cross_entropy has no forward-mode derivative; use torch.nn.functional.linear "
@@ -70,10 +68,10 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
 
 
 def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...]:
-    spec, needs = p.spec, p.needs
+    spec = p.spec
     return (
-        p.input,
-        p.linear_weight,
+        [term.input for term in p.terms],
+        [term.weight for term in p.terms],
         p.target,
         p.linear_bias,
         p.class_weight,
@@ -87,9 +85,7 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         float(spec.temperature),
         float(spec.z_loss),
         ",".join(spec.stats),
-        needs.input,
-        needs.weight,
-        needs.bias,
+        p.needs.flat,
         options.chunk_rows,
         options.max_workspace_bytes,
         options.strategy,
@@ -100,31 +96,30 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan]:
-    tensors, scalars = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
+    inputs, weights, *tensors = args[:_NUM_TENSORS]
+    scalars = args[_NUM_TENSORS:]
     *loss, stats = scalars[:_NUM_SPEC]
+    needs, *chunking, skip = scalars[_NUM_SPEC:]
+    terms = tuple(map(LinearTerm, inputs, weights))
     spec = LossSpec(*loss, tuple(stats.split(",")) if stats else ())  # type: ignore[call-arg]
-    problem = LinearCrossEntropyProblem(*tensors, spec, _needs(scalars))  # type: ignore[call-arg]
-    *chunking, skip = scalars[_NUM_SPEC + 3 :]
+    problem = LinearCrossEntropyProblem(terms, *tensors, spec, Needs.from_flat(needs))  # type: ignore[call-arg]
     options = ChunkOptions(*chunking, "auto" if skip is None else skip)  # type: ignore[call-arg]
     return problem, _plan(problem, options)
 
 
-def _needs(scalars: tuple[Any, ...]) -> Needs:
-    return Needs(*scalars[_NUM_SPEC : _NUM_SPEC + 3])
-
-
 def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
-    (n, h), v, device = p.input.shape, p.linear_weight.shape[0], p.input.device
-    if all(isinstance(size, int) for size in (n, h, v)):
-        return make_plan(n, h, v, p.input.dtype, device, p.spec, p.needs, options)
+    n, h, v, device = p.num_tokens, p.hidden_sizes, p.vocab_size, p.device
+    shape = CallShape(n, h, v, p.dtype, device.type, backend_name(device), p.spec, p.needs)
+    if all(isinstance(size, int) for size in (n, *h, v)):
+        return make_plan(shape, options)
     # While a graph is traced: what the outputs look like does not depend on the sizes of the tiles.
-    return base_plan(n, h, v, p.input.dtype, device.type, backend_name(device), p.spec, p.needs, options)
+    return base_plan(shape, options)
 
 
-def _forward(*args: Any) -> tuple[Tensor, ...]:
+def _forward(*args: Any) -> Outputs:
     problem, plan = _unpack(args)
     result = engine.forward(problem, plan)
-    empty = problem.input.new_empty(0)
+    empty = problem.terms[0].input.new_empty(0)
 
     def put(t: Tensor | None) -> Tensor:
         return empty.clone() if t is None else t  # outputs of an operator must not share memory
@@ -136,22 +131,20 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         put(result.rows.logprob),
         put(result.rows.entropy),
         put(result.rows.argmax),
-        put(result.grads.input),
-        put(result.grads.weight),
-        put(result.grads.bias),
+        result.grads,
         put(result.grad_unit),
     )
 
 
-def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
+def _forward_fake(*args: Any) -> Outputs:
     p, plan = _unpack(args)
-    accum, stats = accumulation_dtype(p.input.dtype), p.spec.stats
-    n = p.input.shape[0]
+    accum, stats, n = accumulation_dtype(p.dtype), p.spec.stats, p.num_tokens
+    like = p.terms[0].input
     loss_shape = (n,) if p.spec.reduction == "none" else ()
     ahead = p.needs.any and not plan.deferred
 
     def new(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = accum) -> Tensor:
-        return p.input.new_empty(shape, dtype=dtype) if wanted else p.input.new_empty(0)
+        return like.new_empty(shape, dtype=dtype) if wanted else like.new_empty(0)
 
     return Outputs(
         new(True, loss_shape),
@@ -160,50 +153,57 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
         new("logprob" in stats, (n,)),
         new("entropy" in stats, (n,)),
         new("argmax" in stats or "correct" in stats, (n,), torch.int64),
-        new(ahead and p.needs.input, tuple(p.input.shape), plan.input_grad_dtype),
-        new(ahead and p.needs.weight, tuple(p.linear_weight.shape), plan.weight_grad_dtype),
-        new(ahead and p.needs.bias, (p.linear_weight.shape[0],)),
+        _fake_grads(p, plan.input_grad_dtype, plan.weight_grad_dtype, accum) if ahead else [],
         new(ahead and plan.grad_dtype == torch.float16, ()),
     )
 
 
-def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     problem, plan = _unpack(args)
-    grads = engine.backward(problem, plan, normalizer, upstream)
-    results = (problem.input.new_empty(0) if g is None else g for g in (grads.input, grads.weight, grads.bias))
-    return tuple(results)  # type: ignore[return-value]
+    return engine.backward(problem, plan, normalizer, upstream)
 
 
-def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     p, _ = _unpack(args)
-
-    def new(wanted: bool, like: Tensor) -> Tensor:
-        return like.new_empty(like.shape) if wanted else p.input.new_empty(0)
-
-    bias_grad = p.linear_weight.new_empty(p.linear_weight.shape[0] if p.needs.bias else 0)
-    return new(p.needs.input, p.input), new(p.needs.weight, p.linear_weight), bias_grad
+    return _fake_grads(p, p.dtype, p.dtype, p.dtype)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _fake_grads(
+    p: LinearCrossEntropyProblem, input_dtype: torch.dtype, weight_dtype: torch.dtype, bias_dtype: torch.dtype
+) -> list[Tensor]:
+    """Those that are needed, in the order of `Needs.flat`."""
+    weight = p.terms[0].weight
+    grads = (
+        *(term.input.new_empty(term.input.shape, dtype=input_dtype) for term in p.terms),
+        *(term.weight.new_empty(term.weight.shape, dtype=weight_dtype) for term in p.terms),
+        weight.new_empty(p.vocab_size, dtype=bias_dtype),
+    )
+    return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     out = Outputs(*output)
     # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*out[1:])
-    _, plan = _unpack(inputs)
-    ctx.deferred = plan.deferred
+    *others, grads, unit = out[1:]
+    ctx.mark_non_differentiable(*others, *grads, unit)
+    of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.dtype = plan.dtype
+    ctx.needs = Needs.from_flat(ctx.scalars[_NUM_SPEC])
+    ctx.dtype = of_inputs[0].dtype
+    ctx.deferred = not grads
     ctx.used = False
-    if plan.deferred:
-        ctx.save_for_backward(out.normalizer, *inputs[:_NUM_TENSORS])
+    if ctx.deferred:
+        ctx.save_for_backward(out.normalizer, *of_inputs, *of_weights, *tensors)
     else:
-        ctx.save_for_backward(out.input_grad, out.weight_grad, out.bias_grad, out.grad_unit)
+        ctx.save_for_backward(*grads, unit)
 
 
-def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    terms = len(ctx.needs.inputs)
     nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 4)
     if grad_loss is None:
-        return (None,) * 4 + nothing
+        return ([None] * terms, [None] * terms, None, None, *nothing)
     if torch.is_grad_enabled():
         raise RuntimeError(
             "fused_linear_cross_entropy cannot be differentiated twice (create_graph=True): its gradients are "
@@ -215,18 +215,17 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tup
             "the first time. Call the function again instead of using retain_graph=True."
         )
     ctx.used = True
-    needs = _needs(ctx.scalars)
     if ctx.deferred:
-        normalizer, *tensors = ctx.saved_tensors
+        normalizer, *saved = ctx.saved_tensors
+        tensors = (saved[:terms], saved[terms : 2 * terms], *saved[2 * terms :])
         grads = torch.ops.flce.linear_cross_entropy_backward(normalizer, grad_loss.contiguous(), *tensors, *ctx.scalars)
     else:
         *grads, unit = ctx.saved_tensors
         factor = grad_loss / unit if unit.dim() == 0 else grad_loss
         grads = [_scale(g, factor, ctx.dtype) for g in grads]
-    input_grad, weight_grad, bias_grad = (
-        g if needed else None for g, needed in zip(grads, (needs.input, needs.weight, needs.bias), strict=True)
-    )
-    return (input_grad, weight_grad, None, bias_grad, *nothing)
+    needed = iter(grads)
+    *of_terms, bias_grad = (next(needed) if need else None for need in ctx.needs.flat)
+    return (of_terms[:terms], of_terms[terms:], None, bias_grad, *nothing)
 
 
 def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -253,11 +252,11 @@ def _register() -> None:
         torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
         torch.library.register_fake(f"flce::{name}", fake)
 
-    outputs = ", ".join(["Tensor"] * len(Outputs._fields))
+    outputs = ", ".join("Tensor[]" if name == "grads" else "Tensor" for name in Outputs._fields)
     define("linear_cross_entropy", f"({_ARGUMENTS}) -> ({outputs})", _forward, _forward_fake)
     define(
         "linear_cross_entropy_backward",
-        f"(Tensor normalizer, Tensor upstream, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+        f"(Tensor normalizer, Tensor upstream, {_ARGUMENTS}) -> Tensor[]",
         _backward,
         _backward_fake,
     )

@@ -7,6 +7,7 @@ K-dimensional heads, whose softmax runs over a strided dimension. Differentiable
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ def linear_cross_entropy(
     linear_weight: Tensor,  # (V, d_1, ..., d_K, H)
     target: Tensor,  # (..., d_1, ..., d_K) indices or (..., V, d_1, ..., d_K) probabilities
     linear_bias: Tensor | None,  # (V, d_1, ..., d_K)
+    adapters: Sequence[tuple[Tensor, Tensor]],  # (..., r) and (V, r) each; none for K > 0
     weight: Tensor | None,  # (V,)
     token_weight: Tensor | None,  # (..., d_1, ..., d_K)
     num_items: Tensor | None,  # ()
@@ -35,9 +37,12 @@ def linear_cross_entropy(
     tokens = (*leading, *inner)
     probabilities = target.is_floating_point()
     expected = (*leading, vocab_size, *inner) if probabilities else tokens
+    if adapters and inner:
+        raise ValueError(f"adapters need a two-dimensional linear_weight, got shape {tuple(linear_weight.shape)}")
     check_shapes(
         input,
         linear_weight,
+        adapters,
         ("target", target, expected),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
         ("weight", weight, (vocab_size,)),
@@ -53,6 +58,8 @@ def linear_cross_entropy(
     # One row of logits per token: (T, V) with T = prod(leading) * prod(inner).
     bias = None if linear_bias is None else linear_bias.reshape(-1)
     logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]), bias)
+    for a, b in adapters:
+        logits = logits + F.linear(a.reshape(-1, a.shape[-1]), b)
     rows = math.prod(leading)
     z = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
     z = _transform(z.to(accumulation_dtype(input.dtype)), spec)

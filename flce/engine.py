@@ -2,9 +2,9 @@
 
 For every tile of `chunk_rows` tokens and `block_cols` classes
 
-1. ``logits = x W^T`` into a buffer that all tiles share;
+1. ``logits = sum of x W^T over the terms`` into a buffer that all tiles share;
 2. the backend turns them into row statistics and losses, and into their own gradient;
-3. ``dx (+)= dlogits W`` and ``dW (+)= dlogits^T x``.
+3. for each term ``dx (+)= dlogits W`` and ``dW (+)= dlogits^T x``.
 
 `forward` does all three in one go where the loss is reduced and a tile holds all classes; otherwise it stops
 at the statistics and `backward` makes the tiles again, now knowing every row's normalizer and upstream
@@ -14,7 +14,7 @@ gradient.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import matmul
 from flce.planning import ChunkPlan, padded_cols
-from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
+from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 
 # The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
 # room of 2^6 is for z-losses of a log-sum-exp beyond TYPICAL_LSE.
@@ -35,20 +35,11 @@ MIN_IGNORED_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """None for those that were not asked for."""
-
-    input: Tensor | None  # (N, H)
-    weight: Tensor | None  # (V, H)
-    bias: Tensor | None  # (V,)
-
-
-@dataclass(frozen=True)
 class ForwardResult:
     loss: Tensor  # () or (N,)
     z_loss: Tensor | None  # like loss
     rows: RowOutputs  # of all N rows
-    grads: Gradients  # of the loss, times grad_unit; all None if the plan defers them
+    grads: list[Tensor]  # of the loss, times grad_unit; empty if the plan defers them
     grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
 
 
@@ -61,14 +52,14 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
         unit = _grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
         grads = _losses_and_gradients(problem, plan, selection, _scaled(constants, unit), rows)
     else:
-        unit, grads = None, Gradients(None, None, None)
+        unit, grads = None, []
         _statistics(problem, plan, selection, constants, rows)
     rows = selection.scatter(rows)
     loss, z_loss = _reduce(problem, rows, constants)
     return ForwardResult(loss, z_loss, rows, grads, unit)
 
 
-def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor) -> Gradients:
+def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor) -> list[Tensor]:
     """The gradients, from recomputed logits.
 
     Args:
@@ -85,40 +76,40 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         per_row = selection.take(upstream.to(accum))
     grads = _gradients(problem, plan, selection, constants, selection.take(normalizer, dim=1), per_row)
     # Here, where the tile's memory has been given back.
-    return Gradients(*(None if g is None else g.to(plan.dtype) for g in (grads.input, grads.weight, grads.bias)))
+    return [g.to(plan.dtype) for g in grads]
 
 
 def _losses_and_gradients(
     p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
-) -> Gradients:
-    backend = get_backend(p.input.device)
+) -> list[Tensor]:
+    backend = get_backend(p.device)
     buffer = _TileBuffer(p, plan)
     grads = _GradientSums(p, plan, selection)
     for rows in _pieces(selection.num_rows, plan.chunk_rows):
-        x = selection.input(rows)
+        xs = selection.inputs(rows)
         cols = slice(0, plan.vocab_size)
         logits, dlogits, tile = buffer.tile(rows, cols)
-        matmul(x, p.linear_weight.t(), out=logits)
+        _write_logits(p, xs, cols, logits)
         inputs = selection.row_inputs(rows, constants)
         backend.loss_and_gradient(logits, dlogits, inputs, p.spec, tile, out.rows(rows))
-        grads.add(dlogits, x, rows, cols)
+        grads.add(dlogits, xs, rows, cols)
     return grads.result()
 
 
 def _statistics(
     p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
 ) -> None:
-    backend = get_backend(p.input.device)
+    backend = get_backend(p.device)
     buffer = _TileBuffer(p, plan)
     for rows in _pieces(selection.num_rows, plan.chunk_rows):
-        x = selection.input(rows)
+        xs = selection.inputs(rows)
         inputs = selection.row_inputs(rows, constants)
         state = None
         if plan.num_blocks > 1:
             state = constants.new_empty(STATE_SLOTS, rows.stop - rows.start)
         for cols in _pieces(plan.vocab_size, plan.block_cols):
             logits, _, tile = buffer.tile(rows, cols)
-            matmul(x, p.linear_weight[cols].t(), out=logits)
+            _write_logits(p, xs, cols, logits)
             backend.statistics(logits, inputs, p.spec, tile, state, out.rows(rows))
 
 
@@ -129,20 +120,26 @@ def _gradients(
     constants: Tensor,
     normalizer: Tensor,  # (2, rows)
     upstream: Tensor | None,  # (rows,)
-) -> Gradients:
-    backend = get_backend(p.input.device)
+) -> list[Tensor]:
+    backend = get_backend(p.device)
     buffer = _TileBuffer(p, plan)
     grads = _GradientSums(p, plan, selection)
     for cols in _pieces(plan.vocab_size, plan.block_cols):
         for rows in _pieces(selection.num_rows, plan.chunk_rows):
-            x = selection.input(rows)
+            xs = selection.inputs(rows)
             logits, dlogits, tile = buffer.tile(rows, cols)
-            matmul(x, p.linear_weight[cols].t(), out=logits)
+            _write_logits(p, xs, cols, logits)
             up = None if upstream is None else upstream[rows]
             inputs = selection.row_inputs(rows, constants)
             backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
-            grads.add(dlogits, x, rows, cols)
+            grads.add(dlogits, xs, rows, cols)
     return grads.result()
+
+
+def _write_logits(p: LinearCrossEntropyProblem, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:
+    """The sum of all terms for a tile: `xs` are its rows of their inputs, `out` (rows, cols)."""
+    for k, (term, x) in enumerate(zip(p.terms, xs, strict=True)):
+        matmul(x, term.weight[cols].t(), out=out, accumulate=k > 0)
 
 
 class _TileBuffer:
@@ -152,10 +149,10 @@ class _TileBuffer:
         # An aligned row stride: matrix products on unaligned rows run several times slower.
         self._vocab_size = plan.vocab_size
         shape = (plan.chunk_rows, padded_cols(plan.block_cols))
-        self.logits = torch.empty(shape, dtype=plan.logits_dtype, device=p.input.device)
+        self.logits = torch.empty(shape, dtype=plan.logits_dtype, device=p.device)
         self.grad = self.logits
         if p.needs.any and not plan.in_place:
-            self.grad = torch.empty(shape, dtype=plan.grad_dtype, device=p.input.device)
+            self.grad = torch.empty(shape, dtype=plan.grad_dtype, device=p.device)
 
     def tile(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tile]:
         """Logits and their gradient, which may be the same memory, (rows, cols) each; and what they are."""
@@ -168,50 +165,68 @@ class _GradientSums:
     """The gradients while they are summed over tiles."""
 
     def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection) -> None:
-        self._p, self._plan, self._selection = p, plan, selection
-        needs, device = p.needs, p.input.device
-        # What no tile writes must be zero: dropped rows, and everything if all rows are dropped.
-        no_tile = selection.num_rows == 0
-        allocate = torch.zeros if no_tile else torch.empty
-        allocate_input = torch.empty if selection.index is None and not no_tile else torch.zeros
-        # A block of the weight gradient that is summed over chunks in a higher precision than its own is
-        # cast as soon as it is complete.
-        self._by_block = plan.num_blocks > 1
-        weight_dtype = plan.dtype if self._by_block else plan.weight_grad_dtype
-        self._input = self._weight = self._bias = self._block = None
-        if needs.input:
-            self._input = allocate_input(p.input.shape, dtype=plan.input_grad_dtype, device=device)
-        if needs.weight:
-            self._weight = allocate(p.linear_weight.shape, dtype=weight_dtype, device=device)
-            if self._by_block and plan.weight_grad_dtype != plan.dtype:
-                shape = (plan.block_cols, plan.hidden_size)
-                self._block = torch.empty(shape, dtype=plan.weight_grad_dtype, device=device)
+        needs = p.needs
+        self._terms = [
+            _TermGradients(*term_and_needs, plan, selection)
+            for term_and_needs in zip(p.terms, needs.inputs, needs.weights, strict=True)
+        ]
+        self._bias = None
         if needs.bias:
-            self._bias = torch.zeros(plan.vocab_size, dtype=accumulation_dtype(plan.dtype), device=device)
+            self._bias = torch.zeros(plan.vocab_size, dtype=accumulation_dtype(plan.dtype), device=p.device)
 
-    def add(self, dlogits: Tensor, x: Tensor, rows: slice, cols: slice) -> None:
-        if self._input is not None:
-            weight = self._p.linear_weight[cols]
-            accumulate = cols.start > 0
-            index = self._selection.index
-            if index is None:
-                matmul(dlogits, weight, out=self._input[rows], accumulate=accumulate)
-            else:
-                part = x.new_empty(x.shape, dtype=self._input.dtype)
-                matmul(dlogits, weight, out=part)
-                self._input.index_add_(0, index[rows], part)
-        if self._weight is not None:
-            total = self._weight[cols] if self._block is None else self._block[: cols.stop - cols.start]
-            matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
-            if self._block is not None and rows.stop == self._selection.num_rows:
-                self._weight[cols] = total
+    def add(self, dlogits: Tensor, xs: Sequence[Tensor], rows: slice, cols: slice) -> None:
+        for term, x in zip(self._terms, xs, strict=True):
+            term.add(dlogits, x, rows, cols)
         if self._bias is not None:
             # A product, because a sum over rows in another dtype takes memory that the plan knows nothing of.
             ones = dlogits.new_ones(1, dlogits.shape[0])
             matmul(ones, dlogits, out=self._bias[None, cols], accumulate=True)
 
-    def result(self) -> Gradients:
-        return Gradients(self._input, self._weight, self._bias)
+    def result(self) -> list[Tensor]:
+        """Those that were asked for, in the order of `Needs.flat`."""
+        grads = (*(term.input for term in self._terms), *(term.weight for term in self._terms), self._bias)
+        return [grad for grad in grads if grad is not None]
+
+
+class _TermGradients:
+    """The gradients of one term while they are summed over tiles; None for those that were not asked for."""
+
+    def __init__(
+        self, term: LinearTerm, needs_input: bool, needs_weight: bool, plan: ChunkPlan, selection: _Selection
+    ) -> None:
+        self._term, self._selection = term, selection
+        device = term.input.device
+        # What no tile writes must be zero: dropped rows, and everything if all rows are dropped.
+        no_tile = selection.num_rows == 0
+        allocate = torch.zeros if no_tile else torch.empty
+        allocate_input = torch.empty if selection.index is None and not no_tile else torch.zeros
+        # (N, H_k), (V, H_k), (block, H_k). A block of the weight gradient that is summed over chunks in a higher
+        # precision than its own is cast as soon as it is complete.
+        self.input = self.weight = self._block = None
+        if needs_input:
+            self.input = allocate_input(term.input.shape, dtype=plan.input_grad_dtype, device=device)
+        if needs_weight:
+            weight_dtype = plan.dtype if plan.by_block else plan.weight_grad_dtype
+            self.weight = allocate(term.weight.shape, dtype=weight_dtype, device=device)
+            if weight_dtype != plan.weight_grad_dtype:
+                shape = (plan.block_cols, term.weight.shape[1])
+                self._block = torch.empty(shape, dtype=plan.weight_grad_dtype, device=device)
+
+    def add(self, dlogits: Tensor, x: Tensor, rows: slice, cols: slice) -> None:
+        """The share of a tile: `dlogits` (rows, cols), `x` its rows of the term's input."""
+        if self.input is not None:
+            weight, index = self._term.weight[cols], self._selection.index
+            if index is None:
+                matmul(dlogits, weight, out=self.input[rows], accumulate=cols.start > 0)
+            else:
+                part = x.new_empty(x.shape, dtype=self.input.dtype)
+                matmul(dlogits, weight, out=part)
+                self.input.index_add_(0, index[rows], part)
+        if self.weight is not None:
+            total = self.weight[cols] if self._block is None else self._block[: cols.stop - cols.start]
+            matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
+            if self._block is not None and rows.stop == self._selection.num_rows:
+                self.weight[cols] = total
 
 
 @dataclass(frozen=True)
@@ -243,9 +258,11 @@ class _Selection:
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.index is None else x.index_select(dim, self.index)
 
-    def input(self, rows: slice) -> Tensor:
-        x = self.problem.input
-        return x[rows] if self.index is None else x.index_select(0, self.index[rows])
+    def inputs(self, rows: slice) -> list[Tensor]:
+        """Of each term, (rows, H_k)."""
+        if self.index is None:
+            return [term.input[rows] for term in self.problem.terms]
+        return [term.input.index_select(0, self.index[rows]) for term in self.problem.terms]
 
     def row_inputs(self, rows: slice, constants: Tensor) -> RowInputs:
         p = self.problem
@@ -276,11 +293,11 @@ class _Selection:
 
 
 def _allocate_rows(p: LinearCrossEntropyProblem, num_rows: int) -> RowOutputs:
-    accum = accumulation_dtype(p.input.dtype)
+    accum = accumulation_dtype(p.dtype)
     stats = p.spec.stats
 
     def new(*shape: int, dtype: torch.dtype = accum) -> Tensor:
-        return torch.empty(*shape, num_rows, dtype=dtype, device=p.input.device)
+        return torch.empty(*shape, num_rows, dtype=dtype, device=p.device)
 
     return RowOutputs(
         new(),
@@ -297,15 +314,15 @@ def _constants(p: LinearCrossEntropyProblem) -> Tensor:
 
     Stays on the device: nothing here may wait for it.
     """
-    accum = accumulation_dtype(p.input.dtype)
-    one = torch.ones((), dtype=accum, device=p.input.device)
-    weight_sum = one * p.linear_weight.shape[0] if p.class_weight is None else p.class_weight.sum(dtype=accum)
+    accum = accumulation_dtype(p.dtype)
+    one = torch.ones((), dtype=accum, device=p.device)
+    weight_sum = one * p.vocab_size if p.class_weight is None else p.class_weight.sum(dtype=accum)
     if p.spec.reduction == "mean":
         valid = p.target != p.spec.ignore_index
         z_scale = valid.sum().to(accum).reciprocal()
         ce_scale = z_scale
         if p.class_weight is not None:
-            weights = p.class_weight[p.target.clamp(0, p.linear_weight.shape[0] - 1)].to(accum)
+            weights = p.class_weight[p.target.clamp(0, p.vocab_size - 1)].to(accum)
             ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
     else:
         ce_scale = z_scale = one if p.num_items is None else p.num_items.to(accum).reciprocal()
@@ -350,7 +367,7 @@ def _check_targets(p: LinearCrossEntropyProblem) -> None:
     """IndexError for a target out of range, where looking is free (CPU) or was asked for (FLCE_DEBUG=1)."""
     if p.target.device.type != "cpu" and os.environ.get("FLCE_DEBUG", "0") in ("", "0"):
         return
-    vocab_size = p.linear_weight.shape[0]
+    vocab_size = p.vocab_size
     wrong = ((p.target < 0) | (p.target >= vocab_size)) & (p.target != p.spec.ignore_index)
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,7 @@ from flce.planning import ChunkOptions
 from flce.problem import (
     LinearCrossEntropyOutput,
     LinearCrossEntropyProblem,
+    LinearTerm,
     LossSpec,
     Needs,
     accumulation_dtype,
@@ -25,6 +28,7 @@ def fused_linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    adapters: Sequence[tuple[Tensor, Tensor]] = (),
     weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int | None = -100,
@@ -41,7 +45,7 @@ def fused_linear_cross_entropy(
 ) -> Tensor | LinearCrossEntropyOutput:
     r"""``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits.
 
-    With :math:`a = x W^T + b`, the logits are
+    With :math:`a = x W^T + \sum_k a_k B_k^T + b`, where the sum runs over `adapters`, the logits are
 
     .. math:: z = \mathrm{softcap} \cdot \tanh(\mathrm{logit\_scale} \cdot a / \mathrm{softcap}) / \mathrm{temperature}
 
@@ -51,8 +55,8 @@ def fused_linear_cross_entropy(
               + \frac{\epsilon}{V} \sum_k w_k (\mathrm{lse}(z) - z_k) + \mathrm{z\_loss} \cdot \mathrm{lse}(z)^2
 
     whose first two terms are those of :func:`torch.nn.functional.cross_entropy`. Logits are made and consumed a
-    chunk at a time; gradients are exact. Differentiable once, in `input`, `linear_weight` and `linear_bias`; only
-    the gradients of those that require one are computed.
+    chunk at a time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias` and
+    `adapters`; only the gradients of those that require one are computed.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
@@ -62,6 +66,9 @@ def fused_linear_cross_entropy(
         target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
             Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
         linear_bias: (V,) bias of the head.
+        adapters: (..., r) and (V, r) pairs, each adds ``a @ B.T`` to the logits before bias, `logit_scale` and
+            `softcap`, as a LoRA adapter on the head does (``a = scale * A(x)``). Any r >= 1, which may be another
+            for each; dtypes as of `linear_weight`. Not with a K-dimensional head.
         weight: (V,) class weights.
         reduction: "none": (...) losses. "sum": their sum. "mean": the sum of cross entropies over the sum of
             ``weight[target]``, plus the sum of z-losses over the number of tokens that are not ignored; NaN if
@@ -86,8 +93,8 @@ def fused_linear_cross_entropy(
         :class:`LinearCrossEntropyOutput`.
 
     Raises:
-        TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight` and `linear_bias` differ
-            in dtype outside of autocast.
+        TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight`, `linear_bias` and `adapters`
+            differ in dtype outside of autocast.
         ValueError: shapes do not fit, devices differ, a scalar is out of its range, or no plan keeps
             ``options.max_workspace_bytes``.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
@@ -104,25 +111,28 @@ def fused_linear_cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-    _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight)
+    _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
     check_shift(shift)
     if shift and target.dim() == 0:
         raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
-    _check_dtypes(input, linear_weight, linear_bias)
+    input, linear_weight = _autocast(input), _autocast(linear_weight)
+    linear_bias = None if linear_bias is None else _autocast(linear_bias)
+    adapters = [(_autocast(a), _autocast(b)) for a, b in adapters]
+    _check_dtypes(input, linear_weight, linear_bias, adapters)
     num_items = _num_items(num_items, spec, input)
     probabilities = target.is_floating_point()
     if probabilities or linear_weight.dim() > 2:
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         return composition.linear_cross_entropy(
-            input, linear_weight, target, linear_bias, weight, token_weight, num_items, spec
+            input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, spec
         )
     tokens, vocab = tuple(input.shape[:-1]), (linear_weight.shape[0],)
     check_shapes(
         input,
         linear_weight,
+        adapters,
         ("target", target, tokens),
         ("linear_bias", linear_bias, vocab),
         ("weight", weight, vocab),
@@ -132,9 +142,9 @@ def fused_linear_cross_entropy(
     shape = target.shape
     grad = torch.is_grad_enabled()
     accum = accumulation_dtype(input.dtype)
+    terms = ((input, linear_weight), *adapters)
     problem = LinearCrossEntropyProblem(
-        input=input.reshape(-1, input.shape[-1]),
-        linear_weight=linear_weight,
+        terms=tuple(LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms),
         # Vectors are short: backends get them contiguous and in one dtype.
         target=_shifted(target.to(torch.int64), shift, ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
@@ -143,8 +153,8 @@ def fused_linear_cross_entropy(
         num_items=num_items,
         spec=spec,
         needs=Needs(
-            grad and input.requires_grad,
-            grad and linear_weight.requires_grad,
+            tuple(grad and x.requires_grad for x, _ in terms),
+            tuple(grad and w.requires_grad for _, w in terms),
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
     )
@@ -198,23 +208,14 @@ def _num_items(num_items: int | Tensor | None, spec: LossSpec, input: Tensor) ->
     return torch.full((), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
 
 
-def _autocast(*tensors: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
-    first = tensors[0]
-    assert first is not None
-    device_type = first.device.type
+    device_type = tensor.device.type
     # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if available and torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-
-        def cast(t: Tensor | None) -> Tensor | None:
-            if t is None or not t.is_floating_point() or t.dtype == torch.float64:
-                return t
-            return t.to(dtype)
-
-        tensors = tuple(cast(t) for t in tensors)
-    return tensors  # type: ignore[return-value]
+    if not (available and torch.is_autocast_enabled(device_type)) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
 
 
 def _check_tensors(
@@ -224,8 +225,9 @@ def _check_tensors(
     linear_bias: Tensor | None,
     weight: Tensor | None,
     token_weight: Tensor | None,
+    adapters: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
-    required = {"input": input, "linear_weight": linear_weight, "target": target}
+    required = {"input": input, "linear_weight": linear_weight, "target": target, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     for name, value in {**required, **optional}.items():
         if value is None and name in optional:
@@ -254,10 +256,27 @@ def _check_tensors(
         )
 
 
-def _check_dtypes(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
+def _by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all adapters, named as messages name them."""
+    if not isinstance(adapters, (tuple, list)):
+        raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
+    for k, pair in enumerate(adapters):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"adapters[{k}] must be a pair of tensors (..., r) and (V, r), got {_describe(pair)}")
+    return {f"adapters[{k}][{i}]": tensor for k, pair in enumerate(adapters) for i, tensor in enumerate(pair)}
+
+
+def _describe(value: object) -> str:
+    return f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
+
+
+def _check_dtypes(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, adapters: Sequence[tuple[Tensor, Tensor]]
+) -> None:
     if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
-    for name, value in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+    others = {"linear_weight": linear_weight, "linear_bias": linear_bias, **_by_name(adapters)}
+    for name, value in others.items():
         if value is not None and value.dtype != input.dtype:
             raise TypeError(
                 f"input and {name} must have one dtype (after autocast, where it is on), "

@@ -45,13 +45,15 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
     """A product of halves, with the unaligned end of a large vocabulary taken off its contiguous extents.
 
     One of m, n and k is the vocabulary, and strides are aligned: W has rows of H, logits have padded rows. The
-    end is less than ALIGNMENT classes, whose product costs next to nothing.
+    end is less than ALIGNMENT classes, whose product costs next to nothing. Where k is a hidden size or the rank of
+    an adapter instead, the operands are left whole: logits must not have a float32 copy.
     """
     (m, k), n = a.shape, b.shape[1]
     m_end, n_end, k_end = (size // ALIGNMENT * ALIGNMENT for size in (m, n, k))
-    if k > k_end > 0 and a.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0:
-        if out.dtype.itemsize < 4:
-            _matmul_in_float32(a, b, out, accumulate)  # a sum of two products must not be rounded in between
+    half = out.dtype.itemsize < 4
+    if k > k_end > 0 and a.stride(1) == b.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0 and not (half and accumulate):
+        if half:
+            _matmul_in_float32(a, b, out, accumulate=False)  # a sum of two products must not be rounded in between
             return
         _vendor_matmul(a[:, :k_end], b[:k_end], out, accumulate)
         _vendor_matmul(a[:, k_end:], b[k_end:], out, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ class FusedLinearCrossEntropyLoss(nn.Module):
     Args: as those of `flce.fused_linear_cross_entropy`. `weight` is a buffer, as in
     `torch.nn.CrossEntropyLoss`.
 
-    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...).
+    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...); further tensors as those of
+    `flce.fused_linear_cross_entropy`.
 
     Raises:
         TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
@@ -57,6 +59,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         linear_bias: Tensor | None = None,
         *,
+        adapters: Sequence[tuple[Tensor, Tensor]] = (),
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
@@ -66,6 +69,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
             linear_weight,
             target,
             linear_bias=linear_bias,
+            adapters=adapters,
             weight=self.weight,
             reduction=spec.reduction,
             ignore_index=spec.ignore_index,
@@ -119,6 +123,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         input: Tensor,
         target: Tensor,
         *,
+        adapters: Sequence[tuple[Tensor, Tensor]] = (),
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
@@ -127,6 +132,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
             self.linear.weight,
             target,
             self.linear.bias,
+            adapters=adapters,
             token_weight=token_weight,
             num_items=num_items,
         )

@@ -18,6 +18,7 @@ Nothing here depends on anything but the arguments, so every call of one shape h
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -94,17 +95,24 @@ class ChunkOptions:
 
 
 @dataclass(frozen=True)
-class ChunkPlan:
-    """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
+class CallShape:
+    """What a plan is made for: all that is known of a call but its `ChunkOptions`."""
 
     num_tokens: int
-    hidden_size: int
+    hidden_sizes: tuple[int, ...]
+    """Of each linear term, the head first."""
     vocab_size: int
     dtype: torch.dtype
     device_type: str
     backend: str
     spec: LossSpec
     needs: Needs
+
+
+@dataclass(frozen=True)
+class ChunkPlan(CallShape):
+    """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
+
     strategy: str
     max_rows: int
     """Upper bound of the rows of a chunk, independent of `num_tokens` unless there is a budget."""
@@ -136,6 +144,11 @@ class ChunkPlan:
         return _ceil_div(self.vocab_size, self.block_cols)
 
     @property
+    def by_block(self) -> bool:
+        """Whether weight gradients are finished a block of classes at a time, each cast to its place at once."""
+        return self.num_blocks > 1
+
+    @property
     def deferred(self) -> bool:
         """Whether gradients are computed in backward, from recomputed logits, rather than in forward.
 
@@ -151,15 +164,15 @@ class ChunkPlan:
 
     @property
     def input_grad_dtype(self) -> torch.dtype:
-        """In which the gradient of the input is computed; it is cast in backward where that differs."""
+        """In which gradients of inputs are computed; they are cast in backward where that differs."""
         if self.deferred:
-            return self.dtype if self.num_blocks == 1 else self._accum
+            return self._accum if self.num_blocks > 1 else self.dtype
         # A float16 gradient must not be rounded before the loss scale has arrived: it would underflow.
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     @property
     def weight_grad_dtype(self) -> torch.dtype:
-        """As `input_grad_dtype`, for the gradient of the weight."""
+        """As `input_grad_dtype`, for the gradients of weights."""
         if self._accum == self.dtype:
             return self.dtype
         # With a budget always, so that the dtype does not depend on the rows that the budget leaves:
@@ -174,13 +187,25 @@ class ChunkPlan:
 
     @property
     def num_matmuls(self) -> int:
-        """Matrix products of 2NHV flops each: logits once or twice, one for each of the two gradients."""
-        return 1 + int(self.deferred) + int(self.needs.input) + int(self.needs.weight)
+        """Matrix products of 2NHV flops each: for each term, logits once or twice and one for each gradient."""
+        needs = self.needs
+        return len(self.hidden_sizes) * (1 + self.deferred) + sum(needs.inputs) + sum(needs.weights)
 
     @property
     def flops(self) -> int:
         """Of the matrix products of forward and backward."""
-        return self.num_matmuls * 2 * self.num_tokens * self.hidden_size * self.vocab_size
+        widths = sum(self.hidden_sizes) * (1 + self.deferred) + self._input_grad_width + self._weight_grad_width
+        return 2 * self.num_tokens * self.vocab_size * widths
+
+    @property
+    def _input_grad_width(self) -> int:
+        """Columns of all gradients of inputs together."""
+        return sum(h for h, needed in zip(self.hidden_sizes, self.needs.inputs, strict=True) if needed)
+
+    @property
+    def _weight_grad_width(self) -> int:
+        """Columns of all gradients of weights together."""
+        return sum(h for h, needed in zip(self.hidden_sizes, self.needs.weights, strict=True) if needed)
 
     @property
     def logits_bytes(self) -> int:
@@ -193,25 +218,26 @@ class ChunkPlan:
     @property
     def workspace_bytes(self) -> int:
         """Peak bytes above the inputs and the returned gradients, over forward and backward."""
-        n, h, v = self.num_tokens, self.hidden_size, self.vocab_size
+        n, v = self.num_tokens, self.vocab_size
         itemsize, accum = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
-        returned = itemsize * (n * h * self.needs.input + v * h * self.needs.weight + v * self.needs.bias)
+        # Entries of the gradients of inputs, of weights and of the bias.
+        of_inputs, of_weights, of_bias = n * self._input_grad_width, v * self._weight_grad_width, v * self.needs.bias
+        returned = itemsize * (of_inputs + of_weights + of_bias)
         tile = self.logits_bytes + self._tile_temporaries()
         rows = n * self._row_bytes()
 
         # Gradients as they are while tiles are worked on, and what casting them at the end adds.
-        held_input = n * h * self.input_grad_dtype.itemsize * self.needs.input
-        held_weight = v * h * self.weight_grad_dtype.itemsize * self.needs.weight
-        held_bias = v * accum * self.needs.bias
-        cast = n * h * itemsize * self.needs.input * (self.input_grad_dtype != self.dtype)
-        cast += v * itemsize * self.needs.bias * (accum != itemsize)
-        cast_weight = self.needs.weight and self.weight_grad_dtype != self.dtype
-        if self.strategy == "vocab":
-            # One block of the weight gradient at a time, written to its place as soon as it is complete.
-            held_weight = v * h * itemsize * self.needs.weight
-            tile += self.block_cols * h * self.weight_grad_dtype.itemsize * cast_weight
-        else:
-            cast += v * h * itemsize * cast_weight
+        held_input = of_inputs * self.input_grad_dtype.itemsize
+        held_weight = of_weights * self.weight_grad_dtype.itemsize
+        held_bias = of_bias * accum
+        cast = of_inputs * itemsize * (self.input_grad_dtype != self.dtype)
+        cast += of_bias * itemsize * (accum != itemsize)
+        if self.weight_grad_dtype != self.dtype:
+            if self.by_block:
+                held_weight = of_weights * itemsize
+                tile += self.block_cols * self._weight_grad_width * self.weight_grad_dtype.itemsize
+            else:
+                cast += of_weights * itemsize
         held = held_input + held_weight + held_bias
         working = rows + tile + held
         casting = rows * self.deferred + held + cast
@@ -233,15 +259,18 @@ class ChunkPlan:
 
     def _tile_temporaries(self) -> int:
         """Bytes that gathering rows, casting operands and the PyTorch backend take beside a tile."""
-        rows, h = self.chunk_rows, self.hidden_size
+        # All terms' rows are gathered at once. What a product takes, it gives back before the next: the widest counts.
+        rows, sizes = self.chunk_rows, self.hidden_sizes
+        widest_grad = max(h * needed for h, needed in zip(sizes, self.needs.inputs, strict=True))
         size = 0
         if self.skip_ignored:
-            size += rows * h * self.dtype.itemsize
+            size += rows * (sum(sizes) * self.dtype.itemsize + widest_grad * self.input_grad_dtype.itemsize)
         if self.device_type == "cpu" and self.dtype.itemsize < 4:
             # float32 copies of the rows (or their gradient, before it is rounded) and of a piece of W
-            size += rows * h * 4 + min(CAST_BYTES, self.block_cols * h * 4)
-        elif self.dtype.itemsize < 4 and self.needs.input and self.block_cols % ALIGNMENT:
-            size += rows * h * 4  # see gemm: the gradient of the rows, before it is rounded
+            size += rows * max(sizes) * 4 + min(CAST_BYTES, self.block_cols * max(sizes) * 4)
+        elif self.dtype.itemsize < 4 and self.block_cols % ALIGNMENT:
+            # see gemm: the gradient of the rows, before it is rounded
+            size += rows * widest_grad * 4
         if self.backend == "torch":
             accum = accumulation_dtype(self.logits_dtype).itemsize
             slab = slab_rows(self.device_type, rows, self.block_cols, accum) * self.block_cols * accum
@@ -249,7 +278,7 @@ class ChunkPlan:
         return size
 
     def __str__(self) -> str:
-        where = f"N={self.num_tokens}, H={self.hidden_size}, V={self.vocab_size}, {_name(self.dtype)}"
+        where = f"N={self.num_tokens}, H={_sum(self.hidden_sizes)}, V={self.vocab_size}, {_name(self.dtype)}"
         return (
             f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
             f"{self.num_chunks} x {self.chunk_rows} tokens, {self.num_blocks} x {self.block_cols} classes, "
@@ -273,6 +302,7 @@ def plan(
     input_grad: bool = True,
     weight_grad: bool = True,
     bias_grad: bool = False,
+    adapter_ranks: Sequence[int] = (),
     options: ChunkOptions | None = None,
 ) -> ChunkPlan:
     """What `fused_linear_cross_entropy` will do for a shape, and the bytes it will take.
@@ -285,6 +315,7 @@ def plan(
         device: where the tensors will be; only its type matters.
         reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.
         input_grad, weight_grad, bias_grad: which gradients will be asked for (``False`` for a frozen head).
+        adapter_ranks: the rank r of each of `adapters`; gradients of both of its tensors are assumed to be asked for.
         options: as in `fused_linear_cross_entropy`.
 
     Returns:
@@ -296,82 +327,56 @@ def plan(
             or an argument has an impossible value.
         TypeError: an argument has the wrong type.
     """
-    for name, value in (("num_tokens", num_tokens), ("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+    if not isinstance(adapter_ranks, (tuple, list)):
+        raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")
+    sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
+    sizes |= {f"adapter_ranks[{k}]": rank for k, rank in enumerate(adapter_ranks)}
+    for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
-    return make_plan(
-        num_tokens,
-        hidden_size,
-        vocab_size,
-        dtype,
-        torch.device(device),
-        LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
-        Needs(input_grad, weight_grad, bias_grad),
-        options or ChunkOptions(),
+    device = torch.device(device)
+    of_adapters = (True,) * len(adapter_ranks)
+    shape = CallShape(
+        num_tokens=num_tokens,
+        hidden_sizes=(hidden_size, *adapter_ranks),
+        vocab_size=vocab_size,
+        dtype=dtype,
+        device_type=device.type,
+        backend=backend_name(device),
+        spec=LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
+        needs=Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
     )
-
-
-def make_plan(
-    num_tokens: int,
-    hidden_size: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    spec: LossSpec,
-    needs: Needs,
-    options: ChunkOptions,
-) -> ChunkPlan:
-    """`plan` for callers that have checked their arguments."""
-    return _make_plan(
-        num_tokens, hidden_size, vocab_size, dtype, device.type, backend_name(device), spec, needs, options
-    )
+    return make_plan(shape, options or ChunkOptions())
 
 
 @functools.lru_cache(maxsize=1024)
-def _make_plan(
-    num_tokens: int,
-    hidden_size: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device_type: str,
-    backend: str,
-    spec: LossSpec,
-    needs: Needs,
-    options: ChunkOptions,
-) -> ChunkPlan:
-    base = base_plan(num_tokens, hidden_size, vocab_size, dtype, device_type, backend, spec, needs, options)
+def make_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
+    """`plan` for callers that have checked their arguments."""
+    base = base_plan(shape, options)
     budget = options.max_workspace_bytes
     if budget is None:
         return base
     fitted = base if options.chunk_rows is not None else _fit(base, budget)
     if fitted.workspace_bytes > budget:
         raise ValueError(
-            f"max_workspace_bytes={budget} is too small for N={num_tokens}, H={hidden_size}, V={vocab_size} in "
-            f"{_name(dtype)} with strategy={options.strategy!r} and chunk_rows={options.chunk_rows}: "
+            f"max_workspace_bytes={budget} is too small for N={shape.num_tokens}, H={_sum(shape.hidden_sizes)}, "
+            f"V={shape.vocab_size} in {_name(shape.dtype)} with strategy={options.strategy!r} and "
+            f"chunk_rows={options.chunk_rows}: "
             f"the least is {fitted.workspace_bytes} bytes"
         )
     return fitted
 
 
-def base_plan(
-    num_tokens: int,
-    hidden_size: int,
-    vocab_size: int,
-    dtype: torch.dtype,
-    device_type: str,
-    backend: str,
-    spec: LossSpec,
-    needs: Needs,
-    options: ChunkOptions,
-) -> ChunkPlan:
+def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     """The plan before its sizes are fitted to a budget: strategy and dtypes are final.
 
-    `num_tokens` may be symbolic; only a few inequalities in it are decided here.
+    Sizes may be symbolic; only a few inequalities in them are decided here.
     """
+    dtype, device_type, vocab_size = shape.dtype, shape.device_type, shape.vocab_size
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
     accum_choices = {torch.float32, accumulation_dtype(dtype)} | ({dtype} & {torch.bfloat16})
@@ -384,14 +389,7 @@ def base_plan(
     kind = "cpu" if device_type == "cpu" else "other"
     skip = options.skip_ignored
     tokens = ChunkPlan(
-        num_tokens=num_tokens,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        dtype=dtype,
-        device_type=device_type,
-        backend=backend,
-        spec=spec,
-        needs=needs,
+        **vars(shape),
         strategy="tokens",
         max_rows=options.chunk_rows or _default_rows(vocab_size, logits_dtype, kind),
         equal_rows=options.chunk_rows is None,
@@ -405,7 +403,7 @@ def base_plan(
     )
     if options.strategy == "tokens" or (options.strategy == "auto" and options.max_workspace_bytes is None):
         return tokens
-    rows = max(1, num_tokens) if options.chunk_rows is None else options.chunk_rows
+    rows = max(1, shape.num_tokens) if options.chunk_rows is None else options.chunk_rows
     vocab = replace(
         tokens,
         strategy="vocab",
@@ -515,6 +513,10 @@ def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _sum(sizes: tuple[int, ...]) -> str:
+    return "+".join(map(str, sizes))
 
 
 def _name(dtype: torch.dtype) -> str:

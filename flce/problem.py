@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -69,10 +70,23 @@ def _number(name: str, value: float) -> float:
     return value
 
 
-def check_shapes(input: Tensor, linear_weight: Tensor, *expected: tuple[str, Tensor | None, tuple[int, ...]]) -> None:
-    """ValueError for an empty head, or for the first of (name, tensor, shape) that has another shape."""
+def check_shapes(
+    input: Tensor,
+    linear_weight: Tensor,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    *expected: tuple[str, Tensor | None, tuple[int, ...]],
+) -> None:
+    """ValueError for an empty head or adapter, or for the first of (name, tensor, shape) that has another shape."""
     if linear_weight.shape[0] == 0 or linear_weight.shape[-1] == 0:
         raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+    for k, (a, b) in enumerate(adapters):
+        rank = b.shape[-1] if b.dim() else 0
+        if rank == 0:
+            raise ValueError(f"adapters[{k}][1] must have shape (V, r) with r > 0, got {tuple(b.shape)}")
+        expected += (
+            (f"adapters[{k}][0]", a, (*input.shape[:-1], rank)),
+            (f"adapters[{k}][1]", b, (linear_weight.shape[0], rank)),
+        )
     for name, value, shape in expected:
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(
@@ -82,24 +96,46 @@ def check_shapes(input: Tensor, linear_weight: Tensor, *expected: tuple[str, Ten
 
 
 @dataclass(frozen=True)
+class LinearTerm:
+    """A share of the logits, ``input @ weight.T``: the head's own, or that of an adapter on it."""
+
+    input: Tensor  # (N, H_k)
+    weight: Tensor  # (V, H_k)
+
+
+@dataclass(frozen=True)
 class Needs:
     """Which gradients are asked for; nothing is computed or allocated for the others."""
 
-    input: bool
-    weight: bool
+    inputs: tuple[bool, ...]
+    """Of each term."""
+    weights: tuple[bool, ...]
+    """Of each term."""
     bias: bool
 
     @property
+    def flat(self) -> tuple[bool, ...]:
+        """Inputs, weights, bias: the order in which gradients are listed."""
+        return (*self.inputs, *self.weights, self.bias)
+
+    @staticmethod
+    def from_flat(flat: Sequence[bool]) -> Needs:
+        terms = len(flat) // 2
+        return Needs(tuple(flat[:terms]), tuple(flat[terms:-1]), flat[-1])
+
+    @property
     def any(self) -> bool:
-        return self.input or self.weight or self.bias
+        return any(self.flat)
 
 
 @dataclass(frozen=True)
 class LinearCrossEntropyProblem:
-    """One call, flattened to two dimensions. N tokens, H hidden size, V vocabulary."""
+    """One call, flattened to two dimensions: the logits are the sum of the terms, plus the bias.
 
-    input: Tensor  # (N, H)
-    linear_weight: Tensor  # (V, H)
+    N tokens, V vocabulary; H_k, the hidden size of a term, may be another for each.
+    """
+
+    terms: tuple[LinearTerm, ...]  # the head first
     target: Tensor  # (N,) int64; `shift` is already applied
     linear_bias: Tensor | None  # (V,)
     class_weight: Tensor | None  # (V,)
@@ -107,6 +143,26 @@ class LinearCrossEntropyProblem:
     num_items: Tensor | None  # ()
     spec: LossSpec
     needs: Needs
+
+    @property
+    def num_tokens(self) -> int:
+        return self.terms[0].input.shape[0]
+
+    @property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        return tuple(term.weight.shape[1] for term in self.terms)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.terms[0].weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.terms[0].input.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.terms[0].input.device
 
 
 class LinearCrossEntropyOutput(NamedTuple):

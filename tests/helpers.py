@@ -18,6 +18,8 @@ import flce
 from tests.oracle import OracleResult, dense_logits, oracle
 
 STATS = ("lse", "logprob", "entropy", "argmax", "correct")
+# Which gradients: of the input, the weight, the bias, and of the first and second tensors of all adapters.
+ALL_GRADS = "xwbaB"
 FLOAT_STATS = ("lse", "logprob", "entropy")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -31,6 +33,7 @@ class Problem:
     target: Tensor
     linear_bias: Tensor | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    adapters: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def with_(self, **kwargs: Any) -> Problem:
         return replace(self, kwargs={**self.kwargs, **kwargs})
@@ -42,6 +45,7 @@ class Outcome:
     grad_input: Tensor | None
     grad_weight: Tensor | None
     grad_bias: Tensor | None
+    grad_adapters: list[tuple[Tensor | None, Tensor | None]] = field(default_factory=list)
     output: Any = None
 
 
@@ -55,6 +59,7 @@ def make_problem(
     bias: bool = False,
     class_weight: bool = False,
     token_weight: bool = False,
+    adapter_ranks: Sequence[int] = (),
     ignored: float = 0.0,
     target_dtype: torch.dtype = torch.int64,
     std: float = 2.0,
@@ -76,12 +81,18 @@ def make_problem(
         kwargs["weight"] = (torch.rand(vocab, generator=g, dtype=torch.float64) + 0.25).to(device, dtype)
     if token_weight:
         kwargs["token_weight"] = torch.rand(shape, generator=g, dtype=torch.float64).to(device, dtype) * 2
+    adapters = []
+    for rank in adapter_ranks:
+        a = torch.randn(*shape, rank, generator=g, dtype=torch.float64)
+        up = torch.randn(vocab, rank, generator=g, dtype=torch.float64) * (std / 2 / rank**0.5)
+        adapters.append((a.to(device, dtype), up.to(device, dtype)))
     return Problem(
         input=x.to(device, dtype),
         linear_weight=w.to(device, dtype),
         target=y.to(device, target_dtype),
         linear_bias=None if b is None else b.to(device, dtype),
         kwargs=kwargs,
+        adapters=tuple(adapters),
     )
 
 
@@ -94,24 +105,27 @@ def run_fused(
     *,
     options: flce.ChunkOptions | None = None,
     stats: Sequence[str] = (),
-    grads: str = "xwb",
+    grads: str = ALL_GRADS,
     grad_output: Tensor | float | None = None,
 ) -> Outcome:
     """One forward and, if any of ``grads`` is wanted, one backward of flce."""
     x = _leaf(problem.input, "x" in grads)
     w = _leaf(problem.linear_weight, "w" in grads)
     b = None if problem.linear_bias is None else _leaf(problem.linear_bias, "b" in grads)
+    adapters = [(_leaf(a, "a" in grads), _leaf(up, "B" in grads)) for a, up in problem.adapters]
     output: Any = flce.fused_linear_cross_entropy(
-        x, w, problem.target, linear_bias=b, options=options, stats=tuple(stats), **problem.kwargs
+        x, w, problem.target, linear_bias=b, adapters=adapters, options=options, stats=tuple(stats), **problem.kwargs
     )
     loss = output.loss if stats else output
     assert isinstance(loss, Tensor)
-    wanted = [t for t in (x, w, b) if t is not None and t.requires_grad]
+    every = (x, w, b, *(t for pair in adapters for t in pair))
+    wanted = [t for t in every if t is not None and t.requires_grad]
     assert loss.requires_grad == bool(wanted)
     if wanted:
         upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
         loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
-    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad, output)
+    grad_adapters = [(a.grad, up.grad) for a, up in adapters]
+    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad, grad_adapters, output)
 
 
 def run_oracle(problem: Problem, grad_output: Tensor | float | None = None) -> OracleResult:
@@ -120,6 +134,7 @@ def run_oracle(problem: Problem, grad_output: Tensor | float | None = None) -> O
         problem.linear_weight,
         problem.target,
         linear_bias=problem.linear_bias,
+        adapters=problem.adapters,
         grad_output=grad_output,
         **problem.kwargs,
     )
@@ -129,8 +144,12 @@ def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> Ou
     """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on float32 logits."""
     x, w = _leaf(problem.input, True), _leaf(problem.linear_weight, True)
     b = None if problem.linear_bias is None else _leaf(problem.linear_bias, True)
+    adapters = [(_leaf(a, True), _leaf(up, True)) for a, up in problem.adapters]
     kwargs = dict(problem.kwargs)
-    z = F.linear(x, w, b).float() * kwargs.pop("logit_scale", 1.0)
+    z = F.linear(x, w, b)
+    for a, up in adapters:
+        z = z + F.linear(a, up)
+    z = z.float() * kwargs.pop("logit_scale", 1.0)
     softcap = kwargs.pop("softcap", None)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -142,7 +161,8 @@ def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> Ou
         loss = loss.reshape(problem.target.shape)
     upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
     loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
-    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad)
+    grad_adapters = [(a.grad, up.grad) for a, up in adapters]
+    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad, grad_adapters)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -177,7 +197,7 @@ def assert_outcome(
     problem: Problem,
     *,
     tolerance: float,
-    grads: str = "xwb",
+    grads: str = ALL_GRADS,
     stats: Sequence[str] = (),
 ) -> None:
     """Compares everything that was asked for, its dtype too, and checks that nothing else was computed."""
@@ -185,11 +205,14 @@ def assert_outcome(
     out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     assert outcome.loss.dtype == out_dtype
     assert_near(outcome.loss, expected.loss, tolerance, "loss")
-    for key, got, want, tensor in (
+    compared: list[tuple[str, Tensor | None, Tensor | None, Tensor | None]] = [
         ("x", outcome.grad_input, expected.grad_input, problem.input),
         ("w", outcome.grad_weight, expected.grad_weight, problem.linear_weight),
         ("b", outcome.grad_bias, expected.grad_bias, problem.linear_bias),
-    ):
+    ]
+    for got_pair, want_pair, pair in zip(outcome.grad_adapters, expected.grad_adapters, problem.adapters, strict=True):
+        compared += zip("aB", got_pair, want_pair, pair, strict=True)
+    for key, got, want, tensor in compared:
         if tensor is None:
             continue
         if key not in grads:
@@ -229,7 +252,7 @@ def check(
     *,
     options: flce.ChunkOptions | None = None,
     stats: Sequence[str] = (),
-    grads: str = "xwb",
+    grads: str = ALL_GRADS,
     grad_output: Tensor | float | None = None,
     tolerance: float | None = None,
 ) -> Outcome:
@@ -254,7 +277,7 @@ def least_budget(message: str, works: Any) -> int:
 
 
 def plan_for(
-    problem: Problem, options: flce.ChunkOptions, grads: str = "xwb", stats: Sequence[str] = ()
+    problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()
 ) -> flce.ChunkPlan:
     """The plan of this problem's call, told as much about it as `flce.plan` wants to know."""
     known = inspect.signature(flce.plan).parameters
@@ -269,12 +292,15 @@ def plan_for(
         input_grad="x" in grads,
         weight_grad="w" in grads,
         bias_grad=problem.linear_bias is not None and "b" in grads,
+        adapter_ranks=[up.shape[1] for _, up in problem.adapters],
         options=options,
         **more,
     )
 
 
-def least_for(problem: Problem, strategy: str, grads: str = "xwb", stats: Sequence[str] = (), **options: Any) -> int:
+def least_for(
+    problem: Problem, strategy: str, grads: str = ALL_GRADS, stats: Sequence[str] = (), **options: Any
+) -> int:
     """The least ``max_workspace_bytes`` that this problem's call accepts under ``strategy``."""
 
     def attempt(budget: int) -> None:
@@ -343,4 +369,5 @@ def plain_logits(problem: Problem) -> Tensor:
     keys = ("softcap", "logit_scale", "temperature")
     kwargs = {k: v for k, v in problem.kwargs.items() if k in keys}
     bias = None if problem.linear_bias is None else problem.linear_bias.double()
-    return dense_logits(problem.input.double(), problem.linear_weight.double(), bias, **kwargs)
+    adapters = [(a.double(), up.double()) for a, up in problem.adapters]
+    return dense_logits(problem.input.double(), problem.linear_weight.double(), bias, adapters=adapters, **kwargs)

@@ -7,6 +7,7 @@ documentation, and the gradients come from PyTorch's own autograd. The oracle is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ class OracleResult:
     grad_input: Tensor
     grad_weight: Tensor
     grad_bias: Tensor | None
+    grad_adapters: list[tuple[Tensor, Tensor]]
     logits: Tensor
 
 
@@ -49,12 +51,15 @@ def dense_logits(
     linear_weight: Tensor,
     linear_bias: Tensor | None = None,
     *,
+    adapters: Sequence[tuple[Tensor, Tensor]] = (),
     softcap: float | None = None,
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> Tensor:
     """``z`` for every position and class."""
     z = input @ linear_weight.transpose(0, 1)
+    for a, b in adapters:
+        z = z + a @ b.transpose(0, 1)
     if linear_bias is not None:
         z = z + linear_bias
     z = logit_scale * z
@@ -69,6 +74,7 @@ def oracle(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    adapters: Sequence[tuple[Tensor, Tensor]] = (),
     weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
@@ -86,10 +92,19 @@ def oracle(
     x = input.detach().double().clone().requires_grad_()
     w = linear_weight.detach().double().clone().requires_grad_()
     b = None if linear_bias is None else linear_bias.detach().double().clone().requires_grad_()
+    pairs = [tuple(t.detach().double().clone().requires_grad_() for t in pair) for pair in adapters]
     num_classes, hidden = w.shape
     shape = target.shape
     with torch.enable_grad():
-        z = dense_logits(x.reshape(-1, hidden), w, b, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+        z = dense_logits(
+            x.reshape(-1, hidden),
+            w,
+            b,
+            adapters=[(a.reshape(-1, a.shape[-1]), up) for a, up in pairs],
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+        )
         moved, is_valid = shifted_target(target.detach().long(), ignore_index, shift)
         y, valid = moved.reshape(-1), is_valid.reshape(-1)
         rows = valid.nonzero().flatten()
@@ -121,7 +136,7 @@ def oracle(
         else:
             raise ValueError(reduction)
 
-        leaves = [x, w] if b is None else [x, w, b]
+        leaves = [x, w, *(t for pair in pairs for t in pair), *([] if b is None else [b])]
         if grad_output is None:
             upstream = torch.ones_like(loss)
         else:
@@ -153,6 +168,7 @@ def oracle(
             correct=scatter(highest == y_valid, False),
             grad_input=grads[0],
             grad_weight=grads[1],
-            grad_bias=grads[2] if b is not None else None,
+            grad_bias=grads[-1] if b is not None else None,
+            grad_adapters=[(grads[2 + 2 * k], grads[3 + 2 * k]) for k in range(len(pairs))],
             logits=z.detach(),
         )

@@ -37,6 +37,10 @@ def probabilities() -> Tensor:
     return torch.full((N, V), 1 / V)
 
 
+def adapter() -> tuple[Tensor, Tensor]:
+    return torch.ones(N, 2), torch.ones(V, 2)
+
+
 Row = tuple[str, Callable[[], dict[str, Any]], type[Exception], str]
 
 ROWS: list[Row] = [
@@ -196,6 +200,85 @@ ROWS: list[Row] = [
         lambda: good(target=probabilities(), stats=("correct",)),
         ValueError,
         words("correct"),
+    ),
+    # ---- adapters
+    ("adapters a tensor", lambda: good(adapters=torch.ones(N, 2)), TypeError, words("adapters", "Tensor")),
+    ("adapters None", lambda: good(adapters=None), TypeError, words("adapters", "NoneType")),
+    ("one adapter, not in a list", lambda: good(adapters=adapter()), TypeError, words(r"adapters\[0\]", "Tensor")),
+    ("an adapter of three", lambda: good(adapters=[(*adapter(), 2.0)]), TypeError, words(r"adapters\[0\]", "3")),
+    ("an adapter with a scale", lambda: good(adapters=[(2.0, 1.0)]), TypeError, words(r"adapters\[0\]\[0\]", "float")),
+    (
+        "integer adapter",
+        lambda: good(adapters=[adapter(), (adapter()[0], torch.ones(V, 2).long())]),
+        TypeError,
+        words(r"adapters\[1\]\[1\]", "int64"),
+    ),
+    (
+        "adapter of another dtype",
+        lambda: good(adapters=[tuple(t.to(bf16) for t in adapter())]),
+        TypeError,
+        words(r"adapters\[0\]\[0\]", "float32", "bfloat16"),
+    ),
+    (
+        "ranks of an adapter differ",
+        lambda: good(adapters=[(torch.ones(N, 3), torch.ones(V, 2))]),
+        ValueError,
+        words(r"adapters\[0\]\[0\]", rf"\({N}, 2\)", rf"\({N}, 3\)"),
+    ),
+    (
+        "adapter of another head",
+        lambda: good(adapters=[(torch.ones(N, 2), torch.ones(V + 1, 2))]),
+        ValueError,
+        words(r"adapters\[0\]\[1\]", V, V + 1),
+    ),
+    (
+        "adapter of other tokens",
+        lambda: good(adapters=[(torch.ones(N + 1, 2), torch.ones(V, 2))]),
+        ValueError,
+        words(r"adapters\[0\]\[0\]", N, N + 1),
+    ),
+    (
+        "adapter transposed",
+        lambda: good(adapters=[(torch.ones(N, 2), torch.ones(2, V))]),
+        ValueError,
+        words(r"adapters\[0\]", V),
+    ),
+    (
+        "adapter with flat tokens",
+        lambda: good(input=torch.ones(2, 3, H), target=torch.zeros(2, 3).long(), adapters=[adapter()]),
+        ValueError,
+        words(r"adapters\[0\]\[0\]", r"\(2, 3, 2\)"),
+    ),
+    ("adapter 1-d", lambda: good(adapters=[(torch.ones(N, 1), torch.ones(V))]), ValueError, words(r"adapters\[0\]", V)),
+    (
+        "adapter 0-d",
+        lambda: good(adapters=[(torch.ones(N, 1), torch.tensor(1.0))]),
+        ValueError,
+        words(r"adapters\[0\]"),
+    ),
+    (
+        "adapter of rank 0",
+        lambda: good(adapters=[(torch.ones(N, 0), torch.ones(V, 0))]),
+        ValueError,
+        words(r"adapters\[0\]\[1\]", "r > 0"),
+    ),
+    (
+        "adapter on another device",
+        lambda: good(adapters=[(adapter()[0], adapter()[1].to("meta"))]),
+        ValueError,
+        words(r"adapters\[0\]\[1\]", "meta", "cpu"),
+    ),
+    (
+        "adapter of a K-dimensional head",
+        lambda: good(linear_weight=torch.ones(V, 3, H), target=torch.zeros(N, 3).long(), adapters=[adapter()]),
+        ValueError,
+        words("adapters", "two-dimensional"),
+    ),
+    (
+        "adapter of another head, probabilities",
+        lambda: good(target=probabilities(), adapters=[(torch.ones(N, 2), torch.ones(V + 1, 2))]),
+        ValueError,
+        words(r"adapters\[0\]\[1\]", V, V + 1),
     ),
     # ---- scalars out of range
     ("reduction unknown", lambda: good(reduction="avg"), ValueError, words("reduction", "avg", "mean")),
@@ -470,6 +553,9 @@ def test_bad_input_of_modules(kwargs: dict[str, Any], error: type[Exception], me
         ({"num_tokens": -1}, ValueError, words("num_tokens|tokens|N", -1)),
         ({"hidden_size": 0}, ValueError, words("hidden_size|H", 0)),
         ({"vocab_size": 0}, ValueError, words("vocab_size|V", 0)),
+        ({"adapter_ranks": (8, 0)}, ValueError, words(r"adapter_ranks\[1\]", 0)),
+        ({"adapter_ranks": (8.0,)}, TypeError, words(r"adapter_ranks\[0\]", "float")),
+        ({"adapter_ranks": 8}, TypeError, words("adapter_ranks", "int")),
         ({"reduction": "avg"}, ValueError, words("avg", "mean")),
         ({"options": {"chunk_rows": 1}}, TypeError, words("ChunkOptions")),
         ({"dtype": torch.int64}, TypeError, words("int64")),

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from tests.helpers import STATS, make_problem, run_fused
+from tests.helpers import ALL_GRADS, STATS, make_problem, run_fused
 
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
@@ -38,6 +38,15 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 # torch.library
 
 
+def copied(value: Any) -> Any:
+    """Without the graph, at any depth of lists."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(v) for v in value)
+    return value
+
+
 class BackwardRecorder(TorchDispatchMode):
     """What the package's operators are called with below autograd: in backward, that is all there is."""
 
@@ -48,8 +57,7 @@ class BackwardRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "flce":
-            copies = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
-            self.calls.setdefault(func, (copies, kwargs))
+            self.calls.setdefault(func, (copied(args), kwargs))
         return func(*args, **kwargs)
 
 
@@ -96,6 +104,10 @@ OPCHECK_CASES: dict[str, dict[str, Any]] = {
     "vocab none": {"strategy": "vocab", "reduction": "none"},
     "bf16": {"dtype": torch.bfloat16},
     "fp16": {"dtype": torch.float16},
+    "adapters": {"adapter_ranks": (2, 3), "bias": True},
+    "adapters on a frozen head": {"adapter_ranks": (2,), "grads": "xaB"},
+    "adapters, none": {"adapter_ranks": (2, 3), "reduction": "none", "grads": "B"},
+    "adapters, vocab": {"adapter_ranks": (2,), "strategy": "vocab", "dtype": torch.bfloat16},
 }
 
 
@@ -103,7 +115,7 @@ OPCHECK_CASES: dict[str, dict[str, Any]] = {
 def test_opcheck(name: str, torch_backend: str, device: torch.device) -> None:
     """Schema, autograd registration, fake implementation and AOT dispatch of all operators that a call makes."""
     kwargs = dict(OPCHECK_CASES[name])
-    grads, strategy = kwargs.pop("grads", "xwb"), kwargs.pop("strategy", "tokens")
+    grads, strategy = kwargs.pop("grads", ALL_GRADS), kwargs.pop("strategy", "tokens")
     p = make_problem((11,), 8, 30, device=device, **{"dtype": torch.float32, **kwargs})
     with Recorder() as recorder:
         run_fused(p, options=options_for(strategy), grads=grads, stats=STATS)
@@ -173,6 +185,27 @@ def test_compile_aot_eager(reduction: str, strategy: str, torch_backend: str, de
 
     assert p.linear_bias is not None
     compiled_and_eager(step, [p.input, p.linear_weight, p.linear_bias], "aot_eager")
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@STRATEGIES
+def test_compile_with_adapters(
+    compiler: str, reduction: str, strategy: str, torch_backend: str, device: torch.device
+) -> None:
+    """A head that is frozen, two adapters on it whose inputs are made in the same graph."""
+    p = make_problem((2, 6), 8, 30, dtype=torch.float32, adapter_ranks=(2, 3), device=device)
+    (_, b1), (_, b2) = p.adapters
+    a1, a2 = torch.randn(2, 8, device=device), torch.randn(3, 8, device=device)
+
+    def step(x: Tensor, a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
+        adapters = [(2 * F.linear(x, a1), b1), (F.linear(x, a2), b2)]
+        return fused(
+            x, p.linear_weight, p.target, adapters=adapters, reduction=reduction, options=options_for(strategy)
+        )
+
+    compiled_and_eager(step, [p.input, a1, b1, a2, b2], compiler, dynamic=True)
 
 
 @pytest.mark.usefixtures("_no_compiled_code")
@@ -335,6 +368,8 @@ def test_forward_mode_with_duals(backend: str, device: torch.device) -> None:
             b = forward_ad.make_dual(w.detach(), torch.ones_like(w)) if other else w.detach()
             with pytest.raises(RuntimeError, match=r"(?i)forward"):
                 fused(a, b, y)
+            with pytest.raises(RuntimeError, match=r"(?i)forward"):
+                fused(x.detach(), w.detach(), y, adapters=[(a, b)])
 
 
 def test_forward_mode_with_jvp(backend: str, device: torch.device) -> None:
@@ -491,6 +526,7 @@ CUDA_CALLS: dict[str, dict[str, Any]] = {
     "vocab": {"options": flce.ChunkOptions(strategy="vocab", max_workspace_bytes=8 << 20)},
     "statistics": {"stats": STATS},
     "shift and weights": {"shift": 1, "z_loss": 1e-3, "label_smoothing": 0.1},
+    "adapters": {"adapter_ranks": (3, 16)},
 }
 cuda_calls = pytest.mark.parametrize("name", list(CUDA_CALLS))
 
@@ -499,6 +535,8 @@ def cuda_step(name: str, x: Tensor, w: Tensor, y: Tensor) -> Tensor:
     kwargs = dict(CUDA_CALLS[name])
     if kwargs.get("num_items") is not None:
         kwargs["num_items"] = torch.full((), 100, device="cuda")
+    ranks = kwargs.pop("adapter_ranks", ())
+    kwargs["adapters"] = [(x[..., :rank] * 2, w[..., :rank] * 3) for rank in ranks]
     out = flce.fused_linear_cross_entropy(x, w, y, **kwargs)
     loss = out if isinstance(out, Tensor) else out.loss
     x.grad = w.grad = None

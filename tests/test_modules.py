@@ -52,6 +52,16 @@ def test_modules_are_the_function(
     assert b is None or b.grad is not None
 
 
+def test_adapters(torch_backend: str) -> None:
+    p = make_problem((3, 5), 8, 30, dtype=torch.float32, bias=True, adapter_ranks=(2, 3))
+    owner, stateless = flce.LinearCrossEntropyLoss(8, 30, bias=True), flce.FusedLinearCrossEntropyLoss()
+    w, b = owner.linear.weight, owner.linear.bias
+    expected = flce.fused_linear_cross_entropy(p.input, w, p.target, linear_bias=b, adapters=p.adapters)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(owner(p.input, p.target, adapters=p.adapters), expected)
+    assert torch.equal(stateless(p.input, w, p.target, b, adapters=p.adapters), expected)
+
+
 def test_token_weight_and_num_items(torch_backend: str) -> None:
     p = make_problem((3, 5), 8, 30, dtype=torch.float32, token_weight=True, bias=True)
     kwargs: dict[str, Any] = {"token_weight": p.kwargs["token_weight"], "num_items": torch.tensor(9)}

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flce
-from tests.helpers import STATS, check, least_for, make_problem, run_fused
+from tests.helpers import ALL_GRADS, STATS, check, least_for, make_problem, run_fused
 
 # Multiplied up by HYPOTHESIS_PROFILE=search.
 EXAMPLES = settings.default.max_examples if settings.default else 40
@@ -40,6 +40,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "bias": draw(st.booleans()),
         "class_weight": draw(st.booleans()),
         "token_weight": draw(st.booleans()),
+        "adapter_ranks": draw(st.just(()) | st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)),
         "ignored": draw(st.sampled_from([0.0, 0.3, 1.0])),
         "ignore_index": draw(st.sampled_from([-100, 0, vocab - 1, vocab + 5, -1])),
         "target_dtype": draw(st.sampled_from([torch.int64, torch.int32])),
@@ -96,7 +97,15 @@ def search(call: dict[str, Any], chunking: dict[str, Any], grads: str, stats: An
     )
 
 
-GRADS = st.sampled_from(["xwb", "xwb", "x", "w", "xw", "b", ""])
+GRADS = st.sampled_from([ALL_GRADS, ALL_GRADS, "x", "w", "xw", "b", "xaB", "aB", "a", "B", ""])
+
+
+def possible(grads: str, call: dict[str, Any]) -> str:
+    """Those of `grads` that the call has a tensor for."""
+    missing = ("" if call["bias"] else "b") + ("" if call["adapter_ranks"] else "aB")
+    return "".join(key for key in grads if key not in missing)
+
+
 ASKED = st.sets(st.sampled_from(STATS)).map(lambda names: tuple(sorted(names)))
 
 
@@ -105,7 +114,7 @@ ASKED = st.sets(st.sampled_from(STATS)).map(lambda names: tuple(sorted(names)))
 def test_search_torch(
     torch_backend: str, device: torch.device, call: Any, chunking: Any, grads: str, stats: Any
 ) -> None:
-    search(call, chunking, grads if call["bias"] else grads.replace("b", ""), stats, device)
+    search(call, chunking, possible(grads, call), stats, device)
 
 
 @settings(FIXTURES, max_examples=3 * EXAMPLES // 2)
@@ -113,7 +122,7 @@ def test_search_torch(
 def test_search_triton(
     triton_backend: str, device: torch.device, call: Any, chunking: Any, grads: str, stats: Any
 ) -> None:
-    search(call, chunking, grads if call["bias"] else grads.replace("b", ""), stats, device)
+    search(call, chunking, possible(grads, call), stats, device)
 
 
 @settings(FIXTURES, max_examples=EXAMPLES // 2)
@@ -134,8 +143,12 @@ def test_strategies_and_backends_agree(
             results.append(run_fused(problem, options=options))
     first = results[0]
     for other in results[1:]:
-        for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
-            a, b = getattr(first, name), getattr(other, name)
+        pairs = [
+            (getattr(first, name), getattr(other, name)) for name in ("loss", "grad_input", "grad_weight", "grad_bias")
+        ]
+        for one, two in zip(first.grad_adapters, other.grad_adapters, strict=True):
+            pairs += zip(one, two, strict=True)
+        for a, b in pairs:
             if a is not None:
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10, equal_nan=True)
 
