@@ -48,6 +48,8 @@ class _Patch:
     watch_products: bool | None = None
     """Whether logits are made elsewhere than in the output embedding; None: the first call will tell."""
     head_called: bool = field(default=False, repr=False)
+    head_id: int | None = field(default=None, repr=False)
+    """Of the output embedding that `watch_products` is about."""
 
 
 # ------------------------------------------------------------------------------------------- the changed modules
@@ -139,16 +141,22 @@ class _Products(TorchFunctionMode):
 
 def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
-    if func is F.linear and len(args) >= 2 and not kwargs:
-        hidden, weight, bias = (*args, None)[:3]
+    if func is F.linear:
+        hidden, weight, bias = _linear_arguments(*args, **kwargs)
     elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
-        hidden, weight, bias = args[0], args[1], None
+        hidden, weight, bias = *args, None
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
         weight = weight.t()
     else:
         return None
     return (hidden, weight, bias) if type(hidden) is Tensor and weight.dim() == 2 else None
+
+
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return input, weight, bias
 
 
 def _can_be_lazy(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -337,6 +345,9 @@ def _labels_position(forward: Callable[..., Any]) -> int | None:
 
 
 def _change_layers(owner: nn.Module, patch: _Patch) -> None:
+    head_id = id(owner.get_output_embeddings())  # type: ignore[operator]
+    if head_id != patch.head_id:
+        patch.head_id, patch.watch_products = head_id, None
     for layer in _layers(owner):
         if layer.__dict__.get("_flce") is not patch:
             if "_flce" in layer.__dict__:  # of a model that it was taken from
