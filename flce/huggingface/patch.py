@@ -144,7 +144,7 @@ def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tenso
     if func is F.linear:
         hidden, weight, bias = _linear_arguments(*args, **kwargs)
     elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
-        hidden, weight, bias = *args, None
+        hidden, weight, bias = args[0], args[1], None
         if not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
         weight = weight.t()
