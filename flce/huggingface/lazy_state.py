@@ -211,7 +211,7 @@ class LazyState:
     class_dim: int
     autocast_dtype: torch.dtype | None
     device: torch.device
-    settings: Settings = Settings()
+    settings: Settings
     ops: tuple[Op, ...] = ()
 
     # -- what it looks like
@@ -387,7 +387,7 @@ def head_state(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Se
     dtype = hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
     versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
     term = LinearTerm(hidden, weight, bias, dtype, versions)
-    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, settings or Settings())
+    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, Settings() if settings is None else settings)
 
 
 @dataclass(frozen=True)
