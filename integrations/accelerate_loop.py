@@ -1,0 +1,59 @@
+"""A training loop with Accelerate and flce: `patch_model` before `prepare`, and nothing else changes.
+
+    python integrations/accelerate_loop.py
+
+It trains the same small model stock and patched, and ends with status 1 if the losses differ.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import flce
+from compare import GPU, Curve, compare, examples, tiny_model
+
+
+def train(patched: bool, steps: int, gradient_accumulation: int = 1, mixed_precision: str = "no") -> Curve:
+    accelerator = Accelerator(
+        cpu=not GPU, gradient_accumulation_steps=gradient_accumulation, mixed_precision=mixed_precision
+    )
+    model = tiny_model().train()
+    if patched:
+        flce.patch_model(model)  # all that is different
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = DataLoader(examples(4 * steps), batch_size=4)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+
+    curve = Curve()
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            curve.add(loss)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.free_memory()
+    return curve
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1)] = 50,
+    gradient_accumulation: Annotated[int, typer.Option(min=1)] = 1,
+    mixed_precision: Annotated[str, typer.Option(help="no, bf16, or (on a GPU) fp16")] = "no",
+) -> None:
+    """Train with Accelerate, stock and patched by flce, and compare the losses."""
+    tolerance = 1e-5 if mixed_precision == "no" else 1e-2
+    status = compare(
+        "Accelerate", lambda patched: train(patched, steps, gradient_accumulation, mixed_precision), tolerance=tolerance
+    )
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    typer.run(main)

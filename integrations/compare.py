@@ -1,0 +1,154 @@
+"""What the trainers' scripts share: a tiny model, real text for it, and the comparison of a stock and a patched run."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3Config
+
+from corpus import byte_level_tokenizer, read_documents, token_batches
+from flce.huggingface import MaterializedLogitsWarning
+
+CACHE = Path(__file__).resolve().parents[1] / ".cache"
+VOCAB_SIZE = 1000
+GPU = torch.cuda.is_available()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerBase:
+    tokenizer = byte_level_tokenizer(VOCAB_SIZE, CACHE)
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def tiny_model(seed: int = 0, **config: Any) -> Any:
+    """A Qwen3 of two layers without dropout, in float32: with one seed the same model on every call."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "use_cache": False,
+    }
+    return AutoModelForCausalLM.from_config(Qwen3Config(**{**sizes, **config}))
+
+
+@functools.cache
+def examples(count: int, tokens: int = 64, seed: int = 0) -> Any:
+    """A data set of pieces of Python's standard library: a list of `input_ids` and the `labels` for them.
+
+    The first labels of a piece are ignored, as those of a prompt would be: of each piece, a number of its own.
+    """
+    ids = token_batches(read_documents(None), tiny_tokenizer(), steps=count, batch_size=1, seq_len=tokens, seed=seed)
+    rows = torch.from_numpy(ids[:, 0])
+    prompt = torch.arange(tokens) < (torch.arange(count) % (tokens // 2))[:, None]
+    labels = rows.masked_fill(prompt, -100)
+    return [{"input_ids": row, "labels": label} for row, label in zip(rows, labels, strict=True)]
+
+
+def excerpts(count: int, tokens: int = 64, seed: int = 0) -> list[str]:
+    """The same pieces, as text."""
+    return tiny_tokenizer().batch_decode([row["input_ids"].tolist() for row in examples(count, tokens, seed)])
+
+
+def is_fused(loss: Tensor) -> bool:
+    """Whether flce's operator is in the graph that `loss` was computed by."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            if "flce" in node.name():
+                return True
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+@dataclass
+class Curve:
+    """The training loss of each step (with gradient accumulation: of each micro-batch)."""
+
+    losses: list[float] = field(default_factory=list)
+    fused: list[bool] = field(default_factory=list)
+
+    def add(self, loss: Tensor) -> None:
+        self.losses.append(loss.mean().item())  # one of each device where a Trainer sees several
+        self.fused.append(is_fused(loss))
+
+
+class KeepsLosses:
+    """Goes before a Transformers `Trainer`, or a class made of it, among the bases: what it logs are averages."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.curve = Curve()
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        if torch.is_grad_enabled():  # not in evaluation
+            self.curve.add(result[0] if isinstance(result, tuple) else result)
+        return result
+
+
+def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
+    """What all trainers made of Transformers' are called with."""
+    return {
+        "output_dir": folder,
+        "max_steps": steps,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": not GPU,
+        "bf16": False,  # TRL's own default is True
+    }
+
+
+def max_difference(stock: Curve, patched: Curve) -> float:
+    return max(abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True))
+
+
+def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-5, fused: bool = True) -> int:
+    """Runs `train`, without flce and with it, and tells whether the loss curves are the same.
+
+    Args:
+        name: what is trained with.
+        train: trains a model from always the same weights on the same data; its argument says whether with flce.
+        tolerance: of the losses' largest difference.
+        fused: whether the fused loss is to run in every patched step, or in none.
+
+    Returns:
+        0, or 1 if the curves differ or a step was not fused (or was) against expectation. It is for the shell.
+    """
+    stock = train(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        patched = train(True)
+    difference = max_difference(stock, patched)
+    steps = len(stock.losses)
+    typer.echo(
+        f"{name}: {steps} steps, loss {stock.losses[0]:.4f} to {stock.losses[-1]:.4f}; "
+        f"fused in {sum(patched.fused)}; max |stock - patched| {difference:.1e}"
+    )
+    agree = difference <= tolerance  # False for NaN
+    if not agree:
+        typer.echo(f"The loss curves differ by more than {tolerance:.0e}.")
+    as_expected = not any(stock.fused) and sum(patched.fused) == (steps if fused else 0)
+    if not as_expected:
+        typer.echo(f"The fused loss was to run in {'every' if fused else 'no'} patched step, and in no stock one.")
+    if agree and as_expected:
+        typer.echo("The loss curves agree.")
+    return 0 if agree and as_expected else 1

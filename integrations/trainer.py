@@ -1,0 +1,75 @@
+"""Transformers' `Trainer` with flce: a callback patches the model, and nothing else changes.
+
+    python integrations/trainer.py
+    python integrations/trainer.py --gradient-accumulation 4 --label-smoothing 0.1 --checkpointing
+
+It trains the same small model with and without the callback, and ends with status 1 if the losses differ.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Annotated, Any
+
+import typer
+from transformers import Trainer, TrainingArguments
+
+from compare import Curve, KeepsLosses, compare, examples, tiny_model, trainer_settings
+from flce.huggingface import FlceCallback
+
+
+class CurveTrainer(KeepsLosses, Trainer):
+    pass
+
+
+def make_trainer(
+    patched: bool,
+    folder: str,
+    *,
+    steps: int,
+    model: Any = None,
+    trainer: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """A trainer of the tiny model; `arguments` are more `TrainingArguments`, `trainer` more arguments of `Trainer`."""
+    return CurveTrainer(
+        model=tiny_model() if model is None else model,
+        args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
+        train_dataset=examples(4 * 50),
+        eval_dataset=examples(8, seed=1),
+        callbacks=[FlceCallback()] if patched else [],  # all that is different
+        **(trainer or {}),
+    )
+
+
+def train(patched: bool, **arguments: Any) -> Curve:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(patched, folder, **arguments)
+        trainer.train()
+        return trainer.curve
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1)] = 50,
+    gradient_accumulation: Annotated[int, typer.Option(min=1)] = 1,
+    label_smoothing: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    checkpointing: bool = False,
+    bf16: bool = False,
+    fp16: Annotated[bool, typer.Option(help="Needs a GPU.")] = False,
+) -> None:
+    """Train with Transformers' Trainer, stock and with FlceCallback, and compare the losses."""
+    arguments: dict[str, Any] = {
+        "gradient_accumulation_steps": gradient_accumulation,
+        "label_smoothing_factor": label_smoothing,
+        "bf16": bf16,
+        "fp16": fp16,
+    }
+    if checkpointing:
+        arguments["gradient_checkpointing"] = True
+    tolerance = 1e-2 if bf16 or fp16 else 1e-5
+    status = compare("Trainer", lambda patched: train(patched, steps=steps, **arguments), tolerance=tolerance)
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,57 @@
+"""The scripts of `integrations/`: run as a user runs them, or imported (see `pythonpath` in pyproject.toml)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run_script() -> Callable[..., str]:
+    """``run_script("trainer.py", "--steps=50")``: what the script said; the test fails if its exit status is not 0."""
+
+    def run(name: str, *arguments: str, gpu: str = "") -> str:
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": gpu,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
+        environment.pop("TRITON_INTERPRET", None)  # as a user has it
+        done = subprocess.run(
+            [sys.executable, f"integrations/{name}", *arguments],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLCE_BACKEND", "torch")  # Triton's interpreter is too slow to train with
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def nothing_materialises() -> Iterator[None]:
+    """Fails the test where lazy logits become real without having been asked to."""
+    from flce.huggingface import MaterializedLogitsWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        yield

@@ -1,0 +1,278 @@
+"""Transformers' `Trainer`: `integrations/trainer.py` for its 50 steps, and what else people ask of a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="Transformers' Trainer needs it")
+pytest.importorskip("typer", reason="the scripts' command line")
+
+import compare  # noqa: E402
+import flce  # noqa: E402
+import trainer as script  # noqa: E402
+from flce.huggingface import FlceCallback, LazyLogits, MaterializedLogitsError  # noqa: E402
+
+STEPS = 6
+
+
+def both(**arguments: Any) -> tuple[compare.Curve, compare.Curve]:
+    stock, patched = (script.train(patch, **{"steps": STEPS, **arguments}) for patch in (False, True))
+    assert not any(stock.fused)
+    return stock, patched
+
+
+def assert_agree(stock: compare.Curve, patched: compare.Curve, tolerance: float = 1e-5) -> None:
+    assert compare.max_difference(stock, patched) <= tolerance
+    assert all(patched.fused)
+
+
+def test_fifty_steps(run_script):
+    said = run_script("trainer.py", "--steps=50")
+    assert "50 steps" in said
+    assert "The loss curves agree" in said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # Batches of unlike numbers of tokens: each micro-batch is divided by the number of all of them.
+        {"gradient_accumulation_steps": 3},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"label_smoothing_factor": 0.1},
+        {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+@pytest.mark.usefixtures("nothing_materialises")
+def test_same_losses_as_stock(arguments):
+    assert_agree(*both(**arguments))
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_bfloat16_autocast():
+    assert_agree(*both(bf16=True), tolerance=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_autocast_on_a_gpu(run_script, dtype):
+    run_script("trainer.py", "--steps=10", f"--{dtype}", gpu="0")  # of several GPUs a Trainer would take all
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.usefixtures("nothing_materialises")
+def test_a_model_split_over_devices(tmp_path, head):
+    """The head where the last layer is, and elsewhere."""
+    accelerate = pytest.importorskip("accelerate")
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
+    curves = []
+    for patched in (False, True):
+        model = accelerate.dispatch_model(compare.tiny_model(), {**places, "lm_head": head})
+        trainer = script.make_trainer(patched, str(tmp_path), steps=STEPS, model=model)
+        trainer.train()
+        curves.append(trainer.curve)
+    assert_agree(*curves)
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_compiled():
+    """The compiled graph has a backward of its own, so the operator is looked for in what was executed."""
+    torch.compiler.reset()
+    settings = {"torch_compile": True, "torch_compile_backend": "aot_eager", "steps": 3}
+    stock = script.train(False, **settings)
+    with torch.profiler.profile() as profile:
+        patched = script.train(True, **settings)
+    assert compare.max_difference(stock, patched) <= 1e-5
+    assert any(event.name == "flce::linear_cross_entropy" for event in profile.events())
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_auto_find_batch_size(tmp_path):
+    """The first batches do not fit: training starts again with smaller ones, and with the patched model."""
+
+    def run(patched: bool) -> tuple[compare.Curve, int]:
+        trainer = script.make_trainer(patched, str(tmp_path), steps=STEPS, auto_find_batch_size=True, use_cpu=True)
+        sizes: list[int] = []
+
+        def check_size(module: Any, args: Any, kwargs: Any) -> None:
+            sizes.append(len(kwargs["input_ids"]))
+            if sizes[-1] > 2:
+                raise RuntimeError("CUDA out of memory.")
+
+        trainer.model.register_forward_pre_hook(check_size, with_kwargs=True)
+        trainer.train()
+        return trainer.curve, sizes[-1]
+
+    (stock, size), (patched, patched_size) = run(False), run(True)
+    assert size == patched_size <= 2
+    assert_agree(stock, patched)
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    guesses = prediction.predictions if prediction.predictions.ndim == 2 else prediction.predictions.argmax(-1)
+    labels = prediction.label_ids[:, 1:]
+    return {"accuracy": float(np.mean((guesses[:, :-1] == labels)[labels != -100]))}
+
+
+def evaluate(folder: Any, trainer: dict[str, Any] | None = None, **arguments: Any) -> list[dict[str, float]]:
+    """What a stock and a patched trainer make of the same trained model."""
+    stock, patched = (
+        script.make_trainer(patch, str(folder), steps=20, trainer=trainer, learning_rate=3e-3, **arguments)
+        for patch in (False, True)
+    )
+    stock.train()
+    patched.model.load_state_dict(stock.model.state_dict())
+    return [
+        {name: value for name, value in made.evaluate().items() if name in ("eval_loss", "eval_accuracy")}
+        for made in (stock, patched)
+    ]
+
+
+def test_evaluate_with_compute_metrics(tmp_path):
+    """Metrics that want all logits get them."""
+    stock, patched = evaluate(tmp_path, {"compute_metrics": accuracy})
+    assert stock["eval_accuracy"] > 0
+    assert patched == pytest.approx(stock, abs=1e-6)
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_evaluate_with_preprocessed_logits(tmp_path):
+    """Metrics that want the predicted tokens do without logits."""
+
+    def predicted(logits: Any, labels: Any) -> Any:
+        return logits.argmax(dim=-1)
+
+    trainer = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": predicted}
+    stock, patched = evaluate(tmp_path, trainer)
+    assert stock["eval_accuracy"] > 0
+    assert patched == pytest.approx(stock, abs=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.usefixtures("nothing_materialises")
+def test_evaluate_the_loss_only(tmp_path, smoothing):
+    stock, patched = evaluate(tmp_path, prediction_loss_only=True, label_smoothing_factor=smoothing)
+    assert patched == pytest.approx(stock, abs=1e-6)
+
+
+def test_evaluation_of_the_loss_is_fused(tmp_path):
+    """Before any training, and after it."""
+    trainer = script.make_trainer(True, str(tmp_path), steps=1, prediction_loss_only=True)
+    seen: list[Any] = []
+    trainer.model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
+    trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    assert len(seen) == 3
+    for logits in seen:
+        assert isinstance(logits, LazyLogits)
+        assert not logits.is_materialized
+
+
+def test_predict_returns_real_logits(tmp_path):
+    stock, patched = (script.make_trainer(patch, str(tmp_path), steps=1) for patch in (False, True))
+    expected, got = (t.predict(t.eval_dataset).predictions for t in (stock, patched))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_save_and_resume(tmp_path):
+    """A checkpoint of a patched run is a stock checkpoint, and a run that is resumed is patched."""
+
+    def run(folder: Any, steps: int, resume: bool = False) -> Any:
+        trainer = script.make_trainer(True, str(folder), steps=steps, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "whole", 4)
+    run(tmp_path / "parts", 2)
+    # The scheduler is linear in `steps`; take the checkpoint of the whole run to go on from.
+    (tmp_path / "whole" / "checkpoint-4").rename(tmp_path / "last")
+    resumed = run(tmp_path / "whole", 4, resume=True)
+    assert resumed.curve.losses == pytest.approx(whole.curve.losses[2:], abs=1e-6)
+    assert all(resumed.curve.fused)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    assert not flce.is_patched(reloaded)
+    for name, tensor in whole.model.state_dict().items():
+        torch.testing.assert_close(reloaded.state_dict()[name], tensor.cpu())
+
+
+class TestCallback:
+    def make(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
+        arguments = transformers.TrainingArguments(**compare.trainer_settings(str(folder), 1))
+        data = compare.examples(4)
+        return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
+
+    def test_patches_when_the_trainer_is_made_and_leaves_it_so(self, tmp_path):
+        model = compare.tiny_model()
+        trainer = self.make(tmp_path, FlceCallback(), model=model)
+        assert flce.is_patched(model)
+        trainer.train()
+        assert flce.is_patched(model)
+
+    def test_unpatches_if_asked(self, tmp_path):
+        model = compare.tiny_model()
+        self.make(tmp_path, FlceCallback(unpatch=True), model=model).train()
+        assert not flce.is_patched(model)
+        assert type(model.lm_head) is torch.nn.Linear
+
+    def test_a_model_made_for_every_run(self, tmp_path):
+        trainer = self.make(tmp_path, FlceCallback(), model_init=lambda: compare.tiny_model())
+        first = trainer.model
+        trainer.train()
+        assert trainer.model is not first
+        assert flce.is_patched(trainer.model)
+
+    def test_added_after_the_trainer_was_made(self, tmp_path):
+        model = compare.tiny_model()
+        trainer = self.make(tmp_path, transformers.TrainerCallback(), model=model)
+        trainer.add_callback(FlceCallback)
+        trainer.train()
+        assert flce.is_patched(model)
+
+    @pytest.mark.usefixtures("nothing_materialises")
+    def test_peft(self, tmp_path):
+        peft = pytest.importorskip("peft", reason="LoRA")
+        losses = []
+        for callbacks in ([], [FlceCallback()]):
+            config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+            trainer = script.CurveTrainer(
+                model=peft.get_peft_model(compare.tiny_model(), config),
+                args=transformers.TrainingArguments(**compare.trainer_settings(str(tmp_path), STEPS)),
+                train_dataset=compare.examples(4 * STEPS),
+                eval_dataset=compare.examples(8, seed=1),
+                callbacks=callbacks,
+            )
+            trainer.train()
+            trainer.args.prediction_loss_only = True
+            losses.append([*trainer.curve.losses, trainer.evaluate()["eval_loss"]])
+        assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+        assert all(trainer.curve.fused)
+
+    def test_options_reach_the_loss(self, tmp_path):
+        options = flce.ChunkOptions(max_workspace_bytes=1)
+        trainer = self.make(tmp_path, FlceCallback(options=options), model=compare.tiny_model())
+        with pytest.raises(ValueError, match="max_workspace_bytes"):
+            trainer.train()
+
+    def test_on_materialize_reaches_the_logits(self, tmp_path):
+        callback = FlceCallback(on_materialize="raise")
+        trainer = self.make(tmp_path, callback, model=compare.tiny_model(), eval_dataset=compare.examples(4))
+        trainer.compute_metrics = accuracy
+        with pytest.raises(MaterializedLogitsError):
+            trainer.evaluate()
+
+    def test_rejects_options_of_another_type(self):
+        with pytest.raises(TypeError, match="ChunkOptions"):
+            FlceCallback(options=3)  # type: ignore[arg-type]
+
+    def test_a_model_that_cannot_be_patched(self, tmp_path):
+        with pytest.raises(TypeError, match="output embedding"):
+            self.make(tmp_path, FlceCallback(), model=torch.nn.Linear(2, 2))
