@@ -23,7 +23,7 @@ from torch import Tensor
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import matmul
-from flce.planning import ChunkPlan, padded_cols
+from flce.planning import ChunkPlan, Sweep, padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 
 # The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
@@ -74,18 +74,24 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         constants = _scaled(constants, upstream.to(accum))
     else:
         per_row = selection.take(upstream.to(accum))
-    grads = _gradients(problem, plan, selection, constants, selection.take(normalizer, dim=1), per_row)
+    normalizer = selection.take(normalizer, dim=1)
+    grads = [
+        grad
+        for sweep in plan.sweeps
+        for grad in _gradients(problem, plan, sweep, selection, constants, normalizer, per_row)
+    ]
     # Here, where the tile's memory has been given back.
-    return [g.to(plan.dtype) for g in grads]
+    return [grad.to(plan.dtype) for grad in grads]
 
 
 def _losses_and_gradients(
     p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
 ) -> list[Tensor]:
     backend = get_backend(p.device)
-    buffer = _TileBuffer(p, plan)
-    grads = _GradientSums(p, plan, selection)
-    for rows in _pieces(selection.num_rows, plan.chunk_rows):
+    (sweep,) = plan.sweeps
+    buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols)
+    grads = _GradientSums(p, sweep, selection)
+    for rows in _pieces(selection.num_rows, sweep.rows):
         xs = selection.inputs(rows)
         cols = slice(0, plan.vocab_size)
         logits, dlogits, tile = buffer.tile(rows, cols)
@@ -100,7 +106,7 @@ def _statistics(
     p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
 ) -> None:
     backend = get_backend(p.device)
-    buffer = _TileBuffer(p, plan)
+    buffer = _TileBuffer(p, plan, plan.chunk_rows, plan.block_cols)
     for rows in _pieces(selection.num_rows, plan.chunk_rows):
         xs = selection.inputs(rows)
         inputs = selection.row_inputs(rows, constants)
@@ -116,24 +122,32 @@ def _statistics(
 def _gradients(
     p: LinearCrossEntropyProblem,
     plan: ChunkPlan,
+    sweep: Sweep,
     selection: _Selection,
     constants: Tensor,
     normalizer: Tensor,  # (2, rows)
     upstream: Tensor | None,  # (rows,)
 ) -> list[Tensor]:
     backend = get_backend(p.device)
-    buffer = _TileBuffer(p, plan)
-    grads = _GradientSums(p, plan, selection)
-    for cols in _pieces(plan.vocab_size, plan.block_cols):
-        for rows in _pieces(selection.num_rows, plan.chunk_rows):
-            xs = selection.inputs(rows)
-            logits, dlogits, tile = buffer.tile(rows, cols)
-            _write_logits(p, xs, cols, logits)
-            up = None if upstream is None else upstream[rows]
-            inputs = selection.row_inputs(rows, constants)
-            backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
-            grads.add(dlogits, xs, rows, cols)
+    buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols)
+    grads = _GradientSums(p, sweep, selection)
+    for rows, cols in _tiles(selection.num_rows, plan.vocab_size, sweep):
+        xs = selection.inputs(rows)
+        logits, dlogits, tile = buffer.tile(rows, cols)
+        _write_logits(p, xs, cols, logits)
+        up = None if upstream is None else upstream[rows]
+        inputs = selection.row_inputs(rows, constants)
+        backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
+        grads.add(dlogits, xs, rows, cols)
     return grads.result()
+
+
+def _tiles(num_rows: int, num_cols: int, sweep: Sweep) -> Iterator[tuple[slice, slice]]:
+    """In the order in which the sums of the sweep are completed one after the other."""
+    if sweep.weights:
+        yield from ((rows, cols) for cols in _pieces(num_cols, sweep.cols) for rows in _pieces(num_rows, sweep.rows))
+    else:
+        yield from ((rows, cols) for rows in _pieces(num_rows, sweep.rows) for cols in _pieces(num_cols, sweep.cols))
 
 
 def _write_logits(p: LinearCrossEntropyProblem, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:
@@ -145,10 +159,10 @@ def _write_logits(p: LinearCrossEntropyProblem, xs: Sequence[Tensor], cols: slic
 class _TileBuffer:
     """The memory of one tile, shared by all."""
 
-    def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan) -> None:
+    def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan, rows: int, cols: int) -> None:
         # An aligned row stride: matrix products on unaligned rows run several times slower.
         self._vocab_size = plan.vocab_size
-        shape = (plan.chunk_rows, padded_cols(plan.block_cols))
+        shape = (rows, padded_cols(cols))
         self.logits = torch.empty(shape, dtype=plan.logits_dtype, device=p.device)
         self.grad = self.logits
         if p.needs.any and not plan.in_place:
@@ -162,17 +176,17 @@ class _TileBuffer:
 
 
 class _GradientSums:
-    """The gradients while they are summed over tiles."""
+    """The gradients of a sweep while they are summed over its tiles."""
 
-    def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection) -> None:
+    def __init__(self, p: LinearCrossEntropyProblem, sweep: Sweep, selection: _Selection) -> None:
         needs = p.needs
         self._terms = [
-            _TermGradients(*term_and_needs, plan, selection)
-            for term_and_needs in zip(p.terms, needs.inputs, needs.weights, strict=True)
+            _TermGradients(term, needs_input and sweep.inputs, needs_weight and sweep.weights, sweep, selection)
+            for term, needs_input, needs_weight in zip(p.terms, needs.inputs, needs.weights, strict=True)
         ]
         self._bias = None
-        if needs.bias:
-            self._bias = torch.zeros(plan.vocab_size, dtype=accumulation_dtype(plan.dtype), device=p.device)
+        if needs.bias and sweep.weights:
+            self._bias = torch.zeros(p.vocab_size, dtype=accumulation_dtype(p.dtype), device=p.device)
 
     def add(self, dlogits: Tensor, xs: Sequence[Tensor], rows: slice, cols: slice) -> None:
         for term, x in zip(self._terms, xs, strict=True):
@@ -183,50 +197,61 @@ class _GradientSums:
             matmul(ones, dlogits, out=self._bias[None, cols], accumulate=True)
 
     def result(self) -> list[Tensor]:
-        """Those that were asked for, in the order of `Needs.flat`."""
+        """Those that the sweep makes, in the order of `Needs.flat`."""
         grads = (*(term.input for term in self._terms), *(term.weight for term in self._terms), self._bias)
         return [grad for grad in grads if grad is not None]
 
 
 class _TermGradients:
-    """The gradients of one term while they are summed over tiles; None for those that were not asked for."""
+    """The gradients of one term while they are summed over tiles; None for those that the sweep does not make."""
 
     def __init__(
-        self, term: LinearTerm, needs_input: bool, needs_weight: bool, plan: ChunkPlan, selection: _Selection
+        self, term: LinearTerm, makes_input: bool, makes_weight: bool, sweep: Sweep, selection: _Selection
     ) -> None:
         self._term, self._selection = term, selection
-        device = term.input.device
+        x, weight = term.input, term.weight
         # What no tile writes must be zero: dropped rows, and everything if all rows are dropped.
         no_tile = selection.num_rows == 0
         allocate = torch.zeros if no_tile else torch.empty
         allocate_input = torch.empty if selection.index is None and not no_tile else torch.zeros
-        # (N, H_k), (V, H_k), (block, H_k). A block of the weight gradient that is summed over chunks in a higher
-        # precision than its own is cast as soon as it is complete.
-        self.input = self.weight = self._block = None
-        if needs_input:
-            self.input = allocate_input(term.input.shape, dtype=plan.input_grad_dtype, device=device)
-        if needs_weight:
-            weight_dtype = plan.dtype if plan.by_block else plan.weight_grad_dtype
-            self.weight = allocate(term.weight.shape, dtype=weight_dtype, device=device)
-            if weight_dtype != plan.weight_grad_dtype:
-                shape = (plan.block_cols, term.weight.shape[1])
-                self._block = torch.empty(shape, dtype=plan.weight_grad_dtype, device=device)
+        # (N, H_k), (V, H_k), (chunk, H_k), (block, H_k): the gradients, and the sums of those that are made apart.
+        self.input = self.weight = self._input_sum = self._weight_sum = None
+        if makes_input:
+            self.input = allocate_input(x.shape, dtype=sweep.input_dtype, device=x.device)
+            if sweep.input_sum is not None:
+                self._input_sum = torch.empty((sweep.rows, x.shape[1]), dtype=sweep.input_sum, device=x.device)
+        if makes_weight:
+            self.weight = allocate(weight.shape, dtype=sweep.weight_dtype, device=x.device)
+            if sweep.weight_sum is not None:
+                self._weight_sum = torch.empty((sweep.cols, weight.shape[1]), dtype=sweep.weight_sum, device=x.device)
 
     def add(self, dlogits: Tensor, x: Tensor, rows: slice, cols: slice) -> None:
         """The share of a tile: `dlogits` (rows, cols), `x` its rows of the term's input."""
         if self.input is not None:
-            weight, index = self._term.weight[cols], self._selection.index
-            if index is None:
-                matmul(dlogits, weight, out=self.input[rows], accumulate=cols.start > 0)
-            else:
-                part = x.new_empty(x.shape, dtype=self.input.dtype)
-                matmul(dlogits, weight, out=part)
-                self.input.index_add_(0, index[rows], part)
+            self._add_input(self.input, dlogits, rows, cols)
         if self.weight is not None:
-            total = self.weight[cols] if self._block is None else self._block[: cols.stop - cols.start]
+            total = self.weight[cols] if self._weight_sum is None else self._weight_sum[: cols.stop - cols.start]
             matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
-            if self._block is not None and rows.stop == self._selection.num_rows:
+            if self._weight_sum is not None and rows.stop == self._selection.num_rows:
                 self.weight[cols] = total
+
+    def _add_input(self, grad: Tensor, dlogits: Tensor, rows: slice, cols: slice) -> None:
+        weight, index = self._term.weight[cols], self._selection.index
+        if self._input_sum is not None:
+            total = self._input_sum[: rows.stop - rows.start]
+            matmul(dlogits, weight, out=total, accumulate=cols.start > 0)
+            if cols.stop < len(self._term.weight):
+                return
+            if index is None:
+                grad[rows] = total
+            else:
+                grad.index_copy_(0, index[rows], total.to(grad.dtype))
+        elif index is None:
+            matmul(dlogits, weight, out=grad[rows], accumulate=cols.start > 0)
+        else:
+            part = grad.new_empty(rows.stop - rows.start, grad.shape[1])
+            matmul(dlogits, weight, out=part)
+            grad.index_add_(0, index[rows], part)
 
 
 @dataclass(frozen=True)

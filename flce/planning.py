@@ -5,11 +5,14 @@ The policy, in full:
 * **Strategy** ``tokens`` unless a budget rules it out: the logits of `chunk_rows` tokens and all classes at
   a time, three matrix products in all. ``vocab`` takes all tokens and `block_cols` classes at a time and
   multiplies a fourth time, but needs no float32 copy of the weight gradient.
-* **Without a budget** a chunk of logits takes at most `DEFAULT_LOGITS_BYTES` of the device, an absolute
-  figure: the workspace does not grow with the number of tokens.
+* **Without a budget** the logits take at most the bytes of `DEFAULTS`, absolute figures: the workspace does not
+  grow with the number of tokens. All tokens are one chunk where that fits, because the sum of a weight gradient
+  over chunks costs a float32 copy of it and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
-  at least `MIN_EFFICIENT_ROWS` rows, else ``vocab`` if it gets at least `EFFICIENT_COLS` classes; failing
-  both, whichever fits.
+  at least `MIN_EFFICIENT_ROWS` rows, else ``vocab``; if neither gets so much, whichever fits.
+* **Split**: where the sum of the input gradient over blocks of classes, N x H in float32, leaves ``vocab`` less
+  than `EFFICIENT_COLS` classes, gradients of inputs and of weights are made in a sweep each, with a fifth
+  product: the first is summed over classes for a few tokens at a time, the second over tokens for a few classes.
 * Chunks are of equal size, a multiple of `ROW_MULTIPLE` rows where they can be.
 
 Nothing here depends on anything but the arguments, so every call of one shape has the same plan.
@@ -18,7 +21,7 @@ Nothing here depends on anything but the arguments, so every call of one shape h
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,17 +32,35 @@ from flce.backends.torch_ import SCALE_SLAB, slab_rows, slab_temporaries
 from flce.gemm import ALIGNMENT, CAST_BYTES
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
-# One chunk of logits. 1 GiB is 4,096 tokens of a 128,256-class vocabulary in bf16: enough for matrix
-# products at full speed, and for the float32 accumulation of the weight gradient to cost a few percent.
+
+@dataclass(frozen=True)
+class Defaults:
+    """Bytes of logits without a budget."""
+
+    one_chunk: int  # all tokens, if their logits take no more
+    chunk: int  # otherwise, where the weight gradient has to be summed over chunks
+    frozen: int  # where it has not: of half precision, or not asked for
+    forward: int  # no gradient at all
+
+
+# On an H200, in the dtype of half precision:
+# * a weight gradient of 128256 x 4096 that is summed over two chunks takes 0.8 ms more in its products and 0.8 ms in
+#   its cast, of 36 ms for 8192 tokens; with the logits in one piece (2004 MiB) that time is saved at the same
+#   workspace, since there is no float32 copy. 4.75 GiB are 16,384 tokens of 151,936 classes.
+# * more than 2 GiB a chunk (8,192 tokens of 128,256 classes) gains less than 2% over that.
+# * with no weight gradient to sum, products are as fast with a quarter of it, and the logits alone with less.
 # On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
-DEFAULT_LOGITS_BYTES = {"cpu": 64 << 20, "other": 1 << 30}
+DEFAULTS = {
+    "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, 64 << 20),
+    "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 120 << 20),
+}
 # Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
 # product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
-# a chunk of 512 rows spends a third of its time on it, which is what `vocab` adds.
-MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 512}
+# a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds.
+MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 768}
 ROW_MULTIPLE = 128
-# As few classes per block as `vocab` is preferred with to short chunks of tokens.
-EFFICIENT_COLS = 512
+# By the same count, 8NH bytes a block for the input gradient: with fewer classes a fifth product costs less.
+EFFICIENT_COLS = 1024
 # Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
 
@@ -110,6 +131,28 @@ class CallShape:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """One pass over all tiles in which gradients are made, and in which dtypes they are summed.
+
+    A sweep that makes gradients of weights goes through all tokens of a block of classes before the next block;
+    one that does not, through all classes of a chunk of tokens.
+    """
+
+    rows: int
+    cols: int
+    inputs: bool
+    weights: bool
+    """With the bias."""
+    input_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    """Of the gradients as the sweep leaves them."""
+    input_sum: torch.dtype | None
+    """Of the sum over classes for one chunk of tokens, where it is made apart and rounded when it is complete."""
+    weight_sum: torch.dtype | None
+    """Of the sum over tokens for one block of classes, likewise."""
+
+
+@dataclass(frozen=True)
 class ChunkPlan(CallShape):
     """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
 
@@ -126,6 +169,8 @@ class ChunkPlan(CallShape):
     accum_dtype: torch.dtype
     skip_ignored: bool
     max_workspace_bytes: int | None
+    input_tile: tuple[int, int] | None = None
+    """Tokens and classes of the tiles of a sweep of its own for the gradients of inputs; None: one sweep for all."""
 
     @property
     def chunk_rows(self) -> int:
@@ -144,11 +189,6 @@ class ChunkPlan(CallShape):
         return _ceil_div(self.vocab_size, self.block_cols)
 
     @property
-    def by_block(self) -> bool:
-        """Whether weight gradients are finished a block of classes at a time, each cast to its place at once."""
-        return self.num_blocks > 1
-
-    @property
     def deferred(self) -> bool:
         """Whether gradients are computed in backward, from recomputed logits, rather than in forward.
 
@@ -163,10 +203,31 @@ class ChunkPlan(CallShape):
         return self.grad_dtype == self.logits_dtype
 
     @property
-    def input_grad_dtype(self) -> torch.dtype:
-        """In which gradients of inputs are computed; they are cast in backward where that differs."""
+    def sweeps(self) -> tuple[Sweep, ...]:
+        """The passes over all tiles in which gradients are made: in forward, or in backward if `deferred`."""
+        inputs, weights = any(self.needs.inputs), any(self.needs.weights) or self.needs.bias
+        if not self.deferred:
+            return (self._sweep(self.chunk_rows, self.block_cols, inputs, weights),) if self.needs.any else ()
+        if self.input_tile is None:
+            return (self._sweep(self.chunk_rows, self.block_cols, inputs, weights),)
+        first = self._sweep(*self.input_tile, True, False)
+        return (first, self._sweep(self.chunk_rows, self.block_cols, False, True)) if weights else (first,)
+
+    def _sweep(self, rows: int, cols: int, inputs: bool, weights: bool) -> Sweep:
+        whole_rows, whole_cols = rows >= self.num_tokens, cols >= self.vocab_size
+        input_dtype, weight_dtype = self.input_grad_dtype, self.weight_grad_dtype
+        input_sum = weight_sum = None
         if self.deferred:
-            return self._accum if self.num_blocks > 1 else self.dtype
+            input_dtype = self.dtype if whole_cols or not weights else self._accum
+            weight_dtype = self.dtype if whole_rows or not whole_cols else self._accum
+            if self._accum != self.dtype:
+                input_sum = None if weights or whole_cols else self._accum
+                weight_sum = None if whole_rows or whole_cols else self._accum
+        return Sweep(rows, cols, inputs, weights, input_dtype, weight_dtype, input_sum, weight_sum)
+
+    @property
+    def input_grad_dtype(self) -> torch.dtype:
+        """In which gradients of inputs leave forward; they are cast in backward where that differs."""
         # A float16 gradient must not be rounded before the loss scale has arrived: it would underflow.
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
@@ -179,7 +240,7 @@ class ChunkPlan(CallShape):
         # torch.compile would otherwise make another graph for every number of tokens.
         if self.max_workspace_bytes is not None or self.num_tokens > self.max_rows:
             return self._accum
-        return torch.float32 if self.dtype == torch.float16 and not self.deferred else self.dtype
+        return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     @property
     def _accum(self) -> torch.dtype:
@@ -187,15 +248,19 @@ class ChunkPlan(CallShape):
 
     @property
     def num_matmuls(self) -> int:
-        """Matrix products of 2NHV flops each: for each term, logits once or twice and one for each gradient."""
-        needs = self.needs
-        return len(self.hidden_sizes) * (1 + self.deferred) + sum(needs.inputs) + sum(needs.weights)
+        """Matrix products of 2NHV flops each: for each term its logits, perhaps several times, and its gradients."""
+        of_logits = len(self.hidden_sizes) * self._times_logits
+        return of_logits + sum(self.needs.inputs) + sum(self.needs.weights)
 
     @property
     def flops(self) -> int:
         """Of the matrix products of forward and backward."""
-        widths = sum(self.hidden_sizes) * (1 + self.deferred) + self._input_grad_width + self._weight_grad_width
+        widths = sum(self.hidden_sizes) * self._times_logits + self._input_grad_width + self._weight_grad_width
         return 2 * self.num_tokens * self.vocab_size * widths
+
+    @property
+    def _times_logits(self) -> int:
+        return 1 + (len(self.sweeps) if self.deferred else 0)
 
     @property
     def _input_grad_width(self) -> int:
@@ -210,40 +275,46 @@ class ChunkPlan(CallShape):
     @property
     def logits_bytes(self) -> int:
         """Of the buffers that hold a tile's logits and their gradient."""
+        return self._logits_bytes(self.chunk_rows, self.block_cols)
+
+    def _logits_bytes(self, rows: int, cols: int) -> int:
         sizes = [self.logits_dtype.itemsize]
         if self.needs.any and not self.in_place:
             sizes.append(self.grad_dtype.itemsize)
-        return self.chunk_rows * padded_cols(self.block_cols) * sum(sizes)
+        return rows * padded_cols(cols) * sum(sizes)
 
     @property
     def workspace_bytes(self) -> int:
         """Peak bytes above the inputs and the returned gradients, over forward and backward."""
-        n, v = self.num_tokens, self.vocab_size
-        itemsize, accum = self.dtype.itemsize, accumulation_dtype(self.dtype).itemsize
-        # Entries of the gradients of inputs, of weights and of the bias.
-        of_inputs, of_weights, of_bias = n * self._input_grad_width, v * self._weight_grad_width, v * self.needs.bias
-        returned = itemsize * (of_inputs + of_weights + of_bias)
-        tile = self.logits_bytes + self._tile_temporaries()
-        rows = n * self._row_bytes()
+        itemsize, rows = self.dtype.itemsize, self.num_tokens * self._row_bytes()
+        peak = rows + self._tile_bytes(self.chunk_rows, self.block_cols)
+        if not self.needs.any:
+            return peak
+        held = 0  # gradients, those of the sweeps before included
+        for sweep in self.sweeps:
+            of_inputs = self.num_tokens * self._input_grad_width * sweep.inputs
+            of_weights = self.vocab_size * self._weight_grad_width * sweep.weights
+            of_bias = self.vocab_size * self.needs.bias * sweep.weights
+            held += of_inputs * sweep.input_dtype.itemsize + of_weights * sweep.weight_dtype.itemsize
+            held += of_bias * accumulation_dtype(self.dtype).itemsize
+            sums = 0
+            if sweep.input_sum is not None and sweep.inputs:
+                sums += sweep.rows * self._input_grad_width * sweep.input_sum.itemsize
+            if sweep.weight_sum is not None and sweep.weights:
+                sums += sweep.cols * self._weight_grad_width * sweep.weight_sum.itemsize
+            peak = max(peak, rows + held + self._tile_bytes(sweep.rows, sweep.cols) + sums)
+            # Casting what is not in the dtype that is returned, when the tile has been given back.
+            cast = of_inputs * (sweep.input_dtype != self.dtype) + of_weights * (sweep.weight_dtype != self.dtype)
+            cast += of_bias * (accumulation_dtype(self.dtype) != self.dtype)
+            casting = rows * self.deferred + held + cast * itemsize
+            if self.backend == "torch" and not self.deferred and itemsize < 4:
+                casting += 2 * 4 * SCALE_SLAB
+            peak = max(peak, casting)
+        of_inputs, of_weights = self.num_tokens * self._input_grad_width, self.vocab_size * self._weight_grad_width
+        return peak - itemsize * (of_inputs + of_weights + self.vocab_size * self.needs.bias)
 
-        # Gradients as they are while tiles are worked on, and what casting them at the end adds.
-        held_input = of_inputs * self.input_grad_dtype.itemsize
-        held_weight = of_weights * self.weight_grad_dtype.itemsize
-        held_bias = of_bias * accum
-        cast = of_inputs * itemsize * (self.input_grad_dtype != self.dtype)
-        cast += of_bias * itemsize * (accum != itemsize)
-        if self.weight_grad_dtype != self.dtype:
-            if self.by_block:
-                held_weight = of_weights * itemsize
-                tile += self.block_cols * self._weight_grad_width * self.weight_grad_dtype.itemsize
-            else:
-                cast += of_weights * itemsize
-        held = held_input + held_weight + held_bias
-        working = rows + tile + held
-        casting = rows * self.deferred + held + cast
-        if self.backend == "torch" and not self.deferred and itemsize < 4:
-            casting += 2 * 4 * SCALE_SLAB
-        return max(working, casting) - returned if self.needs.any else rows + tile
+    def _tile_bytes(self, rows: int, cols: int) -> int:
+        return self._logits_bytes(rows, cols) + self._tile_temporaries(rows, cols)
 
     def _row_bytes(self) -> int:
         """Bytes of the vectors with an entry per token."""
@@ -257,23 +328,28 @@ class ChunkPlan(CallShape):
             size += 9
         return size
 
-    def _tile_temporaries(self) -> int:
+    def _tile_temporaries(self, rows: int, cols: int) -> int:
         """Bytes that gathering rows, casting operands and the PyTorch backend take beside a tile."""
         # All terms' rows are gathered at once. What a product takes, it gives back before the next: the widest counts.
-        rows, sizes = self.chunk_rows, self.hidden_sizes
+        sizes = self.hidden_sizes
         widest_grad = max(h * needed for h, needed in zip(sizes, self.needs.inputs, strict=True))
         size = 0
+        part = 0  # the gradient of gathered rows, before it goes to its place
         if self.skip_ignored:
-            size += rows * (sum(sizes) * self.dtype.itemsize + widest_grad * self.input_grad_dtype.itemsize)
+            part = rows * widest_grad * max((sweep.input_dtype.itemsize for sweep in self.sweeps), default=0)
+            size += rows * sum(sizes) * self.dtype.itemsize
         if self.device_type == "cpu" and self.dtype.itemsize < 4:
-            # float32 copies of the rows (or their gradient, before it is rounded) and of a piece of W
-            size += rows * max(sizes) * 4 + min(CAST_BYTES, self.block_cols * max(sizes) * 4)
-        elif self.dtype.itemsize < 4 and self.block_cols % ALIGNMENT:
+            # float32 copies of the rows, or their gradient before it is rounded, and of a piece of W
+            piece = min(CAST_BYTES, cols * max(sizes) * 4)
+            size += max(rows * max(sizes) * 4, part + min(CAST_BYTES, rows * widest_grad * 4)) + piece
+        elif self.dtype.itemsize < 4 and cols % ALIGNMENT:
             # see gemm: the gradient of the rows, before it is rounded
-            size += rows * widest_grad * 4
+            size += part + rows * widest_grad * 4
+        else:
+            size += part
         if self.backend == "torch":
             accum = accumulation_dtype(self.logits_dtype).itemsize
-            slab = slab_rows(self.device_type, rows, self.block_cols, accum) * self.block_cols * accum
+            slab = slab_rows(self.device_type, rows, cols, accum) * cols * accum
             size += slab_temporaries(self.spec, self.logits_dtype) * slab
         return size
 
@@ -281,7 +357,8 @@ class ChunkPlan(CallShape):
         where = f"N={self.num_tokens}, H={_sum(self.hidden_sizes)}, V={self.vocab_size}, {_name(self.dtype)}"
         return (
             f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
-            f"{self.num_chunks} x {self.chunk_rows} tokens, {self.num_blocks} x {self.block_cols} classes, "
+            f"{self.num_chunks} x {self.chunk_rows} tokens, {self.num_blocks} x {self.block_cols} classes"
+            f"{', input gradients apart' if self.input_tile else ''}, "
             f"logits in {_name(self.logits_dtype)}, {self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
         )
@@ -386,12 +463,11 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
             f"got {options.accum_dtype} with {dtype} inputs"
         )
     logits_dtype, grad_dtype = _logits_dtypes(dtype, device_type, options)
-    kind = "cpu" if device_type == "cpu" else "other"
     skip = options.skip_ignored
     tokens = ChunkPlan(
         **vars(shape),
         strategy="tokens",
-        max_rows=options.chunk_rows or _default_rows(vocab_size, logits_dtype, kind),
+        max_rows=options.chunk_rows or _default_rows(shape, logits_dtype, grad_dtype),
         equal_rows=options.chunk_rows is None,
         block_cols=vocab_size,
         logits_dtype=logits_dtype,
@@ -404,16 +480,18 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     if options.strategy == "tokens" or (options.strategy == "auto" and options.max_workspace_bytes is None):
         return tokens
     rows = max(1, shape.num_tokens) if options.chunk_rows is None else options.chunk_rows
+    # Without a budget a quarter of what a chunk of `tokens` would take: `vocab` is for saving memory.
+    cols = _defaults(device_type).chunk // 4 // (rows * logits_dtype.itemsize)
     vocab = replace(
         tokens,
         strategy="vocab",
         max_rows=rows,
         equal_rows=False,
-        block_cols=_default_block(rows, vocab_size, logits_dtype, kind),
+        block_cols=min(vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE)),
     )
     if options.strategy == "vocab":
         return vocab
-    return _cheaper_within_budget(tokens, vocab, MIN_EFFICIENT_ROWS[kind])
+    return _cheaper_within_budget(tokens, vocab)
 
 
 def padded_cols(cols: int) -> int:
@@ -435,28 +513,39 @@ def _logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) 
     return options.logits_dtype or dtype, dtype
 
 
-def _default_rows(vocab_size: int, logits_dtype: torch.dtype, kind: str) -> int:
-    rows = DEFAULT_LOGITS_BYTES[kind] // (padded_cols(vocab_size) * logits_dtype.itemsize)
-    return max(ROW_MULTIPLE, rows // ROW_MULTIPLE * ROW_MULTIPLE)
+def _defaults(device_type: str) -> Defaults:
+    return DEFAULTS["cpu" if device_type == "cpu" else "other"]
 
 
-def _default_block(rows: int, vocab_size: int, logits_dtype: torch.dtype, kind: str) -> int:
-    # A quarter of what `tokens` would take: `vocab` is for saving memory.
-    cols = DEFAULT_LOGITS_BYTES[kind] // 4 // (rows * logits_dtype.itemsize)
-    return min(vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
+def _default_rows(shape: CallShape, logits_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
+    """Of a chunk with all classes."""
+    defaults = _defaults(shape.device_type)
+    needs = shape.needs
+    per_row = padded_cols(shape.vocab_size) * logits_dtype.itemsize
+    if needs.any and grad_dtype != logits_dtype:
+        per_row += padded_cols(shape.vocab_size) * grad_dtype.itemsize
+    if not needs.any:
+        limit = defaults.forward
+    elif not needs.weights[0] or shape.dtype.itemsize >= 4:
+        limit = defaults.frozen
+    elif shape.num_tokens * per_row <= defaults.one_chunk:
+        limit = defaults.one_chunk
+    else:
+        limit = defaults.chunk
+    return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
-def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, efficient_rows: int) -> ChunkPlan:
+def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan) -> ChunkPlan:
     """The first in order of preference that keeps the budget, or the smallest of all."""
     budget = tokens.max_workspace_bytes
     assert budget is not None
-    for plan in (
-        _with_rows(tokens, efficient_rows),
-        _with_cols(vocab, EFFICIENT_COLS),
-        _with_rows(tokens, efficient_rows // 8),
-    ):
-        if plan.workspace_bytes <= budget:
-            return tokens if plan.strategy == "tokens" else vocab
+    efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
+    if _with_rows(tokens, efficient_rows).workspace_bytes <= budget:
+        return tokens
+    if _efficient(vocab, budget) is not None:
+        return vocab
+    if _with_rows(tokens, efficient_rows // 8).workspace_bytes <= budget:
+        return tokens
     return tokens if _smallest(tokens).workspace_bytes <= _smallest(vocab).workspace_bytes else vocab
 
 
@@ -484,31 +573,67 @@ def _smallest(plan: ChunkPlan) -> ChunkPlan:
     """
     most = _largest_size(plan)
     candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
+    if _can_split(plan):
+        candidates += [replace(c, input_tile=(1, min(ALIGNMENT, plan.vocab_size))) for c in candidates]
     return min(candidates, key=lambda candidate: candidate.workspace_bytes)
+
+
+def _can_split(plan: ChunkPlan) -> bool:
+    return plan.strategy == "vocab" and plan.num_tokens > 0 and any(plan.needs.inputs)
+
+
+def _efficient(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
+    """The plan with one sweep if that gets `EFFICIENT_COLS` classes, else with two; None if neither fits."""
+    whole = _with_cols(vocab, EFFICIENT_COLS)
+    if whole.workspace_bytes <= budget:
+        return _fit_size(vocab, budget)
+    return _fit_split(vocab, budget) if _can_split(vocab) else None
 
 
 def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
     """The plan with the largest tiles within the budget, or that with the least workspace if none is."""
-    most = _largest_size(plan)
-    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
+    efficient = _efficient(plan, budget) if plan.strategy == "vocab" else None
+    return efficient or _fit_size(plan, budget) or _smallest(plan)
 
-    def largest(step: int, high: int) -> int:
-        low = 0  # of the sizes that fit, the largest seen; 0: none
+
+def _fit_split(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
+    """Two sweeps, each as large as the budget allows."""
+    none = replace(vocab, input_tile=(1, 1))
+    fitted = _fit_size(none, budget)
+    if fitted is None:
+        return None
+    # The sum for a chunk of tokens, R x H in float32, and its tile, R x C, get about the same memory.
+    cols = min(vocab.vocab_size, max(COLUMN_MULTIPLE, 2 * vocab.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
+
+    def split(rows: int) -> ChunkPlan:
+        return replace(fitted, input_tile=(min(rows, vocab.num_tokens), cols))
+
+    rows = _largest(lambda rows: split(rows).workspace_bytes <= budget, vocab.num_tokens, ROW_MULTIPLE)
+    return split(rows) if rows else None
+
+
+def _fit_size(plan: ChunkPlan, budget: int) -> ChunkPlan | None:
+    """The plan with the largest tiles of one sweep within the budget, None if none is."""
+    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
+    size = _largest(lambda size: _with_size(plan, size).workspace_bytes <= budget, _largest_size(plan), multiple)
+    return _with_size(plan, size) if size else None
+
+
+def _largest(fits: Callable[[int], bool], most: int, multiple: int) -> int:
+    """`most` if that fits, else the largest multiple of `multiple`, or of less, that does; 0 if none does."""
+    if fits(most):
+        return most
+    for step, limit in ((multiple, most), (ALIGNMENT, min(multiple, most)), (1, min(ALIGNMENT, most))):
+        low, high = 0, (limit - 1) // step  # of the sizes that fit, the largest seen; the largest that may
         while low < high:
             middle = (low + high + 1) // 2
-            if _with_size(plan, middle * step).workspace_bytes <= budget:
+            if fits(middle * step):
                 low = middle
             else:
                 high = middle - 1
-        return low * step
-
-    if _with_size(plan, most).workspace_bytes <= budget:
-        return _with_size(plan, most)
-    for step, limit in ((multiple, most), (ALIGNMENT, min(multiple, most)), (1, min(ALIGNMENT, most))):
-        size = largest(step, (limit - 1) // step)
-        if size:
-            return _with_size(plan, size)
-    return _smallest(plan)
+        if low:
+            return low * step
+    return 0
 
 
 def _ceil_div(a: int, b: int) -> int:
