@@ -1,4 +1,4 @@
-# make demo | test | lint | setup | clean
+# make demo | test | test-models | test-oldest | lint | setup | clean
 #
 # The first three set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
 # built once, and again when pyproject.toml or constraints.txt change.
@@ -25,7 +25,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test test-models test-oldest lint clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -48,6 +48,15 @@ demo: $(READY)
 # One thread per worker, so that the workers do not get into each other's way.
 test: $(READY)
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Every architecture of Transformers, of which `make test` takes a sample.
+test-models: $(READY)
+	FLCE_ALL_ARCHITECTURES=1 OMP_NUM_THREADS=1 \
+	    $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/huggingface/test_architectures.py $(ARGS)
+
+# Patched models with the oldest Transformers that flce supports.
+test-oldest:
+	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/transformers_versions.sh
 
 lint: $(READY)
 	$(RUN) -m ruff check

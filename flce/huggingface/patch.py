@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,11 +110,13 @@ class _Products(TorchFunctionMode):
     be computed all the same, with a warning.
     """
 
-    def __init__(self, owner: nn.Module, patch: _Patch) -> None:
+    def __init__(self, owner: Any, patch: _Patch) -> None:
         super().__init__()
         self.patch, self.sizes = patch, _vocabulary_sizes(owner)
         # Where the model has a proper output embedding, another layer's parameter is none of its logits'.
         self.heads = [layer.weight for layer in _layers(owner)]
+        # An adapter around it may make the logits of its layer in one call and by itself in another.
+        self.plain = isinstance(owner.get_output_embeddings(), nn.Linear)
         self.caught: list[Tensor] = []  # inputs of such products: of others with them logits are made as well
 
     def __enter__(self) -> _Products:
@@ -122,8 +125,12 @@ class _Products(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if error[0] is None and (self.caught or self.patch.head_called):
-            self.patch.watch_products = not self.patch.head_called
+        if error[0] is not None:
+            return
+        if self.caught:
+            self.patch.watch_products = True
+        elif self.patch.head_called and self.plain:
+            self.patch.watch_products = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -143,6 +150,10 @@ def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tenso
     """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
     if func is F.linear:
         hidden, weight, bias = _linear_arguments(*args, **kwargs)
+    elif func is torch.einsum and len(args) == 3 and not kwargs and isinstance(args[0], str):
+        if not re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")):
+            return None
+        hidden, weight, bias = args[1], args[2], None
     elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
         hidden, weight, bias = args[0], args[1], None
         if not isinstance(weight, Tensor) or weight.dim() != 2:
