@@ -106,14 +106,15 @@ def _statistics(
     p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
 ) -> None:
     backend = get_backend(p.device)
-    buffer = _TileBuffer(p, plan, plan.chunk_rows, plan.block_cols)
-    for rows in _pieces(selection.num_rows, plan.chunk_rows):
+    chunk_rows, block_cols = plan.statistics_tile
+    buffer = _TileBuffer(p, plan, chunk_rows, block_cols, gradient=False)
+    for rows in _pieces(selection.num_rows, chunk_rows):
         xs = selection.inputs(rows)
         inputs = selection.row_inputs(rows, constants)
         state = None
-        if plan.num_blocks > 1:
+        if block_cols < plan.vocab_size:
             state = constants.new_empty(STATE_SLOTS, rows.stop - rows.start)
-        for cols in _pieces(plan.vocab_size, plan.block_cols):
+        for cols in _pieces(plan.vocab_size, block_cols):
             logits, _, tile = buffer.tile(rows, cols)
             _write_logits(p, xs, cols, logits)
             backend.statistics(logits, inputs, p.spec, tile, state, out.rows(rows))
@@ -159,13 +160,15 @@ def _write_logits(p: LinearCrossEntropyProblem, xs: Sequence[Tensor], cols: slic
 class _TileBuffer:
     """The memory of one tile, shared by all."""
 
-    def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan, rows: int, cols: int) -> None:
+    def __init__(
+        self, p: LinearCrossEntropyProblem, plan: ChunkPlan, rows: int, cols: int, gradient: bool = True
+    ) -> None:
         # An aligned row stride: matrix products on unaligned rows run several times slower.
         self._vocab_size = plan.vocab_size
         shape = (rows, padded_cols(cols))
         self.logits = torch.empty(shape, dtype=plan.logits_dtype, device=p.device)
         self.grad = self.logits
-        if p.needs.any and not plan.in_place:
+        if gradient and not plan.in_place:
             self.grad = torch.empty(shape, dtype=plan.grad_dtype, device=p.device)
 
     def tile(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tile]:

@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 
 from flce.backends import backend_name
+from flce.backends.contract import STATE_SLOTS
 from flce.backends.torch_ import SCALE_SLAB, slab_rows, slab_temporaries
 from flce.gemm import ALIGNMENT, CAST_BYTES
 from flce.problem import LossSpec, Needs, accumulation_dtype
@@ -40,7 +41,7 @@ class Defaults:
     one_chunk: int  # all tokens, if their logits take no more
     chunk: int  # otherwise, where the weight gradient has to be summed over chunks
     frozen: int  # where it has not: of half precision, or not asked for
-    forward: int  # no gradient at all
+    statistics: int | None  # of a forward that makes no gradients; None: what else the plan says
 
 
 # On an H200, in the dtype of half precision:
@@ -48,12 +49,16 @@ class Defaults:
 #   its cast, of 36 ms for 8192 tokens; with the logits in one piece (2004 MiB) that time is saved at the same
 #   workspace, since there is no float32 copy. 4.75 GiB are 16,384 tokens of 151,936 classes.
 # * more than 2 GiB a chunk (8,192 tokens of 128,256 classes) gains less than 2% over that.
-# * with no weight gradient to sum, products are as fast with a quarter of it, and the logits alone with less.
+# * with no weight gradient to sum, products are as fast with a quarter of it.
+# * statistics are made as fast from tiles of 4,096 tokens and 8,192 to 16,384 classes as from any larger ones (3% above
+#   the product alone for 8192 x 4096 x 128256, where chunks of 512 tokens are 9% above it): some of a tile is still in
+#   the L2 cache when it is read.
 # On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
 DEFAULTS = {
-    "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, 64 << 20),
-    "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 120 << 20),
+    "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, None),
+    "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 96 << 20),
 }
+STATISTICS_ROWS = 4096
 # Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
 # product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
 # a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds.
@@ -189,6 +194,16 @@ class ChunkPlan(CallShape):
         return _ceil_div(self.vocab_size, self.block_cols)
 
     @property
+    def statistics_tile(self) -> tuple[int, int]:
+        """Tokens and classes of the tiles of a forward that makes no gradients; no larger than the others."""
+        limit = _defaults(self.device_type).statistics
+        if limit is None:
+            return self.chunk_rows, self.block_cols
+        rows, itemsize = min(self.chunk_rows, STATISTICS_ROWS), self.logits_dtype.itemsize
+        room = min(limit, self.chunk_rows * padded_cols(self.block_cols) * itemsize) // max(1, rows * itemsize)
+        return rows, min(self.vocab_size, max(1, room // COLUMN_MULTIPLE * COLUMN_MULTIPLE or room))
+
+    @property
     def deferred(self) -> bool:
         """Whether gradients are computed in backward, from recomputed logits, rather than in forward.
 
@@ -287,7 +302,11 @@ class ChunkPlan(CallShape):
     def workspace_bytes(self) -> int:
         """Peak bytes above the inputs and the returned gradients, over forward and backward."""
         itemsize, rows = self.dtype.itemsize, self.num_tokens * self._row_bytes()
-        peak = rows + self._tile_bytes(self.chunk_rows, self.block_cols)
+        peak = 0
+        if self.deferred or not self.needs.any:
+            chunk, block = self.statistics_tile
+            state = STATE_SLOTS * chunk * accumulation_dtype(self.dtype).itemsize * (block < self.vocab_size)
+            peak = rows + self._tile_bytes(chunk, block) + state
         if not self.needs.any:
             return peak
         held = 0  # gradients, those of the sweeps before included
@@ -321,8 +340,6 @@ class ChunkPlan(CallShape):
         accum = accumulation_dtype(self.dtype).itemsize
         stats = self.spec.stats
         vectors = 3 + (self.spec.z_loss != 0) + ("lse" in stats) + ("logprob" in stats) + ("entropy" in stats)
-        if self.num_blocks > 1:
-            vectors += 7
         size = vectors * accum
         if "argmax" in stats or "correct" in stats:
             size += 9
@@ -355,9 +372,11 @@ class ChunkPlan(CallShape):
 
     def __str__(self) -> str:
         where = f"N={self.num_tokens}, H={_sum(self.hidden_sizes)}, V={self.vocab_size}, {_name(self.dtype)}"
+        rows, cols = (self.chunk_rows, self.block_cols) if self.needs.any else self.statistics_tile
+        chunks, blocks = _ceil_div(self.num_tokens, max(1, rows)), _ceil_div(self.vocab_size, cols)
         return (
             f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
-            f"{self.num_chunks} x {self.chunk_rows} tokens, {self.num_blocks} x {self.block_cols} classes"
+            f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
             f"{', input gradients apart' if self.input_tile else ''}, "
             f"logits in {_name(self.logits_dtype)}, {self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
@@ -524,9 +543,7 @@ def _default_rows(shape: CallShape, logits_dtype: torch.dtype, grad_dtype: torch
     per_row = padded_cols(shape.vocab_size) * logits_dtype.itemsize
     if needs.any and grad_dtype != logits_dtype:
         per_row += padded_cols(shape.vocab_size) * grad_dtype.itemsize
-    if not needs.any:
-        limit = defaults.forward
-    elif not needs.weights[0] or shape.dtype.itemsize >= 4:
+    if not needs.any or not needs.weights[0] or shape.dtype.itemsize >= 4:
         limit = defaults.frozen
     elif shape.num_tokens * per_row <= defaults.one_chunk:
         limit = defaults.one_chunk
