@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -15,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
+from flce.backends import backend_name
+from flce.planning import CallShape, make_plan
+from flce.problem import LossSpec, Needs
 from tests.oracle import OracleResult, dense_logits, oracle
 
 STATS = ("lse", "logprob", "entropy", "argmax", "correct")
@@ -279,23 +281,24 @@ def least_budget(message: str, works: Any) -> int:
 def plan_for(
     problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()
 ) -> flce.ChunkPlan:
-    """The plan of this problem's call, told as much about it as `flce.plan` wants to know."""
-    known = inspect.signature(flce.plan).parameters
-    more = {k: v for k, v in problem.kwargs.items() if k in known}
-    return flce.plan(
-        problem.target.numel(),
-        problem.linear_weight.shape[1],
-        problem.linear_weight.shape[0],
-        problem.input.dtype,
-        device=problem.input.device,
-        stats=tuple(stats),
-        input_grad="x" in grads,
-        weight_grad="w" in grads,
-        bias_grad=problem.linear_bias is not None and "b" in grads,
-        adapter_ranks=[up.shape[1] for _, up in problem.adapters],
-        options=options,
-        **more,
+    """The plan of this problem's call. Not by `flce.plan`, which takes all gradients of adapters to be asked for."""
+    spec = {field.name: problem.kwargs[field.name] for field in fields(LossSpec) if field.name in problem.kwargs}
+    adapters, device = problem.adapters, problem.input.device
+    shape = CallShape(
+        num_tokens=problem.target.numel(),
+        hidden_sizes=(problem.linear_weight.shape[1], *(up.shape[1] for _, up in adapters)),
+        vocab_size=problem.linear_weight.shape[0],
+        dtype=problem.input.dtype,
+        device_type=device.type,
+        backend=backend_name(device),
+        spec=LossSpec(**{**spec, "stats": tuple(stats)}),
+        needs=Needs(
+            ("x" in grads, *("a" in grads for _ in adapters)),
+            ("w" in grads, *("B" in grads for _ in adapters)),
+            problem.linear_bias is not None and "b" in grads,
+        ),
     )
+    return make_plan(shape, options)
 
 
 def least_for(
