@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks operator | model | table | plot`."""
+"""The command line: `python -m benchmarks operator | model | kernels | table | plot`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from benchmarks import report, results
 from benchmarks.cases import DTYPES, Case, Effort, Mode, Preset, preset_cases, preset_effort
 from benchmarks.contenders import CONTENDERS, needs_package, select
 from benchmarks.environment import describe
+from benchmarks.kernel_bench import run_kernel_case
+from benchmarks.kernels import KernelCase, KernelPreset, preset_kernel_effort, preset_kernels
 from benchmarks.model_bench import run_model_case
 from benchmarks.model_contenders import MODEL_CONTENDERS, known_contenders
 from benchmarks.models import ARCHITECTURES, ModelCase, ModelPreset, Optimizer, preset_model_effort, preset_models
@@ -191,6 +193,55 @@ def make_model_cases(preset: ModelPreset | None, names: list[str] | None, shapes
     if not cases:
         raise typer.BadParameter("nothing to measure: these options leave no case")
     return cases
+
+
+@app.command()
+def kernels(
+    preset: Annotated[KernelPreset | None, typer.Option(help="Tiles, dtypes and effort together.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="tokens,vocab; several times for several.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Of the logits, one of {', '.join(DTYPES)}.")] = None,
+    grad_dtype: Annotated[str | None, typer.Option(help="Of the gradient, if it is not written over them.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the passes.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Timed seconds for each pass and case, after which it sits out.")
+    ] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further call is begun.")] = None,
+    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path(
+        "results/kernels.json"
+    ),
+) -> None:
+    """GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run."""
+    console = terminal()
+    where = resolve_device(device)
+    cases = make_kernel_cases(preset, shape)
+    cases = [
+        replace(
+            case,
+            dtype=case.dtype if dtype is None else parse_dtype(dtype),
+            grad_dtype=case.grad_dtype if grad_dtype is None else parse_dtype(grad_dtype),
+        )
+        for case in cases
+    ]
+    effort = preset_kernel_effort(preset) if preset else Effort(rounds=10, seconds=5.0)
+    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
+
+    def run_one(case: KernelCase, show: Report, expired: Callable[[], bool]) -> results.KernelCaseResult:
+        return run_kernel_case(case, where, effort, show, expired)
+
+    run = results.KernelRun(describe(where, sys.argv[1:]))
+    measure(run, cases, run_one, deadline, out, console)
+
+
+def make_kernel_cases(preset: KernelPreset | None, shapes: list[str] | None) -> list[KernelCase]:
+    if preset is not None and shapes:
+        raise typer.BadParameter("give --preset or --shape, not both")
+    if preset is not None:
+        return preset_kernels(preset)
+    if not shapes:
+        raise typer.BadParameter("give --preset or --shape")
+    sizes = [parse_sizes(text, "tokens,vocab", "4096,128256") for text in shapes]
+    return [KernelCase(tokens, vocab, vocab) for tokens, vocab in sizes]
 
 
 def terminal() -> Console:

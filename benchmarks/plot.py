@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import MIB
 from benchmarks.report import GIB
-from benchmarks.results import CaseResult, Entry, ModelCaseResult, ModelResult, ModelRun, Result, Run
+from benchmarks.results import AnyRun, CaseResult, Entry, ModelCaseResult, ModelResult, ModelRun, Result
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -25,7 +25,7 @@ MARKERS = "osDv^<>PX*hp"
 LINES = ("--", ":")
 
 
-def draw(run: Run | ModelRun, path: Path) -> None:
+def draw(run: AnyRun, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

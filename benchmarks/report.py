@@ -10,11 +10,15 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.cases import MIB
+from benchmarks.kernels import KernelCase
 from benchmarks.models import ModelCase
 from benchmarks.results import (
     CaseResult,
     Document,
     Entry,
+    KernelCaseResult,
+    KernelResult,
+    KernelRun,
     Measurement,
     ModelCaseResult,
     ModelResult,
@@ -184,6 +188,40 @@ def model_grid(entry: ModelCaseResult) -> Grid:
     return Grid(entry.case.title, list(columns), rows, failure_notes(entry))
 
 
+def kernel_grid(entry: KernelCaseResult) -> Grid:
+    """Time and bandwidth of every pass over a tile of logits."""
+    copy = entry.by_name("copy") or KernelResult("", "", "")
+    columns: dict[str, Callable[[KernelResult], str]] = {
+        "": lambda r: r.title,
+        "median ms": lambda r: f"{r.median_ms:.3g}",
+        "least ms": lambda r: f"{min(r.samples_ms):.3g}",
+        "calls": lambda r: str(len(r.samples_ms)),
+        "bytes per logit": lambda r: f"{r.moved_bytes / (entry.case.tokens * entry.case.columns):.3g}",
+        "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
+        "of copy": lambda r: percent(r.gigabytes_per_second, copy.gigabytes_per_second),
+    }
+    measured = [result for result in entry.results if result.samples_ms]
+    rows = [[show(result) for show in columns.values()] for result in measured]
+    return Grid(entry.case.title, list(columns), rows, failure_notes(entry))
+
+
+def gigabytes(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def percent(value: float | None, base: float | None) -> str:
+    return "-" if value is None or not base else f"{value / base:.0%}"
+
+
+def kernel_cell(entry: KernelCaseResult, result: KernelResult) -> str:
+    copy = entry.by_name("copy")
+    if result.median_ms is None:
+        return "-"
+    if copy is None or result is copy:
+        return f"{result.median_ms:.3g}"
+    return f"{result.median_ms:.3g}, {percent(result.gigabytes_per_second, copy.gigabytes_per_second)}"
+
+
 def rate(result: ModelResult, tokens: int) -> str:
     """Tokens a second, or why there is no such figure."""
     speed = result.tokens_per_second(tokens)
@@ -224,6 +262,8 @@ def case_grids(entry: Entry[Any, Any]) -> list[Grid]:
     """The line-by-line tables of a case."""
     if isinstance(entry.case, ModelCase):
         return [model_grid(entry)]
+    if isinstance(entry.case, KernelCase):
+        return [kernel_grid(entry)]
     return ([time_grid(entry)] if entry.case.time else []) + ([error_grid(entry)] if entry.case.errors else [])
 
 
@@ -233,6 +273,10 @@ def grids(run: AnyRun, brief: bool = False) -> list[Grid]:
         several = brief or len(run.cases) > 1
         summary = [summary_grid("Tokens/s, peak GiB", "model, batch x sequence", run.cases, model_cell)]
         return (summary if several else []) + ([] if brief else [model_grid(entry) for entry in run.cases])
+    if isinstance(run, KernelRun):
+        several = brief or len(run.cases) > 1
+        summary = [summary_grid("Median ms, bandwidth of the copy's", "tokens x columns", run.cases, kernel_cell)]
+        return (summary if several else []) + ([] if brief else [kernel_grid(entry) for entry in run.cases])
     timed = [entry for entry in run.cases if entry.case.time]
     checked = [entry for entry in run.cases if entry.case.errors]
     found = []

@@ -1,4 +1,4 @@
-"""The result file: one JSON document for one run, of the operator or of whole models."""
+"""The result file: one JSON document for one run, of the operator, of whole models or of the kernels."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from typing_extensions import Self
 
 from benchmarks.cases import Case
+from benchmarks.kernels import KernelCase
 from benchmarks.models import ModelCase
 
 SCHEMA = 1
@@ -107,6 +108,17 @@ class ModelResult(Measurement):
         return result
 
 
+@dataclass
+class KernelResult(Measurement):
+    """One pass over the logits."""
+
+    moved_bytes: int = 0  # what had to be read and written
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return None if self.median_ms is None else self.moved_bytes / self.median_ms / 1e6
+
+
 class AnyCase(Protocol):
     @property
     def title(self) -> str: ...
@@ -134,6 +146,7 @@ class Entry(Generic[CaseT, ResultT]):
 
 CaseResult = Entry[Case, Result]
 ModelCaseResult = Entry[ModelCase, ModelResult]
+KernelCaseResult = Entry[KernelCase, KernelResult]
 
 
 @dataclass
@@ -192,25 +205,41 @@ class ModelRun(Document[ModelCase, ModelResult]):
     result_type = ModelResult
 
 
-def load_any(path: Path) -> Run | ModelRun:
+class KernelRun(Document[KernelCase, KernelResult]):
+    """Of the kernels."""
+
+    kind = "kernels"
+    case_type = KernelCase
+    result_type = KernelResult
+
+
+AnyRun = Run | ModelRun | KernelRun
+RunT = TypeVar("RunT", Run, ModelRun, KernelRun)
+
+
+def load_any(path: Path) -> AnyRun:
     document = json.loads(path.read_text())
     if document.get("schema") == SCHEMA:
-        if document.get("kind") == Run.kind:
-            return Run.from_document(document)
-        if document.get("kind") == ModelRun.kind:
-            return ModelRun.from_document(document)
+        for kind in (Run, ModelRun, KernelRun):
+            if document.get("kind") == kind.kind:
+                return kind.from_document(document)
     raise ValueError(f"{path} is no result of schema {SCHEMA}")
 
 
 def load(path: Path) -> Run:
-    run = load_any(path)
-    if not isinstance(run, Run):
-        raise ValueError(f"{path} holds no results of the operator")
-    return run
+    return of_kind(path, Run, "the operator")
 
 
 def load_model(path: Path) -> ModelRun:
+    return of_kind(path, ModelRun, "models")
+
+
+def load_kernels(path: Path) -> KernelRun:
+    return of_kind(path, KernelRun, "the kernels")
+
+
+def of_kind(path: Path, kind: type[RunT], name: str) -> RunT:
     run = load_any(path)
-    if not isinstance(run, ModelRun):
-        raise ValueError(f"{path} holds no results of models")
+    if not isinstance(run, kind):
+        raise ValueError(f"{path} holds no results of {name}")
     return run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -12,12 +14,21 @@ from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.scale import scale_kernel
 from flce.problem import LossSpec, accumulation_dtype
 
-# Columns that a program holds at once, and its warps: (fewest columns, block, warps), the first that applies. The
-# fastest of 2,048 to 32,768 columns on 4 to 32 warps on an H200, in ms for 525 million logits:
-#   V = 128,256: 0.75 with 16,384 on 16, 0.83 with 4,096 on 8.   V = 50,257: 1.23 and 0.85.
-# Wide blocks leave few rows in flight, so that the second pass finds part of its row in the L2 cache; narrow ones
-# waste less on the last block.
-LAUNCHES = ((65536, 16384, 16), (0, 4096, 8))
+# A thread loads this many bytes at a time, and PARTS of these vectors for a block.
+VECTOR_BYTES = 16
+# A multiprocessor has 1,024 threads or more, each with this many registers.
+THREADS = 1024
+MAX_REGISTERS = 65536 // THREADS
+# (warps, PARTS) of a program that reads its row once. Nearly any choice has the time of a copy.
+STATISTICS_LAUNCH = (8, 2)
+GRADIENT_LAUNCH = (16, 2)
+# Where the row is read twice: the fewest warps with which the rows in flight fit in the L2 cache, in which the second
+# pass then finds its row; the most, if none do. On an H200, in percent of the speed of a copy that moves as many bytes
+# (every logit read once, its gradient written): 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
+ROW_WARPS = (8, 16, 32)
+ROW_PARTS = 4
+# With softcap, weights or entropies, which take registers, up to a quarter faster than 4.
+ROW_PARTS_WITH_EXTRAS = 2
 SCALE_BLOCK = 4096
 # Enough programs to fill any GPU several times.
 SCALE_PROGRAMS = 2048
@@ -71,9 +82,14 @@ def _launch(
     num_rows, cols = logits.shape
     if num_rows == 0:
         return
-    block, warps = next(launch[1:] for launch in LAUNCHES if cols >= launch[0])
-    while block > max(16, triton.next_power_of_2(cols)):  # a short row needs no more than its own length
-        block, warps = block // 2, max(1, warps // 2)
+    extras = (
+        spec.softcap is not None
+        or rows.bias is not None
+        or rows.class_weight is not None
+        or (out is not None and (out.entropy is not None or out.argmax is not None))
+    )
+    grad_dtype = None if grad is None else grad.dtype
+    launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device)
     bias = None if rows.bias is None else rows.bias[tile.start : tile.start + cols]
     scale = spec.logit_scale / (spec.temperature if spec.softcap is None else spec.softcap)
 
@@ -130,9 +146,44 @@ def _launch(
             WANT_LOGPROB=out is not None and out.logprob is not None,
             WANT_ENTROPY=out is not None and out.entropy is not None,
             WANT_ARGMAX=out is not None and out.argmax is not None,
-            BLOCK=block,
-            num_warps=warps,
+            **launch,
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _launch_size(
+    cols: int,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
+    statistics: bool,
+    extras: bool,
+    device: torch.device,
+) -> dict[str, int]:
+    """The shape of a block, and the options of the launch."""
+    # More registers for a thread would leave less threads to hide the latency of memory.
+    options = {} if torch.version.hip else {"maxnreg": MAX_REGISTERS}
+    # By the narrower type: the compiler lays out a block once for all of its accesses.
+    vector = VECTOR_BYTES // min(dtype.itemsize, (grad_dtype or dtype).itemsize)
+    if statistics and grad_dtype is not None:
+        multiprocessors, cache = _device_facts(device)
+        row_bytes = cols * dtype.itemsize
+        fitting = [warps for warps in ROW_WARPS if multiprocessors * (THREADS // (32 * warps)) * row_bytes <= cache]
+        warps = min(fitting, default=max(ROW_WARPS))
+        parts = ROW_PARTS_WITH_EXTRAS if extras else ROW_PARTS
+    else:
+        warps, parts = GRADIENT_LAUNCH if grad_dtype is not None else STATISTICS_LAUNCH
+    lanes = 32 * warps
+    while lanes > 1 and parts * lanes * vector >= 2 * cols:  # a short row needs no more than its own length
+        lanes, warps = lanes // 2, max(1, warps // 2)
+    return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, "num_warps": warps, **options}
+
+
+def _device_facts(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of L2 cache."""
+    if device.type != "cuda":  # the interpreter
+        return 1, 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.L2_cache_size
 
 
 def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:

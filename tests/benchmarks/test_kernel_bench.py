@@ -1,0 +1,144 @@
+"""A small run of `kernels` and its table."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from benchmarks.cases import Effort
+from benchmarks.cli import app
+from benchmarks.kernel_bench import run_kernel_case
+from benchmarks.kernels import KERNEL_CONTENDERS, KernelCase, KernelPreset, make_tile, preset_kernels
+from benchmarks.report import markdown
+from benchmarks.results import KernelCaseResult, KernelResult, KernelRun, load, load_kernels
+
+CPU = torch.device("cpu")
+
+
+def quiet(doing, share):
+    pass
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory):
+    """One tiny run of `kernels`, on the CPU."""
+    path = tmp_path_factory.mktemp("benchmarks") / "kernels.json"
+    done = CliRunner().invoke(app, ["kernels", "--preset", "tiny", "--device", "cpu", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def test_every_pass_is_measured(result_file):
+    run = load_kernels(result_file)
+    assert [entry.case for entry in run.cases] == preset_kernels(KernelPreset.tiny)
+    for entry in run.cases:
+        names = ["copy", "statistics", "gradient", "both"] if entry.case.whole else ["copy", "statistics", "gradient"]
+        assert [result.contender for result in entry.results] == names
+        for result in entry.results:
+            assert result.status == "ok", result.reason
+            assert len(result.samples_ms) == 2
+            assert result.gigabytes_per_second is not None
+
+
+def test_schema(result_file):
+    document = json.loads(result_file.read_text())
+    assert document["kind"] == "kernels"
+    for entry in document["cases"]:
+        assert {"tokens", "columns", "vocab", "dtype", "grad_dtype"} <= set(entry["case"])
+        for result in entry["results"]:
+            assert {"samples_ms", "median_ms", "moved_bytes"} <= set(result)
+
+
+def test_table(result_file):
+    done = CliRunner().invoke(app, ["table", str(result_file)])
+    assert done.exit_code == 0, done.output
+    assert "| statistics and gradient |" in done.output
+    assert "| GB/s | of copy |" in done.output
+    assert "Median ms, bandwidth of the copy's" in done.output
+    brief = CliRunner().invoke(app, ["table", str(result_file), "--brief"])
+    assert "GB/s" not in brief.output
+
+
+def test_bandwidth_is_that_of_the_bytes_that_must_move():
+    case = KernelCase(100, 50257, 50257)
+    moved = {contender.name: contender.bytes(case) for contender in KERNEL_CONTENDERS}
+    logits = 100 * 50257
+    assert moved == {"copy": 4 * 100 * 50304, "statistics": 2 * logits, "gradient": 4 * logits, "both": 4 * logits}
+    mixed = KernelCase(100, 50257, 50257, "float32", "bfloat16")
+    assert KERNEL_CONTENDERS[3].bytes(mixed) == 6 * logits
+    copy = KernelResult("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
+    both = KernelResult("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
+    assert both.gigabytes_per_second == pytest.approx(3.0)
+    head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
+    assert "| 3 | 75% |" in markdown(KernelRun(head, [KernelCaseResult(case, [copy, both])]))
+
+
+def test_the_passes_are_those_of_the_loss():
+    """And every call finds the logits again that the one before wrote over."""
+    case = KernelCase(20, 70, 70, "float64")
+    problem = make_tile(case, CPU)
+    logits = problem.source[:, :70].clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(logits, problem.rows.target)
+    (expected,) = torch.autograd.grad(loss, logits)
+    for contender in KERNEL_CONTENDERS[1:]:
+        step = contender.prepare(problem)
+        for _ in range(2):
+            problem.restore()
+            step()
+        if contender.writes:
+            torch.testing.assert_close(problem.grad, expected)
+        else:
+            assert float(problem.out.loss.mean()) == pytest.approx(float(loss.detach()))
+
+
+def test_results_of_the_operator_are_told_apart(result_file):
+    with pytest.raises(ValueError, match="no results of the operator"):
+        load(result_file)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--preset or --shape"),
+        (["--preset", "tiny", "--shape", "8,16"], "not both"),
+        (["--shape", "8"], "tokens,vocab"),
+        (["--shape", "8,16", "--dtype", "int8"], "float16"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message, tmp_path):
+    out = tmp_path / "none.json"
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["kernels", *arguments, "--out", str(out)])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not out.exists()
+
+
+def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
+    def fail(*args):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(sys.modules["flce.backends.torch_"].TorchBackend, "gradient", fail)
+    out = tmp_path / "kernels.json"
+    done = CliRunner().invoke(app, ["kernels", "--shape", "8,16", "--device", "cpu", "--out", str(out)])
+    assert done.exit_code == 1
+    assert "No figures for gradient" in " ".join(done.output.split())
+
+
+@pytest.mark.gpu
+def test_kernels_run_on_cuda():
+    case = KernelCase(200, 4001, 4001)
+    entry = run_kernel_case(case, torch.device("cuda"), Effort(3, 5.0), quiet)
+    for result in entry.results:
+        assert result.status == "ok", (result.contender, result.reason)
+        assert result.gigabytes_per_second is not None
+        assert math.isfinite(result.gigabytes_per_second)
