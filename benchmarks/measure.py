@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,15 @@ def gradient_bytes(outcome: Outcome) -> int:
     return sum(g.numel() * g.element_size() for g in gradients if g is not None)
 
 
+def nothing() -> None:
+    pass
+
+
 class CpuMeter:
-    """perf_counter and process_time, and the profiler's memory events."""
+    """perf_counter and process_time, and the profiler's memory events. `before` is called before every timed call."""
+
+    def __init__(self, before: Callable[[], None] = nothing) -> None:
+        self.before = before
 
     def warm_up(self, step: Step) -> tuple[Outcome, Sample]:
         """The first call, recorded: its workspace counts, its time does not."""
@@ -50,6 +57,7 @@ class CpuMeter:
         return outcome, Sample(1e3 * elapsed, recorded_peak(profiler) - gradient_bytes(outcome))
 
     def sample(self, step: Step) -> Sample:
+        self.before()
         start, cpu_start = time.perf_counter(), time.process_time()
         step()
         cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
@@ -71,10 +79,14 @@ def recorded_peak(profiler: Any) -> int:
 
 
 class CudaMeter:
-    """CUDA events, and the peak of the caching allocator."""
+    """CUDA events, and the peak of the caching allocator.
 
-    def __init__(self, device: torch.device) -> None:
+    What `before` gives the device to do is not waited for: while it works, the host launches the call.
+    """
+
+    def __init__(self, device: torch.device, before: Callable[[], None] = nothing) -> None:
         self.device = device
+        self.before = before
 
     def warm_up(self, step: Step) -> tuple[Outcome, Sample]:
         """Two calls: kernels are built and libraries take their buffers in the first."""
@@ -88,21 +100,22 @@ class CudaMeter:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        held = torch.cuda.memory_allocated(self.device)
+        self.before()
         start.record()
         outcome = step()
         end.record()
         torch.cuda.synchronize(self.device)
-        workspace = torch.cuda.max_memory_allocated(self.device) - before - gradient_bytes(outcome)
+        workspace = torch.cuda.max_memory_allocated(self.device) - held - gradient_bytes(outcome)
         reserved = torch.cuda.max_memory_reserved(self.device)
-        return outcome, Sample(start.elapsed_time(end), workspace, held_bytes=before, reserved_bytes=reserved)
+        return outcome, Sample(start.elapsed_time(end), workspace, held_bytes=held, reserved_bytes=reserved)
 
 
 Meter = CpuMeter | CudaMeter
 
 
-def make_meter(device: torch.device) -> Meter:
-    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+def make_meter(device: torch.device, before: Callable[[], None] = nothing) -> Meter:
+    return CudaMeter(device, before) if device.type == "cuda" else CpuMeter(before)
 
 
 def release() -> None:
