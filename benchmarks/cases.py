@@ -1,8 +1,8 @@
-"""What is measured: a case is one problem (shape, dtype, mode), a preset a list of cases."""
+"""What is measured: a case is one problem (shape, dtype, mode), and who is measured on it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -18,6 +18,24 @@ DTYPES = {
 MIB = 1 << 20
 
 
+class Product(str, Enum):
+    """A matrix product of 2NHV flops."""
+
+    logits = "x W^T"
+    input_grad = "dlogits W"
+    weight_grad = "dlogits^T x"
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the operator is called, and the products that such a call cannot do without: its floor."""
+
+    input_grad: bool
+    weight_grad: bool
+    reduction: str
+    products: tuple[Product, ...]
+
+
 class Mode(str, Enum):
     """Which part of a training step a call stands for."""
 
@@ -25,6 +43,20 @@ class Mode(str, Enum):
     forward = "forward"  # mean loss under no_grad
     frozen = "frozen-head"  # mean loss, gradient of the hidden states only
     none = "reduction-none"  # per-token losses with a per-token upstream gradient, both gradients
+
+    @property
+    def call(self) -> Call:
+        return CALLS[self]
+
+
+ALL_PRODUCTS = (Product.logits, Product.input_grad, Product.weight_grad)
+CALLS = {
+    Mode.forward_backward: Call(True, True, "mean", ALL_PRODUCTS),
+    Mode.forward: Call(False, False, "mean", (Product.logits,)),
+    Mode.frozen: Call(True, False, "mean", (Product.logits, Product.input_grad)),
+    # A weight gradient that is already summed cannot be scaled per token: the logits are made again in backward.
+    Mode.none: Call(True, True, "none", (Product.logits, *ALL_PRODUCTS)),
+}
 
 
 @dataclass(frozen=True)
@@ -42,10 +74,16 @@ class Case:
     budget_mib: int = 256  # workspace budget of our memory-saving contender
     time: bool = True
     errors: bool = False
+    contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
+    label: str = ""  # tells apart cases of the same problem with other contenders
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.tokens, self.hidden, self.vocab
 
     @property
     def title(self) -> str:
@@ -54,6 +92,8 @@ class Case:
             parts.append(f"{self.ignored:.0%} of the labels ignored")
         if self.upstream != 1:
             parts.append(f"upstream gradient {self.upstream:g}")
+        if self.label:
+            parts.append(self.label)
         return ", ".join(parts)
 
     def aligned(self, multiple: int = 64) -> Case:
@@ -65,8 +105,10 @@ class Case:
         return asdict(self) | {"mode": self.mode.value}
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Case:
-        return cls(**(fields | {"mode": Mode(fields["mode"])}))
+    def from_dict(cls, document: dict[str, Any]) -> Case:
+        known = {field.name: document[field.name] for field in fields(cls) if field.name in document}
+        names = known.get("contenders")
+        return cls(**known | {"mode": Mode(known["mode"]), "contenders": None if names is None else tuple(names)})
 
 
 @dataclass(frozen=True)
@@ -78,40 +120,3 @@ class Effort:
 
     rounds: int
     seconds: float
-
-
-class Preset(str, Enum):
-    tiny = "tiny"  # seconds on a CPU; for the tests
-    cpu = "cpu"  # the shape that flce promises not to lose on a CPU
-    h200 = "h200"  # shapes of language-model heads, for one large GPU
-
-
-def preset_cases(preset: Preset, errors: bool) -> list[Case]:
-    """The cases of a preset; `errors` adds the comparison with the float64 oracle."""
-    if preset is Preset.tiny:
-        shape = (96, 64, 500)
-        return [
-            Case(*shape, dtype=dtype, mode=mode, budget_mib=1, errors=errors)
-            for dtype in ("float32", "bfloat16")
-            for mode in Mode
-        ]
-    if preset is Preset.cpu:
-        return [Case(2048, 512, 32000, dtype=dtype, budget_mib=32, errors=errors) for dtype in ("float32", "bfloat16")]
-    shapes = [
-        (4096, 4096, 128256),
-        (8192, 4096, 128256),
-        (8192, 2304, 256000),
-        (16384, 1024, 151936),
-        (16384, 768, 50257),
-    ]
-    exactness = Case(32768, 1024, 32000, time=False, errors=True)
-    checked = [exactness, replace(exactness, dtype="float16", upstream=2.0**16)] if errors else []
-    return checked + [Case(*shape) for shape in shapes]
-
-
-def preset_effort(preset: Preset) -> Effort:
-    return {
-        Preset.tiny: Effort(rounds=3, seconds=1.0),
-        Preset.cpu: Effort(rounds=9, seconds=15.0),
-        Preset.h200: Effort(rounds=20, seconds=1.5),
-    }[preset]

@@ -16,8 +16,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import plot as plotting
 from benchmarks import report, results
-from benchmarks.cases import DTYPES, Case, Effort, Mode, Preset, preset_cases, preset_effort
-from benchmarks.contenders import CONTENDERS, needs_package, select
+from benchmarks.cases import DTYPES, Case, Effort, Mode
+from benchmarks.contenders import CONTENDERS, budget_name, needs_package, select
+from benchmarks.dominance import duels
 from benchmarks.environment import describe
 from benchmarks.kernel_bench import run_kernel_case
 from benchmarks.kernels import KernelCase, KernelPreset, preset_kernel_effort, preset_kernels
@@ -25,7 +26,9 @@ from benchmarks.model_bench import run_model_case
 from benchmarks.model_contenders import MODEL_CONTENDERS, known_contenders
 from benchmarks.models import ARCHITECTURES, ModelCase, ModelPreset, Optimizer, preset_model_effort, preset_models
 from benchmarks.operator_bench import run_case
+from benchmarks.presets import Preset, preset_cases, preset_effort
 from benchmarks.rounds import Report
+from benchmarks.targets import check_targets
 
 app = typer.Typer(
     help="Measures flce beside the bare matrix products, PyTorch and other libraries.",
@@ -66,7 +69,10 @@ def operator(
     mode: Annotated[list[Mode] | None, typer.Option(help="What a call does.")] = None,
     contender: Annotated[
         list[str] | None,
-        typer.Option(help=f"Only these, of {', '.join(c.name for c in CONTENDERS)}."),
+        typer.Option(
+            help=f"Only these, of {', '.join(c.name for c in CONTENDERS)}, and budgets of flce such as "
+            f"{budget_name(256)} or, with bfloat16 sums, {budget_name(64, bfloat16_sums=True)}."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = None,
@@ -75,7 +81,7 @@ def operator(
         float | None,
         typer.Option(help="Timed seconds for each contender and case, after which it sits out."),
     ] = None,
-    ignored: Annotated[float, typer.Option(min=0, max=1, help="Share of the labels that are ignored.")] = 0.0,
+    ignored: Annotated[float | None, typer.Option(min=0, max=1, help="Share of the labels that are ignored.")] = None,
     logits_std: Annotated[float, typer.Option(help="Standard deviation of the logits.")] = 4.0,
     upstream: Annotated[float | None, typer.Option(help="Gradient at the loss, such as 65536 for float16.")] = None,
     budget_mib: Annotated[int | None, typer.Option(help="Workspace budget of our memory-saving contender.")] = None,
@@ -89,7 +95,7 @@ def operator(
     """Time, workspace and, with --errors, exactness of forward and backward."""
     console = terminal()
     try:
-        contenders = select(contender)
+        select(contender)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     where = resolve_device(device)
@@ -99,22 +105,23 @@ def operator(
     cases = [
         replace(
             case,
-            ignored=ignored,
+            ignored=case.ignored if ignored is None else ignored,
             logits_std=logits_std,
             upstream=case.upstream if upstream is None else upstream,
             budget_mib=budget_mib or case.budget_mib,
             time=case.time and time_,
+            contenders=tuple(contender) if contender else case.contenders,
         )
         for case in cases
     ]
     cases = [case for case in cases if case.time or case.errors]
     if not cases:
         raise typer.BadParameter("nothing to measure: these options leave no case")
-    effort = preset_effort(preset) if preset else Effort(rounds=10, seconds=10.0)
-    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
 
     def run_one(case: Case, show: Report, expired: Callable[[], bool]) -> results.CaseResult:
-        return run_case(case, contenders, where, effort, show)
+        effort = preset_effort(preset, case) if preset else Effort(rounds=10, seconds=10.0)
+        effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
+        return run_case(case, select(case.contenders), where, effort, show, expired)
 
     run = results.Run(describe(where, sys.argv[1:]))
     measure(run, cases, run_one, deadline, out, console)
@@ -285,6 +292,8 @@ def measure(
             console.print(f"{index + 1} of {len(cases)} cases after {spent:.0f} s; results in {out}", markup=False)
         for line in report.absences(run):
             console.print(line, markup=False)
+        for grid in report.verdicts(run):
+            console.print(grid.rich())
 
     missing = sorted({result.contender for result in report.shortfalls(run)})
     if missing:
@@ -335,10 +344,22 @@ Files = Annotated[list[Path], typer.Argument(help="Result files.", exists=True, 
 def table(
     files: Files,
     brief: Annotated[bool, typer.Option("--brief", help="One line for each timed case.")] = False,
+    targets: Annotated[bool, typer.Option("--targets", help="Only what is promised, and whether it is kept.")] = False,
+    dominance: Annotated[bool, typer.Option("--dominance", help="Only the peers, and whether each is beaten.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
 ) -> None:
     """Markdown tables from result files."""
-    text = "\n".join(report.markdown(results.load_any(file), brief) for file in files)
+    texts = []
+    for file in files:
+        run = results.load_any(file)
+        only = None
+        if targets or dominance:
+            if not isinstance(run, results.Run):
+                raise typer.BadParameter(f"{file} holds no results of the operator")
+            only = [report.target_grid(check_targets(run))] if targets else []
+            only += [report.dominance_grid(duels(run))] if dominance else []
+        texts.append(report.markdown(run, brief, only))
+    text = "\n".join(texts)
     if out is None:
         typer.echo(text)
     else:

@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-PACKAGES = ["flce", "torch", "triton", "liger-kernel", "cut-cross-entropy", "transformers", "numpy"]
+PACKAGES = [
+    "flce",
+    "torch",
+    "triton",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "trl",
+    "fla-core",
+    "quack-kernels",
+    "transformers",
+    "numpy",
+]
 
 
 def versions() -> dict[str, str]:

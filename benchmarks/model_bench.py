@@ -20,7 +20,7 @@ from benchmarks.measure import Meter, Sample, make_meter, release
 from benchmarks.model_contenders import ModelContender, entrants
 from benchmarks.models import ModelCase, build, held_bytes, make_batch, make_optimizer
 from benchmarks.results import ModelCaseResult, ModelResult
-from benchmarks.rounds import Entrant, Report, attempt, interleave, never
+from benchmarks.rounds import Entrant, Report, attempt, interleave, never, skip_unmeasured
 
 
 class TrainingStep:
@@ -86,9 +86,7 @@ def run_model_case(
             ready.append(entrant)
     interleave(ready, meter, effort, report, len(contenders), turns, expired)
 
-    for result in outcome.results:
-        if result.status == "ok" and not result.samples_ms:
-            result.status, result.reason = "skipped", "the deadline had passed"
+    skip_unmeasured(outcome.results)
     report("done", 1.0)
     return outcome
 

@@ -129,6 +129,7 @@ class ModelCase:
 class ModelPreset(str, Enum):
     tiny = "tiny"  # seconds on a CPU; for the tests
     h200 = "h200"  # about five minutes of one large GPU
+    h200_short = "h200-short"  # about one, without the long sequences
 
 
 def preset_models(preset: ModelPreset) -> list[ModelCase]:
@@ -137,6 +138,9 @@ def preset_models(preset: ModelPreset) -> list[ModelCase]:
         tiny = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
         return [tiny, replace(tiny, batch=1, sequence=128, warm_up_sequence=32)]
     models = ("Llama-3.2-1B", "Qwen3-0.6B")
+    if preset is ModelPreset.h200_short:
+        contenders = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
+        return [ModelCase(model, 4, 8192, budgets_mib=(384,), contenders=contenders) for model in models]
     short = [ModelCase(model, 4, 8192, budgets_mib=(384, 1024)) for model in models]
     # A step takes some 20 s, nearly all of it attention: memory is what differs here.
     long = [
@@ -158,6 +162,7 @@ def preset_model_effort(preset: ModelPreset) -> Effort:
         ModelPreset.tiny: Effort(rounds=2, seconds=1.0),
         # Four rounds of the short sequences, one of the long ones.
         ModelPreset.h200: Effort(rounds=4, seconds=6.0),
+        ModelPreset.h200_short: Effort(rounds=3, seconds=4.0),
     }[preset]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cases import Mode
 from benchmarks.contenders import Outcome
 from benchmarks.problem import IGNORE_INDEX, Problem, row_chunks
 
@@ -23,11 +22,11 @@ class Oracle:
 
 @torch.no_grad()
 def make_oracle(problem: Problem) -> Oracle:
-    x, w, y, mode = problem.input, problem.weight.double(), problem.target, problem.case.mode
+    x, w, y, call = problem.input, problem.weight.double(), problem.target, problem.case.mode.call
     valid = y != IGNORE_INDEX
     losses = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    dx = None if mode is Mode.forward else torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    dw = None if mode in (Mode.forward, Mode.frozen) else torch.zeros_like(w)
+    dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if call.input_grad else None
+    dw = torch.zeros_like(w) if call.weight_grad else None
 
     share = problem.upstream.double()  # of each token's loss in what is differentiated
     if problem.reduction == "mean":

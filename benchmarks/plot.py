@@ -1,7 +1,7 @@
 """Speed against memory, a panel for each case.
 
-Of the operator: time against workspace, a curve for flce, points for others, lines for the floor. Of models:
-tokens a second against peak memory.
+Of the operator: time against workspace, a curve for flce in all budgets, points for others, lines for the floor. Of
+models: tokens a second against peak memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import MIB
+from benchmarks.contenders import in_budget, sums_in_bfloat16
 from benchmarks.report import GIB
 from benchmarks.results import AnyRun, CaseResult, Entry, ModelCaseResult, ModelResult, ModelRun, Result
 
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-CURVE = ("ours", "ours-vocab")  # one operator with the same numerics, at different workspaces
+CURVE = ("ours", "ours-vocab")  # one operator with the same numerics at different workspaces, beside the budgets
 COLOURS = {"ours": "#c0392b", "stock": "#2c3e50", "peer": "#2980b9", "floor": "#7f8c8d"}
 MARKERS = "osDv^<>PX*hp"
-LINES = ("--", ":")
+DOT = "."
+LINES = ("--", ":", "-.")
 
 
 def draw(run: AnyRun, path: Path) -> None:
@@ -32,6 +34,8 @@ def draw(run: AnyRun, path: Path) -> None:
     from matplotlib import pyplot
 
     entries: list[Entry[Any, Any]] = [entry for entry in run.cases if points(entry)]
+    # A panel compares: where flce stands beside its floor alone there is little to see.
+    entries = [entry for entry in entries if any(r.family in ("peer", "stock") for r in points(entry))] or entries
     if not entries:
         raise ValueError("the results hold no case with both time and memory")
     paint: Callable[[Axes, Any, dict[str, str]], None] = model_panel if isinstance(run, ModelRun) else panel
@@ -66,14 +70,22 @@ def appearances(entries: list[Entry[Any, Any]]) -> dict[str, str]:
     for entry in entries:
         for result in entry.results:
             names = families.setdefault(result.family, [])
+            if in_curve(result.contender):
+                continue
             if result.samples_ms and result.contender not in names:
                 names.append(result.contender)
-    return {
+    looks = {result.contender: DOT for entry in entries for result in entry.results if in_curve(result.contender)}
+    return looks | {
         name: styles[index % len(styles)]
         for family, names in families.items()
         for styles in [LINES if family == "floor" else MARKERS]
         for index, name in enumerate(names)
     }
+
+
+def in_curve(contender: str) -> bool:
+    """Whether it is flce in a budget with the numerics of the default: a dot on the curve, not a look of its own."""
+    return in_budget(contender) is not None and not sums_in_bfloat16(contender)
 
 
 def legend_of(axis: Axes) -> dict[str, Artist]:
@@ -85,13 +97,14 @@ def panel(axis: Axes, entry: CaseResult, looks: dict[str, str]) -> None:
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
     place = {result.contender: where(result) for result in points(entry)}
-    curve = sorted(place[name] for name in CURVE if name in place)
+    curve = sorted(spot for name, spot in place.items() if name in CURVE or in_curve(name))
     axis.plot([x for x, _ in curve], [y for _, y in curve], color=COLOURS["ours"], linewidth=1, alpha=0.6)
     for result in entry.results:
         look, colour = looks.get(result.contender, ""), COLOURS[result.family]
         if result.contender in place:
             x, y = place[result.contender]
-            axis.scatter(x, y, color=colour, marker=look, s=42, zorder=3, label=result.title)
+            title = "flce, in budgets" if in_curve(result.contender) else result.title
+            axis.scatter(x, y, color=colour, marker=look, s=42, zorder=3, label=title)
         elif result.family == "floor" and result.median_ms is not None:
             axis.axhline(result.median_ms, color=colour, linestyle=look, linewidth=1.2, label=result.title)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from benchmarks.cases import MIB, Case, Mode
+from benchmarks.cases import MIB, Case
 
 IGNORE_INDEX = -100
 
@@ -29,7 +30,19 @@ class Problem:
 
     @property
     def reduction(self) -> str:
-        return "none" if self.case.mode is Mode.none else "mean"
+        return self.case.mode.call.reduction
+
+    @functools.cached_property
+    def logits_gradient(self) -> torch.Tensor:
+        """softmax - onehot, in the dtype of the problem: an operand of the bare products."""
+        x, w, y = self.input.detach(), self.weight.detach(), self.target
+        gradient = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+        for rows in row_chunks(len(x), 4 * len(w), x.device):
+            probabilities = torch.softmax((x[rows] @ w.T).float(), dim=-1)
+            labels = y[rows].clamp(min=0)
+            probabilities[torch.arange(len(labels), device=x.device), labels] -= 1
+            gradient[rows] = probabilities.masked_fill_((y[rows] == IGNORE_INDEX)[:, None], 0)
+        return gradient
 
 
 def make_problem(case: Case, device: torch.device, seed: int = 0) -> Problem:
@@ -46,12 +59,13 @@ def make_problem(case: Case, device: torch.device, seed: int = 0) -> Problem:
     if case.ignored:
         order = torch.rand(case.tokens, device=device, generator=generator).argsort()
         y[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
-    if case.mode is Mode.none:
+    call = case.mode.call
+    if call.reduction == "none":
         upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
     else:
         upstream = torch.tensor(case.upstream, device=device)
-    x.requires_grad_(case.mode is not Mode.forward)
-    w.requires_grad_(case.mode is not Mode.frozen)
+    x.requires_grad_(call.input_grad)
+    w.requires_grad_(call.weight_grad)
     return Problem(case, x, w, y, upstream)
 
 

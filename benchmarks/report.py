@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks import dominance
 from benchmarks.cases import MIB
 from benchmarks.kernels import KernelCase
 from benchmarks.models import ModelCase
@@ -24,7 +25,9 @@ from benchmarks.results import (
     ModelResult,
     ModelRun,
     Result,
+    Run,
 )
+from benchmarks.targets import Check, Shape, check_targets
 
 GIB = 1024 * MIB
 AnyRun = Document[Any, Any]
@@ -122,7 +125,8 @@ def shortfalls(run: AnyRun) -> list[Measurement]:
 def time_grid(entry: CaseResult) -> Grid:
     """Time and workspace of every contender on one case."""
     nobody = Result("", "", "")
-    floor, stock = (entry.by_name(name) or nobody for name in ("floor", "stock"))
+    floor = entry.by_name("floor") or entry.by_name("floor-aligned") or nobody
+    stock = entry.by_name("stock") or nobody
     measured = [result for result in entry.results if result.samples_ms]
     columns: dict[str, Callable[[Result], str]] = {
         "": lambda r: r.title,
@@ -136,8 +140,11 @@ def time_grid(entry: CaseResult) -> Grid:
         "MiB": lambda r: mebibytes(r.workspace_bytes),
         "MiB x stock": lambda r: ratio(r.workspace_bytes, stock.workspace_bytes),
     }
+    if not stock.samples_ms:
+        del columns["x stock"], columns["CPU x stock"], columns["MiB x stock"]
     if not any(result.cpu_samples_ms for result in measured):
-        del columns["CPU ms"], columns["CPU x stock"]
+        del columns["CPU ms"]
+        columns.pop("CPU x stock", None)
     rows = [[show(result) for show in columns.values()] for result in measured]
     return Grid(entry.case.title, list(columns), rows, failure_notes(entry))
 
@@ -246,16 +253,76 @@ def summary_grid(title: str, first: str, entries: Sequence[Entry[Any, Any]], cel
     return Grid(title, [first, *titles.values()], rows, [])
 
 
-def operator_cell(entry: CaseResult, result: Result) -> str:
+def figures(result: Result) -> str:
     if not result.samples_ms:
         return "-"
     workspace = "" if result.workspace_bytes is None else f", {mebibytes(result.workspace_bytes)}"
     return milliseconds(result.median_ms) + workspace
 
 
+def operator_cell(entry: CaseResult, result: Result) -> str:
+    return figures(result)
+
+
 def model_cell(entry: ModelCaseResult, result: ModelResult) -> str:
     memory = "" if result.peak_bytes is None or not result.samples_ms else f", {gibibytes(result.peak_bytes)}"
     return rate(result, entry.case.tokens) + memory
+
+
+def shape_cell(shape: Shape) -> str:
+    return " x ".join(map(str, shape))
+
+
+VERDICTS = {True: "met", False: "MISSED", None: "not measured"}
+
+
+def target_grid(checks: Sequence[Check]) -> Grid:
+    """Every target, its figure, and whether it is met; none at all where the run is about something else."""
+    if all(check.milliseconds is None for check in checks):
+        return Grid("Targets", ["Not one of them was measured."], [], [])
+    columns: dict[str, Callable[[Check], str]] = {
+        "": lambda c: c.target.call,
+        "tokens x hidden x vocabulary": lambda c: shape_cell(c.target.shape),
+        "ms": lambda c: milliseconds(c.milliseconds),
+        "times": lambda c: "-" if c.times is None else f"{c.times:.3f}",
+        "limit": lambda c: "-" if c.target.limit is None else f"{c.target.limit:.2f} x {c.target.reference}",
+        "MiB": lambda c: mebibytes(c.workspace_bytes),
+        "limit MiB": lambda c: mebibytes(c.workspace_limit),
+        "verdict": lambda c: VERDICTS[c.met],
+    }
+    rows = [[show(check) for show in columns.values()] for check in checks]
+    met = sum(check.met is True for check in checks)
+    return Grid(f"Targets: {met} of {len(checks)} met", list(columns), rows, [])
+
+
+def dominance_grid(found: Sequence[dominance.Duel]) -> Grid:
+    """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
+    columns: dict[str, Callable[[dominance.Duel], str]] = {
+        "tokens x hidden x vocabulary": lambda d: shape_cell(d.case.shape),
+        "peer": lambda d: d.peer.title,
+        "ms, MiB": lambda d: figures(d.peer),
+        "flce": lambda d: "-" if d.ours is None else d.ours.title,
+        "its ms, MiB": lambda d: "-" if d.ours is None else figures(d.ours),
+        "times": lambda d: "-" if d.times is None else f"{d.times:.2f}",
+        "wanted": lambda d: f"{d.rule.factor:.1f}, {d.rule.least_mib} MiB",
+        "verdict": lambda d: VERDICTS[d.met],
+    }
+    rows = [[show(duel) for show in columns.values()] for duel in found]
+    met = sum(duel.met for duel in found)
+    notes = [
+        "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",
+        "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
+    ]
+    return Grid(f"No peer dominates: {met} of {len(found)} met", list(columns), rows, notes)
+
+
+def verdicts(run: AnyRun) -> list[Grid]:
+    """Targets and peers, those that the run has figures of."""
+    if not isinstance(run, Run):
+        return []
+    checks, found = check_targets(run), dominance.duels(run)
+    grids = [target_grid(checks)] if any(check.milliseconds is not None for check in checks) else []
+    return [*grids, dominance_grid(found)] if found else grids
 
 
 def case_grids(entry: Entry[Any, Any]) -> list[Grid]:
@@ -279,16 +346,21 @@ def grids(run: AnyRun, brief: bool = False) -> list[Grid]:
         return (summary if several else []) + ([] if brief else [kernel_grid(entry) for entry in run.cases])
     timed = [entry for entry in run.cases if entry.case.time]
     checked = [entry for entry in run.cases if entry.case.errors]
-    found = []
-    if timed and (brief or len(timed) > 1):
-        found = [summary_grid("Median ms, workspace MiB", "tokens x hidden x vocabulary", timed, operator_cell)]
+    found = verdicts(run)
+    labels: dict[str, list[CaseResult]] = {}
+    for entry in timed:
+        labels.setdefault(entry.case.label, []).append(entry)
+    for label, entries in labels.items():
+        if brief or len(entries) > 1:
+            title = ", ".join(filter(None, ("Median ms, workspace MiB", label)))
+            found.append(summary_grid(title, "tokens x hidden x vocabulary", entries, operator_cell))
     if not brief:
         found += [time_grid(entry) for entry in timed]
     return found + [error_grid(entry) for entry in checked]
 
 
-def markdown(run: AnyRun, brief: bool = False) -> str:
-    """All tables, after what they were measured on."""
+def markdown(run: AnyRun, brief: bool = False, only: list[Grid] | None = None) -> str:
+    """All tables, or `only` these, after what they were measured on."""
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
@@ -299,6 +371,6 @@ def markdown(run: AnyRun, brief: bool = False) -> str:
         "",
         *(f"- {line}" for line in absences(run)),
         "",
-        *(grid.markdown() for grid in grids(run, brief)),
+        *(grid.markdown() for grid in (grids(run, brief) if only is None else only)),
     ]
     return "\n".join(lines)

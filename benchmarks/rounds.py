@@ -1,11 +1,12 @@
-"""Interleaved rounds over contenders (A, B, C, A, B, C, ...), and what becomes of one that fails."""
+"""Interleaved rounds over contenders (A, B, C, B, A, C, ...), and what becomes of one that fails."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -49,8 +50,13 @@ def interleave(
     turns: int,
     expired: Callable[[], bool] = never,
 ) -> None:
-    """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go."""
+    """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
+
+    A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
+    therefore random, so that nobody always follows the same one; the first is in the given order, for the deadline.
+    """
     done = turns_before
+    order = random.Random(0)
     with steady_heap():
         for number in range(effort.rounds):
             for entrant in entrants:
@@ -61,6 +67,18 @@ def interleave(
                     take_sample(entrant, meter)
                 done += 1
             entrants = [entrant for entrant in entrants if entrant.result.status == "ok"]
+            order.shuffle(entrants)
+
+
+def skip(result: Measurement) -> None:
+    result.status, result.reason = "skipped", "the deadline had passed"
+
+
+def skip_unmeasured(results: Iterable[Measurement]) -> None:
+    """Says of those that the deadline left without a timed call why they have none."""
+    for result in results:
+        if result.status == "ok" and not result.samples_ms:
+            skip(result)
 
 
 def take_sample(entrant: Entrant, meter: Meter) -> None:

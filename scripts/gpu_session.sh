@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
 # What needs a GPU, in calls of less than nine minutes.
 #
-#   scripts/gpu_session.sh                    the tests, then the benchmark; results in ./results, or in $OUT
-#   scripts/gpu_session.sh tests              only the tests
-#   scripts/gpu_session.sh benchmark          only the benchmark of the operator
-#   scripts/gpu_session.sh model              the benchmark of whole models, for a call of its own
+#   scripts/gpu_session.sh                    all tests and the quoted benchmarks; results in ./results, or in $OUT
+#   scripts/gpu_session.sh PART...            only these, of
+#     tests         those that need a GPU, then the others on it
+#     operator      the operator: what it promises, its exactness, and the peers; about five minutes
+#     targets       only the first of these three, without peers
+#     peers         only the last
+#     model-short   training steps of whole models, 4 x 8192 tokens
+#     kernels       the pass over the logits by itself
+#     model         training steps of whole models, long sequences too: for a call of its own
 #
-# A part that fails does not stop the next; the exit status says whether one did. In the environment:
+# A part that fails does not stop the next; the exit status says whether one did. Time is given to the parts in their
+# order: what is not left is missing at the end. In the environment:
 #   PYTHON    the Python to use (python3), with torch, triton, pytest, typer, rich and matplotlib; for models
 #             transformers as well
 #   WORKERS   processes that the tests run in (as many as cores, 12 at most)
-#   PRESET    what the benchmarks measure (h200); "tiny" also runs where there is no GPU
+#   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
 #   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --model Qwen3-0.6B"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
+#   SECONDS_ALL  seconds after which the script is to be done (530)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -22,7 +29,8 @@ cores=$(nproc)
 workers=${WORKERS:-$((cores < 12 ? cores : 12))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
-parts=${*:-tests benchmark}
+parts=${*:-tests operator model-short kernels}
+all=${SECONDS_ALL:-530}
 
 mkdir -p "$out" || exit
 unset TRITON_INTERPRET
@@ -35,6 +43,11 @@ lines=()
 part() {
     local name=$1 limit=$2 start=$SECONDS status
     shift 2
+    if [ "$limit" -lt 30 ]; then
+        lines+=("FAILED  $name: no time was left")
+        failed=1
+        return
+    fi
     echo "== $name: $*"
     timeout --signal=INT --kill-after=20 "$limit" "$@" 2>&1 | tee "$out/$name.log"
     status=${PIPESTATUS[0]}
@@ -46,11 +59,26 @@ part() {
     [ "$status" -eq 0 ] || failed=1
 }
 
-# figures NAME: the table and the picture of $out/NAME.json.
-figures() {
-    if [ -f "$out/$1.json" ]; then
-        "$python" -m benchmarks table "$out/$1.json" --out "$out/$1.md" || failed=1
-        "$python" -m benchmarks plot "$out/$1.json" --out "$out/$1.png" || failed=1
+# within SECONDS: as many, or those that are left of all.
+within() {
+    local left=$((all - SECONDS))
+    echo $((left < $1 ? left : $1))
+}
+
+# benchmark COMMAND PRESET SECONDS ARGUMENTS...: with a deadline, and its tables and picture. What has begun at the
+# deadline is finished, and libraries take their time to start: hence the distance between the two limits.
+benchmark() {
+    local command=$1 name=$2 limit
+    limit=$(within "$3")
+    [ "$preset" = tiny ] && name=tiny
+    shift 3
+    part "$command" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 30)) \
+        --out "$out/$command.json" "$@"
+    if [ -f "$out/$command.json" ]; then
+        "$python" -m benchmarks table "$out/$command.json" --out "$out/$command.md" || failed=1
+        if [ "$command" != kernels ]; then
+            "$python" -m benchmarks plot "$out/$command.json" --out "$out/$command.png" || failed=1
+        fi
     fi
 }
 
@@ -80,24 +108,26 @@ for name in $parts; do
             tests=("$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider)
             tests+=(-n "$workers" --dist worksteal)
             export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-            part tests-gpu 100 "${tests[@]}" -m gpu tests
-            part tests-all 140 "${tests[@]}" -m "not gpu" tests
+            part tests-gpu "$(within 100)" "${tests[@]}" -m gpu tests
+            part tests-all "$(within 140)" "${tests[@]}" -m "not gpu" tests
             unset OMP_NUM_THREADS TORCHINDUCTOR_COMPILE_THREADS
             ;;
-        benchmark)
-            part benchmark 270 "$python" -m benchmarks operator --preset "$preset" --errors --deadline 225 \
-                --out "$out/operator.json"
-            figures operator
-            ;;
-        model)
-            # Past the deadline a step that has begun is still finished: 30 s for a long one.
-            # shellcheck disable=SC2086  # several arguments
-            part model 500 "$python" -m benchmarks model --preset "$preset" --deadline 420 \
-                --out "$out/model.json" ${ARGS:-}
-            figures model
+        operator) benchmark operator h200 330 --errors ;;
+        targets) benchmark operator targets 240 ;;
+        peers) benchmark operator peers 500 --errors ;;
+        # shellcheck disable=SC2086  # several arguments
+        model-short) benchmark model h200-short 100 ${ARGS:-} ;;
+        # shellcheck disable=SC2086
+        model) benchmark model h200 500 ${ARGS:-} ;;
+        kernels)
+            if "$python" -m benchmarks kernels --help >/dev/null 2>&1; then
+                benchmark kernels h200 80
+            else
+                lines+=("        kernels: this version has no such benchmark")
+            fi
             ;;
         *)
-            lines+=("FAILED  no part is called '$name': tests, benchmark, model")
+            lines+=("FAILED  no part is called '$name': see the top of this script")
             failed=1
             ;;
     esac
@@ -108,8 +138,10 @@ done
     grep -hE '^(FAILED|ERROR) ' "$out"/tests-*.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/tests-*.log 2>/dev/null
-    [ -f "$out/operator.json" ] && "$python" -m benchmarks table "$out/operator.json" --brief
-    [ -f "$out/model.json" ] && "$python" -m benchmarks table "$out/model.json"
+    for command in model kernels; do
+        [ -f "$out/$command.json" ] && "$python" -m benchmarks table "$out/$command.json" --brief
+    done
+    [ -f "$out/operator.json" ] && "$python" -m benchmarks table "$out/operator.json" --targets --dominance
     printf '%s\n' "${lines[@]}"
 } | tee "$out/summary.txt"
 exit "$failed"

@@ -19,19 +19,24 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import MIB, Case, Effort, Mode, Preset, preset_cases
+from benchmarks.cases import MIB, Case, Effort, Mode
 from benchmarks.cli import app
-from benchmarks.contenders import CONTENDERS, Outcome, autograd_step, needs_package, select, stock_loss
+from benchmarks.contenders import CONTENDERS, Outcome, autograd_step, budget_name, needs_package, select, stock_loss
 from benchmarks.measure import CpuMeter, make_meter
 from benchmarks.operator_bench import run_case
 from benchmarks.oracle import exactness, make_oracle
+from benchmarks.presets import Preset, preset_cases
 from benchmarks.problem import IGNORE_INDEX, make_problem
 from benchmarks.report import absences, markdown
 from benchmarks.results import CaseResult, Run, load
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-PEERS = {"liger", "liger-float32-8x", "cce", "cce-unfiltered"}
+PEERS = {"liger", "liger-float32-8x", "cce", "cce-unfiltered", "cce-exact", "trl", "fla", "quack"}
+
+
+# Neither the peers nor, in half precision, the bare products are measured on a CPU.
+CUDA_ONLY = {*PEERS, "torch-compile", "torch-chunked", "floor", "floor-aligned"}
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +66,15 @@ def test_every_case_of_the_preset_is_measured(result_file):
     run = load(result_file)
     assert [entry.case for entry in run.cases] == preset_cases(Preset.tiny, errors=True)
     for entry in run.cases:
-        for name in ("ours", "ours-vocab", "stock"):
+        for name in entry.case.contenders or ("ours", "ours-vocab", "stock"):
+            if name in CUDA_ONLY:
+                continue
             result = entry.by_name(name)
             assert result is not None
             assert result.status == "ok", result.reason
             assert len(result.samples_ms) == 2
             assert result.workspace_bytes is not None
-            assert result.errors
+            assert bool(result.errors) == entry.case.errors
 
 
 def test_schema(result_file):
@@ -101,7 +108,8 @@ def test_schema(result_file):
 def test_missing_peers_are_named(result_file):
     run = load(result_file)
     for entry in run.cases:
-        for name in PEERS:
+        some = {"fla", "quack"} if entry.case.mode is Mode.none else set()  # have no per-token losses
+        for name in PEERS - some if entry.case.contenders is None else PEERS & {*entry.case.contenders}:
             result = entry.by_name(name)
             assert result is not None, f"{name} was dropped in silence"
             assert result.status == "unavailable"
@@ -119,6 +127,8 @@ def test_a_package_that_is_not_there_is_named():
 
 def test_ours_is_as_exact_as_it_promises(result_file):
     for entry in load(result_file).cases:
+        if entry.case.contenders is not None:
+            continue
         ours, stock = entry.by_name("ours"), entry.by_name("stock")
         assert ours is not None
         assert stock is not None
@@ -190,6 +200,78 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 def test_a_slow_contender_gets_one_sample():
     entry = run_case(Case(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), lambda doing, share: None)
     assert len(entry.results[0].samples_ms) == 1
+
+
+def test_a_deadline_ends_a_case():
+    case = Case(8, 4, 16, dtype="float32")
+    entry = run_case(case, select(["stock", "ours"]), CPU, Effort(5, 1.0), lambda doing, share: None, lambda: True)
+    assert [(result.status, result.samples_ms) for result in entry.results] == [("skipped", [])] * 2
+
+
+def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
+    calls = []
+
+    def prepare(name):
+        def step():
+            calls.append(name)
+            return Outcome(None)
+
+        return lambda problem: step
+
+    contenders = [CONTENDERS[0].__class__(name, name, "peer", prepare(name)) for name in "abcd"]
+    rounds = 6
+    run_case(Case(8, 4, 16), contenders, CPU, Effort(rounds, 1.0), lambda doing, share: None)
+    turns = ["".join(calls[start : start + 4]) for start in range(4, 4 * (rounds + 1), 4)]  # after the warm-up
+    assert turns[0] == "abcd"
+    assert all(sorted(turn) == list("abcd") for turn in turns)
+    assert len(set(turns)) > 1
+
+
+def test_a_budget_is_a_contender():
+    float32, bfloat16 = select([budget_name(3), budget_name(2, bfloat16_sums=True)])
+    assert (float32.name, bfloat16.name) == ("ours-3MiB", "ours-bf16-2MiB")
+    assert "3 MiB" in float32.title
+    assert "bfloat16 sums" in bfloat16.title
+    case = Case(2000, 32, 500, dtype="float32")
+    assert float32.applies(case, CPU)
+    assert not bfloat16.applies(case, CPU)
+    entry = run_case(case, [float32], CPU, Effort(1, 1.0), lambda doing, share: None)
+    assert entry.results[0].status == "ok", entry.results[0].reason
+    assert entry.results[0].workspace_bytes is not None
+    assert entry.results[0].workspace_bytes <= 3 * MIB
+    with pytest.raises(ValueError, match="ours-0MiB"):
+        select(["ours-0MiB"])
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
+    """Counted, with their results, which must be the logits and the gradients."""
+    problem = make_problem(Case(24, 8, 40, dtype="float32", mode=mode), CPU)
+    results = []
+    multiply = torch.mm
+
+    def counting(a, b, out):
+        results.append(multiply(a, b, out=out))
+
+    monkeypatch.setattr(torch, "mm", counting)
+    (floor,) = select(["floor"])
+    floor.prepare(problem)()
+    x, w = problem.input.detach(), problem.weight.detach()
+    expected = [x @ w.T] * {Mode.none: 2}.get(mode, 1)
+    if mode is not Mode.forward:
+        expected.append(problem.logits_gradient @ w)
+    if mode in (Mode.forward_backward, Mode.none):
+        expected.append(problem.logits_gradient.T @ x)
+    assert len(results) == len(expected)
+    for result, truth in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, truth)
+
+
+def test_the_recomputed_floor_has_the_logits_twice():
+    (contender,) = select(["floor-recomputed"])
+    assert contender.applies(Case(8, 4, 16, dtype="float32"), CPU)
+    assert not contender.applies(Case(8, 4, 16, dtype="float32", mode=Mode.none), CPU)
+    contender.prepare(make_problem(Case(8, 4, 16, dtype="float32"), CPU))()
 
 
 def test_cpu_meter_counts_a_known_pattern():
