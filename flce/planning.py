@@ -548,7 +548,7 @@ def _default_rows(shape: CallShape, logits_dtype: torch.dtype, grad_dtype: torch
     elif shape.num_tokens * per_row <= defaults.one_chunk:
         limit = defaults.one_chunk
     else:
-        limit = defaults.chunk
+        limit = defaults.chunk * (1 if grad_dtype == logits_dtype else 2)  # logits, and their gradient beside them
     return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
