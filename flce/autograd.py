@@ -165,7 +165,7 @@ def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
 
 def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     p, _ = _unpack(args)
-    return _fake_grads(p, p.dtype, p.dtype, p.dtype)
+    return _fake_grads(p, p.dtype, p.dtype, accumulation_dtype(p.dtype))
 
 
 def _fake_grads(
@@ -222,7 +222,8 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     else:
         *grads, unit = ctx.saved_tensors
         factor = grad_loss / unit if unit.dim() == 0 else grad_loss
-        grads = [_scale(g, factor, ctx.dtype) for g in grads]
+        # The bias, a vector, came in the dtype in which it is summed.
+        grads = [_scale(g, factor, g.dtype if g.dim() == 1 else ctx.dtype) for g in grads]
     needed = iter(grads)
     *of_terms, bias_grad = (next(needed) if need else None for need in ctx.needs.flat)
     return (of_terms[:terms], of_terms[terms:], None, bias_grad, *nothing)

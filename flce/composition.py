@@ -56,10 +56,11 @@ def linear_cross_entropy(
         _check_indices(target, vocab_size, spec.ignore_index)
 
     # One row of logits per token: (T, V) with T = prod(leading) * prod(inner).
-    bias = None if linear_bias is None else linear_bias.reshape(-1)
-    logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]), bias)
+    logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]))
     for a, b in adapters:
         logits = logits + F.linear(a.reshape(-1, a.shape[-1]), b)
+    if linear_bias is not None:
+        logits = logits + linear_bias.reshape(-1)
     rows = math.prod(leading)
     z = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
     z = _transform(z.to(accumulation_dtype(input.dtype)), spec)

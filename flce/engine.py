@@ -81,7 +81,7 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         for grad in _gradients(problem, plan, sweep, selection, constants, normalizer, per_row)
     ]
     # Here, where the tile's memory has been given back.
-    return [grad.to(plan.dtype) for grad in grads]
+    return [grad if grad.dim() == 1 else grad.to(plan.dtype) for grad in grads]
 
 
 def _losses_and_gradients(

@@ -65,7 +65,7 @@ def fused_linear_cross_entropy(
             its logits in memory.
         target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
             Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
-        linear_bias: (V,) bias of the head.
+        linear_bias: (V,) bias of the head, in the dtype of `input` or, for half precision, float32.
         adapters: (..., r) and (V, r) pairs, each adds ``a @ B.T`` to the logits before bias, `logit_scale` and
             `softcap`, as a LoRA adapter on the head does (``a = scale * A(x)``). Any r >= 1, which may be another
             for each; dtypes as of `linear_weight`. Not with a K-dimensional head.
@@ -117,9 +117,11 @@ def fused_linear_cross_entropy(
     if shift and target.dim() == 0:
         raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
     input, linear_weight = _autocast(input), _autocast(linear_weight)
-    linear_bias = None if linear_bias is None else _autocast(linear_bias)
     adapters = [(_autocast(a), _autocast(b)) for a, b in adapters]
-    _check_dtypes(input, linear_weight, linear_bias, adapters)
+    accum = accumulation_dtype(input.dtype)
+    _check_dtypes(input, linear_weight, adapters)
+    if linear_bias is not None:
+        linear_bias = _wide_bias(linear_bias, input)
     num_items = _num_items(num_items, spec, input)
     probabilities = target.is_floating_point()
     if probabilities or linear_weight.dim() > 2:
@@ -141,7 +143,6 @@ def fused_linear_cross_entropy(
 
     shape = target.shape
     grad = torch.is_grad_enabled()
-    accum = accumulation_dtype(input.dtype)
     terms = ((input, linear_weight), *adapters)
     problem = LinearCrossEntropyProblem(
         terms=tuple(LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms),
@@ -270,18 +271,26 @@ def _describe(value: object) -> str:
     return f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
 
 
-def _check_dtypes(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, adapters: Sequence[tuple[Tensor, Tensor]]
-) -> None:
+def _check_dtypes(input: Tensor, linear_weight: Tensor, adapters: Sequence[tuple[Tensor, Tensor]]) -> None:
     if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
-    others = {"linear_weight": linear_weight, "linear_bias": linear_bias, **_by_name(adapters)}
-    for name, value in others.items():
-        if value is not None and value.dtype != input.dtype:
+    for name, value in {"linear_weight": linear_weight, **_by_name(adapters)}.items():
+        if value.dtype != input.dtype:
             raise TypeError(
                 f"input and {name} must have one dtype (after autocast, where it is on), "
                 f"got {input.dtype} and {value.dtype}"
             )
+
+
+def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
+    """In the dtype in which it is added to the logits, not rounded to a narrower one by autocast on the way."""
+    accum = accumulation_dtype(input.dtype)
+    wider = torch.promote_types(linear_bias.dtype, accum) != accum
+    if wider or linear_bias.dtype not in (input.dtype, accum, torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"linear_bias must have the dtype of input or {accum}, got {linear_bias.dtype} with {input.dtype} inputs"
+        )
+    return linear_bias.to(accum)
 
 
 def check_options(options: ChunkOptions | None) -> None:

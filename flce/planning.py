@@ -324,13 +324,13 @@ class ChunkPlan(CallShape):
             peak = max(peak, rows + held + self._tile_bytes(sweep.rows, sweep.cols) + sums)
             # Casting what is not in the dtype that is returned, when the tile has been given back.
             cast = of_inputs * (sweep.input_dtype != self.dtype) + of_weights * (sweep.weight_dtype != self.dtype)
-            cast += of_bias * (accumulation_dtype(self.dtype) != self.dtype)
             casting = rows * self.deferred + held + cast * itemsize
             if self.backend == "torch" and not self.deferred and itemsize < 4:
                 casting += 2 * 4 * SCALE_SLAB
             peak = max(peak, casting)
         of_inputs, of_weights = self.num_tokens * self._input_grad_width, self.vocab_size * self._weight_grad_width
-        return peak - itemsize * (of_inputs + of_weights + self.vocab_size * self.needs.bias)
+        of_bias = self.vocab_size * self.needs.bias
+        return peak - itemsize * (of_inputs + of_weights) - accumulation_dtype(self.dtype).itemsize * of_bias
 
     def _tile_bytes(self, rows: int, cols: int) -> int:
         return self._logits_bytes(rows, cols) + self._tile_temporaries(rows, cols)

@@ -62,9 +62,16 @@ class LazyBase:
     _written: bool  # on the root of a family of views: written to in place
     _follows_source: bool  # on a view: `_real` is a view of the parent's real logits
     _viewed: bool  # has views
+    # Of the shape and strides that stock's logits would have, without data: tells views from copies.
+    _shadow: Tensor | None
 
-    def _init(self, state: State, source: tuple[LazyBase, Callable[[Tensor], Tensor]] | None) -> None:
-        self._state, self._source = state, source
+    def _init(
+        self,
+        state: State,
+        source: tuple[LazyBase, Callable[[Tensor], Tensor]] | None,
+        shadow: Tensor | None = None,
+    ) -> None:
+        self._state, self._source, self._shadow = state, source, shadow
         self._real, self._written, self._follows_source, self._viewed = None, False, False, False
         if source is not None:
             source[0]._viewed = True
@@ -85,9 +92,12 @@ class LazyBase:
         """
         real = self._existing()
         if real is None:
-            real = self._state.logits()
+            real = self._compute()
             self._real = real
         return real
+
+    def _compute(self) -> Tensor:
+        return self._state.logits()
 
     @property
     def is_materialized(self) -> bool:
@@ -95,10 +105,16 @@ class LazyBase:
         return self._existing() is not None
 
     def _existing(self) -> Tensor | None:
-        if self._source is not None and not self._follows_source and self._root()._written:
+        if self._source is not None and not self._follows_source:
             parent, repeat = self._source
-            self._real, self._follows_source = repeat(parent.materialize()), True
+            # A view of real logits is one of theirs; one that was read before they were written to, as well.
+            if self._root()._written or (self._real is None and parent._existing() is not None):
+                self._real, self._follows_source = repeat(parent.materialize()), True
         return self._real
+
+    def _is_foreign(self) -> bool:
+        """Whether the state is not what this object stands for in the autograd graph."""
+        return False
 
     def _root(self) -> LazyBase:
         root: LazyBase = self
@@ -119,6 +135,10 @@ class LazyBase:
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
 
 
+def _contiguous_shadow(state: State) -> Tensor:
+    return torch.empty(state.shape, dtype=state.dtype, device="meta")
+
+
 def is_lazy(value: Any) -> bool:
     """Whether ``value`` is lazy logits of either kind."""
     return isinstance(value, LazyBase)
@@ -128,14 +148,30 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
     @staticmethod
-    def _wrap(state: State, source: Any = None) -> LazyLogits:
-        lazy: LazyLogits = _InGraph.apply(None, state, *state.tensors)
-        lazy._init(state, source)
+    def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> LazyLogits:
+        shadow = _contiguous_shadow(state) if shadow is None else shadow
+        lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
+        lazy._init(state, source, shadow)
         return lazy
 
-    def _become(self, state: State) -> None:
+    def _is_foreign(self) -> bool:
+        # Code below __torch_function__ (an autograd.Function, DDP) has put another node behind a copy of ours.
         with torch._C.DisableTorchFunctionSubclass():
-            _InGraph.apply(self, state, *state.tensors)
+            node, requires_grad = self.grad_fn, self.requires_grad
+        return requires_grad if node is None else not isinstance(node, _InGraph._backward_cls)
+
+    def _compute(self) -> Tensor:
+        real = self._state.logits()
+        if not self._is_foreign():
+            return real
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            behind: Tensor = _Behind.apply(self, real.detach())
+        return behind
+
+    def _become(self, state: State) -> None:
+        if state.requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                _InGraph.apply(self, state, None, *state.tensors)
         self._state = state
 
     @classmethod
@@ -156,24 +192,41 @@ class _InGraph(torch.autograd.Function):
     """A :class:`LazyLogits`'s place in the autograd graph, for code that skips ``__torch_function__``."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyLogits | None, state: State, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, lazy: LazyLogits | None, state: State, shadow: Any, *tensors: Tensor) -> Tensor:
         ctx.state = state
         if lazy is not None:  # changed in place: from here on this is where it stands
             ctx.mark_dirty(lazy)
             return lazy
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
-            LazyLogits, state.shape, dtype=state.dtype, device=state.device
+            LazyLogits,
+            state.shape,
+            strides=shadow.stride(),
+            storage_offset=shadow.storage_offset(),
+            dtype=state.dtype,
+            device=state.device,
         )
         return made
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
+        wanted = ctx.needs_input_grad[3:]
         leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.state.tensors, wanted, strict=True)]
         logits = ctx.state.with_tensors(leaves).logits()
         grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
-        return None, None, *(next(grads) if need else None for need in wanted)
+        return None, None, None, *(next(grads) if need else None for need in wanted)
+
+
+class _Behind(torch.autograd.Function):
+    """Real logits whose gradient goes where that of a :class:`LazyLogits` does."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: Tensor, real: Tensor) -> Tensor:
+        return real.view_as(real)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class TracedLazyLogits(LazyBase):
@@ -184,9 +237,9 @@ class TracedLazyLogits(LazyBase):
     """
 
     @staticmethod
-    def _wrap(state: State, source: Any = None) -> TracedLazyLogits:
+    def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
         lazy = TracedLazyLogits()
-        lazy._init(state, source)
+        lazy._init(state, source, shadow)
         return lazy
 
     def _become(self, state: State) -> None:
@@ -271,13 +324,13 @@ def _define_methods() -> None:
     TracedLazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
-def make_lazy(state: State, source: Any = None) -> LazyLogits | TracedLazyLogits:
+def make_lazy(state: State, source: Any = None, shadow: Tensor | None = None) -> LazyLogits | TracedLazyLogits:
     """Wrap a state in the class that fits: plain under the compiler, a tensor otherwise."""
     if not torch.is_grad_enabled():
         state = state.detach()
     if torch.compiler.is_compiling():
-        return TracedLazyLogits._wrap(state, source)
-    return LazyLogits._wrap(state, source)
+        return TracedLazyLogits._wrap(state, source)  # no shadow: graphs have no writes that would show
+    return LazyLogits._wrap(state, source, shadow)
 
 
 # ------------------------------------------------------------------------------------------------- dispatch
@@ -290,16 +343,19 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         args = (kwargs.pop("input"),)
     if name in lazy_ops.COMMUTES and len(args) == 2 and not kwargs and not is_lazy(args[0]):
         args = (args[1], args[0])
-    if args and is_lazy(args[0]) and args[0]._existing() is None:
-        lazy = args[0]
-        if name in lazy_ops.METADATA and isinstance(lazy, Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+    lazy = args[0] if args and is_lazy(args[0]) else None
+    by_itself = isinstance(lazy, LazyLogits) and (lazy._existing() is None or lazy._is_foreign())
+    if by_itself and (name in lazy_ops.METADATA or _is_hook_of_torch(name, args)):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if lazy is not None and lazy._existing() is None:
+        if name in lazy_ops.GRADIENT_HOOKS:
+            _check_hooks(lazy, name)
         if name == "__repr__":
             return LazyBase.__repr__(lazy)
         if name == "__iter__":
             return iter(torch.unbind(lazy))
-        result = _run_lazily(lazy, func, name, args[1:], kwargs)
+        result = NotImplemented if lazy._is_foreign() else _run_lazily(lazy, func, name, args[1:], kwargs)
         if result is not NotImplemented:
             return result
         if _writes(name):
@@ -327,8 +383,9 @@ def _run_lazily(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[st
     if name in lazy_ops.LOSSES:
         return lazy_ops.LOSSES[name](state, *args, **kwargs)  # an error of the loss is the caller's
     if name in lazy_ops.IN_PLACE:
-        # Not where other logits share the memory: they would have to change as well.
-        if lazy._source is not None or lazy._viewed:
+        # Not where other logits share the memory, which would have to change as well, nor where the change is to be
+        # hidden from gradients.
+        if lazy._source is not None or lazy._viewed or (state.requires_grad and not torch.is_grad_enabled()):
             return NotImplemented
         result = _attempt(lazy_ops.IN_PLACE[name], state, *args, **kwargs)
         result = result if result is NotImplemented else lazy_ops.to_dtype(result, state.dtype)
@@ -344,14 +401,17 @@ def _run_lazily(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[st
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
-    except TypeError:
-        return NotImplemented  # arguments that we do not know; torch will judge them
+    except TypeError as error:
+        # Arguments that we do not know: torch will judge them. An error from further in is one.
+        if torch.compiler.is_compiling() or error.__traceback__ is None or error.__traceback__.tb_next is None:
+            return NotImplemented
+        raise
 
 
 def _states(value: Any) -> Any:
     """Arguments with lazy logits replaced by their states; by the real ones where they exist."""
     if is_lazy(value):
-        real = value._existing()
+        real = value.materialize() if value._is_foreign() else value._existing()
         return value._state if real is None else real
     if type(value) in (tuple, list):
         return type(value)(_states(item) for item in value)
@@ -362,25 +422,52 @@ def _states(value: Any) -> Any:
 
 def _wrapped(lazy: LazyBase, func: Any, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """The result of an operation, with states made lazy logits that remember what they are views of."""
-    if isinstance(result, (LazyState, StackState)):
-        # `contiguous` of a view is a copy, in stock as here.
-        if result is lazy._state and torch.is_grad_enabled() and (name != "contiguous" or lazy._source is None):
-            return lazy
-        if name not in lazy_ops.VIEWS or (name == "__getitem__" and _copies(args[0])):
-            return make_lazy(result)
-        return make_lazy(result, (lazy, lambda real: func(real, *args, **kwargs)))
     if isinstance(result, tuple):
         if any(part is NotImplemented for part in result):
             return NotImplemented
-        return tuple(
-            make_lazy(part, (lazy, lambda real, i=i: func(real, *args, **kwargs)[i])) for i, part in enumerate(result)
-        )
-    return result
+
+        def piece(i: int) -> Callable[[Tensor], Tensor]:
+            return lambda real: func(real, *args, **kwargs)[i]
+
+        return tuple(_view(lazy, part, piece(i)) for i, part in enumerate(result))
+    if not isinstance(result, (LazyState, StackState)):
+        return result
+    if name in lazy_ops.VIEWS and not (name == "__getitem__" and _copies(args[0])):
+        return _view(lazy, result, lambda real: func(real, *args, **kwargs))
+    contiguous = lazy._source is None if lazy._shadow is None else lazy._shadow.is_contiguous()
+    if result is lazy._state and (name != "contiguous" or contiguous):
+        return lazy  # as stock: nothing to do
+    return make_lazy(result)
+
+
+def _view(lazy: LazyBase, state: State, repeat: Callable[[Tensor], Tensor]) -> Any:
+    """A view, or the copy that it is where the strides allow no view."""
+    if lazy._shadow is None:
+        return make_lazy(state, (lazy, repeat))
+    with torch._C.DisableTorchFunction():
+        shadow = repeat(lazy._shadow)
+    copied = shadow.untyped_storage()._cdata != lazy._shadow.untyped_storage()._cdata
+    return make_lazy(state) if copied else make_lazy(state, (lazy, repeat), shadow)
 
 
 def _copies(index: Any) -> bool:
     """Whether indexing copies, rather than views."""
-    return any(isinstance(item, Tensor) for item in (index if isinstance(index, tuple) else (index,)))
+    items = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
+
+
+def _is_hook_of_torch(name: str, args: tuple[Any, ...]) -> bool:
+    """FSDP registers hooks on a model's outputs, the loss among them, to be told when backward begins."""
+    return name == "register_hook" and len(args) > 1 and str(getattr(args[1], "__module__", "")).startswith("torch.")
+
+
+def _check_hooks(lazy: LazyBase, name: str) -> None:
+    """RuntimeError for a hook that would wait in vain for a gradient that is computed without these logits."""
+    if isinstance(lazy._state, LazyState) and lazy._state.trace is not None and lazy._state.trace.loss_computed:
+        raise RuntimeError(
+            f"logits.{name}() after the loss: it was computed without these logits, and its gradient does not pass "
+            "through them. Call logits.materialize() before the loss, and use what it returns."
+        )
 
 
 def _writes(name: str) -> bool:
@@ -441,7 +528,7 @@ def _say_materialized(func: Any, state: State) -> None:
             "them all the same."
         )
     message = (
-        f"{where}, so all of them were computed and no memory is saved here. Call logits.materialize() to ask for "
+        f"{where}, so they were computed and no memory is saved here. Call logits.materialize() to ask for "
         "them without this warning."
     )
     # With the registry of the calling module Python's own filter shows each line once.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy_state import LazyState, StackState, State
+from flce.huggingface.lazy_state import BiasTerm, LazyState, StackState, State, Term, versions_of
 
 _STATES = (LazyState, StackState)
 
@@ -39,9 +39,13 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
     if other.dim() != 0 or not other.is_floating_point() or not state.folded.linear:
         return NotImplemented
     scale = torch.mul if name == "mul" else torch.div
-    scaled = state.with_hidden(lambda hidden: scale(hidden, other))
-    terms = (t if t.bias is None else t.with_bias(scale(t.bias, other)) for t in scaled.terms)
-    return replace(scaled, terms=tuple(terms))
+    terms: list[Term] = []
+    for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
+        if isinstance(term, BiasTerm):
+            terms.append(BiasTerm(scale(term.bias, other), None, term.ops))
+        else:
+            terms.append(term if term.bias is None else term.with_bias(scale(term.bias, other)))
+    return replace(state, terms=tuple(terms))
 
 
 def _add(sign: int) -> Callable[..., Any]:
@@ -62,15 +66,29 @@ def _add_terms(state: LazyState, other: LazyState, sign: int) -> Any:
     if state.autocast_dtype != other.autocast_dtype or state.home != other.home:
         return NotImplemented
     signed = other if sign == 1 else other.with_op("mul", sign)
-    if signed is None:
-        return NotImplemented
-    left, right = _as_terms(state), _as_terms(signed)
-    if left is None or right is None:
-        return NotImplemented
-    return replace(state, terms=(*left, *right), ops=())
+    right = None if signed is None else _as_terms(signed)
+    return _with_terms(state, right)
 
 
-def _as_terms(state: LazyState) -> Any:
+def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
+    """A tensor that is the same for every token."""
+    vocab = state.vocab_size
+    if not state.vocab_last or not 0 < other.dim() <= state.ndim or other.numel() != vocab:
+        return NotImplemented
+    if other.shape[-1] != vocab or other.device != state.device or other.device != state.home:
+        return NotImplemented
+    if other.dtype == torch.float64 != state.head.dtype:
+        return NotImplemented  # wider than what the loss is computed in
+    bias = other.reshape(vocab)
+    return _with_terms(state, (BiasTerm(bias, versions_of(bias), () if sign == 1 else (("mul", sign),)),))
+
+
+def _with_terms(state: LazyState, more: tuple[Term, ...] | None) -> Any:
+    own = _as_terms(state)
+    return NotImplemented if own is None or more is None else replace(state, terms=(*own, *more), ops=())
+
+
+def _as_terms(state: LazyState) -> tuple[Term, ...] | None:
     """The terms with the state's operations in them, None if a sum of terms does not allow that."""
     if not state.folded.linear:
         return None
@@ -82,43 +100,30 @@ def _as_terms(state: LazyState) -> Any:
     return (replace(term, ops=(*term.ops, *state.ops)),)
 
 
-def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
-    """A tensor that is the same for every token becomes part of the bias."""
-    vocab = state.vocab_size
-    if not state.vocab_last or not 0 < other.dim() <= state.ndim or other.numel() != vocab:
-        return NotImplemented
-    if other.shape[-1] != vocab or other.device != state.device or other.device != state.home:
-        return NotImplemented
-    head, factor = state.terms[0], state.folded.logit_scale * state.terms[0].factor
-    if not state.folded.linear or factor == 0.0:
-        return NotImplemented
-    added = other.reshape(vocab).to(head.weight.dtype) / (sign * factor)
-    head = head.with_bias(added if head.bias is None else head.bias + added)
-    dtype = torch.promote_types(state.dtype, other.dtype)
-    return to_dtype(replace(state, terms=(head, *state.terms[1:])), dtype)
-
-
 def _fill(state: LazyState, columns: Any, value: Any) -> Any:
     """Some classes' logits set to a number: their rows of the head become zero, and the bias that number.
 
-    Costs a copy of the head, which is exact whatever the number.
+    Costs a copy of the head. Exact, also in gradients.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not state.folded.linear:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or torch.compiler.is_compiling():
         return NotImplemented
-    head, factor = state.terms[0], state.folded.logit_scale * state.terms[0].factor
-    if factor == 0.0:
-        return NotImplemented
+    head, dtype = state.head, state.head.weight.dtype
+    number = torch.tensor(value, dtype=state.dtype).double()
+    if any(name != "to" for name, _ in (*state.ops, *head.ops)) or number.to(dtype).double() != number:
+        return NotImplemented  # the sum of the products would not be that number
     mask = torch.zeros(state.vocab_size, dtype=torch.bool, device=state.home)
     mask[columns] = True
-    bias = head.weight.new_zeros(state.vocab_size) if head.bias is None else head.bias
-    terms = []
+    terms: list[Term] = []
     for term in state.terms:
+        if isinstance(term, BiasTerm):
+            terms.append(BiasTerm(term.bias.masked_fill(mask, 0.0), None, term.ops))
+            continue
         versions = None if term.versions is None else (term.versions[0], 0)
         filled = replace(term, weight=term.weight.masked_fill(mask[:, None], 0.0), bias=None, versions=versions)
-        if term.bias is not None and term is not head:
-            filled = filled.with_bias(term.bias.masked_fill(mask, 0.0))
+        bias = head.weight.new_zeros(state.vocab_size) if term is head and term.bias is None else term.bias
+        if bias is not None:
+            filled = filled.with_bias(bias.masked_fill(mask, value if term is head else 0.0))
         terms.append(filled)
-    terms[0] = terms[0].with_bias(bias.masked_fill(mask, value / factor))
     return replace(state, terms=tuple(terms))
 
 
@@ -328,9 +333,13 @@ def _getitem(state: LazyState, index: Any) -> Any:
 def _slice_classes(state: LazyState, classes: slice) -> Any:
     if state.folded.normalised:
         return NotImplemented  # over the whole vocabulary
-    terms = (
-        replace(t, weight=t.weight[classes], bias=None if t.bias is None else t.bias[classes]) for t in state.terms
-    )
+    terms: list[Term] = []
+    for term in state.terms:
+        if isinstance(term, BiasTerm):
+            terms.append(replace(term, bias=term.bias[classes]))
+        else:
+            bias = None if term.bias is None else term.bias[classes]
+            terms.append(replace(term, weight=term.weight[classes], bias=bias))
     sliced = replace(state, terms=tuple(terms))
     return sliced if sliced.vocab_size else NotImplemented
 
@@ -348,7 +357,7 @@ def _expand_index(state: State, index: Any) -> list[Any] | None:
             items[place] = torch.tensor(item, dtype=torch.int64)
             consumed += 1
         elif isinstance(item, Tensor):
-            if isinstance(item, _STATES) or (item.dtype == torch.bool and item.dim() == 0):
+            if item.dtype == torch.bool and item.dim() == 0:
                 return None
             consumed += item.dim() if item.dtype == torch.bool else 1
         elif isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
@@ -401,7 +410,7 @@ def _pieces(state: LazyState, cut: Callable[[Tensor], Sequence[Tensor]]) -> tupl
     def piece(i: int) -> LazyState:
         return state.with_hidden(lambda hidden: cut(hidden)[i])
 
-    return tuple(piece(i) for i in range(len(cut(state.terms[0].hidden))))
+    return tuple(piece(i) for i in range(len(cut(state.head.hidden))))
 
 
 def _dim(state: State, dim: int) -> int:
@@ -419,18 +428,17 @@ def _argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> 
     folded = state.folded
     if dim is None or _dim(state, dim) != state.class_dim or folded.factor <= 0.0:
         return NotImplemented
-    return _tokens(state, state.statistic("argmax"), keepdim)
+    (largest,) = state.statistics("argmax")
+    return _tokens(state, largest, keepdim)
 
 
 def _logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
-    """Its gradient is that of ``(lse - z_0) + z_0``, a fused loss and one column of the logits."""
+    """Its gradient is that of ``(lse - z_k) + z_k``, a fused loss and one logit of each token: the largest."""
     if not isinstance(dim, int) or _dim(state, dim) != state.class_dim or state.folded.normalised:
         return NotImplemented
-    lse = state.statistic("lse")
+    lse, largest = state.statistics("lse", "argmax")
     if torch.is_grad_enabled() and state.requires_grad:
-        target = torch.zeros(lse.shape, dtype=torch.int64, device=state.device)
-        first = _slice_classes(state, slice(0, 1)).logits().squeeze(state.class_dim)
-        for part in (state.cross_entropy(target, reduction="none"), first):
+        for part in (state.cross_entropy(largest, reduction="none"), state.picked(largest)):
             # Nothing but a gradient: the values are rounded in other places than the sum that they make.
             lse = lse + (part - part.detach()).to(lse.dtype)
     return _tokens(state, lse.to(state.dtype), keepdim)
@@ -464,8 +472,8 @@ def _sum(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: tor
     state = state if dtype is None else to_dtype(state, dtype)
     if state is NotImplemented:
         return NotImplemented
-    tokens = [size for place, size in enumerate(state.shape) if place != state.class_dim]
-    target = torch.zeros(tokens, dtype=torch.int64, device=state.device)
+    # Any target would do, but for one whose logit is -inf.
+    (target,) = state.statistics("argmax")
     loss = state.cross_entropy(target, reduction="none", label_smoothing=1.0)
     return _tokens(state, loss * (-state.folded.factor * state.vocab_size), keepdim)
 
@@ -491,15 +499,11 @@ def _cross_entropy(
         return NotImplemented
     if target.device != state.device or (weight is not None and weight.device != state.device):
         return NotImplemented
-    if target.is_floating_point():
-        if target.shape != state.shape:
-            return NotImplemented
-        target = target.movedim(state.class_dim, -1)
-    else:
-        sizes = list(state.shape)
-        del sizes[state.class_dim]
-        if target.dtype != torch.int64 or list(target.shape) != sizes:
-            return NotImplemented
+    sizes = list(state.shape)
+    del sizes[state.class_dim]
+    # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
+    if target.dtype != torch.int64 or list(target.shape) != sizes:
+        return NotImplemented
     return state.cross_entropy(
         target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
     )
@@ -540,9 +544,9 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
     first = parts[0]
     if not all(isinstance(part, LazyState) and len(part.terms) == 1 for part in parts):
         return NotImplemented
-    if any(replace(p, terms=first.terms) != first or p.terms[0].ops != first.terms[0].ops for p in parts):
+    if any(replace(p, terms=first.terms) != first or p.head.ops != first.head.ops for p in parts):
         return NotImplemented
-    terms = [part.terms[0] for part in parts]
+    terms = [part.head for part in parts]
     for term in terms:
         term.check_unchanged()
     if _dim(first, dim) != first.class_dim:
@@ -701,6 +705,8 @@ METADATA = frozenset(
     is_same_size is_conj is_neg is_shared _base _is_view retains_grad
     """.split()  # noqa: SIM905
 )
+# Wait for the gradient of the logits.
+GRADIENT_HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 # Make a new tensor of their first argument's shape, dtype or device, without reading it.
 LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
 NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flce.functional import fused_linear_cross_entropy
 from flce.planning import ChunkOptions
+from flce.problem import accumulation_dtype
 
 # One recorded operation: ("mul" | "div", number), ("tanh", None), ("to", dtype) or ("log_softmax", None), over
 # the vocabulary.
@@ -138,9 +139,7 @@ class LinearTerm:
 
     @property
     def factor(self) -> float:
-        folded = fold(self.ops)
-        assert folded is not None
-        return folded.logit_scale
+        return _factor(self.ops)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> LinearTerm:
         """The term on other tensors, which nobody changes in place."""
@@ -169,12 +168,60 @@ class LinearTerm:
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
     def check_unchanged(self) -> None:
-        if self.versions is not None and self.versions != versions_of(*self.tensors):
-            raise RuntimeError(
-                "these lazy logits can no longer be computed: the hidden states or the output embedding were "
-                "modified in place since the model ran (an optimizer step?). Before that, call "
-                "outputs.logits.materialize()."
-            )
+        _check_versions(self.versions, self.tensors)
+
+
+@dataclass(frozen=True)
+class BiasTerm:
+    """A vector that was added to the logits of every token, as it was: it may be wider than they are.
+
+    Attributes:
+        bias: ``(V,)``.
+        versions, ops: as of a :class:`LinearTerm`.
+    """
+
+    bias: Tensor
+    versions: tuple[int, ...] | None = None
+    ops: tuple[Op, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.bias.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.bias,)
+
+    @property
+    def factor(self) -> float:
+        return _factor(self.ops)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> BiasTerm:
+        return replace(self, bias=tensors[0], versions=None)
+
+    def detach(self) -> BiasTerm:
+        return replace(self, bias=self.bias.detach())
+
+    def check_unchanged(self) -> None:
+        _check_versions(self.versions, self.tensors)
+
+
+Term = LinearTerm | BiasTerm
+
+
+def _factor(ops: tuple[Op, ...]) -> float:
+    folded = fold(ops)
+    assert folded is not None
+    return folded.logit_scale
+
+
+def _check_versions(versions: tuple[int, ...] | None, tensors: tuple[Tensor, ...]) -> None:
+    if versions is not None and versions != versions_of(*tensors):
+        raise RuntimeError(
+            "these lazy logits can no longer be computed: the hidden states or the output embedding were "
+            "modified in place since the model ran (an optimizer step?). Before that, call "
+            "outputs.logits.materialize()."
+        )
 
 
 def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
@@ -194,41 +241,57 @@ class Settings:
     on_materialize: OnMaterialize = "warn"
 
 
+@dataclass
+class Trace:
+    """Mutable: shared by all lazy logits that come from one call of the head."""
+
+    loss_computed: bool = False
+    """Whether a gradient will pass by the logits, which hooks on them would not see."""
+
+
 @dataclass(frozen=True)
 class LazyState:
-    """The sum of some linear terms, of one shape and ``class_dim``, and what was done to it.
+    """The sum of some terms, of one shape and ``class_dim``, and what was done to it.
 
     Attributes:
-        terms: the head's product and those of its adapters.
+        terms: the head's product first, then those of its adapters, and biases.
         class_dim: which dimension of the logits is the vocabulary.
         ops: elementwise operations since, in order, so that materialised logits are bit for bit the model's.
             Always such that :func:`fold` accepts them.
         autocast_dtype: what the head ran under, None for no autocast.
         device: where the logits are wanted.
+        trace: what has become of the logits of this call of the head, in all their forms.
     """
 
-    terms: tuple[LinearTerm, ...]
+    terms: tuple[Term, ...]
     class_dim: int
     autocast_dtype: torch.dtype | None
     device: torch.device
     settings: Settings
     ops: tuple[Op, ...] = ()
+    trace: Trace | None = field(default=None, compare=False, repr=False)
 
     # -- what it looks like
 
     @property
+    def head(self) -> LinearTerm:
+        head = self.terms[0]
+        assert isinstance(head, LinearTerm)
+        return head
+
+    @property
     def shape(self) -> torch.Size:
-        sizes = list(self.terms[0].hidden.shape)
+        sizes = list(self.head.hidden.shape)
         sizes[self.class_dim] = self.vocab_size
         return torch.Size(sizes)
 
     @property
     def ndim(self) -> int:
-        return self.terms[0].hidden.dim()
+        return self.head.hidden.dim()
 
     @property
     def vocab_size(self) -> int:
-        return self.terms[0].weight.shape[0]
+        return self.head.weight.shape[0]
 
     @property
     def vocab_last(self) -> bool:
@@ -245,7 +308,7 @@ class LazyState:
     @property
     def home(self) -> torch.device:
         """Where the products are made."""
-        return self.terms[0].hidden.device
+        return self.head.hidden.device
 
     @property
     def folded(self) -> Folded:
@@ -270,12 +333,13 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
-        terms = tuple(term.with_hidden(function(term.hidden)) for term in self.terms)
+        terms = tuple(t.with_hidden(function(t.hidden)) if isinstance(t, LinearTerm) else t for t in self.terms)
         return replace(self, terms=terms, class_dim=self.class_dim if class_dim is None else class_dim)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> LazyState:
         """The state on other tensors, in the order of :attr:`tensors`."""
-        terms, start = [], 0
+        terms: list[Term] = []
+        start = 0
         for term in self.terms:
             stop = start + len(term.tensors)
             terms.append(term.with_tensors(tensors[start:stop]))
@@ -298,19 +362,28 @@ class LazyState:
     def picked(self, index: Tensor) -> Tensor:
         """One logit of each token: ``index`` is of the tokens' shape, and so is the result."""
 
+        index = index.to(self.home)
+
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            rows = F.embedding(index.to(self.home), weight)
-            z = torch.matmul(rows.unsqueeze(-2), hidden.unsqueeze(-1))[..., 0, 0]
-            return z if bias is None else z + bias[index.to(self.home)].to(z.dtype)
+            z = torch.matmul(F.embedding(index, weight).unsqueeze(-2), hidden.unsqueeze(-1))[..., 0, 0]
+            return z if bias is None else z + bias[index].to(z.dtype)
 
-        return self._sum_of_products(product).to(self.device)
+        return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
-    def _sum_of_products(self, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
+    def _sum_of_products(
+        self,
+        product: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+        vector: Callable[[Tensor], Tensor] = lambda bias: bias,
+    ) -> Tensor:
         total = None
         for term in self.terms:
             term.check_unchanged()
-            hidden = term.hidden.movedim(self.class_dim, -1)
-            z = _replay(self._in_head_autocast(product, hidden, term.weight, term.bias), term.ops)
+            if isinstance(term, LinearTerm):
+                hidden = term.hidden.movedim(self.class_dim, -1)
+                z = self._in_head_autocast(product, hidden, term.weight, term.bias)
+            else:
+                z = vector(term.bias)
+            z = _replay(z, term.ops)
             total = z if total is None else total + z
         assert total is not None
         return _replay(total, self.ops)
@@ -322,25 +395,36 @@ class LazyState:
         under_autocast = torch.is_autocast_enabled(self.device.type) and self.dtype != torch.float64
         return loss.to(self.device, torch.float32 if under_autocast else self.dtype)
 
-    def statistic(self, name: str) -> Tensor:
-        """``"argmax"`` or ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
+    def statistics(self, *names: str) -> tuple[Tensor, ...]:
+        """``"argmax"`` and ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
         state = self.detach()
         tokens = [size for dim, size in enumerate(state.shape) if dim != state.class_dim]
         target = torch.zeros(tokens, dtype=torch.int64, device=self.home)
-        output = state._fused(target, reduction="none", ignore_index=-100, stats=(name,))
-        return getattr(output, name).to(self.device)
+        output = state._fused(target, reduction="none", ignore_index=-100, stats=names)
+        return tuple(getattr(output, name).to(self.device) for name in names)
 
     def _fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
+        products, biases = [], []
+        dtype = self.head.weight.dtype
         for term in self.terms:
             term.check_unchanged()
-        folded, (head, *adapters) = self.folded, [self._scaled(term) for term in self.terms]
-        biases = [bias for _, _, bias in (head, *adapters) if bias is not None]
-        if adapters:  # not an argument otherwise: one term is what most models have
-            spec["adapters"] = tuple((hidden, weight) for hidden, weight, _ in adapters)
+            if term.bias is not None:
+                bias = term.bias.to(accumulation_dtype(dtype))
+                biases.append(bias if term.factor == 1.0 else bias * term.factor)
+            if isinstance(term, LinearTerm):
+                hidden, weights = term.hidden.movedim(self.class_dim, -1), term.weight
+                hidden = hidden if term.factor == 1.0 else hidden * term.factor
+                if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
+                    hidden, weights = hidden.to(dtype), weights.to(dtype)
+                products.append((hidden, weights))
+        if len(products) > 1:  # not an argument otherwise: one product is what most models have
+            spec["adapters"] = tuple(products[1:])
+        if self.trace is not None and torch.is_grad_enabled() and self.requires_grad:
+            self.trace.loss_computed = True
+        folded = self.folded
         return self._in_head_autocast(
             fused_linear_cross_entropy,
-            head[0],
-            head[1],
+            *products[0],
             target.to(self.home),
             linear_bias=sum(biases[1:], biases[0]) if biases else None,
             weight=None if weight is None else weight.to(self.home),
@@ -350,26 +434,21 @@ class LazyState:
             **spec,
         )
 
-    def _scaled(self, term: LinearTerm) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states with the hidden size last, weight and bias, in one dtype, with the factor in them."""
-        hidden, weight, bias = term.hidden.movedim(self.class_dim, -1), term.weight, term.bias
-        if term.factor != 1.0:
-            hidden, bias = hidden * term.factor, None if bias is None else bias * term.factor
-        if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
-            dtype = self.terms[0].weight.dtype
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        return hidden, weight, bias
-
     def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call with the autocast state the head was called with, which may have been left since."""
         kind = self.home.type
-        now = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        now = _autocast_dtype(kind)
         if now == self.autocast_dtype:
             return function(*args, **kwargs)
         enabled = self.autocast_dtype is not None
         with torch.autocast(kind, dtype=self.autocast_dtype if enabled else now, enabled=enabled):
             return function(*args, **kwargs)
+
+
+def _autocast_dtype(kind: str) -> torch.dtype | None:
+    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 
 
 def head_state(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings | None = None) -> LazyState:
@@ -382,12 +461,13 @@ def head_state(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Se
         settings: what ``patch_model`` was called with.
     """
     kind = hidden.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    autocast = _autocast_dtype(kind)
     # Autocast leaves float64 alone.
     dtype = hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
     versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
     term = LinearTerm(hidden, weight, bias, dtype, versions)
-    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, Settings() if settings is None else settings)
+    settings = Settings() if settings is None else settings
+    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, settings, (), Trace())
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,14 @@ at all. The first call finds that out: it watches matrix products for one that i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
+import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar, get_args
 
@@ -44,13 +47,30 @@ class _Patch:
     """What a patched model and its layers share."""
 
     settings: Settings
-    loss_expected: bool = False
-    """Whether the model is being called with labels."""
+    compiled_call_has_labels: bool = False
+    """As `expecting` says of other calls: the compiler knows no threads."""
     watch_products: bool | None = None
-    """Whether logits are made elsewhere than in the output embedding; None: the first call will tell."""
+    """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
     head_called: bool = field(default=False, repr=False)
-    head_id: int | None = field(default=None, repr=False)
-    """Of the output embedding that `watch_products` is about."""
+
+    def loss_expected(self) -> bool:
+        """Whether the model is being called with labels."""
+        if torch.compiler.is_compiling():
+            return self.compiled_call_has_labels
+        return id(self) in getattr(_calls, "with_labels", ())
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Around a call with labels. Replicas of a model share the patch, in a thread each."""
+        before: frozenset[int] = getattr(_calls, "with_labels", frozenset())
+        _calls.with_labels = before | {id(self)}
+        try:
+            yield
+        finally:
+            _calls.with_labels = before
+
+
+_calls = threading.local()
 
 
 # ------------------------------------------------------------------------------------------- the changed modules
@@ -66,10 +86,13 @@ def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if patch is None:
             return forward(self, input)
         patch.head_called = True
-        expected = patch.loss_expected or (self.training and torch.is_grad_enabled())
-        if not expected or not _can_be_lazy(input, self.weight, self.bias):
+        expected = patch.loss_expected() or (self.training and torch.is_grad_enabled())
+        if not expected or (not torch.compiler.is_compiling() and _is_sharded(self)):
             return forward(self, input)
-        return make_lazy(head_state(input, self.weight, self.bias, patch.settings))
+        weight, bias = self.weight, self.bias  # read once: a parametrised weight is made when it is read
+        if not _can_be_lazy(input, weight, bias):
+            return forward(self, input)
+        return make_lazy(head_state(input, weight, bias, patch.settings))
 
     return lazy_forward
 
@@ -83,24 +106,38 @@ def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None:
             return forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
         labels = kwargs.get("labels")
         if labels is None and labels_position is not None and len(args) > labels_position:
             labels = args[labels_position]
-        before = patch.loss_expected
-        patch.loss_expected = labels is not None
-        try:
-            if patch.watch_products is False or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, labels is not None
+            try:
                 return forward(self, *args, **kwargs)
-            if labels is None and not (self.training and torch.is_grad_enabled()):
-                return forward(self, *args, **kwargs)
-            with _Products(self, patch):
-                return forward(self, *args, **kwargs)
-        finally:
-            patch.loss_expected = before
+            finally:
+                patch.compiled_call_has_labels = before
+        _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
+        with contextlib.ExitStack() as stack:
+            if labels is not None:
+                stack.enter_context(patch.expecting())
+            if patch.loss_expected() or (self.training and torch.is_grad_enabled()):
+                stack.enter_context(_looking_for_the_head(self, patch))
+            return forward(self, *args, **kwargs)
 
     return watching_forward
+
+
+@contextlib.contextmanager
+def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
+    """Around a call in which logits are made: finds out where, unless an earlier call has."""
+    patch.head_called = False
+    products = None if patch.watch_products is False else _Products(owner, patch)
+    with products or contextlib.nullcontext():
+        yield
+    if products is not None and products.caught:
+        patch.watch_products = True
+    else:
+        # Not in its layers either: an adapter around them may make the logits by itself from now on.
+        patch.watch_products = False if patch.head_called else None
 
 
 class _Products(TorchFunctionMode):
@@ -114,23 +151,8 @@ class _Products(TorchFunctionMode):
         super().__init__()
         self.patch, self.sizes = patch, _vocabulary_sizes(owner)
         # Where the model has a proper output embedding, another layer's parameter is none of its logits'.
-        self.heads = [layer.weight for layer in _layers(owner)]
-        # An adapter around it may make the logits of its layer in one call and by itself in another.
-        self.plain = isinstance(owner.get_output_embeddings(), nn.Linear)
+        self.heads = [] if patch.watch_products else [_own_weight(layer) for layer in _layers(owner)]
         self.caught: list[Tensor] = []  # inputs of such products: of others with them logits are made as well
-
-    def __enter__(self) -> _Products:
-        self.patch.head_called = False
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if error[0] is not None:
-            return
-        if self.caught:
-            self.patch.watch_products = True
-        elif self.patch.head_called and self.plain:
-            self.patch.watch_products = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,15 +245,17 @@ def patch_model(
     if on_materialize not in get_args(OnMaterialize):
         raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {on_materialize!r}")
     settings = Settings(options, on_materialize)
-    owner = _patched_owner(model)
-    if owner is not None:
-        owner._flce.settings = settings
-        return model
-    owner = _owner(model)
-    _check_head(owner)
-    patch = _Patch(settings)
-    _change(owner, _watching_forward, patch)
-    _change_layers(owner, patch)
+    owners = _owners(model)
+    for owner in owners:
+        if "_flce" not in owner.__dict__:
+            _check_head(owner)
+    for owner in owners:
+        # A model within this one may have been patched before: they share their layers.
+        patch = next((m.__dict__["_flce"] for m in owner.modules() if "_flce" in m.__dict__), None) or _Patch(settings)
+        patch.settings = settings
+        if "_flce" not in owner.__dict__:
+            _change(owner, _watching_forward, patch)
+        _change_layers(owner, patch)
     return model
 
 
@@ -250,29 +274,31 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 def is_patched(model: nn.Module) -> bool:
     """Whether :func:`patch_model` was applied to ``model`` or to a model that it wraps."""
-    return _patched_owner(model) is not None
+    return any("_flce" in module.__dict__ for module in model.modules())
 
 
 # ------------------------------------------------------------------------------------------- what is to be changed
 
 
-def _owner(model: nn.Module) -> nn.Module:
-    """The model itself, out of its wrappers: the outermost module that defines an output embedding."""
+def _owners(model: Any) -> list[Any]:
+    """The model itself, out of its wrappers: the outermost modules that define an output embedding.
+
+    More than one where the wrapper holds several, as a policy and its reference.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
+    found: list[Any] = []
+    inside: set[nn.Module] = set()
     for module in model.modules():
-        if hasattr(type(module), "get_output_embeddings"):
-            return module
+        if module not in inside and hasattr(type(module), "get_output_embeddings"):
+            found.append(module)
+            inside.update(module.modules())
+    if found:
+        return found
     raise TypeError(
         f"{type(model).__name__} has no output embedding: neither it nor a module in it has "
         "get_output_embeddings(). Patch a model of Transformers with a language-model head, or give yours that method"
     )
-
-
-def _patched_owner(model: Any) -> Any:
-    """The model, perhaps inside of ``model``, that was patched; None: none was."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return next((m for m in modules if "_flce" in m.__dict__ and not isinstance(m, nn.Linear)), None)
 
 
 def _layers(owner: Any) -> list[nn.Linear]:
@@ -281,17 +307,29 @@ def _layers(owner: Any) -> list[nn.Linear]:
     if not isinstance(head, nn.Module):
         return []
     sizes = _vocabulary_sizes(owner)
-    return [module for module in head.modules() if _is_plain_linear(module) and len(module.weight) in sizes]
+    return [module for module in head.modules() if _is_plain_linear(module) and module.out_features in sizes]
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    if not isinstance(module, nn.Linear) or not _is_plain(module.weight):
+    if not isinstance(module, nn.Linear) or inspect.unwrap(type(module).forward) is not nn.Linear.forward:
         return False
-    return "_flce" in module.__dict__ or type(module).forward is nn.Linear.forward
+    weight = _own_weight(module)
+    return weight is None or _is_plain(weight)
+
+
+def _own_weight(layer: nn.Linear) -> Tensor | None:
+    """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
+    return layer._parameters.get("weight")
 
 
 def _is_plain(weight: Tensor) -> bool:
     return weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _is_sharded(layer: nn.Module) -> bool:
+    """Whether FSDP2 gives back the layer's weight after its forward, when the loss has yet to be computed."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded by what was never imported
+    return fsdp is not None and isinstance(layer, fsdp.FSDPModule)
 
 
 def _check_head(owner: Any) -> None:
@@ -334,9 +372,10 @@ def _names_of_language_models() -> frozenset[str]:
 
 
 def _vocabulary_sizes(owner: Any) -> frozenset[int]:
-    weight = getattr(owner.get_output_embeddings(), "weight", None)
-    if isinstance(weight, Tensor):
-        return frozenset({weight.shape[0]})
+    head = owner.get_output_embeddings()
+    size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
+    if isinstance(size, int):
+        return frozenset({size})
     config: Any = getattr(owner, "config", None)
     configs = [] if config is None else [config, config.get_text_config(decoder=True)]
     return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
@@ -356,13 +395,8 @@ def _labels_position(forward: Callable[..., Any]) -> int | None:
 
 
 def _change_layers(owner: nn.Module, patch: _Patch) -> None:
-    head_id = id(owner.get_output_embeddings())  # type: ignore[operator]
-    if head_id != patch.head_id:
-        patch.head_id, patch.watch_products = head_id, None
     for layer in _layers(owner):
-        if layer.__dict__.get("_flce") is not patch:
-            if "_flce" in layer.__dict__:  # of a model that it was taken from
-                _change_back(layer)
+        if "_flce" not in layer.__dict__:
             _change(layer, _lazy_forward, patch)
 
 

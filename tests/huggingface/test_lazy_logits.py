@@ -39,7 +39,8 @@ class Pair:
         self.stock = F.linear(*self.stock_leaves)
         hidden, weight, *rest = self.lazy_leaves
         state = head_state(hidden, weight, rest[0] if rest else None)
-        self.lazy: Any = TracedLazyLogits._wrap(state) if kind == "plain" else make_lazy(state)
+        shadow = torch.empty(state.shape, dtype=state.dtype, device="meta")
+        self.lazy: Any = TracedLazyLogits._wrap(state, None, shadow) if kind == "plain" else make_lazy(state)
         self.target = torch.randint(V, (B, T), generator=generator)
 
     def check_gradients(self, stock: Tensor, lazy: Tensor, **tolerance: Any) -> None:
@@ -90,11 +91,10 @@ STAYS_LAZY: dict[str, Callable[[Any], Any]] = {
     "negative log_softmax": lambda x: -F.log_softmax(x, dim=-1),
     "add self": lambda x: x + x,
     "add and subtract scaled": lambda x: (x * 0.5).float() + x[...] - x / 3,
-    "add, then more": lambda x: (x * 0.5 + x) * 2.0 + BIAS,
     "cat": lambda x: torch.cat([x, x], dim=1),
     "cat of classes": lambda x: torch.cat((x[..., :4], x), dim=-1),
     "masked_fill": lambda x: x.masked_fill(torch.arange(V) > 8, -1e9),
-    "masked_fill of a scaled": lambda x: (x / 4).masked_fill((torch.arange(V) % 3 == 0)[None], -math.inf),
+    "masked_fill of a cast": lambda x: x.float().masked_fill((torch.arange(V) % 3 == 0)[None], -math.inf),
     "softcap method": lambda x: (x / 3.0).tanh() * -3.0 / 2.0,
     "contiguous": lambda x: x.contiguous(),
     "clone": lambda x: x.clone(),
@@ -343,10 +343,6 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "legacy": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), None, False),
     "weight": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), WEIGHT),
     "smoothing": lambda x, y: F.cross_entropy(x.view(-1, V), y.view(-1), weight=WEIGHT, label_smoothing=0.2),
-    "probabilities": lambda x, y: F.cross_entropy(x.view(-1, V), F.one_hot(y.view(-1), V).double()),
-    "probabilities, class second": lambda x, y: F.cross_entropy(
-        x.transpose(1, 2), (F.one_hot(y, V).double() * 0.8 + 0.2 / V).transpose(1, 2)
-    ),
     "padded vocabulary": lambda x, y: F.cross_entropy(x[..., :9].reshape(-1, 9), y.view(-1) % 9),
     "scaled": lambda x, y: F.cross_entropy((x * 0.5 / 3).view(-1, V), y.view(-1)),
     "softcap": lambda x, y: F.cross_entropy((torch.tanh(x / 2.0) * 2.0).view(-1, V), y.view(-1)),
@@ -464,6 +460,8 @@ BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "part of log_softmax": lambda x: x.log_softmax(-1)[..., :4],
     "tanh of log_softmax": lambda x: x.log_softmax(-1).tanh(),
     "nll of logits": lambda x: F.nll_loss(x.view(-1, V), torch.zeros(B * T, dtype=torch.int64)),
+    "add, then more": lambda x: (x * 0.5 + x) * 2.0 + BIAS,
+    "masked_fill of a scaled": lambda x: (x / 4).masked_fill((torch.arange(V) % 3 == 0)[None], -math.inf),
     "topk": lambda x: x.topk(3).values,
     "max": lambda x: x.max(dim=-1),
     "add": lambda x: x + 1,
@@ -511,6 +509,9 @@ BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "cosine": lambda x: F.cosine_similarity(x, x.roll(1, 0), dim=-1),
     "embedding bag": lambda x: F.pad(x, (0, 1)),
     "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "cross entropy with probabilities": lambda x: F.cross_entropy(
+        x.transpose(1, 2), F.one_hot(PICK[..., 0], V).double().transpose(1, 2)
+    ),
     "cross entropy over tokens": lambda x: F.cross_entropy(x, torch.zeros(B, V, dtype=torch.int64)),
     "format": lambda x: f"{x[0, 0].sum():.6f}",
     "comparison in python": lambda x: bool((x[0, 0].abs() >= 0).all()),
@@ -695,6 +696,132 @@ def test_on_materialize(on_materialize: Any) -> None:
     assert len(caught) == (on_materialize == "warn")
     assert lazy.materialize().shape == (3, V)
     torch.testing.assert_close(lazy.softmax(-1), (hidden @ weight.T).softmax(-1))
+
+
+ALIASES: dict[str, Callable[[Any], Any]] = {
+    "view": lambda x: x.view(-1, V),
+    "reshape": lambda x: x.reshape(-1, V),
+    "reshape that copies": lambda x: x[:, :-1].reshape(-1, V),
+    "flatten that copies": lambda x: x[:, 1:].flatten(0, 1),
+    "contiguous": lambda x: x.contiguous(),
+    "contiguous view": lambda x: x.view(-1, V).contiguous(),
+    "contiguous row": lambda x: x[0].contiguous(),
+    "contiguous that copies": lambda x: x[:, 1:].contiguous(),
+    "list index": lambda x: x[[0]],
+    "tensor index": lambda x: x[torch.tensor([0])],
+    "number as a tensor": lambda x: x[torch.tensor(1)],
+    "same dtype": lambda x: x.double(),
+    "other dtype": lambda x: x.float(),
+    "transpose": lambda x: x.transpose(0, 1),
+    "detach": lambda x: x.detach(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("write_to_view", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ALIASES)
+def test_memory_is_shared_where_it_is_in_stock(name: str, grad: bool, write_to_view: bool) -> None:
+    pair = Pair()
+    results: list[list[Tensor]] = []
+    with torch.set_grad_enabled(grad):
+        for x in (pair.stock, pair.lazy):
+            y = ALIASES[name](x)
+            layout = (y.stride(), y.is_contiguous(), y.storage_offset())
+            (y if write_to_view else x).mul_(3.0)
+            results.append([x * 1.0, y * 1.0, torch.tensor([*layout[0], layout[1], layout[2]])])
+    torch.testing.assert_close(results[1], results[0])
+
+
+class _Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        return how(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 3, None
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("how", [torch.clone, torch.detach, lambda x: x * 1.0, lambda x: x.view(B, T, V)])
+def test_copies_made_by_autograd_functions_are_theirs(how: Callable[[Tensor], Tensor]) -> None:
+    """As DDP makes them of a model's outputs: the gradient has to go through the function."""
+    pair = Pair()
+    stock, lazy = (
+        F.cross_entropy(_Triple.apply(x, how).view(-1, V), pair.target.view(-1)) for x in (pair.stock, pair.lazy)
+    )
+    torch.testing.assert_close(lazy, stock)
+    pair.check_gradients(stock, lazy)
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_logits_can_be_made_a_leaf() -> None:
+    pair = Pair()
+    grads = []
+    for x in (pair.stock.detach(), pair.lazy.detach()):
+        x.requires_grad = True
+        F.cross_entropy(x.view(-1, V), pair.target.view(-1)).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_hooks_after_the_loss_are_an_error() -> None:
+    for hook in (lambda x: x.register_hook(print), lambda x: x.retain_grad()):
+        pair = Pair()
+        F.cross_entropy(pair.lazy.view(-1, V), pair.target.view(-1))
+        with pytest.raises(RuntimeError, match="after the loss"):
+            hook(pair.lazy)
+
+
+@pytest.mark.parametrize("first", [-math.inf, -1e30])
+def test_values_where_classes_are_masked(first: float, pair: Pair) -> None:
+    for function in (
+        lambda x: torch.logsumexp(x, -1).square(),
+        lambda x: x.log_softmax(-1).gather(-1, PICK.clamp(min=2)),
+        lambda x: x[..., 2:].log_softmax(-1).sum(-1),
+    ):
+        fresh = Pair("tensor" if isinstance(pair.lazy, Tensor) else "plain")
+        for x in (fresh.stock, fresh.lazy):
+            x[..., :2] = first
+        stock, lazy = function(fresh.stock), function(fresh.lazy)
+        torch.testing.assert_close(lazy, stock)
+        fresh.check_gradients(stock, lazy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_that_the_head_cannot_hold(dtype: torch.dtype) -> None:
+    for function in (
+        lambda x: x.float().masked_fill(torch.arange(V) < 3, torch.finfo(torch.float32).min),
+        lambda x: x.float().masked_fill(torch.arange(V) < 3, 0.3),
+        lambda x: (x / 2).masked_fill(torch.arange(V) < 3, torch.finfo(dtype).min),
+        lambda x: x.masked_fill(torch.arange(V) < 3, 0.3),
+        lambda x: x.float() + torch.linspace(-12.3, 3.7, V),
+        lambda x: x + torch.linspace(-12.3, 3.7, V, dtype=torch.float64),
+    ):
+        pair = Pair(dtype=dtype)
+        stock, lazy = function(pair.stock), function(pair.lazy)
+        assert lazy.dtype == stock.dtype
+        assert torch.equal(lazy.materialize() if is_lazy(lazy) else lazy, stock)
+
+
+def test_a_wide_bias_is_not_rounded(fused_calls: list[dict[str, Any]]) -> None:
+    pair, prior = Pair(dtype=torch.bfloat16), torch.linspace(-12.3, 3.7, V)
+    losses = [F.cross_entropy((x.float() + prior).view(-1, V), pair.target.view(-1)) for x in (pair.stock, pair.lazy)]
+    assert fused_calls
+    exact = F.linear(*(leaf.double() for leaf in pair.stock_leaves)) + prior
+    want = F.cross_entropy(exact.view(-1, V), pair.target.view(-1))
+    assert (losses[1] - want).abs() <= 1.05 * (losses[0] - want).abs() + 1e-6
+
+
+def test_errors_of_the_operator_are_not_swallowed() -> None:
+    hidden, weight = torch.randn(3, H), torch.randn(V, H)
+    options: Any = "fast"
+    lazy: Any = make_lazy(head_state(hidden, weight, None, Settings(options)))
+    for function in (lambda x: x.argmax(-1), lambda x: x.logsumexp(-1)):
+        with pytest.raises(TypeError, match="ChunkOptions"):
+            function(lazy)
 
 
 def test_in_place_writes_warn() -> None:
