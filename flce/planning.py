@@ -554,7 +554,9 @@ def _default_rows(shape: CallShape, logits_dtype: torch.dtype, grad_dtype: torch
     per_row = padded_cols(shape.vocab_size) * logits_dtype.itemsize
     if needs.any and grad_dtype != logits_dtype:
         per_row += padded_cols(shape.vocab_size) * grad_dtype.itemsize
-    if not needs.any or shape.dtype.itemsize >= 4:
+    if not needs.any and defaults.statistics is not None:
+        return STATISTICS_ROWS
+    if shape.dtype.itemsize >= 4:
         limit = defaults.no_sum
     elif shape.num_tokens * per_row <= defaults.one_chunk:
         limit = defaults.one_chunk

@@ -6,10 +6,16 @@ The everyday run takes a sample of unlike architectures; ``FLCE_ALL_ARCHITECTURE
 
 from __future__ import annotations
 
+import copy
 import os
+from typing import Any
 
 import pytest
+import torch
+from torch._dynamo.exc import Unsupported
 
+import flce
+from flce.huggingface.lazy_logits import TracedLazyLogits
 from tests.huggingface import architectures as small
 
 transformers = pytest.importorskip("transformers")
@@ -45,6 +51,15 @@ KNOWN = {"4.56": STOCK_4_FAILS, "5.23": STOCK_FAILS}
 DECLARED = KNOWN.get(".".join(transformers.__version__.split(".")[:2]))
 
 
+# Dense models of many makers, for torch.compile.
+DENSE = """
+    arcee bloom cohere cohere2 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox gptj granite
+    helium hunyuan_v1_dense llama mistral nemotron olmo olmo2 opt phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
+    starcoder2
+""".split()  # noqa: SIM905
+COMPILED = [f"causal-{name}" for name in (DENSE if ALL else ("cohere", "gpt_neox", "phi3"))]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _quiet() -> None:
     small.silence()
@@ -57,7 +72,7 @@ def _quiet() -> None:
 )
 def test_training_step(architecture: small.Architecture) -> None:
     result = small.examine(architecture)
-    if DECLARED is None and result.status == small.STOCK_FAILS and architecture.id not in SAMPLE:
+    if DECLARED is None and result.status == small.STOCK_FAILS:
         pytest.skip(f"stock: {result.reason}")
     expected = (DECLARED or {}).get(architecture.id)
     if expected is not None:
@@ -65,6 +80,33 @@ def test_training_step(architecture: small.Architecture) -> None:
         assert expected in result.reason
         pytest.skip(f"stock: {result.reason}")
     assert result.status == small.FUSED, result.reason
+
+
+def compiled_step(model: Any, architecture: small.Architecture) -> tuple[torch.Tensor, Any]:
+    torch.compiler.reset()
+    torch.manual_seed(2)
+    outputs = torch.compile(model, fullgraph=True, backend="eager")(**small.batch(architecture))
+    outputs.loss.backward()
+    return outputs.loss.detach(), outputs.logits
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(a, id=a.id) for a in small.architectures() if a.id in COMPILED],
+)
+def test_compile_without_graph_breaks(architecture: small.Architecture) -> None:
+    stock = small.build(architecture)
+    patched = flce.patch_model(copy.deepcopy(stock))
+    try:
+        wanted, _ = compiled_step(stock, architecture)
+    except Unsupported as error:
+        pytest.skip(f"stock: {str(error).splitlines()[0]}")
+    loss, logits = compiled_step(patched, architecture)
+    assert isinstance(logits, TracedLazyLogits)
+    assert not logits.is_materialized
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
+    for (name, want), got in zip(stock.named_parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.skipif(DECLARED is None, reason="failures are declared for other versions")

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -315,10 +316,11 @@ def test_functional_transforms_run_stock(build: Build) -> None:
 def test_generate(name: str, training: bool, build: Build) -> None:
     stock, patched = pair(build, name)
     prompt = batch()["input_ids"]
-    for options in ({"num_beams": 1}, {"num_beams": 3}):
+    for options in ({"num_beams": 1}, {"num_beams": 3}, {"do_sample": True}, {"do_sample": True, "num_beams": 2}):
         texts = []
         for model in (stock, patched):
             model.train(training)
+            torch.manual_seed(3)
             arguments = {"max_new_tokens": 6, "do_sample": False, **options}
             texts.append(model.generate(prompt, return_dict_in_generate=True, output_logits=True, **arguments))
         assert torch.equal(texts[0].sequences, texts[1].sequences)
@@ -611,6 +613,94 @@ def test_a_head_that_is_a_product_with_the_embedding(fused_calls: Calls) -> None
     wanted.loss.backward()
     assert_same_gradients(stock, patched)
     assert type(unpatch_model(patched)) is type(stock)
+
+
+class _Counted(nn.Module):
+    """A parametrisation with a state that changes whenever the weight is read, as `spectral_norm` has."""
+
+    reads = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads += 1
+        return weight * 1.0
+
+
+def test_a_parametrised_weight_is_read_as_often_as_by_stock(build: Build, fused_calls: Calls) -> None:
+    reads = []
+    for patched in (False, True):
+        model = build("Llama")
+        nn.utils.parametrize.register_parametrization(model.lm_head, "weight", _Counted())
+        if patched:
+            patch_model(model)
+        counter = model.lm_head.parametrizations.weight[0]
+        before = counter.reads
+        for _ in range(3):
+            model(**batch()).loss.backward()
+        reads.append(counter.reads - before)
+    assert len(fused_calls) == 3
+    assert reads[1] == reads[0]
+
+
+def test_threads(build: Build) -> None:
+    """Calls with and without labels at the same time, as replicas of a model make them."""
+    model = patch_model(build("Llama")).eval()
+    started, go_on = threading.Event(), threading.Event()
+    seen = []
+
+    def wait(*_: Any) -> None:
+        started.set()
+        assert go_on.wait(30)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            seen.append(model(**batch()).logits)
+
+    handle = model.model.norm.register_forward_hook(wait)
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    assert started.wait(30)
+    handle.remove()
+    with torch.no_grad():  # while the other thread is within a call with labels
+        assert type(model(input_ids=batch()["input_ids"]).logits) is Tensor
+    go_on.set()
+    thread.join()
+    assert isinstance(seen[0], LazyLogits)
+    with torch.no_grad():
+        assert type(model.lm_head(torch.randn(3, 32))) is Tensor
+
+
+def test_a_container_of_several_models(build: Build, fused_calls: Calls) -> None:
+    container = nn.ModuleDict({"policy": build("Llama"), "reference": build("Gemma2")})
+    patch_model(container)
+    for model in container.values():
+        model(**batch())
+    assert len(fused_calls) == 2
+    assert not is_patched(unpatch_model(container))
+    assert type(container["reference"].lm_head) is nn.Linear
+
+
+def test_a_model_around_a_patched_one(build: Build, fused_calls: Calls) -> None:
+    """Both see labels; they share the head."""
+    model = patch_model(build("Llama"))
+    wrapper = patch_model(_Wrapper(model)).eval()
+    with torch.no_grad():
+        wrapper(**batch())
+        model(**batch())
+        assert type(model(input_ids=batch()["input_ids"]).logits) is Tensor
+    assert len(fused_calls) == 2
+    assert not is_patched(unpatch_model(wrapper))
+
+
+def test_patching_again_after_a_change_of_class(build: Build, fused_calls: Calls) -> None:
+    """As FSDP2 makes it, before and after which a model may be patched."""
+    model = patch_model(build("Llama"))
+    for module in (model, model.lm_head):
+        module.__class__ = type("Sharded", (type(module),), {})
+    unpatch_model(model)
+    assert type(model(**batch()).logits) is Tensor
+    patch_model(model)
+    assert isinstance(model(**batch()).logits, LazyLogits)
+    assert len(fused_calls) == 1
 
 
 def test_parametrised_heads_stay_what_they_are(build: Build, fused_calls: Calls) -> None:

@@ -140,7 +140,7 @@ def test_evaluate_with_compute_metrics(tmp_path):
     """Metrics that want all logits get them."""
     stock, patched = evaluate(tmp_path, {"compute_metrics": accuracy})
     assert stock["eval_accuracy"] > 0
-    assert patched == pytest.approx(stock, abs=1e-6)
+    assert patched == pytest.approx(stock, abs=1e-5)
 
 
 @pytest.mark.usefixtures("nothing_materialises")
@@ -153,14 +153,14 @@ def test_evaluate_with_preprocessed_logits(tmp_path):
     trainer = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": predicted}
     stock, patched = evaluate(tmp_path, trainer)
     assert stock["eval_accuracy"] > 0
-    assert patched == pytest.approx(stock, abs=1e-6)
+    assert patched == pytest.approx(stock, abs=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.usefixtures("nothing_materialises")
 def test_evaluate_the_loss_only(tmp_path, smoothing):
     stock, patched = evaluate(tmp_path, prediction_loss_only=True, label_smoothing_factor=smoothing)
-    assert patched == pytest.approx(stock, abs=1e-6)
+    assert patched == pytest.approx(stock, abs=1e-5)
 
 
 def test_evaluation_of_the_loss_is_fused(tmp_path):
@@ -196,7 +196,7 @@ def test_save_and_resume(tmp_path):
     # The scheduler is linear in `steps`; take the checkpoint of the whole run to go on from.
     (tmp_path / "whole" / "checkpoint-4").rename(tmp_path / "last")
     resumed = run(tmp_path / "whole", 4, resume=True)
-    assert resumed.curve.losses == pytest.approx(whole.curve.losses[2:], abs=1e-6)
+    assert resumed.curve.losses == pytest.approx(whole.curve.losses[2:], abs=1e-5)
     assert all(resumed.curve.fused)
     reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     assert not flce.is_patched(reloaded)
