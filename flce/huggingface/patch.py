@@ -130,7 +130,7 @@ def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     """Around a call in which logits are made: finds out where, unless an earlier call has."""
     patch.head_called = False
-    products = None if patch.watch_products is False else _Products(owner, patch)
+    products = _Products(owner, patch) if _worth_watching(owner, patch) else None
     with products or contextlib.nullcontext():
         yield
     if products is not None and products.caught:
@@ -138,6 +138,14 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     else:
         # Not in its layers either: an adapter around them may make the logits by itself from now on.
         patch.watch_products = False if patch.head_called else None
+
+
+def _worth_watching(owner: Any, patch: _Patch) -> bool:
+    if patch.watch_products is not None:
+        return patch.watch_products
+    # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
+    compiled = any(m._compiled_call_impl is not None for m in owner.modules())
+    return not compiled or not _layers(owner)
 
 
 class _Products(TorchFunctionMode):

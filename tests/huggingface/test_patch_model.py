@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import flce
 from flce.huggingface import (
@@ -509,6 +510,22 @@ def test_compile_fullgraph(name: str, build: Build) -> None:
     torch.testing.assert_close(outputs.loss, wanted.loss, **TOLERANCE)
     torch.testing.assert_close(outputs.logits.materialize(), wanted.logits, **TOLERANCE)
     assert_same_gradients(stock, patched)
+
+
+def test_compiled_layers_are_compiled_as_often_as_by_stock(build: Build, fused_calls: Calls) -> None:
+    counts = []
+    for patched in (False, True):
+        torch.compiler.reset()
+        model, counter = build("Llama"), CompileCounter()
+        if patched:
+            patch_model(model)
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, backend=counter)
+        for _ in range(2):
+            model(**batch()).loss.backward()
+        counts.append(counter.frame_count)
+    assert len(fused_calls) == 2
+    assert counts[1] == counts[0]
 
 
 def test_compile_inference_is_stock(build: Build) -> None:
