@@ -99,6 +99,7 @@ def _losses_and_gradients(
         inputs = selection.row_inputs(rows, constants)
         backend.loss_and_gradient(logits, dlogits, inputs, p.spec, tile, out.rows(rows))
         grads.add(dlogits, xs, rows, cols)
+        del xs  # gathered rows, before the next are
     return grads.result()
 
 
@@ -118,6 +119,7 @@ def _statistics(
             logits, _, tile = buffer.tile(rows, cols)
             _write_logits(p, xs, cols, logits)
             backend.statistics(logits, inputs, p.spec, tile, state, out.rows(rows))
+        del xs
 
 
 def _gradients(
@@ -132,8 +134,12 @@ def _gradients(
     backend = get_backend(p.device)
     buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols)
     grads = _GradientSums(p, sweep, selection)
+    xs: list[Tensor] = []
+    rows_of_xs = None
     for rows, cols in _tiles(selection.num_rows, plan.vocab_size, sweep):
-        xs = selection.inputs(rows)
+        if rows != rows_of_xs:
+            xs = []  # gathered rows, before the next are
+            xs, rows_of_xs = selection.inputs(rows), rows
         logits, dlogits, tile = buffer.tile(rows, cols)
         _write_logits(p, xs, cols, logits)
         up = None if upstream is None else upstream[rows]

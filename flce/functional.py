@@ -285,10 +285,11 @@ def _check_dtypes(input: Tensor, linear_weight: Tensor, adapters: Sequence[tuple
 def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
     """In the dtype in which it is added to the logits, not rounded to a narrower one by autocast on the way."""
     accum = accumulation_dtype(input.dtype)
-    wider = torch.promote_types(linear_bias.dtype, accum) != accum
-    if wider or linear_bias.dtype not in (input.dtype, accum, torch.float16, torch.bfloat16):
+    narrow = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
+    if not narrow and linear_bias.dtype not in (input.dtype, accum):
         raise TypeError(
-            f"linear_bias must have the dtype of input or {accum}, got {linear_bias.dtype} with {input.dtype} inputs"
+            f"linear_bias must have the dtype of input, {input.dtype}, or {accum} (after autocast, where it is on), "
+            f"got {linear_bias.dtype}"
         )
     return linear_bias.to(accum)
 

@@ -5,9 +5,10 @@ The policy, in full:
 * **Strategy** ``tokens`` unless a budget rules it out: the logits of `chunk_rows` tokens and all classes at
   a time, three matrix products in all. ``vocab`` takes all tokens and `block_cols` classes at a time and
   multiplies a fourth time, but needs no float32 copy of the weight gradient.
-* **Without a budget** the logits take at most the bytes of `DEFAULTS`, absolute figures: the workspace does not
-  grow with the number of tokens. All tokens are one chunk where that fits, because the sum of a weight gradient
-  over chunks costs a float32 copy of it and its traffic.
+* **Without a budget** the logits take at most the bytes of `DEFAULTS`, absolute figures (twice that for chunks of
+  float32 logits with a gradient of half precision beside them): the workspace does not grow with the number of
+  tokens. All tokens are one chunk where that fits, because the sum of a weight gradient over chunks costs a float32
+  copy of it and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
   at least `MIN_EFFICIENT_ROWS` rows, else ``vocab``; if neither gets so much, whichever fits.
 * **Split**: where the sum of the input gradient over blocks of classes, N x H in float32, leaves ``vocab`` less
@@ -39,7 +40,7 @@ class Defaults:
     """Bytes of logits without a budget."""
 
     one_chunk: int  # all tokens, if their logits take no more
-    chunk: int  # otherwise, where the weight gradient has to be summed over chunks
+    chunk: int  # otherwise
     no_sum: int  # where that takes no copy of it: the gradient is not of half precision
     statistics: int | None  # of a forward that makes no gradients; None: what else the plan says
 
@@ -121,7 +122,7 @@ class ChunkOptions:
             raise TypeError(f"logits_dtype must be None or a torch.dtype, got {self.logits_dtype!r}")
         if not isinstance(self.accum_dtype, torch.dtype):
             raise TypeError(f"accum_dtype must be a torch.dtype, got {self.accum_dtype!r}")
-        if self.skip_ignored not in (True, False, "auto"):
+        if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")
 
 
@@ -206,7 +207,7 @@ class ChunkPlan(CallShape):
             return self.chunk_rows, self.block_cols
         rows, itemsize = min(self.chunk_rows, STATISTICS_ROWS), self.logits_dtype.itemsize
         room = min(limit, self.chunk_rows * padded_cols(self.block_cols) * itemsize) // max(1, rows * itemsize)
-        return rows, min(self.vocab_size, max(1, room // COLUMN_MULTIPLE * COLUMN_MULTIPLE or room))
+        return rows, min(self.vocab_size, max(1, room // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
 
     @property
     def deferred(self) -> bool:
@@ -311,7 +312,8 @@ class ChunkPlan(CallShape):
         if self.deferred or not self.needs.any:
             chunk, block = self.statistics_tile
             state = STATE_SLOTS * chunk * accumulation_dtype(self.dtype).itemsize * (block < self.vocab_size)
-            peak = rows + self._tile_bytes(chunk, block) + state
+            logits = chunk * padded_cols(block) * self.logits_dtype.itemsize
+            peak = rows + logits + self._tile_temporaries(chunk, block, None) + state
         if not self.needs.any:
             return peak
         held = 0  # gradients, those of the sweeps before included
@@ -326,7 +328,8 @@ class ChunkPlan(CallShape):
                 sums += sweep.rows * self._input_grad_width * sweep.input_sum.itemsize
             if sweep.weight_sum is not None and sweep.weights:
                 sums += sweep.cols * self._weight_grad_width * sweep.weight_sum.itemsize
-            peak = max(peak, rows + held + self._tile_bytes(sweep.rows, sweep.cols) + sums)
+            tile = self._logits_bytes(sweep.rows, sweep.cols) + self._tile_temporaries(sweep.rows, sweep.cols, sweep)
+            peak = max(peak, rows + held + tile + sums)
             # Casting what is not in the dtype that is returned, when the tile has been given back.
             cast = of_inputs * (sweep.input_dtype != self.dtype) + of_weights * (sweep.weight_dtype != self.dtype)
             casting = rows * self.deferred + held + cast * itemsize
@@ -337,28 +340,27 @@ class ChunkPlan(CallShape):
         of_bias = self.vocab_size * self.needs.bias
         return peak - itemsize * (of_inputs + of_weights) - accumulation_dtype(self.dtype).itemsize * of_bias
 
-    def _tile_bytes(self, rows: int, cols: int) -> int:
-        return self._logits_bytes(rows, cols) + self._tile_temporaries(rows, cols)
-
     def _row_bytes(self) -> int:
         """Bytes of the vectors with an entry per token."""
         accum = accumulation_dtype(self.dtype).itemsize
         stats = self.spec.stats
         vectors = 3 + (self.spec.z_loss != 0) + ("lse" in stats) + ("logprob" in stats) + ("entropy" in stats)
-        size = vectors * accum
-        if "argmax" in stats or "correct" in stats:
-            size += 9
-        return size
+        size = vectors * accum + (9 if "argmax" in stats or "correct" in stats else 0)
+        if self.skip_ignored:
+            size = 2 * size + 16  # the same of the rows that are left, which they are, and their targets
+        return size + 9  # a copy of the target, shifted or in int64, and a mask
 
-    def _tile_temporaries(self, rows: int, cols: int) -> int:
-        """Bytes that gathering rows, casting operands and the PyTorch backend take beside a tile."""
+    def _tile_temporaries(self, rows: int, cols: int, sweep: Sweep | None) -> int:
+        """Bytes that gathering rows, casting operands and the PyTorch backend take beside a tile of a sweep, or, with
+        None, of statistics."""
         # All terms' rows are gathered at once. What a product takes, it gives back before the next: the widest counts.
         sizes = self.hidden_sizes
-        widest_grad = max(h * needed for h, needed in zip(sizes, self.needs.inputs, strict=True))
+        makes_inputs = sweep is not None and sweep.inputs
+        widest_grad = max(h * needed * makes_inputs for h, needed in zip(sizes, self.needs.inputs, strict=True))
         size = 0
         part = 0  # the gradient of gathered rows, before it goes to its place
         if self.skip_ignored:
-            part = rows * widest_grad * max((sweep.input_dtype.itemsize for sweep in self.sweeps), default=0)
+            part = rows * widest_grad * (0 if sweep is None else sweep.input_dtype.itemsize)
             size += rows * sum(sizes) * self.dtype.itemsize
         if self.device_type == "cpu" and self.dtype.itemsize < 4:
             # float32 copies of the rows, or their gradient before it is rounded, and of a piece of W
@@ -461,7 +463,7 @@ def make_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     budget = options.max_workspace_bytes
     if budget is None:
         return base
-    if options.chunk_rows is not None:
+    if options.chunk_rows is not None and base.strategy == "tokens":
         fitted = base
     else:
         room = budget - ALLOCATOR_SLACK.get(shape.device_type, 0)
@@ -509,19 +511,20 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     )
     if options.strategy == "tokens" or (options.strategy == "auto" and options.max_workspace_bytes is None):
         return tokens
-    rows = max(1, shape.num_tokens) if options.chunk_rows is None else options.chunk_rows
-    # Without a budget a quarter of what a chunk of `tokens` would take: `vocab` is for saving memory.
+    rows = max(1, shape.num_tokens)
+    # Without a budget a quarter of what a chunk of `tokens` would take: `vocab` is for saving memory. With fewer tokens
+    # a block is no wider: its weight gradient has to be summed over them.
     cols = _defaults(device_type).chunk // 4 // (rows * logits_dtype.itemsize)
     vocab = replace(
         tokens,
         strategy="vocab",
-        max_rows=rows,
+        max_rows=options.chunk_rows or rows,
         equal_rows=False,
         block_cols=min(vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE)),
     )
     if options.strategy == "vocab":
         return vocab
-    return _cheaper_within_budget(tokens, vocab)
+    return _cheaper_within_budget(tokens, vocab, options.chunk_rows is not None)
 
 
 def padded_cols(cols: int) -> int:
@@ -565,10 +568,12 @@ def _default_rows(shape: CallShape, logits_dtype: torch.dtype, grad_dtype: torch
     return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
-def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan) -> ChunkPlan:
+def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: bool) -> ChunkPlan:
     """The first in order of preference that keeps the budget, or the smallest of all."""
-    budget = tokens.max_workspace_bytes
-    assert budget is not None
+    assert tokens.max_workspace_bytes is not None
+    budget = tokens.max_workspace_bytes - ALLOCATOR_SLACK.get(tokens.device_type, 0)
+    if rows_are_given:
+        return tokens if tokens.workspace_bytes <= budget else vocab
     efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
     if _with_rows(tokens, efficient_rows).workspace_bytes <= budget:
         return tokens

@@ -943,3 +943,23 @@ def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, devi
     got: Any = flce.fused_linear_cross_entropy(x, w, y.int(), shift=1, ignore_index=2**40)
     want: Any = flce.fused_linear_cross_entropy(x, w, y, shift=1)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_an_ignored_row_that_is_not_a_number_has_no_gradient(
+    softcap: float | None, strategy: Any, backend: str, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 8, generator=generator).to(device)
+    w = torch.randn(37, 8, generator=generator).to(device).requires_grad_()
+    x[1] = math.nan
+    x.requires_grad_()
+    y = torch.tensor([3, -100, 5, 36], device=device)
+    options = flce.ChunkOptions(strategy=strategy, skip_ignored=False)
+    loss: Any = flce.fused_linear_cross_entropy(x, w, y, softcap=softcap, options=options)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert x.grad is not None
+    assert torch.equal(x.grad[1], torch.zeros(8, device=device))
+    assert torch.isfinite(x.grad).all()

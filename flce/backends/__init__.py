@@ -14,7 +14,8 @@ from flce.backends.contract import Backend
 def backend_name(device: torch.device) -> str:
     """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
 
-    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too.
+    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, do not:
+    launches are made for warps of 32 threads.
 
     Raises:
         ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
@@ -23,11 +24,12 @@ def backend_name(device: torch.device) -> str:
     if choice not in ("", "torch", "triton"):
         raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {choice!r}")
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    possible = (device.type == "cuda" or (device.type == "cpu" and interpreted)) and _has_triton()
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    possible = (nvidia or (device.type == "cpu" and interpreted)) and _has_triton()
     if choice == "triton" and not possible:
         raise ValueError(
             f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and "
-            "a CUDA device, or TRITON_INTERPRET=1 and CPU tensors"
+            "an NVIDIA device, or TRITON_INTERPRET=1 and CPU tensors"
         )
     return choice or ("triton" if possible else "torch")
 

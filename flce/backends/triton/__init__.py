@@ -161,7 +161,7 @@ def _launch_size(
 ) -> dict[str, int]:
     """The shape of a block, and the options of the launch."""
     # More registers for a thread would leave less threads to hide the latency of memory.
-    options = {} if torch.version.hip else {"maxnreg": MAX_REGISTERS}
+    options = {"maxnreg": MAX_REGISTERS}
     # By the narrower type: the compiler lays out a block once for all of its accesses.
     vector = VECTOR_BYTES // min(dtype.itemsize, (grad_dtype or dtype).itemsize)
     if statistics and grad_dtype is not None:

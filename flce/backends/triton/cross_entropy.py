@@ -396,8 +396,8 @@ def cross_entropy_kernel(
             scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
         grad = _gradient(
-            tl.where(present, z, float("-inf")), jacobian, last_columns, present, tile_weight_ptr,
-            row_max, log_sum, softmax, uniform, 0.0,
+            tl.where(present, z, float("-inf")), tl.where(present, jacobian, 0.0), last_columns, present,
+            tile_weight_ptr, row_max, log_sum, softmax, uniform, 0.0,
             HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
         )  # fmt: skip
         tl.store(
