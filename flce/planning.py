@@ -66,12 +66,12 @@ STATISTICS_ROWS = 4096
 # product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
 # a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds.
 MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 768}
+# By the same count, 8NH bytes a block for the input gradient: with fewer classes a fifth product costs less.
+EFFICIENT_COLS = 1024
 ROW_MULTIPLE = 128
 # CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
 # to keep the budget too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
-# By the same count, 8NH bytes a block for the input gradient: with fewer classes a fifth product costs less.
-EFFICIENT_COLS = 1024
 # Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
 

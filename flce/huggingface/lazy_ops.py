@@ -72,14 +72,11 @@ def _add_terms(state: LazyState, other: LazyState, sign: int) -> Any:
 
 def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
     """A tensor that is the same for every token."""
-    vocab = state.vocab_size
-    if not state.vocab_last or not 0 < other.dim() <= state.ndim or other.numel() != vocab:
-        return NotImplemented
-    if other.shape[-1] != vocab or other.device != state.device or other.device != state.home:
+    if not _same_for_every_token(state, other) or other.device != state.device:
         return NotImplemented
     if other.dtype == torch.float64 != state.head.dtype:
         return NotImplemented  # wider than what the loss is computed in
-    bias = other.reshape(vocab)
+    bias = other.reshape(-1)
     return _with_terms(state, (BiasTerm(bias, versions_of(bias), () if sign == 1 else (("mul", sign),)),))
 
 
@@ -140,12 +137,16 @@ def _set_item(state: LazyState, index: Any, value: Any) -> Any:
 
 def _masked_fill(state: LazyState, mask: Tensor, value: Any) -> Any:
     """Masks that are the same for every token."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not _same_for_every_token(state, mask):
+        return NotImplemented
+    return _fill(state, mask.reshape(-1), value)
+
+
+def _same_for_every_token(state: LazyState, vector: Tensor) -> bool:
+    """Whether a tensor broadcasts to the logits with one entry a class, and is where the products are made."""
     vocab = state.vocab_size
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.device != state.home:
-        return NotImplemented
-    if not state.vocab_last or mask.dim() > state.ndim or mask.numel() != vocab or mask.shape[-1] != vocab:
-        return NotImplemented
-    return _fill(state, mask.reshape(vocab), value)
+    fits = 0 < vector.dim() <= state.ndim and vector.numel() == vocab == vector.shape[-1]
+    return state.vocab_last and fits and vector.device == state.home
 
 
 def _log_softmax(
@@ -519,7 +520,7 @@ def _nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """``torch.nn.functional.nll_loss`` of log-probabilities."""
-    if not state.folded.normalised or not isinstance(target, Tensor) or target.is_floating_point():
+    if not state.folded.normalised:
         return NotImplemented
     return _cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
 

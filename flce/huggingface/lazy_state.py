@@ -209,6 +209,12 @@ class BiasTerm:
 Term = LinearTerm | BiasTerm
 
 
+def _with_tensors(pieces: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The pieces on other tensors, which are dealt out in their order."""
+    rest = iter(tensors)
+    return tuple(piece.with_tensors([next(rest) for _ in piece.tensors]) for piece in pieces)
+
+
 def _factor(ops: tuple[Op, ...]) -> float:
     folded = fold(ops)
     assert folded is not None
@@ -338,13 +344,7 @@ class LazyState:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> LazyState:
         """The state on other tensors, in the order of :attr:`tensors`."""
-        terms: list[Term] = []
-        start = 0
-        for term in self.terms:
-            stop = start + len(term.tensors)
-            terms.append(term.with_tensors(tensors[start:stop]))
-            start = stop
-        return replace(self, terms=tuple(terms))
+        return replace(self, terms=_with_tensors(self.terms, tensors))
 
     def detach(self) -> LazyState:
         return replace(self, terms=tuple(term.detach() for term in self.terms))
@@ -361,7 +361,6 @@ class LazyState:
 
     def picked(self, index: Tensor) -> Tensor:
         """One logit of each token: ``index`` is of the tokens' shape, and so is the result."""
-
         index = index.to(self.home)
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -389,7 +388,7 @@ class LazyState:
         return _replay(total, self.ops)
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
-        """The loss without the logits. ``target``: class indices, or probabilities with the classes last."""
+        """The loss without the logits. ``target``: class indices, of the tokens' shape."""
         loss = self._fused(target, weight=weight, **spec)
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
         under_autocast = torch.is_autocast_enabled(self.device.type) and self.dtype != torch.float64
@@ -519,12 +518,7 @@ class StackState:
         return any(part.requires_grad for part in self.parts)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> StackState:
-        parts, start = [], 0
-        for part in self.parts:
-            stop = start + len(part.tensors)
-            parts.append(part.with_tensors(tensors[start:stop]))
-            start = stop
-        return replace(self, parts=tuple(parts))
+        return replace(self, parts=_with_tensors(self.parts, tensors))
 
     def detach(self) -> StackState:
         return replace(self, parts=tuple(part.detach() for part in self.parts))
