@@ -13,6 +13,7 @@ gradient.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -212,27 +213,51 @@ class _GradientSums:
 
 
 class _TermGradients:
-    """The gradients of one term while they are summed over tiles; None for those that the sweep does not make."""
+    """The gradients of one term while they are summed over tiles; None for those that the sweep does not make.
+
+    They are allocated when first asked for: by then the device has the logits of the first tile to make.
+    """
 
     def __init__(
         self, term: LinearTerm, makes_input: bool, makes_weight: bool, sweep: Sweep, selection: _Selection
     ) -> None:
-        self._term, self._selection = term, selection
-        x, weight = term.input, term.weight
-        # What no tile writes must be zero: dropped rows, and everything if all rows are dropped.
-        no_tile = selection.num_rows == 0
-        allocate = torch.zeros if no_tile else torch.empty
-        allocate_input = torch.empty if selection.index is None and not no_tile else torch.zeros
-        # (N, H_k), (V, H_k), (chunk, H_k), (block, H_k): the gradients, and the sums of those that are made apart.
-        self.input = self.weight = self._input_sum = self._weight_sum = None
-        if makes_input:
-            self.input = allocate_input(x.shape, dtype=sweep.input_dtype, device=x.device)
-            if sweep.input_sum is not None:
-                self._input_sum = torch.empty((sweep.rows, x.shape[1]), dtype=sweep.input_sum, device=x.device)
-        if makes_weight:
-            self.weight = allocate(weight.shape, dtype=sweep.weight_dtype, device=x.device)
-            if sweep.weight_sum is not None:
-                self._weight_sum = torch.empty((sweep.cols, weight.shape[1]), dtype=sweep.weight_sum, device=x.device)
+        self._term, self._sweep, self._selection = term, sweep, selection
+        self._makes_input, self._makes_weight = makes_input, makes_weight
+
+    @functools.cached_property
+    def input(self) -> Tensor | None:
+        """(N, H_k)"""
+        if not self._makes_input:
+            return None
+        x, selection = self._term.input, self._selection
+        # What no tile writes must be zero: dropped rows.
+        allocate = torch.empty if selection.index is None and selection.num_rows > 0 else torch.zeros
+        return allocate(x.shape, dtype=self._sweep.input_dtype, device=x.device)
+
+    @functools.cached_property
+    def weight(self) -> Tensor | None:
+        """(V, H_k)"""
+        if not self._makes_weight:
+            return None
+        weight = self._term.weight
+        allocate = torch.empty if self._selection.num_rows > 0 else torch.zeros  # if all rows are dropped
+        return allocate(weight.shape, dtype=self._sweep.weight_dtype, device=weight.device)
+
+    @functools.cached_property
+    def _input_sum(self) -> Tensor | None:
+        """(chunk, H_k), where it is made apart."""
+        if not self._makes_input or self._sweep.input_sum is None:
+            return None
+        x = self._term.input
+        return torch.empty((self._sweep.rows, x.shape[1]), dtype=self._sweep.input_sum, device=x.device)
+
+    @functools.cached_property
+    def _weight_sum(self) -> Tensor | None:
+        """(block, H_k), where it is made apart."""
+        if not self._makes_weight or self._sweep.weight_sum is None:
+            return None
+        x = self._term.input
+        return torch.empty((self._sweep.cols, x.shape[1]), dtype=self._sweep.weight_sum, device=x.device)
 
     def add(self, dlogits: Tensor, x: Tensor, rows: slice, cols: slice) -> None:
         """The share of a tile: `dlogits` (rows, cols), `x` its rows of the term's input."""
@@ -260,7 +285,9 @@ class _TermGradients:
         else:
             part = grad.new_empty(rows.stop - rows.start, grad.shape[1])
             matmul(dlogits, weight, out=part)
-            grad.index_add_(0, index[rows], part)
+            # To copy takes a fifth of the time. Rows differ, so both are deterministic.
+            put = grad.index_copy_ if cols.start == 0 else grad.index_add_
+            put(0, index[rows], part)
 
 
 @dataclass(frozen=True)
@@ -269,25 +296,32 @@ class _Selection:
 
     problem: LinearCrossEntropyProblem
     index: Tensor | None  # (rows,) into the N rows; None: all of them
-    target: Tensor  # (rows,)
-    token_weight: Tensor | None  # (rows,)
 
     @staticmethod
     def of(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> _Selection:
-        everything = _Selection(p, None, p.target, p.token_weight)
         if not plan.skip_ignored:
-            return everything
+            return _Selection(p, None)
         valid = p.target != p.spec.ignore_index
-        # The host needs the number of rows: the one place that waits for the device.
+        # The host needs the number of rows: the one place that waits for the device. What the device then waits for
+        # should be as little as possible, so vectors and gradients of these rows are made after the first logits.
         index = valid.nonzero()[:, 0]
-        if index.numel() > (1.0 - MIN_IGNORED_SHARE) * valid.numel():
-            return everything
-        weight = None if p.token_weight is None else p.token_weight[index]
-        return _Selection(p, index, p.target[index], weight)
+        enough = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
+        return _Selection(p, index if enough else None)
 
     @property
     def num_rows(self) -> int:
-        return self.target.numel()
+        return self.problem.num_tokens if self.index is None else self.index.numel()
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """(rows,)"""
+        return self.take(self.problem.target)
+
+    @functools.cached_property
+    def token_weight(self) -> Tensor | None:
+        """(rows,)"""
+        weight = self.problem.token_weight
+        return None if weight is None else self.take(weight)
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.index is None else x.index_select(dim, self.index)

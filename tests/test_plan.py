@@ -429,7 +429,8 @@ def test_promise_on_cpu_where_rows_are_gathered(strategy: str, dtype: torch.dtyp
     settings_ = {"dtype": dtype, "ignored": 0.1, "ranks": (64,)}
     rows = 512 if strategy == "tokens" else None
     promise, peak = promise_and_peak(2000, 1500, 3000, "cpu", settings_, {"strategy": strategy, "chunk_rows": rows})
-    assert 0.8 * promise <= peak <= promise * 1.01 + SLACK / 4
+    # Gradients are allocated after the products of the first tile, which with one tile need not fit beside them.
+    assert 0.75 * promise <= peak <= promise * 1.01 + SLACK / 4
 
 
 def test_a_small_budget_is_kept_when_gradients_are_scaled(torch_backend: str) -> None:
