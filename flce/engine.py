@@ -25,7 +25,7 @@ from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import matmul
 from flce.planning import ChunkPlan, Sweep, padded_cols
-from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
+from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 
 # The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
 # room of 2^6 is for z-losses of a log-sum-exp beyond TYPICAL_LSE.
@@ -76,13 +76,11 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
     else:
         per_row = selection.take(upstream.to(accum))
     normalizer = selection.take(normalizer, dim=1)
-    grads = [
-        grad
-        for sweep in plan.sweeps
-        for grad in _gradients(problem, plan, sweep, selection, constants, normalizer, per_row)
-    ]
-    # Here, where the tile's memory has been given back.
-    return [grad if grad.dim() == 1 else grad.to(plan.dtype) for grad in grads]
+    grads = _GradientSums(problem, plan, selection)
+    for sweep in plan.sweeps:
+        _gradients(problem, plan, sweep, selection, constants, normalizer, per_row, grads)
+        grads.round(sweep)  # here, where the tile's memory has been given back
+    return grads.result()
 
 
 def _losses_and_gradients(
@@ -91,7 +89,8 @@ def _losses_and_gradients(
     backend = get_backend(p.device)
     (sweep,) = plan.sweeps
     buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols)
-    grads = _GradientSums(p, sweep, selection)
+    grads = _GradientSums(p, plan, selection)
+    grads.start(sweep)
     for rows in _pieces(selection.num_rows, sweep.rows):
         xs = selection.inputs(rows)
         cols = slice(0, plan.vocab_size)
@@ -131,31 +130,31 @@ def _gradients(
     constants: Tensor,
     normalizer: Tensor,  # (2, rows)
     upstream: Tensor | None,  # (rows,)
-) -> list[Tensor]:
+    grads: _GradientSums,
+) -> None:
     backend = get_backend(p.device)
     buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols)
-    grads = _GradientSums(p, sweep, selection)
+    grads.start(sweep)
     xs: list[Tensor] = []
     rows_of_xs = None
-    for rows, cols in _tiles(selection.num_rows, plan.vocab_size, sweep):
+    for rows, cols, lent in _tiles(selection.num_rows, sweep):
         if rows != rows_of_xs:
             xs = []  # gathered rows, before the next are
             xs, rows_of_xs = selection.inputs(rows), rows
-        logits, dlogits, tile = buffer.tile(rows, cols)
+        logits, dlogits, tile = buffer.tile(rows, cols, grads.unwritten(cols.stop) if lent else None)
         _write_logits(p, xs, cols, logits)
         up = None if upstream is None else upstream[rows]
         inputs = selection.row_inputs(rows, constants)
         backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
         grads.add(dlogits, xs, rows, cols)
-    return grads.result()
 
 
-def _tiles(num_rows: int, num_cols: int, sweep: Sweep) -> Iterator[tuple[slice, slice]]:
-    """In the order in which the sums of the sweep are completed one after the other."""
+def _tiles(num_rows: int, sweep: Sweep) -> Iterator[tuple[slice, slice, bool]]:
+    """Tokens, classes, and whether they are in lent memory; in the order in which the sweep completes its sums."""
     if sweep.weights:
-        yield from ((rows, cols) for cols in _pieces(num_cols, sweep.cols) for rows in _pieces(num_rows, sweep.rows))
+        yield from ((rows, cols, lent) for cols, lent in sweep.blocks() for rows in _pieces(num_rows, sweep.rows))
     else:
-        yield from ((rows, cols) for rows in _pieces(num_rows, sweep.rows) for cols in _pieces(num_cols, sweep.cols))
+        yield from ((rows, cols, lent) for rows in _pieces(num_rows, sweep.rows) for cols, lent in sweep.blocks())
 
 
 def _write_logits(p: LinearCrossEntropyProblem, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:
@@ -178,96 +177,124 @@ class _TileBuffer:
         if gradient and not plan.in_place:
             self.grad = torch.empty(shape, dtype=plan.grad_dtype, device=p.device)
 
-    def tile(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor, Tile]:
-        """Logits and their gradient, which may be the same memory, (rows, cols) each; and what they are."""
+    def tile(self, rows: slice, cols: slice, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tile]:
+        """Logits and their gradient, which may be the same memory, (rows, cols) each; and what they are.
+
+        `memory`: where to make both, instead of the buffer, contiguous.
+        """
         size = cols.stop - cols.start
         area = slice(0, rows.stop - rows.start), slice(0, size)
-        return self.logits[area], self.grad[area], Tile(cols.start, size, self._vocab_size, padded_cols(size))
+        tile = Tile(cols.start, size, self._vocab_size, padded_cols(size))
+        if memory is None:
+            return self.logits[area], self.grad[area], tile
+        lent = memory.view(-1)[: area[0].stop * tile.room].view(-1, tile.room)[area]
+        return lent, lent, tile
 
 
 class _GradientSums:
-    """The gradients of a sweep while they are summed over its tiles."""
+    """All gradients while they are summed over tiles, in one sweep after the other."""
 
-    def __init__(self, p: LinearCrossEntropyProblem, sweep: Sweep, selection: _Selection) -> None:
-        needs = p.needs
-        self._terms = [
-            _TermGradients(term, needs_input and sweep.inputs, needs_weight and sweep.weights, sweep, selection)
-            for term, needs_input, needs_weight in zip(p.terms, needs.inputs, needs.weights, strict=True)
-        ]
+    def __init__(self, p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection) -> None:
+        self._terms = [_TermGradients(k, p, plan, selection) for k in range(len(p.terms))]
+        self._plan, self._sweep = plan, plan.sweeps[0]
         self._bias = None
-        if needs.bias and sweep.weights:
+        if p.needs.bias:
             self._bias = torch.zeros(p.vocab_size, dtype=accumulation_dtype(p.dtype), device=p.device)
+
+    def start(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        for term in self._terms:
+            term.start(sweep)
+
+    def unwritten(self, start: int) -> Tensor:
+        """The memory of the gradient of the head's weight from a class on."""
+        weight = self._terms[0].weight
+        assert weight is not None
+        return weight[start:]
 
     def add(self, dlogits: Tensor, xs: Sequence[Tensor], rows: slice, cols: slice) -> None:
         for term, x in zip(self._terms, xs, strict=True):
             term.add(dlogits, x, rows, cols)
-        if self._bias is not None:
+        if self._bias is not None and self._sweep.weights:
             # A product, because a sum over rows in another dtype takes memory that the plan knows nothing of.
             ones = dlogits.new_ones(1, dlogits.shape[0])
             matmul(ones, dlogits, out=self._bias[None, cols], accumulate=True)
 
+    def round(self, sweep: Sweep) -> None:
+        """Gradients that the sweep has completed, to the dtype in which they are returned."""
+        if sweep.stop == self._plan.vocab_size:
+            for term in self._terms:
+                term.round(self._plan.dtype)
+
     def result(self) -> list[Tensor]:
-        """Those that the sweep makes, in the order of `Needs.flat`."""
+        """In the order of `Needs.flat`."""
         grads = (*(term.input for term in self._terms), *(term.weight for term in self._terms), self._bias)
         return [grad for grad in grads if grad is not None]
 
 
 class _TermGradients:
-    """The gradients of one term while they are summed over tiles; None for those that the sweep does not make.
+    """The gradients of one term while they are summed over tiles; None for those that are not needed.
 
     They are allocated when first asked for: by then the device has the logits of the first tile to make.
     """
 
-    def __init__(
-        self, term: LinearTerm, makes_input: bool, makes_weight: bool, sweep: Sweep, selection: _Selection
-    ) -> None:
-        self._term, self._sweep, self._selection = term, sweep, selection
-        self._makes_input, self._makes_weight = makes_input, makes_weight
+    def __init__(self, number: int, p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection) -> None:
+        self._term, self._plan, self._selection = p.terms[number], plan, selection
+        self._needs_input, self._needs_weight = p.needs.inputs[number], p.needs.weights[number]
+        self._lent_input = number == 0 and plan.lent_input_sum
+        self._sweep = plan.sweeps[0]
+        # (chunk, H_k) and (block, H_k): the sums that are made apart.
+        self._input_sum: Tensor | None = None
+        self._weight_sum: Tensor | None = None
+
+    def start(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._input_sum = self._weight_sum = None  # given back, before the next
 
     @functools.cached_property
     def input(self) -> Tensor | None:
         """(N, H_k)"""
-        if not self._makes_input:
+        if not self._needs_input:
             return None
-        x, selection = self._term.input, self._selection
+        x, selection, dtype = self._term.input, self._selection, self._sweep.input_dtype
+        if self._lent_input:
+            assert self.weight is not None
+            return self.weight[self._plan.input_sum_start :].view(-1).view(dtype)[: x.numel()].view(x.shape)
         # What no tile writes must be zero: dropped rows.
         allocate = torch.empty if selection.index is None and selection.num_rows > 0 else torch.zeros
-        return allocate(x.shape, dtype=self._sweep.input_dtype, device=x.device)
+        return allocate(x.shape, dtype=dtype, device=x.device)
 
     @functools.cached_property
     def weight(self) -> Tensor | None:
         """(V, H_k)"""
-        if not self._makes_weight:
+        if not self._needs_weight:
             return None
         weight = self._term.weight
         allocate = torch.empty if self._selection.num_rows > 0 else torch.zeros  # if all rows are dropped
         return allocate(weight.shape, dtype=self._sweep.weight_dtype, device=weight.device)
 
-    @functools.cached_property
-    def _input_sum(self) -> Tensor | None:
-        """(chunk, H_k), where it is made apart."""
-        if not self._makes_input or self._sweep.input_sum is None:
-            return None
-        x = self._term.input
-        return torch.empty((self._sweep.rows, x.shape[1]), dtype=self._sweep.input_sum, device=x.device)
-
-    @functools.cached_property
-    def _weight_sum(self) -> Tensor | None:
-        """(block, H_k), where it is made apart."""
-        if not self._makes_weight or self._sweep.weight_sum is None:
-            return None
-        x = self._term.input
-        return torch.empty((self._sweep.cols, x.shape[1]), dtype=self._sweep.weight_sum, device=x.device)
-
     def add(self, dlogits: Tensor, x: Tensor, rows: slice, cols: slice) -> None:
         """The share of a tile: `dlogits` (rows, cols), `x` its rows of the term's input."""
-        if self.input is not None:
+        sweep = self._sweep
+        if sweep.inputs and self.input is not None:
+            if self._input_sum is None and sweep.input_sum is not None:
+                self._input_sum = x.new_empty((sweep.rows, x.shape[1]), dtype=sweep.input_sum)
             self._add_input(self.input, dlogits, rows, cols)
-        if self.weight is not None:
+        if sweep.weights and self.weight is not None:
+            if self._weight_sum is None and sweep.weight_sum is not None:
+                self._weight_sum = x.new_empty((sweep.cols, x.shape[1]), dtype=sweep.weight_sum)
             total = self.weight[cols] if self._weight_sum is None else self._weight_sum[: cols.stop - cols.start]
             matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
             if self._weight_sum is not None and rows.stop == self._selection.num_rows:
                 self.weight[cols] = total
+
+    def round(self, dtype: torch.dtype) -> None:
+        """What the sweep has made."""
+        self._input_sum = self._weight_sum = None
+        if self._sweep.inputs and self.input is not None:
+            self.input = self.input.to(dtype)
+        if self._sweep.weights and self.weight is not None:
+            self.weight = self.weight.to(dtype)
 
     def _add_input(self, grad: Tensor, dlogits: Tensor, rows: slice, cols: slice) -> None:
         weight, index = self._term.weight[cols], self._selection.index

@@ -11,9 +11,13 @@ The policy, in full:
   copy of it and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
   at least `MIN_EFFICIENT_ROWS` rows, else ``vocab``; if neither gets so much, whichever fits.
-* **Split**: where the sum of the input gradient over blocks of classes, N x H in float32, leaves ``vocab`` less
-  than `EFFICIENT_COLS` classes, gradients of inputs and of weights are made in a sweep each, with a fifth
-  product: the first is summed over classes for a few tokens at a time, the second over tokens for a few classes.
+* **Loans**: the gradient of the head's weight is written a block of classes after the other, and the memory of those
+  that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
+  Where the budget leaves less than `EFFICIENT_COLS` classes beside the sum of the input gradient over blocks, N x H
+  in float32, that sum is in the memory of the last classes, whose own logits are then made once more.
+* **Split**: where that is no way out either, because the tokens are many or rows are dropped or the head is frozen,
+  gradients of inputs and of weights are made in a sweep each, with a fifth product: the first is summed over classes
+  for a few tokens at a time, the second over tokens for a few classes.
 * Chunks are of equal size, a multiple of `ROW_MULTIPLE` rows where they can be.
 
 Nothing here depends on anything but the arguments, so every call of one shape has the same plan.
@@ -22,7 +26,7 @@ Nothing here depends on anything but the arguments, so every call of one shape h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -53,16 +57,16 @@ class Defaults:
 # * with a frozen head there is nothing to sum, but the product for dX has few tiles, which do not fill the last wave of
 #   a device: in three to five chunks 1.10, 1.10 and 1.33 times the two products alone at 8192 x 3584 x 152064,
 #   8192 x 2304 x 256000 and 16384 x 1024 x 151936; in one or two 1.06 at 4096 and 8192 x 4096 x 128256.
-# * statistics of a tile take 13 us and 12 us more for each 64 MiB (part of it is still in the L2 cache): the larger, the
-#   better, and 128 MiB are to be enough for a call without gradients. See `STATISTICS_COLS`.
+# * statistics of a tile take 13 us and 12 us more for each 64 MiB (part of it is still in the L2 cache): the larger,
+#   the better, and 128 MiB are to be enough for a call without gradients. See `STATISTICS_COLS`.
 # On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
 DEFAULTS = {
     "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, None),
     "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
 }
 # Tokens of a tile for statistics, and what its classes are a multiple of: a product of 2,048 x 2,112 is 132 blocks of
-# 256 x 128, one for each multiprocessor of an H100 or H200, so that none waits for the last ones. (8192 x 4096 x 128256:
-# the tiles' products take 1.014 times that of all at once, others of their size 1.03 to 1.08.)
+# 256 x 128, one for each multiprocessor of an H100 or H200, so that none waits for the last ones. (At
+# 8192 x 4096 x 128256 the tiles' products take 1.014 times that of all at once, others of their size 1.03 to 1.08.)
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
 # Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
@@ -164,6 +168,32 @@ class Sweep:
     """Of the sum over classes for one chunk of tokens, where it is made apart and rounded when it is complete."""
     weight_sum: torch.dtype | None
     """Of the sum over tokens for one block of classes, likewise."""
+    start: int
+    stop: int
+    """Its classes."""
+    lent_cols: int
+    """Columns of the weight gradient whose rows from `stop` of a block to that of the sweep lend their memory; or 0."""
+    most_cols: int
+    """Of a tile in lent memory."""
+
+    def blocks(self) -> Iterator[tuple[slice, bool]]:
+        """The blocks of classes in their order, and whether a tile of one is made in lent memory."""
+        start = self.start
+        while start < self.stop:
+            lent = self._lent(start)
+            stop = min(self.stop, start + max(lent, self.cols))
+            yield slice(start, stop), lent > self.cols
+            start = stop
+
+    def _lent(self, start: int) -> int:
+        # rows * cols entries of a tile in the (stop - start - cols) * lent_cols behind its own classes
+        room = (self.stop - start) * self.lent_cols // (max(1, self.rows) + self.lent_cols)
+        return min(room, self.most_cols) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+
+    @property
+    def widest(self) -> int:
+        """Classes of the largest block, which is the first."""
+        return min(self.stop - self.start, max(self._lent(self.start), self.cols))
 
 
 @dataclass(frozen=True)
@@ -185,6 +215,8 @@ class ChunkPlan(CallShape):
     max_workspace_bytes: int | None
     input_tile: tuple[int, int] | None = None
     """Tokens and classes of the tiles of a sweep of its own for the gradients of inputs; None: one sweep for all."""
+    lent_input_sum: bool = False
+    """Whether the gradient of the head's input is summed in the memory of its weight's."""
 
     @property
     def chunk_rows(self) -> int:
@@ -234,14 +266,26 @@ class ChunkPlan(CallShape):
     def sweeps(self) -> tuple[Sweep, ...]:
         """The passes over all tiles in which gradients are made: in forward, or in backward if `deferred`."""
         inputs, weights = any(self.needs.inputs), any(self.needs.weights) or self.needs.bias
+        rows, cols = self.chunk_rows, self.block_cols
+        if not self.needs.any:
+            return ()
         if not self.deferred:
-            return (self._sweep(self.chunk_rows, self.block_cols, inputs, weights),) if self.needs.any else ()
-        if self.input_tile is None:
-            return (self._sweep(self.chunk_rows, self.block_cols, inputs, weights),)
-        first = self._sweep(*self.input_tile, True, False)
-        return (first, self._sweep(self.chunk_rows, self.block_cols, False, True)) if weights else (first,)
+            return (self._sweep(rows, cols, inputs, weights),)
+        if self.input_tile is not None:
+            first = self._sweep(*self.input_tile, True, False)
+            return (first, self._sweep(rows, cols, False, True)) if weights else (first,)
+        if not self.lent_input_sum:
+            return (self._sweep(rows, cols, inputs, weights),)
+        lender = self.input_sum_start
+        return (
+            self._sweep(rows, cols, True, True, stop=lender),
+            replace(self._sweep(rows, cols, True, False, start=lender), input_dtype=self._accum, input_sum=None),
+            self._sweep(rows, cols, False, True, start=lender),
+        )
 
-    def _sweep(self, rows: int, cols: int, inputs: bool, weights: bool) -> Sweep:
+    def _sweep(
+        self, rows: int, cols: int, inputs: bool, weights: bool, start: int = 0, stop: int | None = None
+    ) -> Sweep:
         whole_rows, whole_cols = rows >= self.num_tokens, cols >= self.vocab_size
         input_dtype, weight_dtype = self.input_grad_dtype, self.weight_grad_dtype
         input_sum = weight_sum = None
@@ -251,7 +295,38 @@ class ChunkPlan(CallShape):
             if self._accum != self.dtype:
                 input_sum = None if weights or whole_cols else self._accum
                 weight_sum = None if whole_rows or whole_cols else self._accum
-        return Sweep(rows, cols, inputs, weights, input_dtype, weight_dtype, input_sum, weight_sum)
+        lends = weights and self._lends and whole_rows
+        most = _defaults(self.device_type).chunk // (max(1, rows) * self.logits_dtype.itemsize)
+        return Sweep(
+            rows,
+            cols,
+            inputs,
+            weights,
+            input_dtype,
+            weight_dtype,
+            input_sum,
+            weight_sum,
+            start,
+            self.vocab_size if stop is None else stop,
+            self.hidden_sizes[0] if lends else 0,
+            most,
+        )
+
+    @property
+    def _lends(self) -> bool:
+        """Whether the memory of the gradient of the head's weight is of use before that is written."""
+        return (
+            self.strategy == "vocab"
+            and self.needs.weights[0]
+            and self.block_cols < self.vocab_size
+            and self.logits_dtype == self.grad_dtype == self.dtype
+        )
+
+    @property
+    def input_sum_start(self) -> int:
+        """The first of the classes in the memory of whose weight gradient `lent_input_sum` is."""
+        classes = _ceil_div(self.num_tokens * self._accum.itemsize, self.dtype.itemsize)
+        return max(0, self.vocab_size - classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
     @property
     def input_grad_dtype(self) -> torch.dtype:
@@ -276,19 +351,20 @@ class ChunkPlan(CallShape):
 
     @property
     def num_matmuls(self) -> int:
-        """Matrix products of 2NHV flops each: for each term its logits, perhaps several times, and its gradients."""
-        of_logits = len(self.hidden_sizes) * self._times_logits
+        """Matrix products of 2NHV flops each: for each term its logits, perhaps several times, and its gradients.
+
+        What `lent_input_sum` makes again for some classes is not among them.
+        """
+        of_logits = len(self.hidden_sizes) * (1 + self.deferred * (1 + (self.input_tile is not None)))
         return of_logits + sum(self.needs.inputs) + sum(self.needs.weights)
 
     @property
     def flops(self) -> int:
         """Of the matrix products of forward and backward."""
-        widths = sum(self.hidden_sizes) * self._times_logits + self._input_grad_width + self._weight_grad_width
-        return 2 * self.num_tokens * self.vocab_size * widths
-
-    @property
-    def _times_logits(self) -> int:
-        return 1 + (len(self.sweeps) if self.deferred else 0)
+        again = sum(sweep.stop - sweep.start for sweep in self.sweeps) if self.deferred else 0
+        of_logits = sum(self.hidden_sizes) * (self.vocab_size + again)
+        of_gradients = (self._input_grad_width + self._weight_grad_width) * self.vocab_size
+        return 2 * self.num_tokens * (of_logits + of_gradients)
 
     @property
     def _input_grad_width(self) -> int:
@@ -324,10 +400,16 @@ class ChunkPlan(CallShape):
         if not self.needs.any:
             return peak
         held = 0  # gradients, those of the sweeps before included
-        for sweep in self.sweeps:
+        for number, sweep in enumerate(self.sweeps):
             of_inputs = self.num_tokens * self._input_grad_width * sweep.inputs
             of_weights = self.vocab_size * self._weight_grad_width * sweep.weights
             of_bias = self.vocab_size * self.needs.bias * sweep.weights
+            if self.lent_input_sum:
+                # Weights and bias from the first sweep on, inputs of adapters too; those of the head after the second.
+                of_weights, of_bias = of_weights * (number == 0), of_bias * (number == 0)
+                of_inputs -= self.num_tokens * self.hidden_sizes[0] * sweep.inputs
+                held += self.num_tokens * self.hidden_sizes[0] * itemsize * (number == 1)
+                of_inputs *= number == 0
             held += of_inputs * sweep.input_dtype.itemsize + of_weights * sweep.weight_dtype.itemsize
             held += of_bias * accumulation_dtype(self.dtype).itemsize
             sums = 0
@@ -335,7 +417,8 @@ class ChunkPlan(CallShape):
                 sums += sweep.rows * self._input_grad_width * sweep.input_sum.itemsize
             if sweep.weight_sum is not None and sweep.weights:
                 sums += sweep.cols * self._weight_grad_width * sweep.weight_sum.itemsize
-            tile = self._logits_bytes(sweep.rows, sweep.cols) + self._tile_temporaries(sweep.rows, sweep.cols, sweep)
+            temporaries = max(self._tile_temporaries(sweep.rows, cols, sweep) for cols in {sweep.cols, sweep.widest})
+            tile = self._logits_bytes(sweep.rows, sweep.cols) + temporaries
             peak = max(peak, rows + held + tile + sums)
             # Casting what is not in the dtype that is returned, when the tile has been given back.
             cast = of_inputs * (sweep.input_dtype != self.dtype) + of_weights * (sweep.weight_dtype != self.dtype)
@@ -396,7 +479,8 @@ class ChunkPlan(CallShape):
         return (
             f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
             f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
-            f"{', input gradients apart' if self.input_tile else ''}, "
+            f"{', input gradients apart' if self.input_tile else ''}"
+            f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}, "
             f"logits in {_name(self.logits_dtype)}, {self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
         )
@@ -620,8 +704,11 @@ def _smallest(plan: ChunkPlan) -> ChunkPlan:
     """
     most = _largest_size(plan)
     candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
+    if _can_lend_input_sum(plan):
+        candidates += [replace(c, lent_input_sum=True) for c in candidates if c.block_cols < plan.vocab_size]
     if _can_split(plan):
-        candidates += [replace(c, input_tile=(1, min(ALIGNMENT, plan.vocab_size))) for c in candidates]
+        tile = (1, min(ALIGNMENT, plan.vocab_size))
+        candidates += [replace(c, input_tile=tile) for c in candidates if not c.lent_input_sum]
     return min(candidates, key=lambda candidate: candidate.workspace_bytes)
 
 
@@ -629,11 +716,29 @@ def _can_split(plan: ChunkPlan) -> bool:
     return plan.strategy == "vocab" and plan.num_tokens > 0 and any(plan.needs.inputs)
 
 
+def _can_lend_input_sum(plan: ChunkPlan) -> bool:
+    return (
+        plan.needs.inputs[0]
+        and plan.accum_dtype != plan.dtype
+        and not plan.skip_ignored  # rows of the sum would have to be dealt out to others
+        and 0 < plan.num_tokens <= plan.max_rows
+        and _with_cols(plan, 1)._lends
+        # Logits of those classes are made three times. At half of them that costs half of a `Split`.
+        and 2 * plan.input_sum_start >= plan.vocab_size
+    )
+
+
 def _efficient(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
-    """The plan with one sweep if that gets `EFFICIENT_COLS` classes, else with two; None if neither fits."""
+    """The plan with one sweep if that gets `EFFICIENT_COLS` classes, else with a lent sum, else split; None if none
+    of them fits."""
     whole = _with_cols(vocab, EFFICIENT_COLS)
     if whole.workspace_bytes <= budget:
         return _fit_size(vocab, budget)
+    if _can_lend_input_sum(vocab):
+        lent = replace(vocab, lent_input_sum=True)
+        # Only the last blocks are so narrow.
+        if _with_cols(lent, EFFICIENT_COLS // 4).workspace_bytes <= budget:
+            return _fit_size(lent, budget)
     return _fit_split(vocab, budget) if _can_split(vocab) else None
 
 
