@@ -81,6 +81,8 @@ ROW_MULTIPLE = 128
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
 # Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
+# Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time.
+BLOCK_MULTIPLE = 256
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class Sweep:
     def _lent(self, start: int) -> int:
         # rows * cols entries of a tile in the (stop - start - cols) * lent_cols behind its own classes
         room = (self.stop - start) * self.lent_cols // (max(1, self.rows) + self.lent_cols)
-        return min(room, self.most_cols) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+        return min(room, self.most_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
 
     @property
     def widest(self) -> int:
@@ -766,7 +768,7 @@ def _fit_split(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
 
 def _fit_size(plan: ChunkPlan, budget: int) -> ChunkPlan | None:
     """The plan with the largest tiles of one sweep within the budget, None if none is."""
-    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else COLUMN_MULTIPLE
+    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else BLOCK_MULTIPLE
     size = _largest(lambda size: _with_size(plan, size).workspace_bytes <= budget, _largest_size(plan), multiple)
     return _with_size(plan, size) if size else None
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import flce
 from flce import autograd, planning
-from flce.planning import COLUMN_MULTIPLE, ChunkPlan
+from flce.planning import BLOCK_MULTIPLE, ChunkPlan
 from tests.helpers import ALL_GRADS, Problem, check, make_problem, plan_for, run_fused
 from tests.test_plan import assert_kept, promise_and_peak
 
@@ -137,7 +137,7 @@ def test_lent_memory_is_unwritten_and_large_enough(n: int, h: int, v: int, dtype
                 assert sweep.weights
                 assert sweep.rows >= n
                 assert n * width <= (sweep.stop - block.stop) * h
-                assert width % COLUMN_MULTIPLE == 0
+                assert width % BLOCK_MULTIPLE == 0
             else:
                 assert width <= sweep.cols
             assert width <= sweep.widest
