@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flce.dense_softmax import log_softmax, softmax
 from flce.functional import fused_linear_cross_entropy
 from flce.modules import FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
 from flce.planning import ChunkOptions, ChunkPlan, plan
@@ -22,8 +23,10 @@ __all__ = [
     "LinearCrossEntropyOutput",
     "fused_linear_cross_entropy",
     "is_patched",
+    "log_softmax",
     "patch_model",
     "plan",
+    "softmax",
     "unpatch_model",
 ]
 

@@ -115,3 +115,10 @@ class Backend(Protocol):
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """``(x * factor).to(dtype)`` in one pass, rounded once."""
+
+    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+        """Softmax or log-softmax along `dim` >= 0, with the strides of ``torch.empty_like(x)``."""
+
+    def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+        """The gradient, of `dtype`, with respect to what `y` is the (log-)softmax of, with the strides of
+        ``torch.empty_like(y)``."""

@@ -98,6 +98,16 @@ class TorchBackend:
         self._scale_into(out, x, factor)
         return out
 
+    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+        function = torch.log_softmax if log else torch.softmax
+        # PyTorch rounds its input, not its result, to a narrower dtype.
+        wider = dtype if dtype.itemsize >= x.dtype.itemsize else x.dtype
+        return _dense_like(x, function(x, dim, dtype=wider), dtype)
+
+    def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+        function = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
+        return _dense_like(y, function(grad.to(y.dtype), y, dim, y.dtype), dtype)
+
     def _scale_into(self, out: Tensor, x: Tensor, factor: Tensor) -> None:
         if x.dtype == out.dtype == factor.dtype:
             torch.mul(x, factor, out=out)
@@ -107,6 +117,14 @@ class TorchBackend:
             part = slice(start, start + SCALE_SLAB)
             # The product is made in float32: `x * factor` would first round the factor to x's dtype.
             target[part] = source[part].to(factor.dtype) * factor
+
+
+def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """`y`, contiguous as PyTorch made it, as `torch.empty_like(x)` would lie in memory."""
+    out = torch.empty_like(x, dtype=dtype, device="meta")
+    if y.dtype == dtype and y.stride() == out.stride():
+        return y
+    return torch.empty_like(x, dtype=dtype).copy_(y)
 
 
 def _slabs(tile: Tensor) -> Iterator[slice]:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import RowInputs, RowOutputs, Tile
+from flce.backends.triton import softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.scale import scale_kernel
 from flce.problem import LossSpec, accumulation_dtype
@@ -66,6 +67,14 @@ class TritonBackend:
         out = torch.empty_like(x, dtype=dtype)
         _scale(x, out, factor)
         return out
+
+    def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+        with _device_of(x):
+            return softmax_launch.forward(x, dim, dtype, log)
+
+    def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+        with _device_of(y):
+            return softmax_launch.backward(grad.to(y.dtype), y, dim, dtype, log)
 
 
 def _launch(

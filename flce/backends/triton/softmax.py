@@ -1,0 +1,346 @@
+"""The softmax kernels: softmax or log-softmax of rows, and their gradients, wherever the row's elements lie.
+
+Two for each direction, which `softmax_launch` chooses between by the size of a row:
+
+* *resident*: a program holds a few rows, or one, in registers: reads them once, writes their results once;
+* *online*: a program goes over its rows block by block, twice, backwards the second time: what it read last is in the
+  caches then. The first pass is the online softmax of the fused operator (`math.softmax_update`), or a sum.
+
+With p = softmax(x) over a row and an upstream gradient g:
+
+    y = p               dx_k = y_k (g_k - sum_j g_j y_j)
+    y = log p           dx_k = g_k - exp(y_k) sum_j g_j
+
+A row of nothing but -inf, and one that has +inf or NaN in it, is NaN, as in PyTorch: that follows from
+(-inf) - (-inf) where the row's maximum is not replaced by 0, and is not tested for.
+
+A tensor is (outer, columns, inner) elements with three strides, softmax along the columns. Rows are numbered along
+`inner` first, and several of one program are neighbours there: where the columns lie apart, `inner` is where vectors
+are loaded from. Where they are adjacent, the strides between rows and the number of columns are counted in units of
+ALIGN elements, for the compiler to see what they are multiples of, and so that whole vectors are inside of a row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flce.backends.triton.math import LOG2_E, lane_sum, over_lanes, softmax_merge, softmax_update
+
+
+@triton.jit
+def _rows(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
+    """Place along `outer` and `inner` of the rows `local` < ROWS of this program, and which of them exist.
+
+    FLAT: ROWS consecutive ones of all; otherwise of one place of `outer`, the last program of which may have fewer.
+    """
+    # 64 bits: rows and the offsets made of them pass 2^31. Divisions of 64 bits are slow: not for each row.
+    program = tl.program_id(0)
+    if FLAT:
+        row = program.to(num_rows.dtype) * ROWS + local
+        # Some of the rows behind the last one may be past the end of 32 bits, and negative.
+        present = (row >= 0) & (row < num_rows)
+        return (row // inner).to(tl.int64), (row % inner).to(tl.int64), present
+    else:
+        blocks = tl.cdiv(inner, ROWS)
+        row = (program % blocks).to(tl.int64) * ROWS + local
+        return (program // blocks).to(tl.int64), row, row < inner
+
+
+@triton.jit
+def _start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr):
+    """Of the rows; strides are in units of ALIGN elements."""
+    return ptr + (outer_index * outer_stride + inner_index * inner_stride) * ALIGN
+
+
+@triton.jit
+def _along(columns, stride, UNIT: tl.constexpr):
+    if UNIT:
+        return columns
+    else:
+        return columns.to(tl.int64) * stride
+
+
+@triton.jit
+def _again(x, after):
+    """`x`, of 16 bits, for a second use that the compiler cannot move before `after` is known.
+
+    Otherwise it would convert a row once and keep it in float32, which takes twice the registers: where they are not
+    there, the row goes to memory and back. Where `after` is NaN it is not `x`, and the row's results are NaN anyway.
+    """
+    nothing = (after != after).to(tl.int16)
+    return (x.to(tl.int16, bitcast=True) ^ nothing).to(x.dtype, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def softmax_resident_kernel(
+    x_ptr,  # each (outer, cols, inner)
+    y_ptr,
+    x_outer, x_column, x_inner,
+    y_outer, y_column, y_inner,
+    num_rows,  # outer * inner
+    inner,
+    cols,  # in units of ALIGN
+    ACCUM: tl.constexpr,
+    LOG: tl.constexpr,
+    UNIT: tl.constexpr,  # all column strides are 1
+    ALIGN: tl.constexpr,
+    FLAT: tl.constexpr,
+    NARROW: tl.constexpr,  # the row is kept in the dtype of x
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,  # cols or more
+):  # fmt: skip
+    outer_index, inner_index, present = _rows(tl.arange(0, ROWS)[:, None], num_rows, inner, FLAT, ROWS)
+    columns = tl.arange(0, COLS)[None, :]
+    mask = columns < cols * ALIGN
+    if ROWS > 1:
+        mask = mask & present
+    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN) + _along(columns, x_column, UNIT)
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN) + _along(columns, y_column, UNIT)
+    x = tl.load(x_ptr, mask=mask, other=float("-inf"))
+    z = x.to(ACCUM)
+    largest = tl.max(z, axis=1, keep_dims=True)
+    if NARROW:
+        z = _again(x, largest).to(ACCUM)
+    exps = tl.exp2((z - largest) * LOG2_E)
+    total = tl.sum(exps, axis=1, keep_dims=True)
+    if NARROW:
+        z = _again(x, total).to(ACCUM)
+        if not LOG:
+            exps = tl.exp2((z - largest) * LOG2_E)
+    if LOG:
+        # Differences first: exact where all of the row shares a large offset.
+        y = (z - largest) - tl.log(total)
+    else:
+        y = exps * (1.0 / total)
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def softmax_resident_backward_kernel(
+    y_ptr,  # each (outer, cols, inner)
+    grad_ptr,
+    dx_ptr,
+    y_outer, y_column, y_inner,
+    grad_outer, grad_column, grad_inner,
+    dx_outer, dx_column, dx_inner,
+    num_rows,  # outer * inner
+    inner,
+    cols,  # in units of ALIGN
+    ACCUM: tl.constexpr,
+    LOG: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FLAT: tl.constexpr,
+    NARROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    outer_index, inner_index, present = _rows(tl.arange(0, ROWS)[:, None], num_rows, inner, FLAT, ROWS)
+    columns = tl.arange(0, COLS)[None, :]
+    mask = columns < cols * ALIGN
+    if ROWS > 1:
+        mask = mask & present
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN) + _along(columns, y_column, UNIT)
+    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN)
+    grad_ptr += _along(columns, grad_column, UNIT)
+    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN) + _along(columns, dx_column, UNIT)
+    y = tl.load(y_ptr, mask=mask, other=0.0)
+    grad = tl.load(grad_ptr, mask=mask, other=0.0)
+    wide_y, wide_grad = y.to(ACCUM), grad.to(ACCUM)
+    if LOG:
+        total = tl.sum(wide_grad, axis=1, keep_dims=True)
+    else:
+        total = tl.sum(wide_grad * wide_y, axis=1, keep_dims=True)
+    if NARROW:
+        wide_y, wide_grad = _again(y, total).to(ACCUM), _again(grad, total).to(ACCUM)
+    dx = _gradient(wide_y, wide_grad, total, LOG)
+    tl.store(dx_ptr, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient(y, grad, total, LOG: tl.constexpr):
+    if LOG:
+        return grad - tl.exp2(y * LOG2_E) * total
+    else:
+        return y * (grad - total)
+
+
+@triton.jit
+def _tile(ROWS: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Row of the program and column of the block for each element of a (PARTS, LANES * VECTOR) tile.
+
+    A lane has VECTOR columns of one row: neighbouring lanes have the next columns, or, with several rows, those of
+    the next row, and VECTOR is 1.
+    """
+    tl.static_assert(ROWS == 1 or VECTOR == 1)
+    width = tl.arange(0, LANES * VECTOR)[None, :]
+    columns = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR // ROWS) + width // ROWS
+    return width % ROWS, columns
+
+
+@triton.jit
+def _over_tile(value, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """A value of each row, (ROWS,), or of the only one, for each element of a tile."""
+    if ROWS == 1:
+        return value
+    else:
+        lanes = tl.reshape(tl.broadcast_to(value[None, :], (LANES // ROWS, ROWS)), (LANES,))
+        return over_lanes(lanes, LANES, VECTOR)
+
+
+@triton.jit
+def _load(pointers, mask, OTHER: tl.constexpr, EVICTION: tl.constexpr):
+    if mask is None:
+        return tl.load(pointers, eviction_policy=EVICTION)
+    else:
+        return tl.load(pointers, mask=mask, other=OTHER, eviction_policy=EVICTION)
+
+
+@triton.jit
+def _store(pointers, value, mask):
+    # Written lines leave the cache before those that are still to be read a second time.
+    if mask is None:
+        tl.store(pointers, value, eviction_policy="evict_first")
+    else:
+        tl.store(pointers, value, mask=mask, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def softmax_online_kernel(
+    x_ptr,  # each (outer, cols, inner)
+    y_ptr,
+    x_outer, x_column, x_inner,
+    y_outer, y_column, y_inner,
+    num_rows,  # outer * inner
+    inner,
+    cols,  # in units of ALIGN
+    ACCUM: tl.constexpr,
+    LOG: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FLAT: tl.constexpr,
+    LONG: tl.constexpr,  # 2^30 columns or more
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
+    local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
+    if ROWS == 1:
+        outer_index, inner_index, _present = _rows(0, num_rows, inner, FLAT, ROWS)
+        present = None
+    else:
+        outer_index, inner_index, present = _rows(local, num_rows, inner, FLAT, ROWS)
+    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN)
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN)
+    if LONG:
+        cols = cols.to(tl.int64)
+    # All blocks but the last are full.
+    last = (cols * ALIGN - 1) // BLOCK * BLOCK
+    last_columns = last + offsets
+    mask = last_columns < cols * ALIGN
+    if ROWS > 1:
+        mask = mask & present
+
+    largest = tl.full((LANES,), float("-inf"), ACCUM)
+    total = tl.full((LANES,), 0.0, ACCUM)
+    for start in range(0, last, BLOCK):
+        x = _load(x_ptr + _along(start + offsets, x_column, UNIT), present, float("-inf"), "")
+        largest, total, _exps, _zero, _decay = softmax_update(largest, total, x.to(ACCUM), LANES, VECTOR)
+    x = _load(x_ptr + _along(last_columns, x_column, UNIT), mask, float("-inf"), "")
+    largest, total, _exps, _zero, _decay = softmax_update(largest, total, x.to(ACCUM), LANES, VECTOR)
+    if ROWS > 1:
+        largest = tl.reshape(largest, (LANES // ROWS, ROWS))
+        total = tl.reshape(total, (LANES // ROWS, ROWS))
+    row_largest, row_total = tl.reduce((largest, total), 0, softmax_merge)
+    shift = _over_tile(row_largest, ROWS, LANES, VECTOR)
+    if LOG:
+        normalizer = _over_tile(tl.log(row_total), ROWS, LANES, VECTOR)
+    else:
+        normalizer = _over_tile(1.0 / row_total, ROWS, LANES, VECTOR)
+
+    for done in range(0, last, BLOCK):
+        columns = last - BLOCK - done + offsets
+        x = _load(x_ptr + _along(columns, x_column, UNIT), present, float("-inf"), "evict_first")
+        y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
+        _store(y_ptr + _along(columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), present)
+    x = _load(x_ptr + _along(last_columns, x_column, UNIT), mask, float("-inf"), "evict_first")
+    y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
+    _store(y_ptr + _along(last_columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _normalized(z, largest, normalizer, LOG: tl.constexpr):
+    if LOG:
+        return (z - largest) - normalizer
+    else:
+        return tl.exp2((z - largest) * LOG2_E) * normalizer
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def softmax_online_backward_kernel(
+    y_ptr,  # each (outer, cols, inner)
+    grad_ptr,
+    dx_ptr,
+    y_outer, y_column, y_inner,
+    grad_outer, grad_column, grad_inner,
+    dx_outer, dx_column, dx_inner,
+    num_rows,  # outer * inner
+    inner,
+    cols,  # in units of ALIGN
+    ACCUM: tl.constexpr,
+    LOG: tl.constexpr,
+    UNIT: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FLAT: tl.constexpr,
+    LONG: tl.constexpr,  # 2^30 columns or more
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
+    local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
+    if ROWS == 1:
+        outer_index, inner_index, _present = _rows(0, num_rows, inner, FLAT, ROWS)
+        present = None
+    else:
+        outer_index, inner_index, present = _rows(local, num_rows, inner, FLAT, ROWS)
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN)
+    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN)
+    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN)
+    if LONG:
+        cols = cols.to(tl.int64)
+    last = (cols * ALIGN - 1) // BLOCK * BLOCK
+    last_columns = last + offsets
+    mask = last_columns < cols * ALIGN
+    if ROWS > 1:
+        mask = mask & present
+
+    total = tl.full((LANES,), 0.0, ACCUM)
+    for start in range(0, last, BLOCK):
+        columns = start + offsets
+        term = _load(grad_ptr + _along(columns, grad_column, UNIT), present, 0.0, "").to(ACCUM)
+        if not LOG:
+            term *= _load(y_ptr + _along(columns, y_column, UNIT), present, 0.0, "").to(ACCUM)
+        total += lane_sum(term, LANES, VECTOR)
+    term = _load(grad_ptr + _along(last_columns, grad_column, UNIT), mask, 0.0, "").to(ACCUM)
+    if not LOG:
+        term *= _load(y_ptr + _along(last_columns, y_column, UNIT), mask, 0.0, "").to(ACCUM)
+    total += lane_sum(term, LANES, VECTOR)
+    if ROWS > 1:
+        total = tl.reshape(total, (LANES // ROWS, ROWS))
+    row_total = _over_tile(tl.sum(total, axis=0), ROWS, LANES, VECTOR)
+
+    for done in range(0, last, BLOCK):
+        columns = last - BLOCK - done + offsets
+        grad = _load(grad_ptr + _along(columns, grad_column, UNIT), present, 0.0, "evict_first")
+        y = _load(y_ptr + _along(columns, y_column, UNIT), present, 0.0, "evict_first")
+        dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
+        _store(dx_ptr + _along(columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), present)
+    grad = _load(grad_ptr + _along(last_columns, grad_column, UNIT), mask, 0.0, "evict_first")
+    y = _load(y_ptr + _along(last_columns, y_column, UNIT), mask, 0.0, "evict_first")
+    dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
+    _store(dx_ptr + _along(last_columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), mask)

@@ -1,0 +1,228 @@
+"""Launches of the softmax kernels: how a tensor's rows lie in memory, which kernel they go to, and in which blocks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flce.backends.triton.softmax import (
+    softmax_online_backward_kernel,
+    softmax_online_kernel,
+    softmax_resident_backward_kernel,
+    softmax_resident_kernel,
+)
+
+# A thread loads this many bytes at a time.
+VECTOR_BYTES = 16
+# Float32 values that a thread of a resident row holds: enough loads in flight for the few threads that short rows make.
+VALUES = 32
+MAX_WARPS = 32
+# Of a multiprocessor's registers, those that a resident row may take as it is loaded (with its gradient, in backward).
+# The others compute. What is longer goes to the online kernel.
+RESIDENT_SHARE = 0.5
+# Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
+LINE_BYTES = 128
+SECTOR_BYTES = 32
+# Of the online kernels, as for the fused operator: the fewest warps with which the rows in flight fit in the L2 cache,
+# in which the second pass then finds its row; the most, if none do. One block is PARTS vectors of a thread.
+ONLINE_WARPS = (8, 16, 32)
+ONLINE_PARTS = 4
+ONLINE_BACKWARD_PARTS = 2  # two tensors are loaded
+# Of 1,024 threads or more that a multiprocessor of 64K registers has.
+ONLINE_REGISTERS = 64
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """The kernel that rows go to and the size of its blocks."""
+
+    resident: bool
+    warps: int
+    rows: int = 1  # of a program; a power of two
+    narrow: bool = False  # resident: keep 16-bit values as they are between their uses
+    parts: int = 1  # online: a block is parts x lanes x vector elements, lanes being all threads
+    vector: int = 1  # online, rows of adjacent columns
+    registers: int | None = None  # most of a thread
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Tensors of one shape as (outer, cols, inner) elements, and their strides."""
+
+    outer: int
+    cols: int
+    inner: int
+    strides: tuple[tuple[int, int, int], ...]  # of each tensor
+
+    @property
+    def rows_adjacent(self) -> bool:
+        """Whether it is rows, not columns, that lie next to each other in memory. That of the first tensor decides."""
+        _, column, inner = self.strides[0]
+        return self.inner > 1 and inner < column
+
+
+def forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None) -> Tensor:
+    """As `Backend.softmax`. `launch`: instead of the one chosen by size."""
+    y = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        (_, x), layout = _lay_out(dim, y, x)
+        launch = launch or row_launch(layout, x.dtype, dtype, False, x.device)
+        kernel = softmax_resident_kernel if launch.resident else softmax_online_kernel
+        _launch(kernel, (x, y), layout.strides[::-1], layout, launch, log)
+    return y
+
+
+def backward(
+    grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool, launch: RowLaunch | None = None
+) -> Tensor:
+    """As `Backend.softmax_backward`. `launch`: instead of the one chosen by size."""
+    dx = torch.empty_like(y, dtype=dtype)
+    if y.numel():
+        (_, y, grad), layout = _lay_out(dim, dx, y, grad)
+        launch = launch or row_launch(layout, y.dtype, dtype, True, y.device)
+        kernel = softmax_resident_backward_kernel if launch.resident else softmax_online_backward_kernel
+        of_dx, of_y, of_grad = layout.strides
+        _launch(kernel, (y, grad, dx), (of_y, of_grad, of_dx), layout, launch, log)
+    return dx
+
+
+def row_launch(
+    layout: RowLayout, read: torch.dtype, written: torch.dtype, backward: bool, device: torch.device
+) -> RowLaunch:
+    """The launch for rows of this layout: the same for any number of them, so that a row's result is too."""
+    neighbours = layout.inner if layout.rows_adjacent else 1
+    # From some number on it makes no difference, and there are fewer launches to remember.
+    return _choose(layout.cols, min(neighbours, LINE_BYTES), read, written, backward, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose(
+    cols: int, neighbours: int, read: torch.dtype, written: torch.dtype, backward: bool, device: torch.device
+) -> RowLaunch:
+    tensors = 2 if backward else 1
+    multiprocessors, cache, registers = _device_facts(device)
+    room = triton.next_power_of_2(cols)
+    float64 = torch.float64 in (read, written)
+    warp_elements = 32 * VALUES // (2 * tensors if float64 else tensors)
+    size = 8 if float64 else read.itemsize  # of an element, in registers
+    packed = max(1, warp_elements // room)  # rows that one warp holds
+    wanted, least = (
+        min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
+    )
+    most = RESIDENT_SHARE * registers
+    rows = max(packed, wanted)
+    while rows > max(packed, least) and rows * room * size * tensors > most:
+        rows //= 2
+    if rows * room * size * tensors <= most:
+        needed = triton.cdiv(rows * room, warp_elements)
+        # Twice as many values to a thread, which only those of 16 bits can be here, fit as long as they stay so.
+        return RowLaunch(True, min(MAX_WARPS, needed), rows, narrow=needed > MAX_WARPS and size == 2)
+
+    parts = ONLINE_BACKWARD_PARTS if backward else ONLINE_PARTS
+    vector = 1 if wanted > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
+    row_bytes = cols * wanted * read.itemsize * tensors
+    threads = registers // 4 // ONLINE_REGISTERS
+    fitting = [w for w in ONLINE_WARPS if multiprocessors * (threads // (32 * w)) * row_bytes <= cache]
+    warps = min(fitting, default=max(ONLINE_WARPS))
+    return RowLaunch(False, warps, wanted, parts=parts, vector=vector, registers=ONLINE_REGISTERS)
+
+
+def _device_facts(device: torch.device) -> tuple[int, int, int]:
+    """Multiprocessors, bytes of L2 cache, bytes of the registers of a multiprocessor."""
+    if device.type != "cuda":  # the interpreter
+        return 1, 0, 65536 * 4
+    properties = torch.cuda.get_device_properties(device)
+    # Every device that Triton supports has 65,536; PyTorch says so since 2.5.
+    registers = getattr(properties, "regs_per_multiprocessor", 65536)
+    return properties.multi_processor_count, properties.L2_cache_size, registers * 4
+
+
+def _launch(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    strides: tuple[tuple[int, int, int], ...],  # of `tensors`
+    layout: RowLayout,
+    launch: RowLaunch,
+    log: bool,
+) -> None:
+    rows, num_rows = launch.rows, layout.outer * layout.inner
+    unit = all(column == 1 for _, column, _ in strides)
+    row_strides = [stride for outer, _, inner in strides for stride in (outer, inner)]
+    align = math.gcd(VECTOR_BYTES, layout.cols, *row_strides) if unit else 1  # no element is smaller than a byte
+    flat = rows > 1 and layout.outer > 1 and layout.inner < rows
+    programs = triton.cdiv(num_rows, rows) if flat else layout.outer * triton.cdiv(layout.inner, rows)
+    wide = any(t.dtype == torch.float64 for t in tensors)
+    if launch.resident:
+        block: dict[str, Any] = {"NARROW": launch.narrow, "COLS": triton.next_power_of_2(layout.cols)}
+    else:
+        block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": launch.vector}
+        block["LONG"] = layout.cols >= 1 << 30
+    if launch.registers is not None:
+        block["maxnreg"] = launch.registers
+    kernel[(programs,)](
+        *tensors,
+        *(argument for outer, column, inner in strides for argument in (outer // align, column, inner // align)),
+        num_rows,
+        layout.inner,
+        layout.cols // align,
+        ACCUM=tl.float64 if wide else tl.float32,
+        LOG=log,
+        UNIT=unit,
+        ALIGN=align,
+        FLAT=flat,
+        ROWS=rows,
+        num_warps=launch.warps,
+        **block,
+    )
+
+
+def _lay_out(dim: int, first: Tensor, *others: Tensor) -> tuple[tuple[Tensor, ...], RowLayout]:
+    """The tensors, of one shape, as (outer, cols, inner). `first` is dense; of the others those are copied whose
+    dimensions are in another order in memory, or do not make three strides with those of `first`."""
+    cols = first.shape[dim]
+    if dim == first.dim() - 1 and all(t.is_contiguous() for t in (first, *others)):  # the usual case, at once
+        return (first, *others), RowLayout(1, cols, first.numel() // cols, ((0, 1, cols),) * (1 + len(others)))
+    tensors = [first, *(t if _same_order(dim, first, t) else _copy_like(first, t) for t in others)]
+    layout = _collapse(dim, tensors)
+    if layout is None:
+        tensors = [first, *(t if t.stride() == first.stride() else _copy_like(first, t) for t in others)]
+        layout = _collapse(dim, tensors)
+        assert layout is not None  # a dense tensor has no more
+    return tuple(tensors), layout
+
+
+def _copy_like(first: Tensor, t: Tensor) -> Tensor:
+    return torch.empty_like(first, dtype=t.dtype).copy_(t)
+
+
+def _same_order(dim: int, first: Tensor, t: Tensor) -> bool:
+    """Whether neighbours in the memory of `first` are neighbours in that of `t`."""
+    long = [d for d in range(t.dim()) if t.shape[d] > 1]
+    nearest = min(long, key=first.stride, default=dim)
+    return all(t.stride(d) == 0 or t.stride(nearest) <= t.stride(d) for d in long)
+
+
+def _collapse(dim: int, tensors: list[Tensor]) -> RowLayout | None:
+    """None where the dimensions beside `dim` do not merge into two."""
+    shape = tensors[0].shape
+    merged: list[tuple[int, list[int]]] = []  # sizes and strides, the farthest first
+    beside = [d for d in range(len(shape)) if d != dim and shape[d] > 1]
+    for d in sorted(beside, key=tensors[0].stride, reverse=True):
+        size, strides = shape[d], [t.stride(d) for t in tensors]
+        if merged and all(far == size * near for far, near in zip(merged[-1][1], strides, strict=True)):
+            merged[-1] = (merged[-1][0] * size, strides)
+        else:
+            merged.append((size, strides))
+    if len(merged) > 2:
+        return None
+    none = (1, [0] * len(tensors))
+    (outer, of_outer), (inner, of_inner) = [none, none, *merged][-2:]
+    of_columns = [t.stride(dim) if shape[dim] > 1 else 1 for t in tensors]
+    return RowLayout(outer, shape[dim], inner, tuple(zip(of_outer, of_columns, of_inner, strict=True)))

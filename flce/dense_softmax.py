@@ -1,0 +1,173 @@
+"""`softmax` and `log_softmax`: arguments, custom operators and derivatives. The work is a backend's.
+
+``flce::softmax`` and ``flce::softmax_backward``. The gradient of the latter, for double backward, is made of PyTorch's
+operators: nobody needs it to be fast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flce.backends import get_backend
+from flce.problem import accumulation_dtype
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    r""":math:`y_k = \exp(x_k) / \sum_j \exp(x_j)` along `dim`, as :func:`torch.nn.functional.softmax`.
+
+    Computed in float32 (float64 if input or result are) and rounded once. Rows lie along `dim`, which may be any:
+    nothing is copied where the dimensions before and those behind it lie in memory at one stride each, as they do in
+    a dense tensor in any order of its dimensions, in slices of one and in expanded ones; otherwise `input` is. A row
+    that is all -inf, or has a NaN or +inf in it, is NaN. Differentiable, also twice; the result is what is kept for
+    it. The same bits from run to run, and for any number of rows.
+
+    Args:
+        input: tensor of any shape; float16, bfloat16, float32 or float64. May be empty, or have no dimensions.
+        dim: the dimension along which the results sum to 1; negative ones count from the end.
+        dtype: of the result; None: that of `input`, or float32 where autocast is on (as PyTorch: not on a CPU, not for
+            float64). Wider than `input`, nothing is rounded on the way; narrower, only the result is.
+
+    Returns:
+        A tensor of the shape of `input`, dense, its dimensions in the same order in memory.
+
+    Raises:
+        TypeError: `input` is no tensor or has another dtype, `dim` is not an int, or `dtype` none of the four.
+        IndexError: `dim` is out of range.
+        RuntimeError: `input` carries a forward-mode tangent.
+
+    Example::
+
+        >>> attention = flce.softmax(torch.randn(2, 8, 5, 5), dim=-1)
+    """
+    return _softmax("softmax", input, dim, dtype, log=False)
+
+
+def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+    r""":math:`y_k = x_k - \log \sum_j \exp(x_j)` along `dim`, as :func:`torch.nn.functional.log_softmax`.
+
+    Computed as ``(x - max(x)) - log(sum(exp(x - max(x))))``: an offset that a row shares costs no digits. Everything
+    else is as for :func:`softmax`.
+
+    Args:
+        input: tensor of any shape; float16, bfloat16, float32 or float64.
+        dim: the dimension of the sum.
+        dtype: of the result.
+
+    Returns:
+        A tensor of the shape of `input`, dense, its dimensions in the same order in memory.
+
+    Raises:
+        TypeError: `input` is no tensor or has another dtype, `dim` is not an int, or `dtype` none of the four.
+        IndexError: `dim` is out of range.
+        RuntimeError: `input` carries a forward-mode tangent.
+    """
+    return _softmax("log_softmax", input, dim, dtype, log=True)
+
+
+def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"input must be a Tensor, got {type(input).__name__}")
+    if input.dtype not in _DTYPES:
+        raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    if dtype is not None and dtype not in _DTYPES:
+        raise TypeError(f"dtype must be None, torch.float16, bfloat16, float32 or float64, got {dtype}")
+    dims = max(1, input.dim())  # of no dimensions: as if there were one
+    if not -dims <= dim < dims:
+        raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(input).tangent is not None:
+        # It would be lost without a word.
+        raise RuntimeError(f"flce.{name} has no forward-mode derivative; use torch.nn.functional.{name} for that")
+    if dtype is None:
+        dtype = torch.float32 if _autocasts(input) else input.dtype
+    x = input if input.dim() else input[None]
+    y: Tensor = torch.ops.flce.softmax(x, dim % dims, dtype, log)
+    return y if input.dim() else y[0]
+
+
+def _autocasts(input: Tensor) -> bool:
+    """Whether PyTorch would make the result float32: both functions are among those that autocast widens."""
+    device_type = input.device.type
+    if device_type == "cpu" or input.dtype == torch.float64:
+        return False
+    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
+
+
+def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    return get_backend(x.device).softmax(x, dim, dtype, log)
+
+
+def _backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
+    return get_backend(y.device).softmax_backward(grad, y, dim, dtype, log)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, _, ctx.log = inputs
+    ctx.dtype = x.dtype
+    ctx.save_for_backward(output)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (y,) = ctx.saved_tensors
+    return torch.ops.flce.softmax_backward(grad, y, ctx.dim, ctx.dtype, ctx.log), None, None, None
+
+
+def _setup_second_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, y, ctx.dim, _, ctx.log = inputs
+    ctx.save_for_backward(grad, y)
+
+
+def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+    """Of sum_k v_k dx_k, in the upstream gradient g and in y."""
+    saved = ctx.saved_tensors
+    accum = accumulation_dtype(saved[1].dtype if v.dtype != torch.float64 else v.dtype)
+    g, y, v = (t.to(accum) for t in (*saved, v))
+
+    def total(t: Tensor) -> Tensor:
+        return t.sum(ctx.dim, keepdim=True)
+
+    if ctx.log:
+        p = y.exp()
+        of_grad = v - total(v * p)
+        of_y = -v * p * total(g)
+    else:
+        of_grad = y * (v - total(v * y))
+        of_y = v * (g - total(g * y)) - g * total(v * y)
+    return of_grad.to(saved[0].dtype), of_y.to(saved[1].dtype), None, None, None
+
+
+def _register() -> None:
+    def define(name: str, schema: str, implementation: Any, fake: Any, backward: Any, setup: Any) -> None:
+        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
+        torch.library.register_fake(f"flce::{name}", fake)
+        torch.library.register_autograd(f"flce::{name}", backward, setup_context=setup)
+
+    define(
+        "softmax",
+        "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
+        _forward,
+        lambda x, dim, dtype, log: torch.empty_like(x, dtype=dtype),
+        _differentiate,
+        _setup_context,
+    )
+    define(
+        "softmax_backward",
+        "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
+        _backward,
+        lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
+        _differentiate_twice,
+        _setup_second_context,
+    )
+
+
+_register()

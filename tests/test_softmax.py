@@ -1,0 +1,523 @@
+"""`flce.softmax` and `flce.log_softmax` against PyTorch in float64, in both backends and both kinds of kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from tests.helpers import allpairs, assert_near
+
+FUNCTIONS = {"softmax": (flce.softmax, F.softmax), "log_softmax": (flce.log_softmax, F.log_softmax)}
+BOTH = pytest.mark.parametrize("name", list(FUNCTIONS))
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# Of the largest element: a few roundings of the narrowest dtype that a value passes through.
+TOLERANCE = {f16: 2e-3, bf16: 1.5e-2, f32: 2e-6, f64: 1e-13}
+INF, NAN = float("inf"), float("nan")
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "reversed": lambda x: x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim()))),
+    "first two swapped": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "wide rows": lambda x: F.pad(x, (3, 5))[..., 3:-5],
+    "every second column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "every second of the first": lambda x: x.repeat_interleave(2, 0)[::2],
+    "padded all around": lambda x: F.pad(x, (1, 2) * x.dim())[(slice(1, -2),) * x.dim()],
+    "expanded": lambda x: x[:1].expand_as(x),
+}
+
+
+def both(
+    name: str, x: Tensor, g: Tensor | None = None, dim: int = -1, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Result and gradient, held to those of PyTorch in float64."""
+    mine, stock = FUNCTIONS[name]
+    leaf, wide = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    y, expected = mine(leaf, dim, dtype), stock(wide, dim)
+    out = dtype or x.dtype
+    assert y.dtype == out
+    assert y.stride() == torch.empty_like(x).stride()
+    g = torch.randn(y.shape, dtype=f64).to(x.device, out) if g is None else g.to(out)
+    (dx,) = torch.autograd.grad(y, leaf, g)
+    (expected_dx,) = torch.autograd.grad(expected, wide, g.double())
+    assert dx.dtype == x.dtype
+    assert_near(y, expected, TOLERANCE[out], "result")
+    # The gradient comes from a rounded result, and is a difference: held to the size of its terms.
+    p, size = F.softmax(wide.detach(), dim), g.double().abs().max()
+    terms = p.max() * size if name == "softmax" else size + (p.max() * g.double().sum(dim).abs().max())
+    error = float((dx.double() - expected_dx).abs().max())
+    allowed = 4 * max(TOLERANCE[x.dtype], TOLERANCE[out]) * float(terms)
+    assert error <= allowed, f"gradient: off by {error:.3e}, allowed are {allowed:.3e}"
+    return y.detach(), dx
+
+
+GRID = allpairs(
+    {
+        "name": list(FUNCTIONS),
+        "shape": [(7,), (5, 33), (3, 4, 6), (2, 3, 4, 5), (130, 1), (1, 130), (2, 70, 3)],
+        "dim": [-1, 0, 1, -2],
+        "layout": list(LAYOUTS),
+        "dtypes": [(f16, None), (bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, bf16), (f32, f64)],
+        "upstream": ["dense", "expanded", "transposed"],
+    }
+)
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_grid(case: dict[str, Any], backend: str, device: torch.device) -> None:
+    shape, (dtype, out) = case["shape"], case["dtypes"]
+    x = LAYOUTS[case["layout"]](torch.randn(shape, dtype=f64).mul(3).to(device, dtype))
+    assert x.shape == shape
+    g = torch.randn(shape, dtype=f64).to(device)
+    if case["upstream"] == "expanded":
+        g = torch.randn((), dtype=f64).to(device).expand(shape)
+    elif case["upstream"] == "transposed":
+        g = g.transpose(0, -1).contiguous().transpose(0, -1)
+    both(case["name"], x, g, case["dim"] if len(shape) > 1 else 0, out)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The kernels, with blocks that are not those of such small tensors
+
+LAUNCHES: dict[str, dict[str, Any]] = {
+    "one row": {"resident": True, "warps": 1},
+    "four rows": {"resident": True, "warps": 2, "rows": 4},
+    "narrow": {"resident": True, "warps": 1, "rows": 2, "narrow": True},
+    "online": {"resident": False, "warps": 1, "parts": 2, "vector": 2},
+    "online, one part": {"resident": False, "warps": 1},
+    "online, four rows": {"resident": False, "warps": 1, "rows": 4, "parts": 2},
+}
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
+    from flce.backends.triton import softmax_launch
+
+    launch = softmax_launch.RowLaunch(**sizes)
+    monkeypatch.setattr(softmax_launch, "row_launch", lambda *args: launch)
+
+
+@BOTH
+@pytest.mark.parametrize("shape, dim", [((3, 2, 151), -1), ((2, 151, 3), 1), ((6, 64), 1)])
+@pytest.mark.parametrize("launch", list(LAUNCHES))
+def test_launches(
+    launch: str,
+    shape: tuple[int, ...],
+    dim: int,
+    name: str,
+    triton_backend: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched(monkeypatch, **LAUNCHES[launch])
+    x = torch.randn(shape, device=device).mul(3).to(bf16 if LAUNCHES[launch].get("narrow") else f32)
+    both(name, x, dim=dim)
+
+
+@BOTH
+@pytest.mark.parametrize("launch", list(LAUNCHES))
+def test_launches_on_what_is_not_finite(
+    launch: str, name: str, triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch, **LAUNCHES[launch])
+    x = not_finite(70).to(device, bf16 if LAUNCHES[launch].get("narrow") else f32)
+    mine, stock = FUNCTIONS[name]
+    assert_near(mine(x), stock(x.double(), -1), 1e-2, "result")
+    assert_near(mine(x.t(), 0), stock(x.t().double(), 0), 1e-2, "result")
+    x = x.t().contiguous()
+    assert_near(mine(x, 0), stock(x.double(), 0), 1e-2, "result")
+
+
+def test_choice_of_launch(triton_backend: str) -> None:
+    """Short rows several to a program, long ones online, in blocks of at most 32 warps and 64K registers."""
+    from flce.backends.triton import softmax_launch
+
+    def launch(cols: int, dtype: torch.dtype, backward: bool = False, inner: int = 1) -> Any:
+        strides = ((cols * inner, inner, 1) if inner > 1 else (0, 1, cols),)
+        layout = softmax_launch.RowLayout(4096, cols, inner, strides)
+        return softmax_launch.row_launch(layout, dtype, dtype, backward, torch.device("cpu"))
+
+    for dtype in TOLERANCE:
+        for backward in (False, True):
+            for inner in (1, 3, 17, 1000):
+                was_resident = True
+                for cols in sorted([*(2**k for k in range(19)), *(3**k for k in range(12))]):
+                    chosen = launch(cols, dtype, backward, inner)
+                    assert was_resident or not chosen.resident, "from some size on online"
+                    was_resident = chosen.resident
+                    assert 1 <= chosen.warps <= 32
+                    assert chosen.rows & (chosen.rows - 1) == 0
+                    if chosen.resident:
+                        values = chosen.rows * cols * dtype.itemsize * (2 if backward else 1)
+                        assert values <= 128 << 10
+                    else:
+                        assert chosen.rows == 1 or chosen.vector == 1
+                        assert 32 * chosen.warps >= chosen.rows
+                assert not was_resident
+    assert launch(4, bf16).rows > 100
+    assert launch(2048, f32).rows == 1
+    assert launch(32768, f32).resident
+    assert not launch(32769, f32).resident
+    assert launch(65536, bf16).narrow
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_what_is_copied(layout: str, triton_backend: str) -> None:
+    """Of up to three dimensions nothing, whatever the strides; of more, what does not lie at three strides."""
+    from flce.backends.triton import softmax_launch
+
+    def copied(dim: int, *shape: int) -> bool:
+        x = LAYOUTS[layout](torch.randn(shape))
+        (_, kept), _ = softmax_launch._lay_out(dim, torch.empty_like(x), x)
+        return kept is not x
+
+    assert not any(copied(dim, 6, 10) for dim in range(2))
+    assert not any(copied(dim, 4, 6, 10) for dim in range(3))
+    if layout in ("contiguous", "reversed", "padded all around"):
+        assert all(copied(dim, 3, 4, 6, 10) == (layout == "padded all around") for dim in range(4))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Values and shapes at the edges
+
+
+def not_finite(columns: int) -> Tensor:
+    x = torch.randn(8, columns)
+    x[0] = -INF
+    x[1, 1:] = -INF
+    x[2, 0] = INF
+    x[3, 1] = NAN
+    x[4, :-1] = -INF
+    x[5] = NAN
+    x[6, ::2] = -INF
+    return x
+
+
+@BOTH
+@pytest.mark.parametrize("columns", [1, 2, 37])
+def test_not_finite(columns: int, name: str, backend: str, device: torch.device) -> None:
+    x = not_finite(max(2, columns))[:, :columns].to(device)
+    mine, stock = FUNCTIONS[name]
+    for dtype in (f16, bf16, f32, f64):
+        assert_near(mine(x.to(dtype)), stock(x.to(dtype).double(), -1), TOLERANCE[dtype], "result")
+    leaf, wide = x.detach().requires_grad_(), x.double().requires_grad_()
+    g = torch.randn_like(x)
+    (dx,) = torch.autograd.grad(mine(leaf), leaf, g)
+    (expected,) = torch.autograd.grad(stock(wide, -1), wide, g.double())
+    assert_near(dx, expected, 1e-5, "gradient")
+
+
+@BOTH
+def test_large_offsets(name: str, backend: str, device: torch.device) -> None:
+    """Of logits on a grid that their sum with the offset is on too, not a digit is lost."""
+    x = torch.randint(-64, 64, (5, 200)).to(device, f32) / 8
+    mine, _ = FUNCTIONS[name]
+    for offset in (-1e5, 1e5):
+        assert torch.equal(mine(x + offset), mine(x))
+    both(name, torch.tensor([[-1e38, 1e38, 0.0], [60000.0, 60000.5, -60000.0]], device=device))
+
+
+@BOTH
+@pytest.mark.parametrize("shape, dim", [((0,), 0), ((3, 0), 1), ((3, 0), 0), ((0, 3), 1), ((2, 0, 4), -1), ((), 0)])
+def test_empty_and_no_dimensions(
+    shape: tuple[int, ...], dim: int, name: str, backend: str, device: torch.device
+) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    mine, stock = FUNCTIONS[name]
+    y, expected = mine(x, dim), stock(x, dim)
+    assert torch.equal(y, expected)
+    assert torch.equal(mine(x, dim, f64), stock(x, dim, dtype=f64))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.shape == x.shape
+    assert not dx.any()
+
+
+@BOTH
+def test_narrower_results_are_rounded_once(name: str, backend: str, device: torch.device) -> None:
+    x = torch.randn(9, 50, device=device, dtype=f32) * 5
+    mine, _ = FUNCTIONS[name]
+    once, twice = mine(x, -1, bf16), mine(x, -1).to(bf16)
+    if backend == "triton" and device.type == "cpu":  # Triton's interpreter cuts digits off instead of rounding
+        assert_near(once, twice, 2**-7, "result")
+    else:
+        assert torch.equal(once, twice)
+
+
+@BOTH
+def test_rows_do_not_depend_on_each_other(name: str, backend: str, device: torch.device) -> None:
+    """The same bits whatever other rows there are, and again."""
+    x = torch.randn(37, 65, device=device)
+    mine, _ = FUNCTIONS[name]
+    y = mine(x)
+    assert torch.equal(y, mine(x))
+    if backend == "triton":
+        assert torch.equal(y[5:9], mine(x[5:9]))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Derivatives
+
+
+@BOTH
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradcheck(dim: int, name: str, backend: str, device: torch.device) -> None:
+    x = torch.randn(2, 3, dtype=f64, device=device, requires_grad=True)
+    mine, _ = FUNCTIONS[name]
+    assert torch.autograd.gradcheck(lambda x: mine(x, dim), x)
+    assert torch.autograd.gradgradcheck(lambda x: mine(x, dim), x)
+
+
+@BOTH
+def test_double_backward_in_lower_precision(name: str, backend: str, device: torch.device) -> None:
+    x = torch.randn(4, 9, device=device)
+    results = []
+    for function in FUNCTIONS[name]:
+        for dtype in (bf16, f32):
+            leaf = x.detach().to(dtype).requires_grad_()
+            (dx,) = torch.autograd.grad(function(leaf, -1, dtype=f32).square().sum(), leaf, create_graph=True)
+            (again,) = torch.autograd.grad(dx.square().sum(), leaf)
+            assert again.dtype == dtype
+            results.append(again)
+    assert_near(results[0], results[2], 3e-2, "second gradient of bfloat16")
+    assert_near(results[1], results[3], 1e-5, "second gradient")
+
+
+@BOTH
+def test_forward_mode_is_an_error(name: str, torch_backend: str, device: torch.device) -> None:
+    """Not a derivative of zero."""
+    x = torch.randn(4, 9, device=device)
+    with pytest.raises(RuntimeError, match="forward-mode"):
+        torch.func.jvp(FUNCTIONS[name][0], (x,), (x,))
+
+
+@BOTH
+def test_second_backward(name: str, backend: str, device: torch.device) -> None:
+    x = torch.randn(4, 9, device=device, requires_grad=True)
+    y = FUNCTIONS[name][0](x)
+    g = torch.randn_like(y)
+    (first,) = torch.autograd.grad(y, x, g, retain_graph=True)
+    (second,) = torch.autograd.grad(y, x, g)
+    assert torch.equal(first, second)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "layout, dtypes", [("contiguous", (f32, f32)), ("reversed", (bf16, f32)), ("padded all around", (f32, f32))]
+)
+def test_opcheck(
+    layout: str, dtypes: tuple[torch.dtype, torch.dtype], name: str, backend: str, device: torch.device
+) -> None:
+    if layout != "contiguous" and backend == "triton" and device.type == "cpu":
+        pytest.skip("what is traced does not depend on the backend")
+    x = LAYOUTS[layout](torch.randn(3, 4, 5, device=device, dtype=dtypes[0]))
+    log = name == "log_softmax"
+    for dim in (1,) if layout == "contiguous" else (2,):
+        torch.library.opcheck(torch.ops.flce.softmax, (x.detach().requires_grad_(), dim, dtypes[1], log))
+        y = torch.ops.flce.softmax(x, dim, dtypes[1], log)
+        grad = torch.randn_like(y).requires_grad_()
+        torch.library.opcheck(torch.ops.flce.softmax_backward, (grad, y.detach().requires_grad_(), dim, dtypes[0], log))
+
+
+@BOTH
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compile(compiler: str, name: str, torch_backend: str, device: torch.device) -> None:
+    """In one graph, of one node of ours, with one code for many lengths."""
+    torch._dynamo.reset()
+    seen: list[Any] = []
+
+    def spy(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append([str(node.target) for node in graph.graph.nodes if "flce" in str(node.target)])
+        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+
+    def function(x: Tensor) -> Tensor:
+        return FUNCTIONS[name][0]((x * 2).transpose(0, 1), 1, f32) + 1
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=spy)
+    for rows in (3, 7):
+        x = torch.randn(rows, 11, device=device, dtype=bf16, requires_grad=True)
+        one, two = compiled(x), function(x)
+        g = torch.randn_like(one)
+        assert_near(one, two, 1e-2, "result")
+        assert_near(torch.autograd.grad(one, x, g)[0], torch.autograd.grad(two, x, g)[0], 2e-2, "gradient")
+    assert seen == [["flce.softmax"]] or [len(nodes) for nodes in seen] == [1]
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (([1.0],), TypeError, "input must be a Tensor, got list"),
+        ((torch.ones(3, dtype=torch.int64),), TypeError, "float16, bfloat16, float32 or float64, got torch.int64"),
+        ((torch.ones(3, dtype=torch.complex64),), TypeError, "complex64"),
+        ((torch.ones(3), 0, torch.int32), TypeError, "dtype must be .* got torch.int32"),
+        ((torch.ones(3), 0.0), TypeError, "dim must be an int, got float"),
+        ((torch.ones(3), True), TypeError, "dim must be an int, got bool"),
+        ((torch.ones(3), None), TypeError, "dim must be an int, got NoneType"),
+        ((torch.ones(3), 1), IndexError, r"softmax: dim must be in \[-1, 0\] .* got 1"),
+        ((torch.ones(3, 4), -3), IndexError, r"dim must be in \[-2, 1\] for shape \(3, 4\), got -3"),
+        ((torch.ones(()), 1), IndexError, r"dim must be in \[-1, 0\]"),
+    ],
+)
+def test_bad_input(arguments: tuple[Any, ...], error: type[Exception], message: str, name: str) -> None:
+    with pytest.raises(error, match=message):
+        FUNCTIONS[name][0](*arguments)
+
+
+@BOTH
+def test_autocast_on_a_cpu_changes_nothing(name: str, torch_backend: str) -> None:
+    mine, stock = FUNCTIONS[name]
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (f32, bf16):
+            x = torch.randn(3, 4, dtype=dtype)
+            assert mine(x).dtype == stock(x, -1).dtype
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A search
+
+
+try:
+    from hypothesis import HealthCheck, given, settings
+    from hypothesis import strategies as st
+except ImportError:
+    pass
+else:
+    FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+    EXAMPLES = settings.default.max_examples if settings.default else 40
+
+    @st.composite
+    def inputs(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
+        """An input and an upstream gradient: any order of dimensions, steps, expanded dimensions."""
+        sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+        dim = draw(st.integers(0, len(sizes) - 1))
+        sizes[dim] = draw(st.integers(1, 40))
+
+        def strided() -> Tensor:
+            order = draw(st.permutations(range(len(sizes))))
+            steps = [draw(st.sampled_from([1, 1, 1, 2])) for _ in sizes]
+            seed = draw(st.integers(0, 3))
+            x = torch.randn([sizes[d] * steps[d] for d in order], generator=torch.Generator().manual_seed(seed))
+            x = x.double()[tuple(slice(None, None, steps[d]) for d in order)]
+            x = x.permute([order.index(d) for d in range(len(sizes))])
+            expanded = draw(st.sampled_from([None, None, *range(len(sizes))]))
+            return x if expanded is None else x.narrow(expanded, 0, 1).expand(sizes)
+
+        return strided(), strided(), dim - len(sizes) * draw(st.integers(0, 1))
+
+    @BOTH
+    @settings(FIXTURES, max_examples=EXAMPLES)
+    @given(call=inputs())
+    def test_any_strides(name: str, backend: str, device: torch.device, call: tuple[Tensor, Tensor, int]) -> None:
+        x, g, dim = call
+        both(name, x.to(device), g.to(device), dim)
+
+    @settings(FIXTURES, max_examples=EXAMPLES // 2)
+    @given(
+        call=inputs(),
+        name=st.sampled_from(list(FUNCTIONS)),
+        rows=st.sampled_from([1, 1, 2, 8]),
+        parts=st.sampled_from([1, 2]),
+        vector=st.sampled_from([1, 2]),
+        resident=st.booleans(),
+    )
+    def test_any_strides_and_blocks(
+        name: str,
+        triton_backend: str,
+        device: torch.device,
+        call: tuple[Tensor, Tensor, int],
+        rows: int,
+        parts: int,
+        vector: int,
+        resident: bool,
+    ) -> None:
+        x, g, dim = call
+        x, g = x.to(device), g.to(device)
+        if rows > 1:
+            vector = 1
+        with pytest.MonkeyPatch.context() as patch:
+            launched(patch, resident=resident, warps=1, rows=rows, parts=parts, vector=vector)
+            both(name, x, g, dim)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What only a GPU has
+
+
+CUDA_SIZES = allpairs(
+    {
+        "columns": [5, 128, 1000, 8191, 32768, 50257, 65536, 262144],
+        "dtype": [f16, bf16, f32, f64],
+        "name": list(FUNCTIONS),
+        "inner": [3, 200],
+    }
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CUDA_SIZES, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_sizes_on_cuda(case: dict[str, Any], triton_backend: str) -> None:
+    columns, dtype = case["columns"], case["dtype"]
+    for rows, offset in ((37, 0), (3, 1)):
+        both(case["name"], torch.randn(rows, columns + offset, device="cuda").mul(2).to(dtype)[:, offset:])
+    both(case["name"], torch.randn(2, columns, case["inner"], device="cuda").mul(2).to(dtype), dim=1)
+
+
+@pytest.mark.gpu
+@BOTH
+@pytest.mark.parametrize("shape, dim", [((2**31 // 4096 + 3, 4096), 1), ((3, 2**30 + 5), 1), ((2**20 + 1, 2051), 0)])
+def test_more_elements_than_32_bits_count(shape: tuple[int, int], dim: int, name: str, triton_backend: str) -> None:
+    x = torch.randint(-8, 8, shape, dtype=torch.int8, device="cuda").to(bf16).requires_grad_()
+    y = FUNCTIONS[name][0](x, dim)
+    last = (slice(-1, None), slice(None)) if dim == 1 else (slice(None), slice(-1, None))
+    assert_near(y[last].float(), FUNCTIONS[name][1](x.detach()[last].float(), dim), 1e-2, "result")
+    (dx,) = torch.autograd.grad(y, x, torch.ones((), dtype=bf16, device="cuda").expand(shape))
+    z = y.detach()[last].double()
+    expected = 1 - z.exp() * shape[dim] if name == "log_softmax" else z * (1 - z.sum(dim))
+    assert_near(dx[last], expected, 1e-2, "gradient")
+
+
+@pytest.mark.gpu
+@BOTH
+def test_cuda_graph(name: str, triton_backend: str) -> None:
+    """Nothing waits for the device, and a graph computes what the call does."""
+    x = torch.randn(64, 3000, device="cuda", dtype=bf16, requires_grad=True)
+    g = torch.randn_like(x)
+    mine, _ = FUNCTIONS[name]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(mine(x), x, g)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mine(x)
+        (dx,) = torch.autograd.grad(y, x, g)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    expected = mine(x)
+    assert torch.equal(y, expected)
+    assert torch.equal(dx, torch.autograd.grad(expected, x, g)[0])
+
+
+@pytest.mark.gpu
+@BOTH
+def test_autocast_widens_on_cuda(name: str, triton_backend: str) -> None:
+    mine, stock = FUNCTIONS[name]
+    with torch.autocast("cuda", bf16):
+        for dtype in (f16, f32, f64):
+            x = torch.randn(3, 40, dtype=dtype, device="cuda")
+            assert mine(x).dtype == stock(x, -1).dtype
