@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks operator | model | kernels | table | plot`."""
+"""The command line: `python -m benchmarks operator | model | kernels | rows | table | plot`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import plot as plotting
-from benchmarks import report, results
+from benchmarks import report, results, row_report
 from benchmarks.cases import DTYPES, Case, Effort, Mode
 from benchmarks.contenders import CONTENDERS, budget_name, needs_package, select
 from benchmarks.dominance import duels
@@ -28,6 +28,9 @@ from benchmarks.models import ARCHITECTURES, ModelCase, ModelPreset, Optimizer, 
 from benchmarks.operator_bench import run_case
 from benchmarks.presets import Preset, preset_cases, preset_effort
 from benchmarks.rounds import Report
+from benchmarks.row_bench import run_row_case
+from benchmarks.row_build import build_ahead, default_workers
+from benchmarks.rows import Operation, RowCase, RowPreset, preset_row_effort, preset_rows
 from benchmarks.targets import check_targets
 
 app = typer.Typer(
@@ -251,6 +254,92 @@ def make_kernel_cases(preset: KernelPreset | None, shapes: list[str] | None) -> 
     return [KernelCase(tokens, vocab, vocab) for tokens, vocab in sizes]
 
 
+@app.command()
+def rows(
+    preset: Annotated[RowPreset | None, typer.Option(help="Sizes, dtypes and effort together.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="rows,columns; several times for several.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help=f"Of the rows, of {', '.join(DTYPES)}.")] = None,
+    operation: Annotated[list[Operation] | None, typer.Option(help="Only these.")] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile too: at all sizes, or at none.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the contenders.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Timed seconds for each contender and task, after which it sits out.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that compile kernels ahead; by default only for a GPU.")
+    ] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further call is begun.")] = None,
+    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path("results/rows.json"),
+) -> None:
+    """GB/s of losses and softmaxes over the length of a row, beside a copy, PyTorch and Liger."""
+    console = terminal()
+    where = resolve_device(device)
+    cases = make_row_cases(preset, shape, dtype)
+    cases = [
+        replace(
+            case,
+            operations=tuple(operation) if operation else case.operations,
+            compiled=case.compiled if compiled is None else compiled,
+        )
+        for case in cases
+    ]
+    effort = preset_row_effort(preset) if preset else Effort(rounds=10, seconds=1.0)
+    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
+    run = results.RowRun(describe(where, sys.argv[1:]))
+    started = time.monotonic()
+    build_rows(cases, where, default_workers(where) if workers is None else workers, deadline, console)
+    if deadline is not None:
+        deadline = max(deadline - (time.monotonic() - started), 0.0)
+
+    def run_one(case: RowCase, show: Report, expired: Callable[[], bool]) -> results.RowCaseResult:
+        return run_row_case(case, where, effort, show, expired)
+
+    measure(run, cases, run_one, deadline, out, console)
+
+
+def make_row_cases(preset: RowPreset | None, shapes: list[str] | None, dtypes: list[str] | None) -> list[RowCase]:
+    """A preset narrowed to the asked-for dtypes, or shapes x dtypes."""
+    if preset is not None and shapes:
+        raise typer.BadParameter("give --preset or --shape, not both")
+    wanted = [parse_dtype(text) for text in dtypes or []]
+    if preset is not None:
+        cases = [case for case in preset_rows(preset) if not wanted or case.dtype in wanted]
+    else:
+        if not shapes:
+            raise typer.BadParameter("give --preset or --shape")
+        sizes = [parse_sizes(text, "rows,columns", "4096,32768") for text in shapes]
+        cases = [RowCase(count, columns, dtype) for count, columns in sizes for dtype in wanted or ["bfloat16"]]
+    if not cases:
+        raise typer.BadParameter("nothing to measure: these options leave no case")
+    return cases
+
+
+def build_rows(
+    cases: Sequence[RowCase], where: torch.device, workers: int, deadline: float | None, console: Console
+) -> None:
+    """Compiling ahead gets a third of the time that there is."""
+    if not workers:
+        return
+    started = time.monotonic()
+    limit = 120.0 if deadline is None else deadline / 3
+    with progress_bar(console) as progress:
+        task = progress.add_task(f"compiling ahead in {workers} processes", total=1)
+
+        def report_built(done: int, total: int) -> None:
+            progress.update(task, total=total, completed=done)
+
+        built = build_ahead(cases, where, workers, limit, report_built)
+    console.print(f"{built} sets of kernels compiled ahead in {time.monotonic() - started:.0f} s", markup=False)
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    return Progress(*columns, TimeElapsedColumn(), console=console)
+
+
 def terminal() -> Console:
     """Standard error; wide enough for the tables where it is a file."""
     console = Console(stderr=True, highlight=False)
@@ -271,8 +360,7 @@ def measure(
     def expired() -> bool:
         return deadline is not None and time.monotonic() - started > deadline
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=len(cases))
         for index, case in enumerate(cases):
             if expired():
@@ -353,7 +441,9 @@ def table(
     for file in files:
         run = results.load_any(file)
         only = None
-        if targets or dominance:
+        if targets and not dominance and isinstance(run, results.RowRun):
+            only = row_report.target_grids(run, brief)
+        elif targets or dominance:
             if not isinstance(run, results.Run):
                 raise typer.BadParameter(f"{file} holds no results of the operator")
             only = [report.target_grid(check_targets(run))] if targets else []
@@ -372,7 +462,7 @@ def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
     out: Annotated[Path | None, typer.Option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
-    """A picture of time, or speed, against memory."""
+    """A picture of time, or speed, against memory; of rows, of bandwidth over their length."""
     path = out or file.with_suffix(".png")
     plotting.draw(results.load_any(file), path)
     typer.echo(f"wrote {path}")

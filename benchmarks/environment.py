@@ -60,6 +60,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
             "capability": f"{properties.major}.{properties.minor}",
             "memory_mib": properties.total_memory >> 20,
             "multiprocessors": properties.multi_processor_count,
+            "l2_cache_mib": properties.L2_cache_size >> 20,
         }
     else:
         facts["name"] = facts["cpu"]

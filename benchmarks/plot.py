@@ -1,7 +1,7 @@
 """Speed against memory, a panel for each case.
 
 Of the operator: time against workspace, a curve for flce in all budgets, points for others, lines for the floor. Of
-models: tokens a second against peak memory.
+models: tokens a second against peak memory. Of rows: see `row_plot`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import row_plot
 from benchmarks.cases import MIB
 from benchmarks.contenders import in_budget, sums_in_bfloat16
-from benchmarks.report import GIB
-from benchmarks.results import AnyRun, CaseResult, Entry, ModelCaseResult, ModelResult, ModelRun, Result
+from benchmarks.grid import GIB
+from benchmarks.results import AnyRun, CaseResult, Entry, ModelCaseResult, ModelResult, ModelRun, Result, RowRun
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -31,6 +32,9 @@ def draw(run: AnyRun, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    if isinstance(run, RowRun):
+        row_plot.draw(run, path)
+        return
     from matplotlib import pyplot
 
     entries: list[Entry[Any, Any]] = [entry for entry in run.cases if points(entry)]

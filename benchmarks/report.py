@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks import dominance
-from benchmarks.cases import MIB
+from benchmarks import dominance, row_report
+from benchmarks.grid import VERDICTS, Grid, gibibytes, gigabytes, mebibytes, milliseconds, percent
 from benchmarks.kernels import KernelCase
 from benchmarks.models import ModelCase
 from benchmarks.results import (
@@ -25,56 +22,13 @@ from benchmarks.results import (
     ModelResult,
     ModelRun,
     Result,
+    RowRun,
     Run,
 )
+from benchmarks.rows import RowCase
 from benchmarks.targets import Check, Shape, check_targets
 
-GIB = 1024 * MIB
 AnyRun = Document[Any, Any]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table before it is drawn."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    notes: list[str]
-
-    def markdown(self) -> str:
-        lines = [f"**{self.title}**", ""]
-        lines.append("| " + " | ".join(self.columns) + " |")
-        lines.append("|---|" + "---:|" * (len(self.columns) - 1))
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
-        lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        return "\n".join(lines) + "\n"
-
-    def rich(self) -> Table:
-        caption = "\n".join(self.notes) or None
-        table = Table(title=self.title, title_justify="left", caption=caption, caption_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-        for row in self.rows:
-            style = "bold" if row[0].startswith("flce") else None
-            table.add_row(*row, style=style)
-        return table
-
-
-def milliseconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
-
-
-def mebibytes(value: int | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value / MIB:.0f}" if value >= 10 * MIB else f"{value / MIB:.2f}"
-
-
-def gibibytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / GIB:.2f}" if value >= GIB / 100 else f"{value / GIB:.2g}"
 
 
 def ratio(value: float | None, base: float | None) -> str:
@@ -212,14 +166,6 @@ def kernel_grid(entry: KernelCaseResult) -> Grid:
     return Grid(entry.case.title, list(columns), rows, failure_notes(entry))
 
 
-def gigabytes(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def percent(value: float | None, base: float | None) -> str:
-    return "-" if value is None or not base else f"{value / base:.0%}"
-
-
 def kernel_cell(entry: KernelCaseResult, result: KernelResult) -> str:
     copy = entry.by_name("copy")
     if result.median_ms is None:
@@ -273,9 +219,6 @@ def shape_cell(shape: Shape) -> str:
     return " x ".join(map(str, shape))
 
 
-VERDICTS = {True: "met", False: "MISSED", None: "not measured"}
-
-
 def target_grid(checks: Sequence[Check]) -> Grid:
     """Every target, its figure, and whether it is met; none at all where the run is about something else."""
     if all(check.milliseconds is None for check in checks):
@@ -318,6 +261,8 @@ def dominance_grid(found: Sequence[dominance.Duel]) -> Grid:
 
 def verdicts(run: AnyRun) -> list[Grid]:
     """Targets and peers, those that the run has figures of."""
+    if isinstance(run, RowRun):
+        return [row_report.verdict_grid(run)] if run.head["device"]["type"] == "cuda" else []
     if not isinstance(run, Run):
         return []
     checks, found = check_targets(run), dominance.duels(run)
@@ -331,6 +276,8 @@ def case_grids(entry: Entry[Any, Any]) -> list[Grid]:
         return [model_grid(entry)]
     if isinstance(entry.case, KernelCase):
         return [kernel_grid(entry)]
+    if isinstance(entry.case, RowCase):
+        return [row_report.case_grid(entry)]
     return ([time_grid(entry)] if entry.case.time else []) + ([error_grid(entry)] if entry.case.errors else [])
 
 
@@ -344,6 +291,8 @@ def grids(run: AnyRun, brief: bool = False) -> list[Grid]:
         several = brief or len(run.cases) > 1
         summary = [summary_grid("Median ms, bandwidth of the copy's", "tokens x columns", run.cases, kernel_cell)]
         return (summary if several else []) + ([] if brief else [kernel_grid(entry) for entry in run.cases])
+    if isinstance(run, RowRun):
+        return ([] if brief else row_report.task_grids(run)) + [row_report.verdict_grid(run)]
     timed = [entry for entry in run.cases if entry.case.time]
     checked = [entry for entry in run.cases if entry.case.errors]
     found = verdicts(run)

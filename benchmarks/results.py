@@ -1,4 +1,4 @@
-"""The result file: one JSON document for one run, of the operator, of whole models or of the kernels."""
+"""The result file: one JSON document for one run, of the operator, of whole models, of the kernels or of rows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing_extensions import Self
 from benchmarks.cases import Case
 from benchmarks.kernels import KernelCase
 from benchmarks.models import ModelCase
+from benchmarks.rows import RowCase
 
 SCHEMA = 1
 HEAD = ("date", "command", "commit", "versions", "device")  # what environment.describe gives
@@ -119,6 +120,26 @@ class KernelResult(Measurement):
         return None if self.median_ms is None else self.moved_bytes / self.median_ms / 1e6
 
 
+@dataclass
+class RowResult(Measurement):
+    """One contender on one task on rows. A sample is the time of `calls` calls, made one after the other."""
+
+    operation: str = ""
+    direction: str = ""
+    moved_bytes: int = 0  # the fewest that a call can read and write
+    calls: int = 1
+    method: str = ""  # how they were timed, see `row_calls.Method`
+    note: str | None = None  # why they were not captured
+
+    @property
+    def call_ms(self) -> float | None:
+        return None if self.median_ms is None else self.median_ms / self.calls
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return None if self.call_ms is None else self.moved_bytes / self.call_ms / 1e6
+
+
 class AnyCase(Protocol):
     @property
     def title(self) -> str: ...
@@ -147,6 +168,7 @@ class Entry(Generic[CaseT, ResultT]):
 CaseResult = Entry[Case, Result]
 ModelCaseResult = Entry[ModelCase, ModelResult]
 KernelCaseResult = Entry[KernelCase, KernelResult]
+RowCaseResult = Entry[RowCase, RowResult]
 
 
 @dataclass
@@ -213,14 +235,22 @@ class KernelRun(Document[KernelCase, KernelResult]):
     result_type = KernelResult
 
 
-AnyRun = Run | ModelRun | KernelRun
-RunT = TypeVar("RunT", Run, ModelRun, KernelRun)
+class RowRun(Document[RowCase, RowResult]):
+    """Of rows."""
+
+    kind = "rows"
+    case_type = RowCase
+    result_type = RowResult
+
+
+AnyRun = Run | ModelRun | KernelRun | RowRun
+RunT = TypeVar("RunT", Run, ModelRun, KernelRun, RowRun)
 
 
 def load_any(path: Path) -> AnyRun:
     document = json.loads(path.read_text())
     if document.get("schema") == SCHEMA:
-        for kind in (Run, ModelRun, KernelRun):
+        for kind in (Run, ModelRun, KernelRun, RowRun):
             if document.get("kind") == kind.kind:
                 return kind.from_document(document)
     raise ValueError(f"{path} is no result of schema {SCHEMA}")
@@ -236,6 +266,10 @@ def load_model(path: Path) -> ModelRun:
 
 def load_kernels(path: Path) -> KernelRun:
     return of_kind(path, KernelRun, "the kernels")
+
+
+def load_rows(path: Path) -> RowRun:
+    return of_kind(path, RowRun, "rows")
 
 
 def of_kind(path: Path, kind: type[RunT], name: str) -> RunT:

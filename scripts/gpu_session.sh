@@ -9,6 +9,7 @@
 #     peers         only the last
 #     model-short   training steps of whole models, 4 x 8192 tokens
 #     kernels       the pass over the logits by itself
+#     rows          losses and softmaxes of rows in memory, over their length; about three minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
 #
 # A part that fails does not stop the next; the exit status says whether one did. Time is given to the parts in their
@@ -126,6 +127,7 @@ for name in $parts; do
                 lines+=("        kernels: this version has no such benchmark")
             fi
             ;;
+        rows) benchmark rows h200-rows 200 ;;
         *)
             lines+=("FAILED  no part is called '$name': see the top of this script")
             failed=1
@@ -141,6 +143,7 @@ done
     for command in model kernels; do
         [ -f "$out/$command.json" ] && "$python" -m benchmarks table "$out/$command.json" --brief
     done
+    [ -f "$out/rows.json" ] && "$python" -m benchmarks table "$out/rows.json" --targets --brief
     [ -f "$out/operator.json" ] && "$python" -m benchmarks table "$out/operator.json" --targets --dominance
     printf '%s\n' "${lines[@]}"
 } | tee "$out/summary.txt"

@@ -372,7 +372,7 @@ def test_module_is_a_command():
         [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    for name in ("operator", "model", "kernels", "table", "plot"):
+    for name in ("operator", "model", "kernels", "rows", "table", "plot"):
         assert name in done.stdout
 
 

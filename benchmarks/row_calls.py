@@ -1,0 +1,189 @@
+"""How calls on rows are timed: the same procedure for every contender, ours and the copy included.
+
+A row of 128 columns takes a microsecond of a GPU and fifty of the host. What is timed is the device:
+
+* K calls are timed as one. Each has an input of its own, visited in turn, and their inputs together are more than four
+  times the L2 cache, so that a call finds nothing there that an earlier one read. The results of all K are held until
+  the last is made, so each call writes memory of its own as well. On a GPU K is also so large that the timed region
+  takes a tenth of a millisecond or more; for inputs of a gigabyte that is 1. `rows.RowCase.calls_for` says how many.
+* The K calls are captured in a CUDA graph, and its replay is timed: the host takes no part ("captured").
+* A contender whose call waits for the device (a number is read back, say) cannot be captured. Its K calls are launched
+  one by one, while the device is busy with something else for as long as launching takes ("launched"). Where it waits,
+  the device waits for the host too, which is in its time as it is in training. PyTorch's synchronization debug mode
+  tells who waits; the reason is in the result.
+* A backward pass by itself: K forward passes are made before, new ones for each timed region, and K backward passes are
+  timed. Captured, they are two graphs in one memory pool, the first replayed before the second is timed.
+* Who writes over its logits gets them anew before each timed region; that copy is not timed.
+* On a CPU calls are launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import Outcome, Step
+from benchmarks.measure import nothing
+
+CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
+HEAD_START_SECONDS = (2e-4, 5e-2)  # at least, and at most
+
+
+class Method(str, Enum):
+    captured = "captured"
+    launched = "launched"
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of one timed region. `timed(i, ready)` gets what `ahead(i)` returned, which is made before."""
+
+    count: int
+    timed: Callable[[int, Any], object]
+    ahead: Callable[[int], Any] | None = None
+    restore: Callable[[], None] | None = None  # before every timed region
+
+    def prepare(self) -> list[Any]:
+        return [None if self.ahead is None else self.ahead(index) for index in range(self.count)]
+
+    def run(self, ready: list[Any]) -> list[object]:
+        return [self.timed(index, given) for index, given in enumerate(ready)]
+
+    def once(self) -> None:
+        self.timed(0, None if self.ahead is None else self.ahead(0))
+
+
+class HeadStart:
+    """Keeps the device busy while the host launches what is timed: a meter's `before`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds = HEAD_START_SECONDS[0]
+
+    def __call__(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(int(self.seconds * CYCLES_PER_SECOND))
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is timed, and what has to be done before."""
+
+    step: Step
+    method: Method
+    before: Callable[[], None] = nothing
+    note: str | None = None  # why it is not captured
+    head_start: float = HEAD_START_SECONDS[0]
+
+    @contextlib.contextmanager
+    def turn(self, head_start: HeadStart) -> Iterator[None]:
+        self.before()
+        head_start.seconds = self.head_start
+        yield
+
+
+def make_region(calls: Calls, device: torch.device) -> Region:
+    """Also warms up: kernels are compiled here."""
+    calls.once()
+    if device.type != "cuda":
+        return launched(calls)
+    torch.cuda.synchronize(device)
+    note = why_it_waits(calls)
+    if note is not None:
+        return launched(calls, note)
+    current = torch.cuda.current_stream(device)
+    try:
+        region = captured(calls, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
+        torch.cuda.synchronize(device)
+        note = f"{type(error).__name__}: {first_line(error)}"
+        region = launched(calls, note)
+    return with_head_start(region, device)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def why_it_waits(calls: Calls) -> str | None:
+    """What PyTorch says of a call that waits for the device; None of one that does not."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        calls.once()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return first_line(error)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return None
+
+
+def launched(calls: Calls, note: str | None = None) -> Region:
+    ready: list[Any] = []
+
+    def before() -> None:
+        ready.clear()  # first, because it may be large
+        if calls.restore is not None:
+            calls.restore()
+        ready.extend(calls.prepare())
+
+    def step() -> Outcome:
+        calls.run(ready)
+        return Outcome(None)
+
+    return Region(step, Method.launched, before, note)
+
+
+def captured(calls: Calls, device: torch.device) -> Region:
+    # Backward passes run on the stream of their forward passes: all is done on the one that captures.
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        calls.once()
+    torch.cuda.synchronize(device)
+    ready: list[Any] = [None] * calls.count
+    first: torch.cuda.CUDAGraph | None = None
+    if calls.ahead is not None:
+        first = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first, pool=pool, stream=stream):
+            ready = calls.prepare()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        results = calls.run(ready)
+    # The pool keeps their memory for as long as the graphs are there.
+    del ready, results
+
+    def before() -> None:
+        if calls.restore is not None:
+            calls.restore()
+        if first is not None:
+            first.replay()
+
+    def step() -> Outcome:
+        graph.replay()
+        return Outcome(None)
+
+    return Region(step, Method.captured, before)
+
+
+def with_head_start(region: Region, device: torch.device) -> Region:
+    """The device is given work for twice the time that the host takes; not where the host waits for it."""
+    region.before()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    region.step()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    least, most = HEAD_START_SECONDS
+    return replace(region, head_start=min(max(2 * spent, least), most))

@@ -1,0 +1,178 @@
+"""Who is measured on rows: flce, eager PyTorch, torch.compile, Liger, and a plain copy as the roof."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.contenders import anywhere, needs_cuda, needs_package, ours_unavailable
+from benchmarks.row_calls import Calls
+from benchmarks.rows import COPY_ENTRIES, Direction, Operation, RowCase, RowProblem, Task
+
+RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets, which softmaxes have no use for
+
+
+@dataclass(frozen=True)
+class RowContender:
+    name: str
+    title: str
+    family: str  # "floor", "ours", "stock" or "peer"
+    function: Callable[[Task], RowFunction]
+    unavailable: Callable[[torch.device], str | None] = anywhere  # why it cannot run on this device, if so
+    applies: Callable[[RowCase, Task], bool] = lambda case, task: True
+    overwrites: bool = False  # its in-place forward+backward needs new logits for every call
+    roof: bool = False  # the same call whatever the task
+    builds: bool = False  # the first call compiles kernels: worth doing ahead, in other processes
+
+    def bytes(self, case: RowCase, task: Task) -> int:
+        """The fewest that a call moves; see `rows`."""
+        return case.bytes(COPY_ENTRIES if self.roof else task.entries)
+
+
+class Produced(torch.autograd.Function):
+    """Logits as a layer makes them: not a leaf, whose value nobody may overwrite. Costs nothing and saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Tensor, logits: Tensor) -> Tensor:
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None  # not called: the gradient of the logits is all that is asked for
+
+
+def make_calls(contender: RowContender, problem: RowProblem, task: Task) -> Calls:
+    """Call i works on input i. What it needs of the forward pass is made before; its result is returned."""
+    function = contender.function(task)
+    overwrites = contender.overwrites and task.direction is Direction.in_place
+    layer = torch.ones((), device=problem.x.device, requires_grad=True)
+
+    def forward(index: int, ready: Any = None) -> Tensor:
+        with torch.no_grad():
+            return function(problem.x[index], problem.target)
+
+    def recorded(index: int) -> tuple[Tensor, Tensor]:
+        x = problem.x[index].detach()
+        x = Produced.apply(layer, x) if overwrites else x.requires_grad_()
+        return x, function(x, problem.target)
+
+    def ahead(index: int) -> tuple[Tensor, Tensor, Tensor]:
+        x, out = recorded(index)
+        # In memory of its own: what arrives is read from there, not from the cache.
+        upstream = torch.ones_like(out) if out.dim() == 0 else problem.spare[index]
+        return x, out, upstream
+
+    def backward(index: int, ready: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, out, upstream = ready
+        (grad,) = torch.autograd.grad(out, x, upstream)
+        return grad
+
+    def both(index: int, ready: Any = None) -> Tensor:
+        x, loss = recorded(index)
+        (grad,) = torch.autograd.grad(loss, x)
+        return grad
+
+    if contender.roof or task.direction is Direction.forward:
+        return Calls(problem.calls, forward)
+    if task.direction is Direction.backward:
+        return Calls(problem.calls, backward, ahead)
+    return Calls(problem.calls, both, restore=problem.restore if overwrites else None)
+
+
+# --- the roof ---
+
+
+def copy_function(task: Task) -> RowFunction:
+    return lambda x, target: torch.empty_like(x).copy_(x)
+
+
+# --- flce ---
+
+
+def ours_function(task: Task) -> RowFunction:
+    flce: Any = importlib.import_module("flce")
+    if task.operation is Operation.cross_entropy:
+        in_place = task.direction is Direction.in_place
+        return lambda x, target: flce.cross_entropy(x, target, inplace=in_place)
+    function = getattr(flce, task.operation.value)
+    return lambda x, target: function(x, dim=-1)
+
+
+# --- PyTorch ---
+
+
+def eager_cross_entropy(x: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(x, target)
+
+
+def eager_softmax(x: Tensor, target: Tensor) -> Tensor:
+    return F.softmax(x, dim=-1)
+
+
+def eager_log_softmax(x: Tensor, target: Tensor) -> Tensor:
+    return F.log_softmax(x, dim=-1)
+
+
+EAGER: dict[Operation, RowFunction] = {
+    Operation.cross_entropy: eager_cross_entropy,
+    Operation.softmax: eager_softmax,
+    Operation.log_softmax: eager_log_softmax,
+}
+
+
+def eager_function(task: Task) -> RowFunction:
+    return EAGER[task.operation]
+
+
+def compiled_function(task: Task) -> RowFunction:
+    """For these columns alone, as fast as it can be: with symbolic sizes its kernels are slower."""
+    torch.compiler.reset()  # or the limit of recompilations is reached after a few shapes, and eager code runs
+    return torch.compile(EAGER[task.operation], dynamic=False)
+
+
+def asked_for(case: RowCase, task: Task) -> bool:
+    return case.compiled
+
+
+# --- Liger ---
+
+
+def liger_function(task: Task) -> RowFunction:
+    if task.operation is Operation.softmax:
+        softmax = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
+        return lambda x, target: softmax.apply(x)
+    cross_entropy = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
+
+    def loss(x: Tensor, target: Tensor) -> Tensor:
+        result: Tensor = cross_entropy.apply(x, target, None)[0]
+        return result
+
+    return loss
+
+
+def liger_has(case: RowCase, task: Task) -> bool:
+    """It has no log_softmax. Its cross entropy makes the gradient in forward: there is no backward by itself."""
+    if task.operation is Operation.cross_entropy:
+        return task.direction is not Direction.backward
+    return task.operation is Operation.softmax
+
+
+liger_unavailable = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
+
+ROW_CONTENDERS = [
+    RowContender("copy", "copy", "floor", copy_function, roof=True),
+    RowContender("ours", "flce", "ours", ours_function, ours_unavailable, overwrites=True, builds=True),
+    RowContender("eager", "eager", "stock", eager_function),
+    RowContender("torch-compile", "torch.compile", "peer", compiled_function, needs_cuda, asked_for, builds=True),
+    RowContender("liger", "Liger", "peer", liger_function, liger_unavailable, liger_has, overwrites=True, builds=True),
+]
+
+
+def row_contenders(case: RowCase, task: Task) -> list[RowContender]:
+    return [contender for contender in ROW_CONTENDERS if contender.applies(case, task)]

@@ -1,0 +1,437 @@
+"""A small run of `rows`, its tables, verdicts and picture; and the procedure by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from typer.testing import CliRunner
+
+from benchmarks import row_build, row_report
+from benchmarks.cases import Effort
+from benchmarks.cli import app
+from benchmarks.results import RowCaseResult, RowResult, RowRun, Run, load, load_rows
+from benchmarks.row_bench import run_row_case
+from benchmarks.row_calls import Calls, HeadStart, launched, make_region
+from benchmarks.row_contenders import ROW_CONTENDERS, RowContender, make_calls, row_contenders
+from benchmarks.row_targets import check_rows
+from benchmarks.rows import (
+    CACHES,
+    COMPILED_COLUMNS,
+    CPU_CACHE_BYTES,
+    TASKS,
+    Direction,
+    Operation,
+    RowCase,
+    RowPreset,
+    RowProblem,
+    Task,
+    make_rows,
+    preset_rows,
+)
+
+CPU = torch.device("cpu")
+HEAD: dict[str, Any] = {
+    "date": "2026-11-21T00:00:00Z",
+    "command": "python -m benchmarks rows",
+    "commit": None,
+    "versions": {},
+    "device": {"type": "cuda", "name": "made up"},
+}
+
+
+def quiet(doing, share):
+    pass
+
+
+def task_of(operation: Operation, direction: Direction) -> Task:
+    (task,) = [task for task in TASKS if (task.operation, task.direction) == (operation, direction)]
+    return task
+
+
+@pytest.fixture(scope="module")
+def result_file(tmp_path_factory):
+    """One tiny run of `rows`, on the CPU."""
+    path = tmp_path_factory.mktemp("benchmarks") / "rows.json"
+    done = CliRunner().invoke(app, ["rows", "--preset", "tiny", "--device", "cpu", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    return path
+
+
+def test_every_task_is_measured(result_file):
+    run = load_rows(result_file)
+    assert [entry.case for entry in run.cases] == preset_rows(RowPreset.tiny)
+    for entry in run.cases:
+        found = {(result.operation, result.direction, result.contender): result for result in entry.results}
+        assert len(found) == len(entry.results)
+        for task in TASKS:
+            for name in ("copy", "ours", "eager"):
+                result = found[task.operation.value, task.direction.value, name]
+                assert result.status == "ok", result.reason
+                assert (len(result.samples_ms), result.calls, result.method) == (2, 3, "launched")
+                assert result.gigabytes_per_second is not None
+
+
+def test_schema(result_file):
+    document = json.loads(result_file.read_text())
+    assert document["kind"] == "rows"
+    assert {"date", "command", "versions", "device"} <= set(document)
+    for entry in document["cases"]:
+        assert {"rows", "columns", "dtype", "operations"} <= set(entry["case"])
+        for result in entry["results"]:
+            assert {"samples_ms", "median_ms", "moved_bytes", "calls", "method", "operation"} <= set(result)
+
+
+def test_peers_that_cannot_run_are_named(result_file):
+    """Liger and torch.compile run on GPUs alone; at sizes that are not for torch.compile it is not tried."""
+    names = {"liger": "unavailable"}
+    for entry in load_rows(result_file).cases:
+        assert {r.contender: r.status for r in entry.results if r.family == "peer"} == names
+    case = RowCase(4, 8, "float32", compiled=True, calls=1)
+    entry = run_row_case(case, CPU, Effort(1, 1.0), quiet)
+    assert {r.contender: r.reason for r in entry.results if r.family == "peer"}[
+        "torch-compile"
+    ] == "needs a CUDA device"
+    done = CliRunner().invoke(app, ["table", str(result_file)])
+    assert "Not measured: Liger (liger)" in done.output
+
+
+def test_tables(result_file, tmp_path):
+    done = CliRunner().invoke(app, ["table", str(result_file)])
+    assert done.exit_code == 0, done.output
+    for task in TASKS:
+        for dtype in ("float32", "bfloat16"):
+            assert f"**GB/s, of copy: {task.title}, {dtype}, 8 rows**" in done.output
+    assert "| columns | copy | flce | eager |" in done.output
+    assert "| 2049 |" in done.output
+    out = tmp_path / "targets.md"
+    assert CliRunner().invoke(app, ["table", str(result_file), "--targets", "--out", str(out)]).exit_code == 0
+    text = out.read_text()
+    # At 2049 columns against the copy, at both sizes against eager PyTorch, seven tasks and two dtypes.
+    assert "of 42 met**" in text
+    assert "GB/s" not in text
+    assert "| columns | of copy | wanted | time / eager | verdict |" in text
+    brief = CliRunner().invoke(app, ["table", str(result_file), "--targets", "--brief"])
+    assert "| columns |" not in brief.output
+    assert "of 42 met**" in brief.output
+    other = CliRunner().invoke(app, ["table", str(result_file), "--dominance"])
+    assert other.exit_code == 2
+
+
+def test_plot(result_file, tmp_path):
+    out = tmp_path / "picture.png"
+    done = CliRunner().invoke(app, ["plot", str(result_file), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_of_the_operator_are_told_apart(result_file, tmp_path):
+    with pytest.raises(ValueError, match="no results of the operator"):
+        load(result_file)
+    Run(HEAD, []).save(tmp_path / "operator.json")
+    with pytest.raises(ValueError, match="no results of rows"):
+        load_rows(tmp_path / "operator.json")
+
+
+def test_the_fewest_bytes():
+    case = RowCase(100, 1000, "bfloat16")
+    entries = {task.title: case.bytes(task.entries) // (2 * 100 * 1000) for task in TASKS}
+    assert entries == {
+        "cross_entropy forward": 1,
+        "cross_entropy backward": 2,
+        "cross_entropy in-place forward+backward": 2,
+        "softmax forward": 2,
+        "softmax backward": 3,
+        "log_softmax forward": 2,
+        "log_softmax backward": 3,
+    }
+    copy = next(contender for contender in ROW_CONTENDERS if contender.roof)
+    assert {copy.bytes(case, task) for task in TASKS} == {2 * 2 * 100 * 1000}
+    assert RowCase(100, 1000, "float32").bytes(1) == 4 * 100 * 1000
+
+
+def test_bandwidth_is_of_one_call():
+    result = RowResult("ours", "flce", "ours", samples_ms=[10.0, 8.0, 12.0], moved_bytes=4_000_000, calls=5)
+    assert result.call_ms == pytest.approx(2.0)
+    assert result.gigabytes_per_second == pytest.approx(2.0)
+
+
+def test_a_row_fits_on_chip_up_to_128_kib():
+    assert RowCase(1, 65536, "bfloat16").on_chip
+    assert not RowCase(1, 65537, "bfloat16").on_chip
+    assert RowCase(1, 32768, "float32").on_chip
+    assert not RowCase(1, 50257, "float32").on_chip
+
+
+def test_inputs_are_more_than_the_cache_holds():
+    for columns in (2048, 3001, 262144):
+        case = RowCase(16, columns, "float32")
+        calls = case.calls_for(CPU_CACHE_BYTES)
+        assert calls * case.bytes(1) > CACHES * CPU_CACHE_BYTES
+    cache, region = 50 << 20, 1 << 30
+    expected = {128: 256, 512: 256, 2048: 64, 32768: 4, 50257: 2, 262144: 1}
+    assert {columns: RowCase(4096, columns).calls_for(cache, region) for columns in expected} == expected
+    assert RowCase(4096, 128).calls_for(2 * cache, region) == 401
+    assert len(make_rows(RowCase(2, 3, "float32"), CPU, calls=4).x) == 4
+
+
+def test_the_preset_is_the_issues():
+    cases = preset_rows(RowPreset.h200_rows)
+    columns = {case.columns for case in cases}
+    assert {1 << power for power in range(7, 19)} <= columns
+    assert len([count for count in columns if count & (count - 1)]) == 8
+    assert {(case.columns, case.dtype) for case in cases} == {(c, d) for c in columns for d in ("bfloat16", "float32")}
+    assert {case.rows for case in cases} == {4096}
+    assert {case.columns for case in cases if case.compiled} == set(COMPILED_COLUMNS)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.title.replace(" ", "-"))
+@pytest.mark.parametrize("name", ["ours", "eager"])
+def test_a_call_does_the_task(task, name):
+    """On each input, also after a call wrote over it."""
+    (contender,) = [contender for contender in ROW_CONTENDERS if contender.name == name]
+    problem = make_rows(RowCase(6, 50, "float64"), CPU, calls=2)
+    for index, row in enumerate(problem.spare):  # inputs that differ
+        row.mul_(1 + index)
+    problem.restore()
+    calls = make_calls(contender, problem, task)
+    for _ in range(2):
+        if calls.restore is not None:
+            calls.restore()
+        for result, x in zip(calls.run(calls.prepare()), problem.spare, strict=True):
+            torch.testing.assert_close(result, expected(task, x, problem), check_dtype=False)
+    assert (calls.restore is not None) == (name == "ours" and task.direction is Direction.in_place)
+
+
+def expected(task: Task, x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    if task.operation is Operation.cross_entropy:
+        out = torch.nn.functional.cross_entropy(x, problem.target)
+    else:
+        out = getattr(torch, task.operation.value)(x, -1)
+    if task.direction is Direction.forward:
+        return out.detach()
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out) if out.dim() == 0 else x.detach())
+    return grad
+
+
+def test_the_roof_is_a_copy():
+    (copy,) = [contender for contender in ROW_CONTENDERS if contender.roof]
+    problem = make_rows(RowCase(3, 5, "float32"), CPU, calls=2)
+    for task in TASKS:
+        results = make_calls(copy, problem, task).run([None, None])
+        for result, x in zip(results, problem.x, strict=True):
+            assert isinstance(result, torch.Tensor)
+            assert torch.equal(result, x)
+            assert result.data_ptr() != x.data_ptr()
+
+
+def test_what_comes_before_is_not_timed():
+    log: list[str] = []
+
+    def ahead(index: int) -> int:
+        log.append(f"ahead {index}")
+        return index
+
+    calls = Calls(2, lambda i, ready: log.append(f"timed {i} {ready}"), ahead, lambda: log.append("restore"))
+    region = launched(calls)
+    for _ in range(2):
+        log.clear()
+        with region.turn(HeadStart(CPU)):
+            assert log == ["restore", "ahead 0", "ahead 1"]
+            region.step()
+        assert log[3:] == ["timed 0 0", "timed 1 1"]
+    log.clear()
+    assert make_region(calls, CPU).note is None
+    assert log == ["ahead 0", "timed 0 0"]  # the warm-up
+
+
+def test_a_failing_contender_is_reported_and_the_others_go_on(monkeypatch):
+    def fail(task):
+        raise RuntimeError("as planned")
+
+    broken = RowContender("broken", "A broken one", "peer", fail)
+    monkeypatch.setattr("benchmarks.row_contenders.ROW_CONTENDERS", [broken, *ROW_CONTENDERS])
+    case = RowCase(4, 8, "float32", operations=(Operation.softmax,), calls=2)
+    entry = run_row_case(case, CPU, Effort(1, 1.0), quiet)
+    assert {r.reason for r in entry.results if r.contender == "broken"} == {"RuntimeError: as planned"}
+    assert all(r.samples_ms for r in entry.results if r.contender in ("copy", "ours", "eager"))
+    assert "A broken one failed: RuntimeError: as planned" in "\n".join(
+        grid.markdown() for grid in row_report.task_grids(RowRun(HEAD, [entry]))
+    )
+
+
+def test_a_deadline_ends_a_case():
+    entry = run_row_case(RowCase(4, 8, "float32", calls=1), CPU, Effort(2, 1.0), quiet, lambda: True)
+    assert {result.status for result in entry.results} == {"skipped"}
+    assert not any(result.samples_ms for result in entry.results)
+
+
+def figure(contender: str, gigabytes: float, task: Task, case: RowCase, **fields: Any) -> RowResult:
+    (known,) = [known for known in ROW_CONTENDERS if known.name == contender]
+    moved = known.bytes(case, task)
+    return RowResult(
+        contender,
+        known.title,
+        known.family,
+        samples_ms=[moved / gigabytes / 1e6 * 7],
+        operation=task.operation.value,
+        direction=task.direction.value,
+        moved_bytes=moved,
+        calls=7,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(
+    "columns, dtype, share, met",
+    [
+        (65536, "bfloat16", 0.86, True),
+        (65536, "bfloat16", 0.84, False),
+        (131072, "bfloat16", 0.66, True),
+        (131072, "bfloat16", 0.64, False),
+        (65536, "float32", 0.66, True),
+        (2048, "float32", 0.84, False),
+    ],
+)
+def test_a_share_of_the_bandwidth_of_a_copy(columns, dtype, share, met):
+    case, task = RowCase(4096, columns, dtype), task_of(Operation.softmax, Direction.backward)
+    results = [figure("copy", 4000, task, case), figure("ours", 4000 * share, task, case)]
+    (check,) = check_rows(RowRun(HEAD, [RowCaseResult(case, results)]))
+    assert (check.against, check.met) == ("copy", met)
+    assert check.value == pytest.approx(share)
+
+
+def test_nobody_is_faster_by_more_than_five_percent():
+    """At any size; the share of a copy is wanted from 2048 columns on."""
+    case, task = RowCase(4096, 1000), task_of(Operation.cross_entropy, Direction.in_place)
+    results = [figure("copy", 4000, task, case), figure("ours", 1000, task, case)]
+    results += [figure("eager", 1040, task, case), figure("liger", 1060, task, case, method="launched", note="waits")]
+    run = RowRun(HEAD, [RowCaseResult(case, results)])
+    assert {check.against: check.met for check in check_rows(run)} == {"eager": True, "liger": False}
+    whole = "\n".join(grid.markdown() for grid in row_report.target_grids(run))
+    assert "Rows: 1 of 2 met" in whole
+    assert "| 1000 | 25% | - | 1.04 | 1.06 | MISSED: Liger |" in whole
+    speeds = "\n".join(grid.markdown() for grid in row_report.task_grids(run))
+    assert "| 1000 | 4000 | 1000, 25% | 1040, 26% | 1060, 26%* |" in speeds
+    assert "- * Liger launched, not captured: waits" in speeds
+
+
+def test_without_a_figure_of_ours_nothing_is_met():
+    case, task = RowCase(4096, 4096), task_of(Operation.softmax, Direction.forward)
+    run = RowRun(HEAD, [RowCaseResult(case, [figure("copy", 4000, task, case), figure("eager", 1, task, case)])])
+    assert [check.met for check in check_rows(run)] == [None, None]
+    assert "not measured" in "\n".join(grid.markdown() for grid in row_report.target_grids(run))
+
+
+def test_where_somebody_did_not_run_is_said():
+    task = task_of(Operation.softmax, Direction.forward)
+    entries = []
+    for columns in (4096, 2048):
+        case = RowCase(4096, columns)
+        names = ["copy", "ours", "torch-compile"] if columns == 4096 else ["copy", "ours"]
+        entries.append(RowCaseResult(case, [figure(name, 100, task, case) for name in names]))
+    run = RowRun(HEAD, entries)
+    text = row_report.task_grids(run)[3].markdown()
+    assert "- torch.compile ran at 4096 columns only" in text
+    assert text.index("| 2048 |") < text.index("| 4096 |")
+
+
+def test_who_takes_part():
+    def names(operation: Operation, direction: Direction, compiled: bool = False) -> list[str]:
+        case = RowCase(1, 1, compiled=compiled)
+        return [contender.name for contender in row_contenders(case, task_of(operation, direction))]
+
+    assert names(Operation.cross_entropy, Direction.forward) == ["copy", "ours", "eager", "liger"]
+    assert names(Operation.cross_entropy, Direction.backward) == ["copy", "ours", "eager"]
+    assert names(Operation.log_softmax, Direction.forward, True) == ["copy", "ours", "eager", "torch-compile"]
+
+
+def test_kernels_are_built_ahead():
+    case = RowCase(4, 8, "float32")
+    assert row_build.default_workers(CPU) == 0
+    assert row_build.build_ahead([case], CPU, 0, 1.0, lambda done, total: None) == 0
+    assert row_build.build((case, TASKS[0], "cpu")) == 1  # ours; the others are not for a CPU
+    assert row_build.build((case, TASKS[0], "no such device")) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "--preset or --shape"),
+        (["--preset", "tiny", "--shape", "8,16"], "not both"),
+        (["--shape", "8"], "rows,columns"),
+        (["--shape", "8,16", "--dtype", "int8"], "float16"),
+        (["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments, message, tmp_path):
+    out = tmp_path / "none.json"
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["rows", *arguments, "--out", str(out)])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not out.exists()
+
+
+def test_one_shape_of_one_operation(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    options = ["--dtype", "float32", "--operation", "softmax", "--rounds", "1"]
+    done = CliRunner().invoke(app, ["rows", "--shape", "4000,300", "--device", "cpu", *options, "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    (entry,) = load_rows(out).cases
+    assert {result.operation for result in entry.results} == {"softmax"}
+    assert {result.calls for result in entry.results} == {7}  # inputs of 4.6 MiB, 32 MiB in all
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_run_on_cuda(dtype):
+    """All but those that wait for the device are captured; of the peers, those that are installed may fail."""
+    case = RowCase(256, 3001, dtype, compiled=dtype == "float32", calls=5)
+    entry = run_row_case(case, torch.device("cuda"), Effort(3, 5.0), quiet)
+    for result in entry.results:
+        if result.family != "peer":
+            assert result.status == "ok", (result.contender, result.operation, result.reason)
+            assert (result.method, result.note) == ("captured", None), (result.contender, result.operation)
+        if result.contender == "torch-compile":
+            assert result.status == "ok", (result.operation, result.reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.title.replace(" ", "-"))
+def test_captured_calls_write_what_they_should(task):
+    """In a replay, on numbers that were not there when it was captured; as often as one likes."""
+    device = torch.device("cuda")
+    problem = make_rows(RowCase(64, 1000, "float32"), device, calls=3)
+    for contender in row_contenders(problem.case, task):
+        if contender.family == "peer" or contender.roof:
+            continue
+        calls = make_calls(contender, problem, task)
+        written: list[torch.Tensor] = []
+
+        def timed(index, ready, calls=calls, written=written):
+            result = calls.timed(index, ready)
+            sums = result.double().square().sum()
+            if torch.cuda.is_current_stream_capturing():
+                written.append(sums)
+            return result, sums
+
+        region = make_region(Calls(3, timed, calls.ahead, calls.restore), device)
+        assert region.method.value == "captured", region.note
+        for seed in (1, 2):
+            problem.spare.normal_(generator=torch.Generator(device).manual_seed(seed))
+            problem.restore()
+            with region.turn(HeadStart(device)):
+                region.step()
+            torch.cuda.synchronize()
+            for sums, x in zip(written, problem.spare, strict=True):
+                truth = expected(task, x, problem).double().square().sum()
+                torch.testing.assert_close(sums, truth, rtol=1e-4, atol=0)
