@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flce.dense_softmax import log_softmax, softmax
-from flce.functional import fused_linear_cross_entropy
-from flce.modules import FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
+from flce.functional import cross_entropy, fused_linear_cross_entropy
+from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
 from flce.planning import ChunkOptions, ChunkPlan, plan
 from flce.problem import LinearCrossEntropyOutput
 
@@ -18,9 +18,11 @@ __version__ = "0.1.0"
 __all__ = [
     "ChunkOptions",
     "ChunkPlan",
+    "CrossEntropyLoss",
     "FusedLinearCrossEntropyLoss",
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
+    "cross_entropy",
     "fused_linear_cross_entropy",
     "is_patched",
     "log_softmax",

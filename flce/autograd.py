@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from flce import engine
 from flce.backends import backend_name, get_backend
 from flce.planning import CallShape, ChunkOptions, ChunkPlan, base_plan, make_plan
-from flce.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
+from flce.problem import SPEC_SCHEMA, LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
 
 # Of _ARGUMENTS: the tensors and lists of them, and the fields of LossSpec that follow.
 _NUM_TENSORS = 7
@@ -29,8 +29,7 @@ _NUM_SPEC = 8
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
     "Tensor? token_weight, Tensor? num_items, "
-    "str reduction, int ignore_index, float label_smoothing, float? softcap, float logit_scale, "
-    "float temperature, float z_loss, str stats, "
+    f"{SPEC_SCHEMA}, "
     "bool[] needs, "
     "int? chunk_rows, int? max_workspace_bytes, str strategy, ScalarType? logits_dtype, "
     "ScalarType accum_dtype, bool? skip_ignored"
@@ -68,7 +67,6 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
 
 
 def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...]:
-    spec = p.spec
     return (
         [term.input for term in p.terms],
         [term.weight for term in p.terms],
@@ -77,14 +75,7 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         p.class_weight,
         p.token_weight,
         p.num_items,
-        spec.reduction,
-        spec.ignore_index,
-        float(spec.label_smoothing),
-        None if spec.softcap is None else float(spec.softcap),
-        float(spec.logit_scale),
-        float(spec.temperature),
-        float(spec.z_loss),
-        ",".join(spec.stats),
+        *p.spec.flat,
         p.needs.flat,
         options.chunk_rows,
         options.max_workspace_bytes,
@@ -98,10 +89,9 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
 def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan]:
     inputs, weights, *tensors = args[:_NUM_TENSORS]
     scalars = args[_NUM_TENSORS:]
-    *loss, stats = scalars[:_NUM_SPEC]
     needs, *chunking, skip = scalars[_NUM_SPEC:]
     terms = tuple(map(LinearTerm, inputs, weights))
-    spec = LossSpec(*loss, tuple(stats.split(",")) if stats else ())  # type: ignore[call-arg]
+    spec = LossSpec.from_flat(scalars[:_NUM_SPEC])
     problem = LinearCrossEntropyProblem(terms, *tensors, spec, Needs.from_flat(needs))  # type: ignore[call-arg]
     options = ChunkOptions(*chunking, "auto" if skip is None else skip)  # type: ignore[call-arg]
     return problem, _plan(problem, options)

@@ -1,4 +1,4 @@
-"""The same loss composed from PyTorch's own operators, with the logits in memory.
+"""The same losses composed from PyTorch's own operators, with the logits, and more of their size, in memory.
 
 For what fusing gains nothing in: class-probability targets, which are as large as the logits themselves, and
 K-dimensional heads, whose softmax runs over a strided dimension. Differentiable any number of times.
@@ -48,11 +48,9 @@ def linear_cross_entropy(
         ("weight", weight, (vocab_size,)),
         ("token_weight", token_weight, tokens),
     )
-    if probabilities and {"logprob", "correct"} & set(spec.stats):
-        raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
-    if probabilities and spec.ignore_index >= 0:
-        raise ValueError(f"ignore_index={spec.ignore_index} needs class-index targets, got class probabilities")
-    if not probabilities:
+    if probabilities:
+        _check_probabilities(spec)
+    else:
         _check_indices(target, vocab_size, spec.ignore_index)
 
     # One row of logits per token: (T, V) with T = prod(leading) * prod(inner).
@@ -62,15 +60,52 @@ def linear_cross_entropy(
     if linear_bias is not None:
         logits = logits + linear_bias.reshape(-1)
     rows = math.prod(leading)
-    z = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
-    z = _transform(z.to(accumulation_dtype(input.dtype)), spec)
+    logits = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
     if probabilities:
-        y = target.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size).to(z.dtype)
+        y = target.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
+    else:
+        y = target.reshape(-1)
+    return _loss_of_rows(logits, y, weight, token_weight, num_items, spec, tokens)
+
+
+def cross_entropy(
+    logits: Tensor,  # (..., V)
+    target: Tensor,  # (..., V) probabilities
+    weight: Tensor | None,  # (V,)
+    token_weight: Tensor | None,  # (...)
+    num_items: Tensor | None,  # ()
+    spec: LossSpec,
+) -> Tensor | LinearCrossEntropyOutput:
+    """See `flce.cross_entropy`; of shapes that fit.
+
+    Raises:
+        ValueError: a statistic of the target is asked for.
+    """
+    _check_probabilities(spec)
+    vocab_size = logits.shape[-1]
+    y = target.reshape(-1, vocab_size)
+    tokens = tuple(logits.shape[:-1])
+    return _loss_of_rows(logits.reshape(-1, vocab_size), y, weight, token_weight, num_items, spec, tokens)
+
+
+def _loss_of_rows(
+    logits: Tensor,  # (T, V)
+    y: Tensor,  # (T,) indices or (T, V) probabilities
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    spec: LossSpec,
+    tokens: tuple[int, ...],  # the shape of T losses
+) -> Tensor | LinearCrossEntropyOutput:
+    vocab_size = logits.shape[1]
+    z = _transform(logits.to(accumulation_dtype(logits.dtype)), spec)
+    if y.is_floating_point():
+        y = y.to(z.dtype)
         valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
         count = valid.sum()
         denominator = count.to(z.dtype)  # as torch: probabilities are averaged over the tokens
     else:
-        y = target.reshape(-1).to(torch.int64)
+        y = y.to(torch.int64)
         valid = y != spec.ignore_index
         count = valid.sum()
         class_weight = None if weight is None else weight[y.clamp(0, vocab_size - 1)].to(z.dtype)
@@ -140,6 +175,14 @@ def _with_stats(
         stat("argmax", argmax),
         stat("correct", (argmax == y) & valid) if "correct" in spec.stats else None,
     )
+
+
+def _check_probabilities(spec: LossSpec) -> None:
+    """ValueError for what is defined for class indices only."""
+    if {"logprob", "correct"} & set(spec.stats):
+        raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
+    if spec.ignore_index >= 0:
+        raise ValueError(f"ignore_index={spec.ignore_index} needs class-index targets, got class probabilities")
 
 
 def _check_indices(target: Tensor, vocab_size: int, ignore_index: int) -> None:

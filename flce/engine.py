@@ -14,23 +14,19 @@ gradient.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flce import row_vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import matmul
 from flce.planning import ChunkPlan, Sweep, padded_cols
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 
-# The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
-# room of 2^6 is for z-losses of a log-sum-exp beyond TYPICAL_LSE.
-FLOAT16_GRAD_PEAK = 2.0**10
-TYPICAL_LSE = 32.0
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
 MIN_IGNORED_SHARE = 1 / 16
 
@@ -45,18 +41,18 @@ class ForwardResult:
 
 
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
-    _check_targets(problem)
-    constants = _constants(problem)
+    row_vectors.check_targets(problem)
+    constants = row_vectors.constants(problem)
     selection = _Selection.of(problem, plan)
-    rows = _allocate_rows(problem, selection.num_rows)
+    rows = row_vectors.allocate(problem, selection.num_rows)
     if problem.needs.any and not plan.deferred:
-        unit = _grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
-        grads = _losses_and_gradients(problem, plan, selection, _scaled(constants, unit), rows)
+        unit = row_vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
+        grads = _losses_and_gradients(problem, plan, selection, row_vectors.scaled(constants, unit), rows)
     else:
         unit, grads = None, []
         _statistics(problem, plan, selection, constants, rows)
     rows = selection.scatter(rows)
-    loss, z_loss = _reduce(problem, rows, constants)
+    loss, z_loss = row_vectors.reduce(problem, rows, constants)
     return ForwardResult(loss, z_loss, rows, grads, unit)
 
 
@@ -68,11 +64,11 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     selection = _Selection.of(problem, plan)
-    constants = _constants(problem)
+    constants = row_vectors.constants(problem)
     accum = constants.dtype
     per_row = None
     if upstream.dim() == 0:
-        constants = _scaled(constants, upstream.to(accum))
+        constants = row_vectors.scaled(constants, upstream.to(accum))
     else:
         per_row = selection.take(upstream.to(accum))
     normalizer = selection.take(normalizer, dim=1)
@@ -384,91 +380,6 @@ class _Selection:
             put_optional(out.logprob),
             put_optional(out.entropy),
             put_optional(out.argmax, -1),
-        )
-
-
-def _allocate_rows(p: LinearCrossEntropyProblem, num_rows: int) -> RowOutputs:
-    accum = accumulation_dtype(p.dtype)
-    stats = p.spec.stats
-
-    def new(*shape: int, dtype: torch.dtype = accum) -> Tensor:
-        return torch.empty(*shape, num_rows, dtype=dtype, device=p.device)
-
-    return RowOutputs(
-        new(),
-        new() if p.spec.z_loss else None,
-        new(2),
-        new() if "logprob" in stats else None,
-        new() if "entropy" in stats else None,
-        new(dtype=torch.int64) if "argmax" in stats or "correct" in stats else None,
-    )
-
-
-def _constants(p: LinearCrossEntropyProblem) -> Tensor:
-    """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.
-
-    Stays on the device: nothing here may wait for it.
-    """
-    accum = accumulation_dtype(p.dtype)
-    one = torch.ones((), dtype=accum, device=p.device)
-    weight_sum = one * p.vocab_size if p.class_weight is None else p.class_weight.sum(dtype=accum)
-    if p.spec.reduction == "mean":
-        valid = p.target != p.spec.ignore_index
-        z_scale = valid.sum().to(accum).reciprocal()
-        ce_scale = z_scale
-        if p.class_weight is not None:
-            weights = p.class_weight[p.target.clamp(0, p.vocab_size - 1)].to(accum)
-            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
-    else:
-        ce_scale = z_scale = one if p.num_items is None else p.num_items.to(accum).reciprocal()
-    return torch.stack((ce_scale, z_scale, weight_sum))
-
-
-def _scaled(constants: Tensor, factor: Tensor | None) -> Tensor:
-    if factor is None:
-        return constants
-    return torch.cat((constants[:2] * factor, constants[2:]))
-
-
-def _grad_unit(p: LinearCrossEntropyProblem, constants: Tensor) -> Tensor:
-    """The power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK.
-
-    ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
-    divides this unit out in float32, together with the upstream gradient.
-    """
-    z_loss = 2.0 * p.spec.z_loss * TYPICAL_LSE
-    peak = constants[0] * (abs(p.spec.logit_scale) / p.spec.temperature * (1.0 + z_loss))
-    if p.class_weight is not None:
-        peak = peak * p.class_weight.abs().max()
-    if p.token_weight is not None and p.token_weight.numel():
-        peak = peak * p.token_weight.masked_fill(p.target == p.spec.ignore_index, 0.0).abs().max()
-    exponent = torch.log2(FLOAT16_GRAD_PEAK / peak).floor()
-    # No valid row, or only weights of 0: peak is inf, nan or 0, and any unit will do.
-    return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
-
-
-def _reduce(p: LinearCrossEntropyProblem, rows: RowOutputs, constants: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Loss (z-loss included) and z-loss."""
-    if p.spec.reduction == "none":
-        return (rows.loss if rows.z_loss is None else rows.loss + rows.z_loss), rows.z_loss
-    loss = rows.loss.sum() * constants[0]
-    if rows.z_loss is None:
-        return loss, None
-    z_loss = rows.z_loss.sum() * constants[1]
-    return loss + z_loss, z_loss
-
-
-def _check_targets(p: LinearCrossEntropyProblem) -> None:
-    """IndexError for a target out of range, where looking is free (CPU) or was asked for (FLCE_DEBUG=1)."""
-    if p.target.device.type != "cpu" and os.environ.get("FLCE_DEBUG", "0") in ("", "0"):
-        return
-    vocab_size = p.vocab_size
-    wrong = ((p.target < 0) | (p.target >= vocab_size)) & (p.target != p.spec.ignore_index)
-    if bool(wrong.any()):
-        position = int(wrong.nonzero()[0, 0])
-        raise IndexError(
-            f"target {int(p.target[position])} at position {position} (of the flattened, shifted target) is out "
-            f"of range: expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
         )
 
 

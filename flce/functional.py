@@ -1,15 +1,17 @@
-"""The public function: checks and documents its arguments, flattens them to a problem, shapes the result."""
+"""The public functions: they check and document their arguments, make a problem of them, and shape the result."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 
-from flce import composition
+from flce import composition, dense_loss, distributed
+from flce.arguments import FLOATING, check_inplace, check_shift, check_tensors, num_items_tensor, output, shifted
 from flce.autograd import linear_cross_entropy
+from flce.dense_loss import CrossEntropyProblem, check_overwritable
 from flce.planning import ChunkOptions
 from flce.problem import (
     LinearCrossEntropyOutput,
@@ -122,7 +124,7 @@ def fused_linear_cross_entropy(
     _check_dtypes(input, linear_weight, adapters)
     if linear_bias is not None:
         linear_bias = _wide_bias(linear_bias, input)
-    num_items = _num_items(num_items, spec, input)
+    num_items = num_items_tensor(num_items, spec, input)
     probabilities = target.is_floating_point()
     if probabilities or linear_weight.dim() > 2:
         if shift:
@@ -147,7 +149,7 @@ def fused_linear_cross_entropy(
     problem = LinearCrossEntropyProblem(
         terms=tuple(LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms),
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=_shifted(target.to(torch.int64), shift, ignore_index).reshape(-1).contiguous(),
+        target=shifted(target.to(torch.int64), shift, ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
@@ -160,53 +162,166 @@ def fused_linear_cross_entropy(
         ),
     )
     out = linear_cross_entropy(problem, options or ChunkOptions())
-    loss = out.loss.reshape(shape) if reduction == "none" else out.loss
-    if not spec.stats:
-        return loss
-
-    def stat(name: str, value: Tensor) -> Tensor | None:
-        return value.detach().reshape(shape) if name in spec.stats else None
-
-    z = None
-    if spec.z_loss:
-        z = out.z_loss.detach().reshape(shape) if reduction == "none" else out.z_loss.detach()
-    correct = out.argmax
-    if "correct" in spec.stats:  # argmax is -1 where ignored, which may be what ignore_index is
-        correct = (out.argmax == problem.target) & (problem.target != ignore_index)
-    return LinearCrossEntropyOutput(
-        loss,
-        z,
-        stat("lse", out.normalizer.sum(0) if "lse" in spec.stats else out.loss),
-        stat("logprob", out.logprob),
-        stat("entropy", out.entropy),
-        stat("argmax", out.argmax),
-        stat("correct", correct),
+    return output(
+        out.loss, out.z_loss, out.normalizer, out.logprob, out.entropy, out.argmax, problem.target, shape, spec
     )
 
 
-def _shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions."""
-    if shift == 0:
-        return target
-    shift = min(shift, target.shape[-1])
-    return F.pad(target[..., shift:], (0, shift), value=ignore_index)
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int | None = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    num_items: int | Tensor | None = None,
+    shift: int = 0,
+    stats: tuple[str, ...] = (),
+    inplace: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> Tensor | LinearCrossEntropyOutput:
+    r""":func:`torch.nn.functional.cross_entropy` of logits that exist, in one pass over them each way.
+
+    The loss is that of :func:`fused_linear_cross_entropy` with :math:`a` the given `logits`, softcap, scales and
+    z-loss included. Nothing of the size of the logits is made in forward but, with ``inplace=True``, their gradient,
+    over the logits themselves: then no second tensor of that size ever exists. With ``inplace=False`` the logits are
+    kept as they are with a log-sum-exp per token, and backward makes the gradient from them.
+
+    The classes are the **last** dimension, whatever the number of dimensions; ``torch`` has them second, as in
+    (N, C, d): ``logits.movedim(1, -1)`` is its equivalent. Logits are read where they are: rows may lie apart
+    (``logits[:, :-1]``, ``logits[..., :V]``), batch and sequence be transposed. Only if classes are not next to each
+    other in memory, or rows have more than two strides, is a copy made.
+
+    Args:
+        logits: (..., V) in float16, bfloat16, float32 or float64, also under autocast. With `process_group` the
+            columns of this process, (..., V_local). A DTensor that is sharded over its last dimension is recognised
+            as such without `process_group` and `vocab_size`.
+        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
+            Or class probabilities (..., V) in a floating dtype, for which the loss is composed of PyTorch's
+            operators, with several tensors of the size of the logits; without `shift`, `inplace` and `process_group`.
+        weight: (V,) class weights, of all classes.
+        ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, num_items,
+            stats: as of :func:`fused_linear_cross_entropy`.
+        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Unlike with
+            ``logits[:, :-1]``, whose backward copies, the gradient is that of the logits as they are. The positions
+            are the last dimension of `target`: (B, S) for logits (B, S, V), and for (S, B, V) `logits` and `target`
+            have to be transposed first, which copies no logits.
+        inplace: the logits may be overwritten. If they require grad (and grad mode is on), they hold their gradient
+            after this call (for an upstream gradient of 1; times a power of two for float16), and a backward only
+            multiplies that, unless by 1. Otherwise there is no gradient, and they stay as they are. While
+            `torch.compile` traces, this is ``inplace=False``: the compiler decides itself which memory it uses again.
+            Views of one tensor share a version, so a second call on another part of it makes the first one's backward
+            an error: give all of it to one call, or copies of the parts.
+            Not in a function under :func:`torch.utils.checkpoint.checkpoint` that is given the logits: it would
+            run again on what is left of them.
+        process_group: a group whose processes have the logits of the same tokens, each for a slice of the
+            vocabulary, in the order of their ranks. `target`, `weight`, `token_weight` and `num_items` are the same
+            in all. Every process gets the whole loss (and statistics), and the gradient of its columns. One collective
+            in forward, of 3 to 7 numbers per token; none in backward.
+        vocab_size: V, with `process_group`. None: all processes have as many columns. Otherwise the slices must be
+            those of :func:`torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none.
+
+    Returns:
+        The loss, float32 (float64 for float64 logits): 0-d, or (...) for ``reduction="none"``. With `stats` a
+        :class:`LinearCrossEntropyOutput`. Plain tensors, also for a DTensor. The gradient has the dtype of `logits`.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes do not fit, devices differ, a scalar is out of its range, an option is not for class
+            probabilities, or a DTensor is sharded in another way than over its classes.
+        IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
+            is NaN and nothing is read out of bounds.
+        RuntimeError: with ``inplace=True``, in forward: logits that require grad and are a leaf (or a view of one),
+            that the operator which made them saved for its backward, that overlap themselves in memory, or whose
+            strides call for a copy; in backward: for a second one, and (by autograd, as for any operation in place)
+            for whatever else saved the logits. In either case, in backward: for double backward; in forward: for
+            forward-mode differentiation.
+
+    Example::
+
+        >>> logits = model(x)                                                           # (2, 6, 100)
+        >>> y = torch.randint(100, (2, 6))
+        >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
+    """
+    ignore_index = -100 if ignore_index is None else ignore_index
+    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
+    check_shift(shift)
+    check_inplace(inplace)
+    if logits.dim() < 1:
+        raise ValueError("logits must have shape (..., V), got a 0-d tensor")
+    if logits.dtype not in FLOATING:
+        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
+    if shift and target.dim() == 0:
+        raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
+    overwritten_dtensor = None
+    if distributed.is_dtensor(logits):
+        if process_group is not None or vocab_size is not None:
+            raise ValueError("process_group and vocab_size are for plain tensors; a DTensor has them itself")
+        if inplace and logits.requires_grad and torch.is_grad_enabled():
+            check_overwritable(logits)
+            overwritten_dtensor = logits
+        logits, process_group, vocab_size = distributed.local_logits(logits)
+    target = distributed.local_vector(target, "target")
+    weight = distributed.local_vector(weight, "weight")
+    token_weight = distributed.local_vector(token_weight, "token_weight")
+    shard = None
+    if process_group is not None:
+        shard = distributed.shard_of(logits.shape[-1], vocab_size, process_group)
+    elif vocab_size is not None:
+        raise ValueError(f"vocab_size={vocab_size} needs a process_group")
+    tokens, vocab = tuple(logits.shape[:-1]), logits.shape[-1] if shard is None else shard.vocab_size
+    probabilities = target.is_floating_point()
+    _check_logits_shapes(logits, target, weight, token_weight, vocab)
+    num_items = num_items_tensor(num_items, spec, logits)
+    if probabilities:
+        for name, value in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
+            if value:
+                raise ValueError(f"{name} needs class-index targets, got class probabilities")
+        return composition.cross_entropy(logits, target, weight, token_weight, num_items, spec)
+
+    accum = accumulation_dtype(logits.dtype)
+    problem = CrossEntropyProblem(
+        logits=logits,
+        target=shifted(target.to(torch.int64), shift, ignore_index),
+        class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
+        token_weight=None if token_weight is None else token_weight.detach().to(accum),
+        num_items=num_items,
+        spec=spec,
+        shard=shard,
+    )
+    out = dense_loss.cross_entropy(problem, inplace)
+    if overwritten_dtensor is not None:  # it counts its versions apart from what is in it
+        torch.autograd.graph.increment_version(overwritten_dtensor)
+    return output(*out, problem.target, torch.Size(tokens), spec)
 
 
-def _num_items(num_items: int | Tensor | None, spec: LossSpec, input: Tensor) -> Tensor | None:
-    """As a 0-d tensor on the device of `input`, which nothing waits for."""
-    if num_items is None:
-        return None
-    if spec.reduction != "sum":
-        raise ValueError(f"num_items needs reduction='sum', got reduction={spec.reduction!r}")
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ValueError(f"num_items must be a number or a 0-d tensor, got shape {tuple(num_items.shape)}")
-        return num_items.detach().reshape(()).to(input.device, non_blocking=True)
-    if isinstance(num_items, bool) or not isinstance(num_items, (int, float, torch.SymInt)):
-        raise TypeError(f"num_items must be a number or a 0-d tensor, got {type(num_items).__name__}")
-    if not num_items > 0:
-        raise ValueError(f"num_items must be > 0, got {num_items}")
-    return torch.full((), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
+def _check_logits_shapes(
+    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, vocab_size: int
+) -> None:
+    tokens = tuple(logits.shape[:-1])
+    if vocab_size == 0:
+        raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
+    expected = (*tokens, logits.shape[-1]) if target.is_floating_point() else tokens
+    if tuple(target.shape) != expected:
+        second_is_class = logits.dim() > 2 and tuple(target.shape) == (logits.shape[0], *logits.shape[2:])
+        hint = "; for classes in the second dimension give logits.movedim(1, -1)" if second_is_class else ""
+        raise ValueError(
+            f"target must have shape {expected} with logits {tuple(logits.shape)}, whose last dimension are the "
+            f"classes, got {tuple(target.shape)}{hint}"
+        )
+    for name, value, shape in (("weight", weight, (vocab_size,)), ("token_weight", token_weight, tokens)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} with logits {tuple(logits.shape)}, got {tuple(value.shape)}"
+            )
 
 
 def _autocast(tensor: Tensor) -> Tensor:
@@ -230,22 +345,7 @@ def _check_tensors(
 ) -> None:
     required = {"input": input, "linear_weight": linear_weight, "target": target, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
-    for name, value in {**required, **optional}.items():
-        if value is None and name in optional:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
-        if value.device != input.device:
-            raise ValueError(
-                f"all tensors must be on one device, got input on {input.device} and {name} on {value.device}"
-            )
-        if name != "target" and not value.is_floating_point():
-            raise TypeError(f"{name} must have a floating dtype, got {value.dtype}")
-    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(
-            "target must hold class indices in int64 or int32, or class probabilities in a floating dtype, "
-            f"got {target.dtype}"
-        )
+    check_tensors(required, optional)
     if input.dim() < 1:
         raise ValueError("input must have shape (..., H), got a 0-d tensor")
     if linear_weight.dim() < 2:
@@ -272,7 +372,7 @@ def _describe(value: object) -> str:
 
 
 def _check_dtypes(input: Tensor, linear_weight: Tensor, adapters: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if input.dtype not in FLOATING:
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
     for name, value in {"linear_weight": linear_weight, **_by_name(adapters)}.items():
         if value.dtype != input.dtype:
@@ -298,11 +398,3 @@ def check_options(options: ChunkOptions | None) -> None:
     """Raises TypeError for options of another type."""
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
-
-
-def check_shift(shift: int) -> None:
-    """Raises TypeError or ValueError for a shift that is not an int >= 0."""
-    if isinstance(shift, bool) or not isinstance(shift, int):
-        raise TypeError(f"shift must be an int, got {type(shift).__name__}")
-    if shift < 0:
-        raise ValueError(f"shift must be >= 0, got {shift}")

@@ -1,4 +1,4 @@
-"""The loss as modules: one that owns the head, one without state."""
+"""The losses as modules: of hidden states, one that owns the head and one without state; and of logits."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce.functional import check_options, check_shift, fused_linear_cross_entropy
+from flce.arguments import check_inplace, check_shift
+from flce.functional import check_options, cross_entropy, fused_linear_cross_entropy
 from flce.planning import ChunkOptions
 from flce.problem import LinearCrossEntropyOutput, LossSpec
 
@@ -136,3 +138,78 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
             token_weight=token_weight,
             num_items=num_items,
         )
+
+
+class CrossEntropyLoss(nn.Module):
+    """`flce.cross_entropy` with its options fixed, as `torch.nn.CrossEntropyLoss`.
+
+    Args: as those of `flce.cross_entropy`. `weight` is a buffer.
+
+    Shape: ``forward(logits, target)`` with (..., V), classes last, and (...) or, for class probabilities, (..., V);
+    `token_weight` (...).
+
+    Raises:
+        TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: float = 1.0,
+        z_loss: float = 0.0,
+        shift: int = 0,
+        stats: tuple[str, ...] = (),
+        inplace: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        ignore_index = -100 if ignore_index is None else ignore_index
+        self.spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+        check_shift(shift)
+        check_inplace(inplace)
+        self.shift = shift
+        self.inplace = inplace
+        self.process_group = process_group
+        self.vocab_size = vocab_size
+        self.register_buffer("weight", weight)
+
+    def forward(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        num_items: int | Tensor | None = None,
+    ) -> Tensor | LinearCrossEntropyOutput:
+        spec = self.spec
+        return cross_entropy(
+            logits,
+            target,
+            self.weight,
+            ignore_index=spec.ignore_index,
+            reduction=spec.reduction,
+            label_smoothing=spec.label_smoothing,
+            softcap=spec.softcap,
+            logit_scale=spec.logit_scale,
+            temperature=spec.temperature,
+            z_loss=spec.z_loss,
+            token_weight=token_weight,
+            num_items=num_items,
+            shift=self.shift,
+            stats=spec.stats,
+            inplace=self.inplace,
+            process_group=self.process_group,
+            vocab_size=self.vocab_size,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}, inplace={self.inplace}"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 Reduction = Literal["none", "mean", "sum"]
 Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
+
+# A LossSpec among the arguments of a custom operator.
+SPEC_SCHEMA = (
+    "str reduction, int ignore_index, float label_smoothing, float? softcap, float logit_scale, "
+    "float temperature, float z_loss, str stats"
+)
 
 STATS: tuple[str, ...] = get_args(Stat)
 
@@ -62,6 +68,25 @@ class LossSpec:
             if name not in STATS:
                 raise ValueError(f"unknown stat {name!r}; expected any of {STATS}")
         object.__setattr__(self, "stats", tuple(self.stats))
+
+    @property
+    def flat(self) -> tuple[str | int | float | None, ...]:
+        """The values that `SPEC_SCHEMA` declares."""
+        return (
+            self.reduction,
+            self.ignore_index,
+            float(self.label_smoothing),
+            None if self.softcap is None else float(self.softcap),
+            float(self.logit_scale),
+            float(self.temperature),
+            float(self.z_loss),
+            ",".join(self.stats),
+        )
+
+    @staticmethod
+    def from_flat(flat: Sequence[Any]) -> LossSpec:
+        *values, stats = flat
+        return LossSpec(*values, tuple(stats.split(",")) if stats else ())  # type: ignore[call-arg]
 
 
 def _number(name: str, value: float) -> float:

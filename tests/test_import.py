@@ -104,9 +104,11 @@ def test_public_names() -> None:
     for name in (
         "ChunkOptions",
         "ChunkPlan",
+        "CrossEntropyLoss",
         "FusedLinearCrossEntropyLoss",
         "LinearCrossEntropyLoss",
         "LinearCrossEntropyOutput",
+        "cross_entropy",
         "fused_linear_cross_entropy",
         "is_patched",
         "log_softmax",

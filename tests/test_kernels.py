@@ -186,6 +186,62 @@ def test_many_blocks_on_cuda(
     compare(kernels, Rows(40, 20011, torch.float64, device, **FEATURES[feature]), 1e-10)
 
 
+@pytest.mark.parametrize("layout", ["two levels", "one level into two", "in place"])
+@pytest.mark.parametrize("feature", ["plain", "all"])
+def test_rows_in_two_levels(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, layout: str
+) -> None:
+    """Rows of (outer, inner, cols) are those of (outer * inner, cols), and nothing between them is touched."""
+    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
+    rows = Rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
+    tile = Tile(0, 37, 37, room=37, keep=True)
+    expected, grad = rows.outputs(), torch.empty_like(rows.logits)
+    TorchBackend().statistics(rows.logits, rows.inputs, rows.spec, tile, None, expected)
+    upstream = torch.linspace(0.5, 2.0, 12, dtype=rows.accum, device=device)
+    TorchBackend().gradient(rows.logits, grad, rows.inputs, rows.spec, tile, expected.normalizer, upstream)
+    for backend in (kernels.TritonBackend(), TorchBackend()):
+        memory = rows.logits.new_full((3, 6, 40), 99.0)
+        logits = memory[:, 1:5, 2:39]
+        logits.copy_(rows.logits.view(3, 4, 37))
+        out = rows.outputs()
+        backend.statistics(logits, rows.inputs, rows.spec, tile, None, out)
+        assert_same(out, expected, 1e-12)
+        torch.testing.assert_close(logits, rows.logits.view(3, 4, 37), rtol=0, atol=0)
+        mine = {
+            "two levels": lambda logits=logits: logits.new_full((4, 3, 41), 55.0).transpose(0, 1)[..., :37],
+            "one level into two": lambda logits=logits: torch.empty_like(logits),
+            "in place": lambda logits=logits: logits,
+        }[layout]()
+        in_place = Tile(0, 37, 37, room=37)
+        backend.gradient(logits, mine, rows.inputs, rows.spec, in_place, out.normalizer, upstream)
+        torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
+        factor = torch.ones_like(upstream)
+        factor[2::3] = 0.25
+        backend.scale_rows_(mine, factor)
+        torch.testing.assert_close(mine, (grad * factor[:, None]).view(3, 4, 37), rtol=1e-12, atol=1e-12)
+        assert (memory[:, [0, 5]] == 99.0).all()
+        assert (memory[..., [0, 1, 39]] == 99.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scale_rows(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(kernels, "SCALE_BLOCK", 16)
+    factor = torch.tensor([1.0, 0.3, 0.0, -2.0], device=device, dtype=torch.promote_types(dtype, torch.float32))
+    x = torch.randn(4, 37, device=device).to(dtype)
+    x[0, 0] = torch.nan
+    expected = (x.to(factor.dtype) * factor[:, None]).to(dtype)
+    for backend in (kernels.TritonBackend(), TorchBackend()):
+        mine = x.clone()
+        backend.scale_rows_(mine, factor)
+        # The interpreter rounds bfloat16 in its own way.
+        tolerance = 8e-3 if dtype == torch.bfloat16 else 0.0
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=0.0, equal_nan=True)
+        assert torch.equal(mine[0].isnan(), x[0].isnan())
+        assert torch.equal(mine[0, 1:], x[0, 1:])
+
+
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 32, 33])
 def test_edges_of_blocks(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, vocab: int

@@ -1,8 +1,9 @@
 """The contract between the engine and a backend: what is done to one tile of logits.
 
 A *tile* is `rows` tokens x `cols` consecutive classes of the logits ``a = x W^T``, as the matrix product
-left it. A backend turns it into row statistics, losses and gradients; it never multiplies matrices and
-never sees more than one tile. Everything is computed in float32 (float64 for float64 logits).
+left it, or as a user has them: one row stride, (rows, cols), or two, (outer, inner, cols) for outer * inner rows,
+and stride 1 between classes. A backend turns it into row statistics, losses and gradients; it never multiplies
+matrices and never sees more than one tile. Everything is computed in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -62,20 +63,29 @@ class Tile:
 
     `room`: columns of the buffer behind the start of each row, `cols` or more. Those behind `cols` may be read and
     written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
+
+    `shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
+    `state.merge_shards` and `state.finish` go on from.
+
+    `keep`: logits are left as they are, but where the gradient is written over them.
     """
 
     start: int
     cols: int
     vocab_size: int
     room: int
+    shard: bool = False
+    keep: bool = False
 
     @property
     def first(self) -> bool:
-        return self.start == 0
+        """Whether statistics begin with this tile."""
+        return self.shard or self.start == 0
 
     @property
     def last(self) -> bool:
-        return self.start + self.cols == self.vocab_size
+        """Whether statistics are complete after this tile."""
+        return not self.shard and self.start + self.cols == self.vocab_size
 
 
 class Backend(Protocol):
@@ -86,7 +96,7 @@ class Backend(Protocol):
     ) -> None:
         """Merge a tile into `state` (STATE_SLOTS, rows); at the last tile write `out`.
 
-        `state` may be None where one tile holds all classes. `logits` may be overwritten.
+        `state` may be None where one tile holds all classes. `logits` may be overwritten, unless ``tile.keep``.
         """
 
     def gradient(
@@ -101,6 +111,7 @@ class Backend(Protocol):
     ) -> None:
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
 
+        `grad` has as many dimensions as `logits`, and may have other strides.
         `normalizer`: (2, rows) as `statistics` left it. `upstream`: (rows,) gradient of each row's loss,
         or None for 1; it multiplies the scales in ``rows.constants``.
         """
@@ -112,6 +123,9 @@ class Backend(Protocol):
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor`` for a 0-d `factor` on x's device; reads and writes nothing if it is 1."""
+
+    def scale_rows_(self, x: Tensor, factor: Tensor) -> None:
+        """``x[row] *= factor[row]`` for x as logits may be, `factor` (rows,); nothing is done to a row of factor 1."""
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """``(x * factor).to(dtype)`` in one pass, rounded once."""

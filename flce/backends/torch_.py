@@ -23,6 +23,7 @@ from flce.backends.contract import (
     RowOutputs,
     Tile,
 )
+from flce.backends.state import finish
 from flce.problem import LossSpec, accumulation_dtype
 
 # Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
@@ -51,11 +52,11 @@ class TorchBackend:
     def statistics(
         self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
     ) -> None:
-        for part in _slabs(logits):
-            z, _ = _transform(logits[part], rows, spec, tile, want_jacobian=False)
+        for piece, part in _slabs(logits):
+            z, _ = _transform(logits[piece], rows, spec, tile, want_jacobian=False)
             merged, _ = _merge(z, _rows(rows, part), spec, tile, None if state is None else state[:, part])
             if tile.last:
-                _finish(merged, _rows(rows, part), spec, tile, out.rows(part))
+                finish(merged, _rows(rows, part), spec, tile.vocab_size, out.rows(part))
             elif state is not None:
                 state[:, part] = merged
 
@@ -69,29 +70,40 @@ class TorchBackend:
         normalizer: Tensor,
         upstream: Tensor | None,
     ) -> None:
-        for part in _slabs(logits):
-            z, jacobian = _transform(logits[part], rows, spec, tile, want_jacobian=True)
+        for piece, part in _slabs(logits):
+            z, jacobian = _transform(logits[piece], rows, spec, tile, want_jacobian=True)
             row_max, log_sum = normalizer[:, part]
             exps = z.sub_(row_max[:, None]).exp_()
             up = None if upstream is None else upstream[part]
-            _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[part])
+            _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[piece])
             del z, exps, jacobian  # before the next slab makes its own
 
     def loss_and_gradient(
         self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
     ) -> None:
-        for part in _slabs(logits):
+        for piece, part in _slabs(logits):
             slab = _rows(rows, part)
-            z, jacobian = _transform(logits[part], rows, spec, tile, want_jacobian=True)
+            z, jacobian = _transform(logits[piece], rows, spec, tile, want_jacobian=True)
             merged, exps = _merge(z, slab, spec, tile, None)
-            _finish(merged, slab, spec, tile, out.rows(part))
-            _gradient(exps, jacobian, merged[MAX], merged[SUM].log(), slab, spec, tile, None, grad[part])
+            finish(merged, slab, spec, tile.vocab_size, out.rows(part))
+            _gradient(exps, jacobian, merged[MAX], merged[SUM].log(), slab, spec, tile, None, grad[piece])
             del z, exps, jacobian  # before the next slab makes its own
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
         if x.device.type != "cpu" or factor.item() != 1.0:
             self._scale_into(x, x, factor)
+
+    def scale_rows_(self, x: Tensor, factor: Tensor) -> None:
+        if x.device.type == "cpu" and bool((factor == 1.0).all()):
+            return
+        for piece, part in _slabs(x):
+            rows = x[piece]
+            column = factor[part].reshape(*rows.shape[:-1], 1)
+            if x.dtype == factor.dtype:
+                rows.mul_(column)
+            else:
+                rows.copy_(rows.to(factor.dtype).mul_(column))
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
@@ -127,11 +139,21 @@ def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype).copy_(y)
 
 
-def _slabs(tile: Tensor) -> Iterator[slice]:
-    rows, cols = tile.shape
-    step = slab_rows(tile.device.type, rows, cols, accumulation_dtype(tile.dtype).itemsize)
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
+    """The pieces of (rows, cols) or (outer, inner, cols), each as an index into it and as a slice of all its rows."""
+    *outer, rows, cols = tile.shape
+    step = slab_rows(tile.device.type, tile.shape[:-1].numel(), cols, accumulation_dtype(tile.dtype).itemsize)
+    if not outer:
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            yield part, part
+        return
+    groups = max(1, step // max(1, rows))  # several only where each is whole
+    for first in range(0, outer[0], groups):
+        end = min(first + groups, outer[0])
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            yield (slice(first, end), slice(start, stop)), slice(first * rows + start, (end - 1) * rows + stop)
 
 
 def _rows(rows: RowInputs, part: slice) -> RowInputs:
@@ -142,8 +164,9 @@ def _rows(rows: RowInputs, part: slice) -> RowInputs:
 def _transform(
     logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, want_jacobian: bool
 ) -> tuple[Tensor, Tensor | float]:
-    """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits; may overwrite `logits`."""
-    z = logits.to(accumulation_dtype(logits.dtype))
+    """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols); may overwrite `logits`."""
+    z = logits.to(accumulation_dtype(logits.dtype), copy=tile.keep)
+    z = z.reshape(-1, z.shape[-1])
     if rows.bias is not None:
         z = z.add_(rows.bias[tile.start : tile.start + tile.cols])
     if spec.softcap is None:
@@ -217,35 +240,6 @@ def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor
     return merged, exps
 
 
-def _finish(state: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs) -> None:
-    valid = _valid(rows, spec)
-    row_max, log_sum = state[MAX], state[SUM].log()
-    in_range = (rows.target >= 0) & (rows.target < tile.vocab_size)
-    # (m - z_y) before + log_sum: exact where all logits share a large offset.
-    nll = log_sum + (row_max - state[TARGET_LOGIT])
-    nll = torch.where(in_range, nll, torch.nan)
-    loss = nll
-    if rows.class_weight is not None:
-        loss = loss * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
-    if spec.label_smoothing:
-        smooth = rows.constants[2] * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
-        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / tile.vocab_size) * smooth
-    weight = rows.token_weight
-    lse = row_max + log_sum
-    out.loss.copy_(torch.where(valid, loss if weight is None else loss * weight, 0.0))
-    out.normalizer[0] = torch.where(valid, row_max, 0.0)
-    out.normalizer[1] = torch.where(valid, log_sum, 0.0)
-    if out.z_loss is not None:
-        z_loss = spec.z_loss * lse.square()
-        out.z_loss.copy_(torch.where(valid, z_loss if weight is None else z_loss * weight, 0.0))
-    if out.logprob is not None:
-        out.logprob.copy_(torch.where(valid, -nll, 0.0))
-    if out.entropy is not None:
-        out.entropy.copy_(torch.where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
-    if out.argmax is not None:
-        out.argmax.copy_(torch.where(valid, state[ARGMAX].long(), -1))
-
-
 def _gradient(
     exps: Tensor,
     jacobian: Tensor | float,
@@ -289,4 +283,4 @@ def _gradient(
     if g.device.type != "cpu" or not bool(valid.all()):
         g.masked_fill_(~valid[:, None], 0.0)
     if g.data_ptr() != grad.data_ptr():
-        grad.copy_(g)
+        grad.copy_(g.view(grad.shape))

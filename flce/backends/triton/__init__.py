@@ -12,7 +12,7 @@ from torch import Tensor
 from flce.backends.contract import RowInputs, RowOutputs, Tile
 from flce.backends.triton import softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
-from flce.backends.triton.scale import scale_kernel
+from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
 from flce.problem import LossSpec, accumulation_dtype
 
 # A thread loads this many bytes at a time, and PARTS of these vectors for a block.
@@ -63,6 +63,17 @@ class TritonBackend:
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         _scale(x, x, factor)
 
+    def scale_rows_(self, x: Tensor, factor: Tensor) -> None:
+        if x.numel() == 0:
+            return
+        inner, outer_stride = _outer_level(x)
+        num_rows, cols = x.shape[:-1].numel(), x.shape[-1]
+        with _device_of(x):
+            scale_rows_kernel[(num_rows,)](
+                x, factor, x.stride(-2), outer_stride, inner, cols,
+                TWO_LEVEL=x.dim() == 3, BLOCK=SCALE_BLOCK, num_warps=8,
+            )  # fmt: skip
+
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
         _scale(x, out, factor)
@@ -78,7 +89,7 @@ class TritonBackend:
 
 
 def _launch(
-    logits: Tensor,  # (rows, cols), unit column stride
+    logits: Tensor,  # (rows, cols) or (outer, inner, cols), unit column stride
     grad: Tensor | None,  # like logits; None: no gradient
     rows: RowInputs,
     spec: LossSpec,
@@ -88,7 +99,7 @@ def _launch(
     normalizer: Tensor,
     upstream: Tensor | None,
 ) -> None:
-    num_rows, cols = logits.shape
+    num_rows, cols = logits.shape[:-1].numel(), logits.shape[-1]
     if num_rows == 0:
         return
     extras = (
@@ -100,6 +111,7 @@ def _launch(
     grad_dtype = None if grad is None else grad.dtype
     launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device)
     bias = None if rows.bias is None else rows.bias[tile.start : tile.start + cols]
+    inner_rows, logits_outer_stride = _outer_level(logits)
     scale = spec.logit_scale / (spec.temperature if spec.softcap is None else spec.softcap)
 
     def pointer(t: Tensor | None) -> Tensor:
@@ -125,8 +137,11 @@ def _launch(
             output("logprob"),
             output("entropy"),
             output("argmax"),
-            logits.stride(0),
-            0 if grad is None else grad.stride(0),
+            logits.stride(-2),
+            0 if grad is None else grad.stride(-2),
+            inner_rows,
+            logits_outer_stride,
+            0 if grad is None else _outer_level(grad)[1],
             0 if state is None else state.stride(0),
             normalizer.stride(0),
             cols,
@@ -144,6 +159,7 @@ def _launch(
             STORE_STATE=not tile.last,
             FINISH=tile.last,
             GRADIENT=grad is not None,
+            TWO_LEVEL=logits.dim() == 3,
             HAS_SCALE=scale != 1.0,
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=spec.softcap is not None,
@@ -157,6 +173,11 @@ def _launch(
             WANT_ARGMAX=out is not None and out.argmax is not None,
             **launch,
         )
+
+
+def _outer_level(x: Tensor) -> tuple[int, int]:
+    """Of (outer, inner, cols): inner and the stride of outer; 1 and 0 without that level."""
+    return (x.shape[1], x.stride(0)) if x.dim() == 3 else (1, 0)
 
 
 @functools.lru_cache(maxsize=256)

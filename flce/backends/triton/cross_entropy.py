@@ -165,10 +165,10 @@ def _gradient(
     return grad
 
 
-@triton.jit(do_not_specialize=["ignore_index", "column_start", "state_stride", "normalizer_stride"])
+@triton.jit(do_not_specialize=["ignore_index", "column_start", "state_stride", "normalizer_stride", "inner_rows"])
 def cross_entropy_kernel(
-    logits_ptr,  # (rows, cols), row stride logits_stride
-    grad_ptr,  # (rows, cols), row stride grad_stride; may be logits_ptr
+    logits_ptr,  # (rows, cols), row stride logits_stride; with TWO_LEVEL (outer, inner_rows, cols)
+    grad_ptr,  # likewise, row stride grad_stride; may be logits_ptr
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of this tile
     class_weight_ptr,  # (V,)
@@ -184,6 +184,9 @@ def cross_entropy_kernel(
     argmax_ptr,  # (rows,) int64
     logits_stride,
     grad_stride,
+    inner_rows,  # where rows have two levels, (outer, inner_rows): what the outer ones are apart follows
+    logits_outer_stride,
+    grad_outer_stride,
     state_stride,
     normalizer_stride,
     cols,  # classes in this tile
@@ -201,6 +204,7 @@ def cross_entropy_kernel(
     STORE_STATE: tl.constexpr,
     FINISH: tl.constexpr,
     GRADIENT: tl.constexpr,
+    TWO_LEVEL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -220,8 +224,14 @@ def cross_entropy_kernel(
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
     # 64-bit, because row * stride passes 2^31 at 16,744 rows of 128,256 classes.
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * logits_stride
-    grad_ptr += row * grad_stride
+    if TWO_LEVEL:
+        outer = row // inner_rows
+        inner = row - outer * inner_rows
+        logits_ptr += outer * logits_outer_stride + inner * logits_stride
+        grad_ptr += outer * grad_outer_stride + inner * grad_stride
+    else:
+        logits_ptr += row * logits_stride
+        grad_ptr += row * grad_stride
     if HAS_CLASS_WEIGHT:
         tile_weight_ptr = class_weight_ptr + column_start
     else:

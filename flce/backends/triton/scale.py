@@ -1,4 +1,4 @@
-"""Multiplication by a scalar that lives on the device."""
+"""Multiplication by scalars that live on the device: one, or one per row."""
 
 from __future__ import annotations
 
@@ -26,3 +26,29 @@ def scale_kernel(
             mask = offsets < numel
             x = tl.load(x_ptr + offsets, mask=mask).to(factor_ptr.dtype.element_ty)
             tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["inner_rows"])
+def scale_rows_kernel(
+    x_ptr,  # (rows, cols), row stride stride; with TWO_LEVEL (outer, inner_rows, cols)
+    factor_ptr,  # (rows,)
+    stride,
+    outer_stride,
+    inner_rows,
+    cols,
+    TWO_LEVEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(factor_ptr + row)
+    if factor != 1.0:
+        if TWO_LEVEL:
+            outer = row // inner_rows
+            x_ptr += outer * outer_stride + (row - outer * inner_rows) * stride
+        else:
+            x_ptr += row * stride
+        for start in range(0, cols, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            mask = offsets < cols
+            x = tl.load(x_ptr + offsets, mask=mask).to(factor_ptr.dtype.element_ty)
+            tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,343 @@
+"""The loss of logits that exist: its operators, and the gradient that is written over them.
+
+Two ways to the gradient:
+
+* Two custom operators, ``flce::cross_entropy`` and ``flce::cross_entropy_backward``. Forward makes statistics and saves
+  the logits as they are with each row's normalizer; backward makes the gradient of them in new memory, the upstream
+  gradient already in it. Nothing is changed in place, so `torch.compile` and autograd may do with them what they like.
+* `_InPlace`, for logits that may be overwritten, in eager mode: forward reads a row, and writes its gradient to the
+  same memory while the row is in the cache; backward multiplies that by the upstream gradient, unless it is 1.
+
+Both take rows where they are (`layout`), and between the passes finish statistics across the shards of a vocabulary
+(`distributed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flce import distributed, row_vectors
+from flce.backends import get_backend
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.backends.state import empty_shard, finish
+from flce.distributed import Shard
+from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
+from flce.problem import SPEC_SCHEMA, LossSpec, accumulation_dtype
+
+_ARGUMENTS = (
+    "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
+    f"{SPEC_SCHEMA}, str? group, SymInt start, SymInt vocab_size"
+)
+_NUM_TENSORS = 5
+
+
+@dataclass(frozen=True)
+class CrossEntropyProblem:
+    """One call: logits of some tokens and all classes, or those of one process."""
+
+    logits: Tensor  # (..., cols)
+    target: Tensor  # (...) int64; `shift` is already applied
+    class_weight: Tensor | None  # (V,) of all classes
+    token_weight: Tensor | None  # (...)
+    num_items: Tensor | None  # ()
+    spec: LossSpec
+    shard: Shard | None  # None: cols is V
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[-1] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.logits.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+
+class Outputs(NamedTuple):
+    """What ``flce::cross_entropy`` returns; what was not asked for is empty, of shape (0,)."""
+
+    loss: Tensor  # () or (...)
+    z_loss: Tensor  # like loss
+    normalizer: Tensor  # (2, ...); its sum is the log-sum-exp
+    logprob: Tensor  # (...)
+    entropy: Tensor  # (...)
+    argmax: Tensor  # (...)
+
+
+def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> Outputs:
+    """Solve a problem. Differentiable once, in ``loss``; as often as one likes where the logits stay.
+
+    Raises:
+        RuntimeError: the logits carry a forward-mode tangent, or cannot be overwritten.
+    """
+    logits = problem.logits
+    if not torch.compiler.is_compiling():
+        if forward_ad.unpack_dual(logits).tangent is not None:
+            raise RuntimeError(
+                "flce.cross_entropy has no forward-mode derivative; use torch.nn.functional.cross_entropy for "
+                "torch.func.jvp and dual tensors"
+            )
+        if inplace and logits.requires_grad and torch.is_grad_enabled():
+            check_overwritable(logits)
+            return Outputs(*_InPlace.apply(logits, problem))
+    return Outputs(*torch.ops.flce.cross_entropy(*_pack(problem)))
+
+
+def check_overwritable(logits: Tensor) -> None:
+    """RuntimeError for logits whose memory the gradient must not, or cannot, be written to.
+
+    What was saved for another backward is found here if the operator that made the logits saved them, as tanh does;
+    in the other cases autograd finds it in that backward, by the version of the tensor.
+    """
+    instead = "Use inplace=False, or give a copy."
+    base = logits._base if logits._is_view() else None
+    for tensor, what in ((logits, "are a leaf"), (base, "are a view of a leaf")):
+        if tensor is not None and tensor.is_leaf and tensor.requires_grad:
+            raise RuntimeError(
+                f"inplace=True would overwrite logits that {what} that requires grad: its value would be lost. "
+                f"{instead}"
+            )
+    for tensor in (logits, base):
+        # Not `_saved_result`, which would unpack it, from where a hook has put it too.
+        if tensor is not None and hasattr(tensor.grad_fn, "_raw_saved_result"):
+            raise RuntimeError(
+                f"inplace=True would overwrite logits that {type(tensor.grad_fn).__name__} still needs: it saved its "
+                f"result for its own backward. {instead}"
+            )
+    if may_overlap(logits):
+        raise RuntimeError(
+            "inplace=True cannot write to logits of which several elements share memory (shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()}). {instead}"
+        )
+    if row_order(logits) is None:
+        raise RuntimeError(
+            "inplace=True needs logits whose classes are next to each other and whose rows have one or two strides, "
+            f"got shape {tuple(logits.shape)}, strides {logits.stride()}. {instead}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The work
+
+
+def _losses(p: CrossEntropyProblem) -> Outputs:
+    """Loss and statistics."""
+    row_vectors.check_targets(p)
+    constants = row_vectors.constants(p)
+    logits, order = rows_of(p.logits)
+    rows = _row_inputs(p, order, constants)
+    out = row_vectors.allocate(p, p.target.numel())
+    _statistics(p, logits, rows, out)
+    return _outputs(p, order, out, constants)
+
+
+def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None]:
+    """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
+    the logits."""
+    row_vectors.check_targets(p)
+    constants = row_vectors.constants(p)
+    unit = row_vectors.grad_unit(p, constants) if p.dtype == torch.float16 else None
+    logits, order = rows_of(p.logits)
+    rows = _row_inputs(p, order, row_vectors.scaled(constants, unit))
+    out = row_vectors.allocate(p, p.target.numel())
+    backend = get_backend(p.device)
+    if p.shard is None:
+        backend.loss_and_gradient(logits, logits, rows, p.spec, _tile(p), out)
+    else:
+        _statistics(p, logits, rows, out)
+        if logits.shape[-1]:
+            backend.gradient(logits, logits, rows, p.spec, _tile(p), out.normalizer, None)
+    return _outputs(p, order, out, constants), unit
+
+
+def _gradient(p: CrossEntropyProblem, normalizer: Tensor, upstream: Tensor) -> Tensor:
+    """Like the logits. `normalizer` as in `Outputs`; `upstream` like the loss."""
+    constants = row_vectors.constants(p)
+    logits, order = rows_of(p.logits)
+    grad, grad_rows = empty_like_rows(p.logits, order)
+    per_row = None
+    if p.spec.reduction == "none":
+        per_row = order.vector(upstream.to(constants.dtype))
+    else:
+        constants = row_vectors.scaled(constants, upstream.to(constants.dtype))
+    rows = _row_inputs(p, order, constants)
+    stacked = torch.stack([order.vector(part) for part in normalizer])
+    if logits.numel():
+        tile = _tile(p, keep=True)
+        get_backend(p.device).gradient(logits, grad_rows, rows, p.spec, tile, stacked, per_row)
+    return grad
+
+
+def _statistics(p: CrossEntropyProblem, logits: Tensor, rows: RowInputs, out: RowOutputs) -> None:
+    backend, tile = get_backend(p.device), _tile(p, keep=True)
+    if p.shard is None:
+        backend.statistics(logits, rows, p.spec, tile, None, out)
+        return
+    state = rows.constants.new_empty(STATE_SLOTS, rows.target.numel())
+    if logits.shape[-1]:
+        backend.statistics(logits, rows, p.spec, tile, state, out)
+    else:
+        empty_shard(state)
+    finish(distributed.merged_state(state, p.class_weight, p.spec, p.shard), rows, p.spec, p.vocab_size, out)
+
+
+def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
+    # What lies behind the last class of a row is none of ours: no room.
+    cols = p.logits.shape[-1]
+    if p.shard is None:
+        return Tile(0, cols, cols, room=cols, keep=keep)
+    return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
+
+
+def _row_inputs(p: CrossEntropyProblem, order: RowOrder, constants: Tensor) -> RowInputs:
+    weight = None if p.token_weight is None else order.vector(p.token_weight)
+    return RowInputs(order.vector(p.target), weight, p.class_weight, None, constants)
+
+
+def _outputs(p: CrossEntropyProblem, order: RowOrder, out: RowOutputs, constants: Tensor) -> Outputs:
+    loss, z_loss = row_vectors.reduce(p, out, constants)
+
+    def put(x: Tensor | None) -> Tensor:
+        if x is None:
+            return constants.new_empty(0)
+        return order.restore(x) if x.dim() else x
+
+    # Outputs of an operator must not share memory: without a z-loss, a loss of every row is that of `out`.
+    return Outputs(put(loss), put(z_loss), put(out.normalizer), put(out.logprob), put(out.entropy), put(out.argmax))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Over the logits
+
+
+class _InPlace(torch.autograd.Function):
+    """Not a custom operator: those that change an argument can have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem) -> tuple[Tensor, ...]:
+        out, unit = _losses_and_gradient(problem)
+        # Kernels write without autograd's knowledge. Whoever saved the logits is told in backward.
+        torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(logits.detach(), unit)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*out[1:])
+        ctx.used = False
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
+        if grad_loss is None:
+            return None, None
+        _refuse_double_backward()
+        if ctx.used:
+            raise RuntimeError(
+                "backward through the same flce.cross_entropy(inplace=True) a second time: its gradient, which is "
+                "where the logits were, was handed out the first time. Use inplace=False for retain_graph=True."
+            )
+        ctx.used = True
+        grad, unit = ctx.saved_tensors
+        factor = grad_loss if unit is None else grad_loss / unit
+        rows, order = rows_of(grad)
+        per_row = order.vector(factor) if factor.dim() else factor.expand(rows.shape[:-1].numel()).contiguous()
+        get_backend(grad.device).scale_rows_(rows, per_row)
+        return grad, None
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "flce.cross_entropy cannot be differentiated twice (create_graph=True): its gradients are not part of "
+            "the graph. Use torch.nn.functional.cross_entropy for that."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Operators
+
+
+def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
+    shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
+    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, *p.spec.flat, *shard)
+
+
+def _unpack(args: tuple[Any, ...]) -> CrossEntropyProblem:
+    tensors, (*spec, group, start, vocab_size) = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
+    shard = None if group is None else Shard(group, start, vocab_size)
+    return CrossEntropyProblem(*tensors, LossSpec.from_flat(spec), shard)  # type: ignore[call-arg]
+
+
+def _forward(*args: Any) -> Outputs:
+    return _losses(_unpack(args))
+
+
+def _forward_fake(*args: Any) -> Outputs:
+    p = _unpack(args)
+    accum, stats, rows = accumulation_dtype(p.dtype), p.spec.stats, tuple(p.target.shape)
+    loss_shape = rows if p.spec.reduction == "none" else ()
+
+    def new(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = accum) -> Tensor:
+        return p.logits.new_empty(shape if wanted else (0,), dtype=dtype if wanted else accum)
+
+    return Outputs(
+        new(True, loss_shape),
+        new(p.spec.z_loss != 0.0, loss_shape),
+        new(True, (2, *rows)),
+        new("logprob" in stats, rows),
+        new("entropy" in stats, rows),
+        new("argmax" in stats or "correct" in stats, rows, torch.int64),
+    )
+
+
+def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> Tensor:
+    return _gradient(_unpack(args), normalizer, upstream)
+
+
+def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> Tensor:
+    logits = args[0]
+    return empty_like_rows(logits, rows_of(logits)[1])[0]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    out = Outputs(*output)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*out[1:])
+    ctx.scalars = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(out.normalizer, *inputs[:_NUM_TENSORS])
+
+
+def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 1)
+    if grad_loss is None:
+        return (None, *nothing)
+    _refuse_double_backward()
+    normalizer, *tensors = ctx.saved_tensors
+    grad = torch.ops.flce.cross_entropy_backward(normalizer, grad_loss.contiguous(), *tensors, *ctx.scalars)
+    return (grad, *nothing)
+
+
+def _register() -> None:
+    def define(name: str, schema: str, implementation: Any, fake: Any) -> None:
+        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
+        torch.library.register_fake(f"flce::{name}", fake)
+
+    outputs = ", ".join("Tensor" for _ in Outputs._fields)
+    define("cross_entropy", f"({_ARGUMENTS}) -> ({outputs})", _forward, _forward_fake)
+    define(
+        "cross_entropy_backward",
+        f"(Tensor normalizer, Tensor upstream, {_ARGUMENTS}) -> Tensor",
+        _backward,
+        _backward_fake,
+    )
+    torch.library.register_autograd("flce::cross_entropy", _differentiate, setup_context=_setup_context)
+
+
+_register()

@@ -1,0 +1,126 @@
+"""What vocabulary parallelism adds: which classes a process has, and the statistics of its rows put together.
+
+Every process of a group has the logits of the same tokens for a slice of the classes. Each makes the statistics of
+its slice; one collective (a few numbers per token) gives them to all, and every process merges them alike. Gradients
+need nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce.backends.contract import STATE_SLOTS
+from flce.backends.state import merge_shards, used_slots
+from flce.problem import LossSpec
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The classes [start, start + as many as there are columns) of `vocab_size`, in a process of `group`."""
+
+    group: str  # name
+    start: int
+    vocab_size: int
+
+
+def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
+    """First class and the one after the last of a shard, as `torch.chunk` and DTensor divide them."""
+    step = -(-vocab_size // shards)
+    return min(index * step, vocab_size), min((index + 1) * step, vocab_size)
+
+
+def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
+    """What a process of the group has with `cols` columns; `vocab_size` None: all have as many.
+
+    Raises:
+        TypeError: `process_group` is none.
+        ValueError: this process is not in it, or should have another number of columns.
+    """
+    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
+    rank, size = process_group.rank(), process_group.size()
+    if rank < 0:
+        raise ValueError("this process is not a member of process_group")
+    if vocab_size is None:
+        return Shard(process_group.group_name, rank * cols, size * cols)
+    start, stop = bounds(vocab_size, size, rank)
+    if stop - start != cols:
+        raise ValueError(
+            f"rank {rank} of {size} must have logits of {stop - start} classes of vocab_size={vocab_size} (as "
+            f"torch.chunk divides them), got {cols}"
+        )
+    return Shard(process_group.group_name, start, vocab_size)
+
+
+def merged_state(state: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:
+    """The state of all classes from that of each shard, both (STATE_SLOTS, rows). One collective."""
+    group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[arg-type, attr-defined]
+    shards = group.size()
+    slots = used_slots(spec)
+    mine = state[slots].contiguous() if len(slots) < STATE_SLOTS else state
+    gathered = mine.new_empty(shards, *mine.shape)
+    # The older name is deprecated where there is a newer one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered.view(-1, mine.shape[1]), mine, group=group)
+    states = gathered
+    if len(slots) < STATE_SLOTS:
+        states = state.new_zeros(shards, *state.shape)
+        for k, slot in enumerate(slots):
+            states[:, slot] = gathered[:, k]
+    return merge_shards(states, _weight_sums(state, class_weight, shards, shard) if spec.label_smoothing else (), spec)
+
+
+def _weight_sums(like: Tensor, class_weight: Tensor | None, shards: int, shard: Shard) -> list[Tensor]:
+    """Of each shard, the sum of its class weights. Made on the device: a copy would wait for it."""
+    edges = [bounds(shard.vocab_size, shards, index) for index in range(shards)]
+    if class_weight is None:
+        return [torch.full((), stop - start, dtype=like.dtype, device=like.device) for start, stop in edges]
+    return [class_weight[start:stop].sum() for start, stop in edges]
+
+
+def local_logits(logits: Tensor) -> tuple[Tensor, Any, int | None]:
+    """Local logits, process group and vocabulary size of a DTensor; of any other tensor itself, None, None.
+
+    Raises:
+        ValueError: it is divided in another way than by classes over one dimension of its mesh.
+    """
+    if not is_dtensor(logits):
+        return logits, None, None
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    dtensor: Any = logits
+    by_class = [
+        k
+        for k, placement in enumerate(dtensor.placements)
+        if type(placement) is ShardPlacement and placement.dim % logits.dim() == logits.dim() - 1
+    ]
+    others = [p for k, p in enumerate(dtensor.placements) if k not in by_class]
+    if len(by_class) > 1 or not all(isinstance(p, Replicate) for p in others):
+        raise ValueError(
+            "logits that are a DTensor must be replicated, or sharded over their last dimension by one dimension of "
+            f"the mesh, got placements {dtensor.placements}; for others give logits.to_local() and process_group"
+        )
+    local = dtensor.to_local()
+    if not by_class:
+        return local, None, None
+    return local, dtensor.device_mesh.get_group(by_class[0]), logits.shape[-1]
+
+
+def local_vector(x: Any, name: str) -> Any:
+    """The values of a DTensor that is replicated; anything else itself."""
+    if not is_dtensor(x):
+        return x
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(f"{name} that is a DTensor must be replicated, got placements {x.placements}")
+    return x.to_local()
+
+
+def is_dtensor(x: object) -> bool:
+    # Without its import, which takes long and which nobody has made who has no DTensor.
+    return isinstance(x, Tensor) and type(x).__name__ == "DTensor"

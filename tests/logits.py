@@ -1,0 +1,67 @@
+"""Logits (B, S, V) with the values that one wants, in the memory that one wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers import Problem
+
+# Shape of the memory for (b, s, v), the view of it, and whether its gradient can be written in place.
+Shape = Callable[[int, int, int], tuple[int, ...]]
+View = Callable[[Tensor, int, int, int], Tensor]
+LAYOUTS: dict[str, tuple[Shape, View, bool]] = {
+    "contiguous": (lambda b, s, v: (b, s, v), lambda x, b, s, v: x, True),
+    "transposed": (lambda b, s, v: (s, b, v), lambda x, b, s, v: x.transpose(0, 1), True),
+    "without the last": (lambda b, s, v: (b, s + 1, v), lambda x, b, s, v: x[:, :-1], True),
+    "without the first, transposed": (lambda b, s, v: (s, b + 1, v), lambda x, b, s, v: x[:, 1:].transpose(0, 1), True),
+    "every third": (lambda b, s, v: (b, 3 * s, v), lambda x, b, s, v: x[:, ::3], True),
+    "padded vocabulary": (lambda b, s, v: (b, s, v + 9), lambda x, b, s, v: x[..., :v], True),
+    "in the middle": (lambda b, s, v: (b + 1, s + 2, v + 9), lambda x, b, s, v: x[1:, 1:-1, 4:-5], True),
+    "class by class": (lambda b, s, v: (v, b, s), lambda x, b, s, v: x.permute(1, 2, 0), False),
+    "every second class": (lambda b, s, v: (b, s, 2 * v), lambda x, b, s, v: x[..., ::2], False),
+}  # fmt: skip
+
+
+def placed(values: Tensor, layout: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Memory, and the view of it that has these values."""
+    b, s, v = values.shape
+    shape, view, _ = LAYOUTS[layout]
+    memory = values.new_full(shape(b, s, v), 77.0)
+    view(memory, b, s, v).copy_(values)
+    return memory, lambda x: view(x, b, s, v)
+
+
+def make(
+    leading: tuple[int, ...] = (3, 4),
+    vocab: int = 37,
+    dtype: torch.dtype = torch.float64,
+    device: Any = "cpu",
+    ignored: float = 0.0,
+    class_weight: bool = False,
+    token_weight: bool = False,
+    target_dtype: torch.dtype = torch.int64,
+    std: float = 2.0,
+    seed: int = 0,
+    **kwargs: Any,
+) -> Problem:
+    """Logits, as a problem whose head is the identity."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> Tensor:
+        return (torch.rand(*shape, generator=g, dtype=torch.float64) + 0.25).to(device, dtype)
+
+    logits = (torch.randn(*leading, vocab, generator=g, dtype=torch.float64) * std).to(device, dtype)
+    target = torch.randint(vocab, leading, generator=g)
+    if ignored:
+        drop = torch.rand(leading, generator=g) < ignored
+        target = torch.where(drop, torch.full_like(target, kwargs.get("ignore_index", -100)), target)
+    if class_weight:
+        kwargs["weight"] = rand(vocab)
+    if token_weight:
+        kwargs["token_weight"] = rand(*leading)
+    head = torch.eye(vocab, dtype=dtype, device=device)
+    return Problem(logits, head, target.to(device, target_dtype), kwargs=kwargs)
