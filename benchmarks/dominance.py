@@ -39,7 +39,7 @@ RULES = [
 ]
 
 PEERS = tuple(dict.fromkeys(rule.peer for rule in RULES))
-BUDGETS_MIB = (64, 128, 256, 512, 1024, 2048)
+BUDGETS_MIB = (64, 128, 256, 512, 768, 1024, 1536, 2048)
 CURVE = ("ours", *(budget_name(mib) for mib in BUDGETS_MIB), budget_name(64, bfloat16_sums=True))
 SHAPES = [
     (8192, 4096, 128256),

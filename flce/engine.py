@@ -24,7 +24,7 @@ from flce import row_vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import matmul
-from flce.planning import ChunkPlan, Sweep, padded_cols
+from flce.planning import COMPACTION_ROWS, ChunkPlan, Sweep, halfway, padded_cols
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
@@ -277,12 +277,36 @@ class _TermGradients:
                 self._input_sum = x.new_empty((sweep.rows, x.shape[1]), dtype=sweep.input_sum)
             self._add_input(self.input, dlogits, rows, cols)
         if sweep.weights and self.weight is not None:
+            last = rows.stop == self._selection.num_rows
+            if sweep.weight_halves:
+                self._add_halves(self.weight, dlogits, x, rows.start == 0, last)
+                return
             if self._weight_sum is None and sweep.weight_sum is not None:
                 self._weight_sum = x.new_empty((sweep.cols, x.shape[1]), dtype=sweep.weight_sum)
             total = self.weight[cols] if self._weight_sum is None else self._weight_sum[: cols.stop - cols.start]
             matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
-            if self._weight_sum is not None and rows.stop == self._selection.num_rows:
+            if self._weight_sum is not None and last:
                 self.weight[cols] = total
+
+    def _add_halves(self, grad: Tensor, dlogits: Tensor, x: Tensor, first: bool, last: bool) -> None:
+        """Sums in float32, of the first half of the classes in the memory of `grad`, see `planning.halfway`."""
+        half, hidden = halfway(len(grad)), grad.shape[1]
+        if first:
+            self._weight_sum = grad.new_empty((len(grad) - half, hidden), dtype=torch.float32)
+        behind = self._weight_sum
+        assert behind is not None
+        before = grad.view(-1)[: 2 * half * hidden].view(torch.float32).view(half, hidden)
+        matmul(dlogits[:, :half].t(), x, out=before, accumulate=not first)
+        matmul(dlogits[:, half:].t(), x, out=behind, accumulate=not first)
+        if not last:
+            return
+        # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
+        start, stop = 0, min(half, COMPACTION_ROWS)
+        while start < half:
+            grad[start:stop] = before[start:stop].to(grad.dtype) if start == 0 else before[start:stop]
+            start, stop = stop, min(half, 2 * stop)
+        grad[half:] = behind
+        self._weight_sum = None
 
     def round(self, dtype: torch.dtype) -> None:
         """What the sweep has made."""

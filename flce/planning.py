@@ -7,8 +7,8 @@ The policy, in full:
   multiplies a fourth time, but needs no float32 copy of the weight gradient.
 * **Without a budget** the logits take at most the bytes of `DEFAULTS`, absolute figures (twice that for chunks of
   float32 logits with a gradient of half precision beside them): the workspace does not grow with the number of
-  tokens. All tokens are one chunk where that fits, because the sum of a weight gradient over chunks costs a float32
-  copy of it and its traffic.
+  tokens. All tokens are one chunk where that fits, because a weight gradient that is summed over chunks in float32
+  takes as much memory again (`halfway`) and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
   at least `MIN_EFFICIENT_ROWS` rows, else ``vocab``; if neither gets so much, whichever fits.
 * **Loans**: the gradient of the head's weight is written a block of classes after the other, and the memory of those
@@ -79,6 +79,8 @@ ROW_MULTIPLE = 128
 # CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
 # to keep the budget too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
+# Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
+COMPACTION_ROWS = 256
 # Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
 # Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time.
@@ -170,6 +172,8 @@ class Sweep:
     """Of the sum over classes for one chunk of tokens, where it is made apart and rounded when it is complete."""
     weight_sum: torch.dtype | None
     """Of the sum over tokens for one block of classes, likewise."""
+    weight_halves: bool
+    """Whether the sum over tokens is in float32, of the classes before `halfway` in the memory of the gradient."""
     start: int
     stop: int
     """Its classes."""
@@ -293,10 +297,10 @@ class ChunkPlan(CallShape):
         input_sum = weight_sum = None
         if self.deferred:
             input_dtype = self.dtype if whole_cols or not weights else self._accum
-            weight_dtype = self.dtype if whole_rows or not whole_cols else self._accum
             if self._accum != self.dtype:
                 input_sum = None if weights or whole_cols else self._accum
                 weight_sum = None if whole_rows or whole_cols else self._accum
+        halves = weights and whole_cols and not whole_rows and weight_dtype == self.dtype != self._accum
         lends = weights and self._lends and whole_rows
         most = _defaults(self.device_type).chunk // (max(1, rows) * self.logits_dtype.itemsize)
         return Sweep(
@@ -308,6 +312,7 @@ class ChunkPlan(CallShape):
             weight_dtype,
             input_sum,
             weight_sum,
+            halves,
             start,
             self.vocab_size if stop is None else stop,
             self.hidden_sizes[0] if lends else 0,
@@ -339,13 +344,7 @@ class ChunkPlan(CallShape):
     @property
     def weight_grad_dtype(self) -> torch.dtype:
         """As `input_grad_dtype`, for the gradients of weights."""
-        if self._accum == self.dtype:
-            return self.dtype
-        # With a budget always, so that the dtype does not depend on the rows that the budget leaves:
-        # torch.compile would otherwise make another graph for every number of tokens.
-        if self.max_workspace_bytes is not None or self.num_tokens > self.max_rows:
-            return self._accum
-        return torch.float32 if self.dtype == torch.float16 else self.dtype
+        return torch.float32 if self.dtype == torch.float16 and not self.deferred else self.dtype
 
     @property
     def _accum(self) -> torch.dtype:
@@ -419,6 +418,10 @@ class ChunkPlan(CallShape):
                 sums += sweep.rows * self._input_grad_width * sweep.input_sum.itemsize
             if sweep.weight_sum is not None and sweep.weights:
                 sums += sweep.cols * self._weight_grad_width * sweep.weight_sum.itemsize
+            if sweep.weight_halves:
+                half = halfway(self.vocab_size)
+                first = min(half, COMPACTION_ROWS) * itemsize
+                sums += ((self.vocab_size - half) * self._accum.itemsize + first) * self._weight_grad_width
             temporaries = max(self._tile_temporaries(sweep.rows, cols, sweep) for cols in {sweep.cols, sweep.widest})
             tile = self._logits_bytes(sweep.rows, sweep.cols) + temporaries
             peak = max(peak, rows + held + tile + sums)
@@ -623,6 +626,16 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     if options.strategy == "vocab":
         return vocab
     return _cheaper_within_budget(tokens, vocab, options.chunk_rows is not None)
+
+
+def halfway(vocab_size: int) -> int:
+    """The first of the classes whose weight gradient is summed in memory of its own.
+
+    Sums of those before, in float32, fill the memory of the gradient of all, in half precision. When they are
+    complete they are rounded, from the first on, to their places there, which are never behind what is left to read.
+    So a gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
+    """
+    return vocab_size // 2 // ALIGNMENT * ALIGNMENT
 
 
 def padded_cols(cols: int) -> int:

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flce
-from flce import autograd, planning
+from flce import autograd, engine, planning
 from flce.planning import BLOCK_MULTIPLE, ChunkPlan
-from tests.helpers import ALL_GRADS, Problem, check, make_problem, plan_for, run_fused
+from tests.helpers import ALL_GRADS, Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
 from tests.test_plan import assert_kept, promise_and_peak
 
 SHAPE: dict[str, Any] = {"leading": (3, 8), "hidden": 64, "vocab": 1003}
@@ -113,6 +113,45 @@ def test_no_loans_where_the_memory_has_another_dtype() -> None:
         assert not plan.lent_input_sum
 
 
+@pytest.mark.parametrize("vocab", [5, 16, 17, 515, 1041])
+@pytest.mark.parametrize(
+    "dtype, extras",
+    [(torch.bfloat16, {}), (torch.bfloat16, EXTRAS["adapters"]), (torch.bfloat16, EXTRAS["none"]),
+     (torch.float16, EXTRAS["none"])],
+    ids=["plain", "adapters", "none", "float16"],
+)  # fmt: skip
+def test_a_float32_sum_half_in_its_gradients_memory(
+    vocab: int, dtype: torch.dtype, extras: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
+    problem = make_problem((3, 8), 24, vocab, dtype=dtype, **extras)
+    options = flce.ChunkOptions(strategy="tokens", chunk_rows=5, skip_ignored=False)
+    (sweep,) = plan_for(problem, options).sweeps
+    assert sweep.weight_halves
+    outcome = check(problem, options=options, grad_output=1.7, tolerance=3e-2)
+    # One chunk rounds the same sums, made in another order.
+    whole = run_fused(problem, options=flce.ChunkOptions(strategy="tokens", skip_ignored=False), grad_output=1.7)
+    for mine, other in zip(
+        (outcome.grad_weight, *(up for _, up in outcome.grad_adapters)),
+        (whole.grad_weight, *(up for _, up in whole.grad_adapters)),
+        strict=True,
+    ):
+        assert mine is not None
+        assert other is not None
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2 * float(other.abs().max()))
+
+
+def test_a_sum_of_bfloat16_would_be_worse(torch_backend: str) -> None:
+    """Many chunks: were they summed in bfloat16, the error would be several times that of the rounding at the end."""
+    problem = make_problem((512,), 16, 64, dtype=torch.bfloat16)
+    options = flce.ChunkOptions(strategy="tokens", chunk_rows=4)
+    mine, expected = run_fused(problem, options=options), run_oracle(problem)
+    assert mine.grad_weight is not None
+    assert expected.grad_weight is not None
+    assert relative_error(mine.grad_weight, expected.grad_weight) < 2.5e-3
+
+
 @given(
     n=st.integers(1, 20000),
     h=st.integers(1, 5000),
@@ -153,6 +192,21 @@ def test_lent_memory_is_unwritten_and_large_enough(n: int, h: int, v: int, dtype
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
     if plan.lent_input_sum:
         assert n * h * 4 <= (v - plan.input_sum_start) * h * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("mib", [120, 160])
+def test_a_float32_sum_in_a_budget_on_cuda(mib: int, reduction: str) -> None:
+    """More than the gradient's 74 MiB, less than the 147 MiB that its float32 sum takes."""
+    settings_ = {"dtype": torch.bfloat16, "reduction": reduction}
+    options = {"max_workspace_bytes": mib << 20, "strategy": "tokens"}
+    plan = flce.plan(2000, 768, 50257, torch.bfloat16, reduction=reduction, options=flce.ChunkOptions(**options))  # type: ignore[arg-type]
+    assert plan.num_chunks > 1
+    assert plan.sweeps[0].weight_halves
+    assert_kept(*promise_and_peak(2000, 768, 50257, "cuda", settings_, options))
+    problem = make_problem((2000,), 768, 50257, dtype=torch.bfloat16, device="cuda", reduction=reduction)
+    check(problem, options=flce.ChunkOptions(**options), tolerance=3e-2)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
