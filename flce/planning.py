@@ -104,7 +104,8 @@ class ChunkOptions:
             inputs, ``torch.bfloat16``, which halves that buffer and loses digits with every chunk.
         skip_ignored: whether rows whose target is `ignore_index` are dropped before the matrix products.
             Their number must be known to the host: on a CPU that is free, on an accelerator it waits for
-            the device. "auto": True on a CPU, False elsewhere.
+            the device, which costs about a millisecond and pays from a tenth of the rows on. "auto": True on
+            a CPU, False elsewhere: nothing waits that was not asked to.
 
     Raises:
         TypeError: an option has the wrong type.

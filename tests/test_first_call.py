@@ -1,0 +1,60 @@
+"""What a first call costs on a GPU, and that calls of other lengths cost nothing more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+# A process of its own, whose Triton has built nothing yet. The libraries are loaded, and PyTorch has its context and
+# handles, before the clock starts: these are not flce's.
+SCRIPT = """
+    import time, torch, triton, flce
+
+    def operands(n):
+        x = torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return x, torch.randint(50304, (n,), device="cuda")
+
+    def call(n, **settings):
+        x, y = operands(n)
+        flce.fused_linear_cross_entropy(x, w, y, options=flce.ChunkOptions(**settings)).backward()
+        torch.cuda.synchronize()
+
+    w = torch.randn(50304, 2048, device="cuda", dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    (operands(512)[0] @ w.T).float().sum().backward()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(4096)
+    print("first", time.perf_counter() - start)
+
+    built = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: built.append(repr)
+    call(4096)
+    for n in (4095, 2048, 777, 1, 10000):
+        call(n)
+    print("built", len(built))
+    call(4096, strategy="vocab")
+    built.clear()
+    for n in (4095, 777, 10000):
+        call(n, strategy="vocab")
+    print("built", len(built))
+"""
+
+
+def test_first_call_and_other_lengths(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    lines = [line.split() for line in result.stdout.splitlines()]
+    values = [float(value) for name, value in lines if name in ("first", "built")]
+    first, *built = values
+    assert first <= 3.0
+    assert built == [0, 0]
