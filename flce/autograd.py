@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flce import engine
-from flce.backends import backend_name, get_backend
+from flce.backends import backend_name, get_backend, has_product
 from flce.planning import CallShape, ChunkOptions, ChunkPlan, base_plan, make_plan
 from flce.problem import SPEC_SCHEMA, LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
 
@@ -99,7 +99,8 @@ def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan
 
 def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
     n, h, v, device = p.num_tokens, p.hidden_sizes, p.vocab_size, p.device
-    shape = CallShape(n, h, v, p.dtype, device.type, backend_name(device), p.spec, p.needs)
+    backend, product = backend_name(device), has_product(device)
+    shape = CallShape(n, h, v, p.dtype, device.type, backend, product, p.spec, p.needs)
     if all(isinstance(size, int) for size in (n, *h, v)):
         return make_plan(shape, options)
     # While a graph is traced: what the outputs look like does not depend on the sizes of the tiles.

@@ -103,6 +103,13 @@ def _statistics(
     p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
 ) -> None:
     backend = get_backend(p.device)
+    if plan.fused_product and _operands_fuse(p):
+        for rows in _pieces(selection.num_rows, plan.product_rows):
+            (x,) = selection.inputs(rows)
+            inputs = selection.row_inputs(rows, constants)
+            backend.product_statistics(x, p.terms[0].weight, inputs, p.spec, out.rows(rows))
+            del x
+        return
     chunk_rows, block_cols = plan.statistics_tile
     buffer = _TileBuffer(p, plan, chunk_rows, block_cols, gradient=False)
     for rows in _pieces(selection.num_rows, chunk_rows):
@@ -131,6 +138,7 @@ def _gradients(
     backend = get_backend(p.device)
     buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols)
     grads.start(sweep)
+    fused = plan.fused_product and _operands_fuse(p)
     xs: list[Tensor] = []
     rows_of_xs = None
     for rows, cols, lent in _tiles(selection.num_rows, sweep):
@@ -138,10 +146,14 @@ def _gradients(
             xs = []  # gathered rows, before the next are
             xs, rows_of_xs = selection.inputs(rows), rows
         logits, dlogits, tile = buffer.tile(rows, cols, grads.unwritten(cols.stop) if lent else None)
-        _write_logits(p, xs, cols, logits)
         up = None if upstream is None else upstream[rows]
         inputs = selection.row_inputs(rows, constants)
-        backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
+        if fused:
+            weight = p.terms[0].weight[cols]
+            backend.product_gradient(xs[0], weight, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
+        else:
+            _write_logits(p, xs, cols, logits)
+            backend.gradient(logits, dlogits, inputs, p.spec, tile, normalizer[:, rows], up)
         grads.add(dlogits, xs, rows, cols)
 
 
@@ -151,6 +163,12 @@ def _tiles(num_rows: int, sweep: Sweep) -> Iterator[tuple[slice, slice, bool]]:
         yield from ((rows, cols, lent) for cols, lent in sweep.blocks() for rows in _pieces(num_rows, sweep.rows))
     else:
         yield from ((rows, cols, lent) for rows in _pieces(num_rows, sweep.rows) for cols, lent in sweep.blocks())
+
+
+def _operands_fuse(p: LinearCrossEntropyProblem) -> bool:
+    """The same in forward and backward: the logits of both are to be the same."""
+    term = p.terms[0]
+    return get_backend(p.device).can_fuse_product(term.input, term.weight)
 
 
 def _write_logits(p: LinearCrossEntropyProblem, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:

@@ -32,8 +32,8 @@ from typing import Literal
 
 import torch
 
-from flce.backends import backend_name
-from flce.backends.contract import STATE_SLOTS
+from flce.backends import backend_name, has_product
+from flce.backends.contract import PRODUCT_BLOCK, STATE_SLOTS
 from flce.backends.torch_ import SCALE_SLAB, slab_rows, slab_temporaries
 from flce.gemm import ALIGNMENT, CAST_BYTES
 from flce.problem import LossSpec, Needs, accumulation_dtype
@@ -79,6 +79,10 @@ ROW_MULTIPLE = 128
 # CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
 # to keep the budget too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
+# Tokens whose statistics are made at once where no logits are in memory: 33 MiB for 128,256 classes. Temporaries of so
+# many float32 vectors with an entry for each are made at the end.
+PRODUCT_ROWS = 8192
+FINISHING_VECTORS = 8
 # Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
 COMPACTION_ROWS = 256
 # Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
@@ -149,6 +153,8 @@ class CallShape:
     dtype: torch.dtype
     device_type: str
     backend: str
+    has_product: bool
+    """Of the backend, on the device: `backends.has_product`."""
     spec: LossSpec
     needs: Needs
 
@@ -242,14 +248,44 @@ class ChunkPlan(CallShape):
         return _ceil_div(self.vocab_size, self.block_cols)
 
     @property
+    def fused_product(self) -> bool:
+        """Whether logits that are wanted for their statistics, or a second time, are not in memory at all."""
+        return (
+            self.has_product
+            and (self.deferred or not self.needs.any)
+            and len(self.hidden_sizes) == 1
+            and self.hidden_sizes[0] % ALIGNMENT == 0
+            and self.dtype.itemsize == 2
+            and self.logits_dtype == self.grad_dtype == self.dtype
+            and not self.spec.label_smoothing
+            and not {"entropy", "argmax", "correct"} & set(self.spec.stats)
+        )
+
+    @property
+    def product_rows(self) -> int:
+        """Tokens whose statistics `fused_product` makes at a time."""
+        rows = self.chunk_rows if self.needs.any else self.num_tokens
+        return min(rows, PRODUCT_ROWS, max(1, self._statistics_room // self._product_bytes(1)))
+
+    def _product_bytes(self, rows: int) -> int:
+        return 2 * 4 * _ceil_div(self.vocab_size, PRODUCT_BLOCK) * rows
+
+    @property
+    def _statistics_room(self) -> int:
+        """As many bytes as the other tiles have, or the gradients that are to be returned: they do not exist yet."""
+        tile = self.chunk_rows * padded_cols(self.block_cols) * self.logits_dtype.itemsize
+        limit = _defaults(self.device_type).statistics
+        return tile if limit is None else min(limit, max(tile, self._returned_bytes))
+
+    @property
     def statistics_tile(self) -> tuple[int, int]:
         """Tokens and classes of the tiles of a forward that makes no gradients."""
         limit = _defaults(self.device_type).statistics
         if limit is None:
             return self.chunk_rows, self.block_cols
-        # As many bytes as the other tiles have, or the gradients that are to be returned: they do not exist yet.
         itemsize = self.logits_dtype.itemsize
-        room = min(limit, max(self.chunk_rows * padded_cols(self.block_cols) * itemsize, self._returned_bytes))
+        # Operands that cannot be fused after all, for where they lie in memory, have to do with the same.
+        room = self._product_bytes(self.product_rows) if self.fused_product else self._statistics_room
         rows = min(STATISTICS_ROWS, self.num_tokens if self.equal_rows else self.chunk_rows)
         cols = room // max(1, rows * itemsize)
         multiple = STATISTICS_COLS if cols >= STATISTICS_COLS else COLUMN_MULTIPLE
@@ -399,6 +435,11 @@ class ChunkPlan(CallShape):
             state = STATE_SLOTS * chunk * accumulation_dtype(self.dtype).itemsize * (block < self.vocab_size)
             logits = chunk * padded_cols(block) * self.logits_dtype.itemsize
             peak = rows + logits + self._tile_temporaries(chunk, block, None) + state
+            if self.fused_product:
+                fused = self.product_rows
+                gathered = self.skip_ignored * fused * sum(self.hidden_sizes) * itemsize
+                finishing = (STATE_SLOTS + FINISHING_VECTORS) * fused * 4
+                peak = max(peak, rows + self._product_bytes(fused) + gathered + finishing)
         if not self.needs.any:
             return peak
         held = 0  # gradients, those of the sweeps before included
@@ -552,6 +593,7 @@ def plan(
         dtype=dtype,
         device_type=device.type,
         backend=backend_name(device),
+        has_product=has_product(device),
         spec=LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
         needs=Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
     )

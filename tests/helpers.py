@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.backends import backend_name
+from flce.backends import backend_name, has_product
 from flce.planning import CallShape, make_plan
 from flce.problem import LossSpec, Needs
 from tests.oracle import OracleResult, dense_logits, oracle
@@ -291,6 +291,7 @@ def plan_for(
         dtype=problem.input.dtype,
         device_type=device.type,
         backend=backend_name(device),
+        has_product=has_product(device),
         spec=LossSpec(**{**spec, "stats": tuple(stats)}),
         needs=Needs(
             ("x" in grads, *("a" in grads for _ in adapters)),

@@ -34,6 +34,16 @@ def backend_name(device: torch.device) -> str:
     return choice or ("triton" if possible else "torch")
 
 
+def has_product(device: torch.device) -> bool:
+    """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's.
+
+    On Hopper: that is where it was measured.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available() or backend_name(device) != "triton":
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
 def get_backend(device: torch.device) -> Backend:
     return _load(backend_name(device))
 

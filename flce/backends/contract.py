@@ -20,6 +20,9 @@ from flce.problem import LossSpec
 STATE_SLOTS = 7
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE_SLOTS)
 
+# `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and so many classes.
+PRODUCT_BLOCK = 256
+
 
 @dataclass(frozen=True)
 class RowInputs:
@@ -120,6 +123,29 @@ class Backend(Protocol):
         self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
     ) -> None:
         """`statistics` and `gradient` at once, for a tile that holds all classes."""
+
+    def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the next two work on these operands, as far as their memory decides it; see `backends.has_product`
+        for the rest."""
+
+    def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
+        """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
+
+        x: (rows, H), weight: (V, H), of half precision. `PRODUCT_BLOCK` says what it takes.
+        """
+
+    def product_gradient(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        tile: Tile,
+        normalizer: Tensor,
+        upstream: Tensor | None,
+    ) -> None:
+        """`gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H)."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor`` for a 0-d `factor` on x's device; reads and writes nothing if it is 1."""

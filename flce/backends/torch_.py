@@ -89,6 +89,25 @@ class TorchBackend:
             _gradient(exps, jacobian, merged[MAX], merged[SUM].log(), slab, spec, tile, None, grad[piece])
             del z, exps, jacobian  # before the next slab makes its own
 
+    def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
+        return False
+
+    def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
+        raise NotImplementedError
+
+    def product_gradient(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        tile: Tile,
+        normalizer: Tensor,
+        upstream: Tensor | None,
+    ) -> None:
+        raise NotImplementedError
+
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
         if x.device.type != "cpu" or factor.item() != 1.0:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import RowInputs, RowOutputs, Tile
-from flce.backends.triton import softmax_launch
+from flce.backends.triton import product_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
 from flce.problem import LossSpec, accumulation_dtype
@@ -59,6 +59,25 @@ class TritonBackend:
         self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
     ) -> None:
         _launch(logits, grad, rows, spec, tile, None, out, out.normalizer, None)
+
+    def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
+        return product_launch.can_describe(x) and product_launch.can_describe(weight)
+
+    def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
+        product_launch.statistics(x, weight, rows, spec, out)
+
+    def product_gradient(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        grad: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        tile: Tile,
+        normalizer: Tensor,
+        upstream: Tensor | None,
+    ) -> None:
+        product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         _scale(x, x, factor)

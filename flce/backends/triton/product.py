@@ -1,0 +1,127 @@
+"""A matrix product whose results never leave the chip as logits: row statistics, or the gradient, in its epilogue.
+
+What the vendor's product followed by a pass over the logits does, where nothing but the statistics of the rows is
+wanted, or the logits are made a second time for their gradient. A block of ``x W^T`` is summed in float32 and stays in
+registers: it is neither written as logits, nor read again, nor rounded. Both uses sum in the same order, so the
+gradient sees the logits that the statistics were made of, to the bit.
+
+A program makes one block after the other (there are as many as multiprocessors), those of GROUP blocks of rows before
+the next, so that what is in the cache is used again. Operands come by tensor descriptors (the bulk copies of Hopper).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flce.backends.triton.cross_entropy import _transform
+from flce.backends.triton.math import LOG2_E
+
+
+@triton.jit(do_not_specialize=["ignore_index", "column_start", "normalizer_stride", "rows", "cols"])
+def product_kernel(
+    x_desc,  # (rows, hidden)
+    weight_desc,  # (cols, hidden)
+    grad_desc,  # (rows, cols), or x_desc
+    partial_ptr,  # (2, blocks of columns, rows): the largest z of a row in a block, sum of exp(z - that)
+    target_logit_ptr,  # (rows,): written where the target is among the columns
+    target_ptr,  # (rows,) int64
+    bias_ptr,  # (cols,) of these columns
+    class_weight_ptr,  # (V,)
+    token_weight_ptr,  # (rows,)
+    upstream_ptr,  # (rows,)
+    constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
+    normalizer_ptr,  # (2, rows), row stride normalizer_stride
+    normalizer_stride,
+    rows,
+    cols,
+    hidden,
+    column_start,  # the class of column 0
+    vocab_size,
+    ignore_index,
+    scale: tl.float64,
+    cap: tl.float64,
+    z_loss: tl.float64,
+    GRADIENT: tl.constexpr,  # else statistics
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_UPSTREAM: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    scale = tl.full((), scale, tl.float32)
+    cap = tl.full((), cap, tl.float32)
+    z_loss = tl.full((), z_loss, tl.float32)
+    row_blocks = tl.cdiv(rows, ROWS)
+    col_blocks = tl.cdiv(cols, COLS)
+    group_blocks = GROUP * col_blocks
+    for block in tl.range(tl.program_id(0), row_blocks * col_blocks, tl.num_programs(0), flatten=True):
+        first = block // group_blocks * GROUP
+        in_group = tl.minimum(row_blocks - first, GROUP)
+        row_start = (first + block % group_blocks % in_group) * ROWS
+        col_block = block % group_blocks // in_group
+        col_start = col_block * COLS
+
+        a = tl.zeros((ROWS, COLS), tl.float32)
+        for k in range(0, hidden, DEPTH):
+            a = tl.dot(x_desc.load([row_start, k]), weight_desc.load([col_start, k]).T, a)
+
+        row = row_start + tl.arange(0, ROWS)
+        exists = row < rows
+        columns = col_start + tl.arange(0, COLS)[None, :]
+        present = columns < cols
+        z, jacobian = _transform(
+            a, bias_ptr, columns, present, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        )
+        target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
+        valid = target != ignore_index
+        target_column = target - column_start
+        target_here = valid & (target_column >= col_start) & (target_column < tl.minimum(col_start + COLS, cols))
+        target_column = tl.where(target_here, target_column, -1).to(tl.int32)
+        any_here = tl.max(target_column, axis=0) >= 0
+
+        if GRADIENT:
+            row_max = tl.load(normalizer_ptr + row, mask=exists, other=0.0)
+            log_sum = tl.load(normalizer_ptr + normalizer_stride + row, mask=exists, other=0.0)
+            row_scale = tl.full((ROWS,), 1.0, tl.float32)
+            if HAS_TOKEN_WEIGHT:
+                row_scale *= tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
+            if HAS_UPSTREAM:
+                row_scale *= tl.load(upstream_ptr + row, mask=exists, other=0.0).to(tl.float32)
+            in_range = (target >= 0) & (target < vocab_size)
+            row_scale = tl.where(in_range, row_scale, float("nan"))  # wrong targets make NaN, not nonsense
+            one_hot = row_scale * tl.load(constants_ptr).to(tl.float32)
+            if HAS_CLASS_WEIGHT:
+                one_hot *= tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(tl.float32)
+            softmax = one_hot
+            if HAS_Z_LOSS:
+                z_scale = tl.load(constants_ptr + 1).to(tl.float32)
+                softmax += row_scale * z_scale * 2.0 * z_loss * (row_max + log_sum)
+            # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
+            p = tl.exp2((z - row_max[:, None]) * LOG2_E - (log_sum * LOG2_E)[:, None])
+            grad = softmax[:, None] * p
+            if any_here:
+                grad -= tl.where(columns == target_column[:, None], one_hot[:, None], 0.0)
+            if HAS_SCALE or HAS_SOFTCAP:
+                grad *= jacobian
+            grad = tl.where(valid[:, None], grad, 0.0)
+            grad_desc.store([row_start, col_start], grad.to(grad_desc.dtype))
+        else:
+            if any_here:
+                target_logit = tl.sum(tl.where(columns == target_column[:, None], z, 0.0), axis=1)
+                tl.store(target_logit_ptr + row, target_logit, mask=target_here)
+            z = tl.where(present, z, float("-inf"))
+            largest = tl.max(z, axis=1)
+            # Relative to 0 while there is nothing but -inf, so that -inf - -inf makes no NaN.
+            reference = tl.where(largest == float("-inf"), 0.0, largest)
+            total = tl.sum(tl.exp2((z - reference[:, None]) * LOG2_E), axis=1)
+            # 64-bit: blocks x rows passes 2^31 at a billion rows only, but costs nothing here.
+            place = col_block.to(tl.int64) * rows + row
+            tl.store(partial_ptr + place, largest, mask=exists)
+            tl.store(partial_ptr + col_blocks.to(tl.int64) * rows + place, total, mask=exists)

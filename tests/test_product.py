@@ -1,0 +1,176 @@
+"""Products whose logits are never in memory.
+
+They are for Hopper. Under the interpreter they are tested in float16, the half precision that it multiplies rightly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce import autograd, planning
+from flce.backends import get_backend
+from flce.planning import ChunkPlan
+from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
+from tests.test_plan import assert_kept, promise_and_peak
+
+CUDA = torch.cuda.is_available()
+NO_PRODUCT = "needs a Hopper GPU"
+DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float16]
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+@pytest.fixture(autouse=True)
+def fused_products(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Any:
+    """As on a Hopper GPU; and logits of half precision on a CPU as well."""
+    if CUDA and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip(NO_PRODUCT)
+    for module in ("flce.autograd", "flce.planning", "tests.helpers"):
+        monkeypatch.setattr(f"{module}.has_product", lambda device: True)
+    if not CUDA:
+        monkeypatch.setattr(planning, "_logits_dtypes", lambda dtype, device_type, options: (dtype, dtype))
+    planning.make_plan.cache_clear()
+    yield
+    planning.make_plan.cache_clear()
+
+
+def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Problem:
+    settings = {"leading": (3, 50), "hidden": 72, "vocab": 517, **settings}
+    return make_problem(**settings, dtype=dtype, device=device)
+
+
+def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xwb") -> ChunkPlan:
+    plan = plan_for(problem, options, grads)
+    assert plan.fused_product
+    return plan
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ignored": {"ignored": 0.4},
+    "bias": {"bias": True, "z_loss": 0.01},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
+    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True},
+    "none": {"reduction": "none", "class_weight": True, "token_weight": True, "ignored": 0.2},
+    "num_items": {"reduction": "sum", "num_items": 77},
+}
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_the_oracle(extras: str, dtype: torch.dtype, device: torch.device) -> None:
+    problem = problem_of(device, dtype, **EXTRAS[extras])
+    options = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
+    plan_of(problem, options)
+    check(problem, options=options, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * HALF_ULP[dtype])
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and blocks that are no multiple of the kernel's, rows gathered, per-row upstream gradients."""
+    problem = problem_of(device, DTYPES[0], reduction="none", ignored=0.3)
+    rows = 37 if strategy == "tokens" else None
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows, skip_ignored=skip)  # type: ignore[arg-type]
+    plan_of(problem, options)
+    if strategy == "vocab":
+        original = autograd._plan
+        monkeypatch.setattr(autograd, "_plan", lambda p, o: replace(original(p, o), block_cols=136))
+    monkeypatch.setattr(planning, "PRODUCT_ROWS", 64)
+    check(problem, options=options, grad_output=1.7, tolerance=3 * HALF_ULP[DTYPES[0]])
+
+
+def test_no_gradient(device: torch.device) -> None:
+    problem = problem_of(device, DTYPES[0])
+    outcome, expected = run_fused(problem, grads=""), run_oracle(problem)
+    # Nothing is rounded but the operands, which the oracle shares.
+    assert relative_error(outcome.loss, expected.loss) < 1e-6
+
+
+def test_logits_are_not_rounded(device: torch.device) -> None:
+    """Gradients are as far from the oracle as their own rounding, not as that of logits of this size."""
+    problem = problem_of(device, DTYPES[0], std=8.0)
+    options = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
+    mine, expected = run_fused(problem, options=options), run_oracle(problem)
+    assert mine.grad_input is not None
+    assert expected.grad_input is not None
+    assert relative_error(mine.grad_input, expected.grad_input) < HALF_ULP[DTYPES[0]]
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+def test_rows_that_are_no_numbers(value: float, device: torch.device) -> None:
+    """A row of such logits stays by itself, and is what PyTorch makes of it."""
+    problem = problem_of(device, DTYPES[0], leading=(6,), vocab=300)
+    problem.input[2] = value
+    problem.linear_weight.abs_()
+    problem.target[5] = -100
+    problem.input[5] = float("nan")
+    options = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
+    x = problem.input.clone().requires_grad_()
+    w = problem.linear_weight.clone().requires_grad_()
+    losses = flce.fused_linear_cross_entropy(x, w, problem.target, reduction="none", options=options)
+    assert isinstance(losses, torch.Tensor)
+    z = problem.input.float() @ problem.linear_weight.float().T
+    expected = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
+    losses[[0, 1, 3, 4, 5]].sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad[[0, 1, 3, 4, 5]].isfinite().all())
+    assert not bool(x.grad[5].any())
+
+
+def test_confident_rows(device: torch.device) -> None:
+    """Where p is 1 the gradient is 0: forward and backward have the same logits, to the bit."""
+    problem = problem_of(device, DTYPES[0], leading=(40,), hidden=64, vocab=520)
+    problem.linear_weight[:40] = 0
+    problem.linear_weight[torch.arange(40), torch.arange(40)] = 30.0
+    problem.input.zero_()
+    problem.input[torch.arange(40), torch.arange(40)] = 17.3
+    problem.target.copy_(torch.arange(40))
+    outcome = run_fused(problem, options=flce.ChunkOptions(strategy="vocab", skip_ignored=False))
+    assert float(outcome.loss) < 1e-6
+    assert outcome.grad_input is not None
+    assert float(outcome.grad_input.abs().max()) < 1e-6
+
+
+def test_operands_without_descriptors(device: torch.device) -> None:
+    """Addresses that are not multiples of 16 bytes: the vendor's products instead, in the same memory."""
+    problem = problem_of(device, DTYPES[0], leading=(20,), hidden=64, vocab=300)
+    memory = problem.linear_weight.new_zeros(300 * 64 + 1)
+    weight = memory[1:].view(300, 64).copy_(problem.linear_weight)
+    assert not get_backend(device).can_fuse_product(problem.input, weight)
+    outcomes = []
+    for w in (problem.linear_weight, weight):
+        loss = flce.fused_linear_cross_entropy(problem.input, w, problem.target)
+        assert isinstance(loss, torch.Tensor)
+        outcomes.append(float(loss))
+    assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-3)
+
+
+def test_what_is_not_fused(device: torch.device) -> None:
+    def plan(problem: Problem, grads: str = "xwb", stats: tuple[str, ...] = (), **options: Any) -> ChunkPlan:
+        return plan_for(problem, flce.ChunkOptions(**options), grads, stats)
+
+    plain = problem_of(device, DTYPES[0])
+    assert plan(plain, "").fused_product
+    assert not plan(plain, "", stats=("entropy",)).fused_product
+    assert not plan(plain, strategy="tokens").fused_product  # its logits are made once
+    assert not plan(problem_of(device, DTYPES[0], label_smoothing=0.1), "").fused_product
+    assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").fused_product
+    assert not plan(problem_of(device, DTYPES[0], hidden=60), "").fused_product
+    assert not plan(problem_of(device, torch.float32), "").fused_product
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 1024, 32000), (4096, 512, 50257)], ids=str)
+@pytest.mark.parametrize("settings_", [{"grads": ""}, {"reduction": "none"}, {}], ids=str)
+@pytest.mark.parametrize("mib", [None, 32, 64])
+def test_promise(shape: tuple[int, int, int], settings_: dict[str, Any], mib: int | None) -> None:
+    chunking: dict[str, Any] = {"max_workspace_bytes": None if mib is None else mib << 20}
+    if "grads" not in settings_:
+        chunking["strategy"] = "vocab"
+    assert_kept(*promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, **settings_}, chunking))
