@@ -92,12 +92,11 @@ def _launch(
     x_desc = TensorDescriptor.from_tensor(x, [LAUNCH.rows, LAUNCH.depth])
     weight_desc = TensorDescriptor.from_tensor(weight, [LAUNCH.cols, LAUNCH.depth])
     grad_desc = x_desc if grad is None else TensorDescriptor.from_tensor(grad, [LAUNCH.rows, LAUNCH.cols])
-    blocks = triton.cdiv(len(x), LAUNCH.rows) * triton.cdiv(len(weight), LAUNCH.cols)
     programs = 1
     if x.is_cuda:
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     with torch.cuda.device(x.device.index if x.is_cuda else -1):  # -1: leave it (CPU interpreter)
-        product_kernel[(min(programs, blocks),)](
+        product_kernel[(programs,)](
             x_desc,
             weight_desc,
             grad_desc,
@@ -132,6 +131,7 @@ def _launch(
             COLS=LAUNCH.cols,
             DEPTH=LAUNCH.depth,
             GROUP=LAUNCH.group,
+            PROGRAMS=programs,
             num_stages=LAUNCH.num_stages,
             num_warps=LAUNCH.num_warps,
         )
