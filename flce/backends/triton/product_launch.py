@@ -48,7 +48,10 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
     state = rows.constants.new_zeros(STATE_SLOTS, num_rows)
     partial = state.new_empty(2, blocks, num_rows)
     tile = Tile(0, cols, cols, cols)
-    _launch(x, weight, None, rows, spec, tile, partial, state[TARGET_LOGIT], out.normalizer, None)
+    # Apart: a row of `state` need not be aligned, and kernels are built for addresses that are.
+    target_logit = state.new_zeros(num_rows)
+    _launch(x, weight, None, rows, spec, tile, partial, target_logit, out.normalizer, None)
+    state[TARGET_LOGIT] = target_logit
     maxima, sums = partial
     state[MAX] = maxima.amax(0)
     reference = state[MAX].masked_fill(state[MAX] == -torch.inf, 0.0)
