@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.backends.state import finish
 from flce.backends.torch_ import TorchBackend
 from flce.problem import LossSpec
+from tests.helpers import allpairs
 
 pytest.importorskip("triton")
 
@@ -120,7 +122,9 @@ def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
         if name == "normalizer":  # of what is not finite, only that it is not is the same
             a, b = (x.sum(0).where(x.isfinite().all(0), torch.nan) for x in (a, b))
         if b is not None:
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True, msg=named(name))
+            torch.testing.assert_close(
+                a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True, msg=named(name)
+            )
 
 
 def named(name: str) -> Callable[[str], str]:
@@ -339,7 +343,8 @@ H200, A100, SMALL = (132, 60 << 20), (108, 40 << 20), (82, 6 << 20)
 @pytest.mark.parametrize(
     "facts, cols, warps",
     [
-        (H200, 16384, 8),
+        (H200, 16384, 16),  # one block
+        (H200, 16400, 8),
         (H200, 50257, 8),
         (H200, 128256, 32),
         (H200, 256000, 32),
@@ -359,10 +364,261 @@ def test_rows_in_flight_fit_in_the_cache(
     assert launch["PARTS"] * launch["LANES"] * launch["VECTOR"] < 2 * cols
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Rows that begin and end anywhere
+
+# (PARTS, LANES, VECTOR, num_warps): heads of 16 bytes, and of 32
+EDGE_BLOCKS = {
+    torch.bfloat16: [(1, 16, 8, 1), (1, 32, 8, 1)],
+    torch.float32: [(2, 8, 4, 1), (1, 16, 4, 1)],
+    torch.float64: [(1, 2, 2, 1), (4, 4, 2, 1)],
+}
+EDGE_TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 3e-6, torch.float64: 1e-12}
+
+
+def placed(x: Tensor, skip: int, gap: int, levels: int) -> tuple[Tensor, Tensor]:
+    """Memory full of a value that is nowhere else, and `x` in it: `skip` elements behind the start, which is aligned,
+    its rows `gap` elements apart, every third of them five more."""
+    (n, cols), inner = x.shape, 3
+    stride, more = cols + gap, 5 if levels == 2 else 0
+    memory = x.new_full((skip + n * stride + n // inner * more + 64,), -99.0)
+    assert memory.data_ptr() % 16 == 0
+    if levels == 1:
+        view = memory.as_strided((n, cols), (stride, 1), skip)
+    else:
+        view = memory.as_strided((n // inner, inner, cols), (inner * stride + more, stride, 1), skip)
+    view.copy_(x.view(view.shape))
+    return memory, view
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def assert_intact(memory: Tensor, before: Tensor, view: Tensor) -> None:
+    """But for the view, `memory` is as it was before."""
+    inside = torch.zeros_like(memory, dtype=torch.bool)
+    inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+    assert same_bits(memory[~inside], before[~inside])
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[tuple[int, bool]]:
+    """HEAD_BYTES and ONE_BLOCK of every launch from here on."""
+    flags: list[tuple[int, bool]] = []
+    real = kernels.cross_entropy_kernel
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                flags.append((kwargs["HEAD_BYTES"], kwargs["ONE_BLOCK"]))
+                real[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(kernels, "cross_entropy_kernel", Kernel())
+    return flags
+
+
+def in_float64(rows: Rows) -> RowInputs:
+    def wide(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.double()
+
+    r = rows.inputs
+    return RowInputs(r.target, wide(r.token_weight), wide(r.class_weight), wide(r.bias), r.constants.double())
+
+
+def outputs_in_float64(rows: Rows) -> RowOutputs:
+    values = {f.name: getattr(rows.outputs(), f.name) for f in fields(RowOutputs)}
+    return RowOutputs(**{k: v.double() if v is not None and v.is_floating_point() else v for k, v in values.items()})
+
+
+def check_rows_anywhere(
+    kernels: ModuleType,
+    rows: Rows,
+    skip: int = 0,
+    gap: int = 0,
+    *,
+    levels: int = 1,
+    mode: str = "both",  # or "statistics", "gradient"
+    in_place: bool = True,
+    shard: bool = False,  # the classes but the first five and the last four
+) -> None:
+    """As from PyTorch's backend in float64."""
+    start, stop = (5, rows.vocab - 4) if shard else (0, rows.vocab)
+    x = rows.logits[:, start:stop].contiguous()
+    tile = Tile(start, stop - start, rows.vocab, stop - start, shard=shard, keep=mode != "both")
+    upstream = torch.linspace(0.5, 2.0, len(x), dtype=torch.float64, device=x.device)
+
+    def state_like(t: Tensor) -> Tensor | None:
+        return t.new_full((STATE_SLOTS, len(x)), -55.0) if shard else None
+
+    theirs, inputs, expected = TorchBackend(), in_float64(rows), outputs_in_float64(rows)
+    expected_grad = x.to(torch.float64, copy=True)
+    state = state_like(expected_grad)
+    theirs.statistics(expected_grad.clone(), inputs, rows.spec, tile, state, expected)
+    if state is not None:
+        finish(state, inputs, rows.spec, rows.vocab, expected)
+    up = None if mode == "both" else upstream
+    theirs.gradient(expected_grad, expected_grad, inputs, rows.spec, tile, expected.normalizer, up)
+
+    mine, out, state = kernels.TritonBackend(), rows.outputs(), state_like(rows.outputs().loss)
+    memory, logits = placed(x, skip, gap, levels)
+    before = memory.clone()
+    grad_memory, grad = (memory, logits) if in_place else placed(x, skip, gap, levels)
+    if mode == "both":
+        mine.loss_and_gradient(logits, grad, rows.inputs, rows.spec, tile, out)
+    elif mode == "statistics":
+        mine.statistics(logits, rows.inputs, rows.spec, tile, state, out)
+        if state is not None:
+            finish(state, rows.inputs, rows.spec, rows.vocab, out)
+        assert same_bits(memory, before)
+    else:
+        normalizer = expected.normalizer.to(rows.accum)
+        mine.gradient(logits, grad, rows.inputs, rows.spec, tile, normalizer, upstream.to(rows.accum))
+    if mode != "gradient":
+        assert_same(out, expected, 1e-12 if rows.accum == torch.float64 else 2e-5)
+    if mode != "statistics":
+        tolerance = EDGE_TOLERANCE[x.dtype]
+        found = grad.double().reshape(expected_grad.shape)
+        torch.testing.assert_close(found, expected_grad, rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert_intact(grad_memory, before, grad)
+        if not in_place:
+            assert same_bits(memory, before)
+
+
+@pytest.mark.parametrize("dtype", EDGE_BLOCKS, ids=str)
+def test_every_head_and_every_tail(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Each row begins one element later than the one before, after a vector's end."""
+    block = EDGE_BLOCKS[dtype][1]
+    small_blocks(monkeypatch, kernels, block)
+    vector, sector = 16 // dtype.itemsize, 32 // dtype.itemsize
+    flags = record_launches(monkeypatch, kernels)
+    for tail in range(vector):
+        cols = 3 * vector + tail
+        gap = (1 - cols) % sector
+        check_rows_anywhere(kernels, Rows(sector, cols, dtype, device, std=2.0), tail, gap)
+    assert set(flags) == {(32, True)}
+
+
+ANYWHERE = allpairs(
+    {
+        "dtype": list(EDGE_BLOCKS),
+        "block": [0, 1],
+        "length": ["empty", "one", "several"],
+        "tail": [0, 1, 3, 6],
+        "skip": [0, 1, 6],
+        "gap": [0, 1, 5],
+        "feature": list(FEATURES),
+        "mode": ["statistics", "gradient", "both"],
+        "in_place": [True, False],
+        "levels": [1, 2],
+        "shard": [False, True],
+    }
+)
+
+
+@pytest.mark.parametrize("row", ANYWHERE, ids=lambda row: "-".join(str(v).replace("torch.", "") for v in row.values()))
+def test_rows_anywhere(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, row: dict[str, Any]
+) -> None:
+    parts, lanes, vector, _ = block = EDGE_BLOCKS[row["dtype"]][row["block"]]
+    small_blocks(monkeypatch, kernels, block)
+    size = parts * lanes * vector
+    cols = {"empty": 1, "one": size - vector, "several": 2 * size + 3}[row["length"]] + row["tail"] % vector
+    shard = row["shard"] and row["mode"] != "both"
+    rows = Rows(9, cols + 9 * shard, row["dtype"], device, **FEATURES[row["feature"]])
+    rows.inputs.target.clamp_(max=rows.vocab - 1)
+    how = {key: row[key] for key in ("skip", "gap", "levels", "mode", "in_place")}
+    flags = record_launches(monkeypatch, kernels)
+    check_rows_anywhere(kernels, rows, **how, shard=shard)
+    assert len(flags) == 1
+    aligned = not (row["skip"] or row["gap"] or cols % 16)
+    assert flags[0][0] == (0 if aligned else (16, 32)[row["block"]])
+    assert flags[0][1] == (row["length"] != "several")
+
+
+@pytest.mark.parametrize("bad", [float("-inf"), float("inf"), float("nan")])
+def test_edges_that_are_not_finite(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, bad: float
+) -> None:
+    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
+    rows = Rows(12, 37, torch.float64, device, stats=("logprob",))
+    rows.logits[4, 0] = bad
+    rows.logits[6, -1] = bad
+    rows.logits[7, 3:36] = bad
+    rows.logits[8, [0, 1, 2, 35, 36]] = bad
+    rows.logits[10] = bad
+    rows.logits[5] = bad  # ignored
+    rows.inputs.target[4], rows.inputs.target[6] = 36, 0
+    for mode in ("both", "statistics"):
+        check_rows_anywhere(kernels, rows, skip=1, mode=mode)
+
+
+@pytest.mark.parametrize("one_block", [True, False])
+def test_a_tie_with_an_edge(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, one_block: bool
+) -> None:
+    """Of a lane's own edge column and one that comes before or behind it, and of any two edges."""
+    vector, lanes = 4, 8
+    small_blocks(monkeypatch, kernels, (4 if one_block else 1, lanes, vector, 1))
+    rows = Rows(12, 75, torch.float32, device, stats=("argmax",))
+    for row in range(12):  # of 75 columns, so that the first of a row is 3 elements further each time
+        head = -75 * row % vector
+        tail = (75 - head) % vector
+        edges = [*range(head), *range(75 - tail, 75)]
+        e = row // 4 % len(edges)
+        same_lane = head + e * vector + row % vector
+        ties = {edges[e], same_lane, 73} if row % 3 else {edges[0], edges[-1]}
+        rows.inputs.target[row] = row
+        rows.logits[row, sorted(ties)] = 50.0
+    check_rows_anywhere(kernels, rows)
+
+
+def test_which_rows_have_edges(kernels: ModuleType) -> None:
+    """Only where a vector would pass a row's end, or begin before it, and then only together with the gradient."""
+    x = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
+    flat = torch.zeros(2000, dtype=torch.bfloat16)
+    odd = flat[:1111].view(11, 101)
+    edges = kernels._rows_have_edges
+    assert not edges(x, None, 64)
+    assert not edges(x[:, 1:], x[:, 1:].clone(), 64)
+    assert not edges(x[..., :57], None, 64)  # as the fused operator has them
+    assert edges(x[..., :57], None, 57)
+    assert edges(odd, None, 101)
+    assert edges(odd, odd, 101)
+    assert edges(odd, torch.zeros_like(odd), 101)
+    assert edges(odd[1:9], odd[1:9].clone()[:], 101) == (odd[1:].data_ptr() % 16 == 0)
+    assert edges(flat[3:1114].view(11, 101), None, 101)
+    assert edges(x[..., :57], x.clone()[..., :57], 57)
+    assert not edges(x[..., :57], x[..., :57].contiguous(), 57)  # other strides
+    assert not edges(odd, odd.float(), 101)  # other vectors
+    assert edges(odd[:1], torch.zeros(1, 103, dtype=odd.dtype)[:, :101], 101)  # of one row, its stride is nothing
+    assert kernels._head_bytes(2, 32, 8) == 32
+    assert kernels._head_bytes(2, 16, 8) == 16
+    assert kernels._head_bytes(2, 8, 8) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["plain", "all"])
+@pytest.mark.parametrize("mode", ["statistics", "gradient", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cols", [131, 1000, 3001, 20011, 50257])
+def test_rows_anywhere_on_cuda(
+    kernels: ModuleType, device: torch.device, cols: int, dtype: torch.dtype, mode: str, feature: str
+) -> None:
+    """With the launches of these sizes."""
+    rows = Rows(48, cols, dtype, device, **FEATURES[feature])
+    rows.spec = replace(rows.spec, stats=tuple(set(rows.spec.stats) - {"argmax"}))  # of rounded values many are equal
+    for skip in (0, 3):
+        check_rows_anywhere(kernels, rows, skip, in_place=mode == "both" and skip == 0, mode=mode)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cols", [1, 2, 3, 70, 5000])
 def test_short_rows_get_short_blocks(kernels: ModuleType, cols: int, dtype: torch.dtype) -> None:
-    for grad, statistics in ((dtype, True), (dtype, False), (None, True)):
-        launch = kernels._launch_size(cols, dtype, grad, statistics, False, torch.device("cpu"))
+    for (grad, statistics), edges in itertools.product(((dtype, True), (dtype, False), (None, True)), (False, True)):
+        launch = kernels._launch_size(cols, dtype, grad, statistics, False, torch.device("cpu"), edges)
         assert launch["LANES"] == 1 or launch["PARTS"] * launch["LANES"] * launch["VECTOR"] < 2 * cols
         assert launch["LANES"] * launch["VECTOR"] * dtype.itemsize <= 512 * launch["num_warps"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,19 +18,40 @@ from flce.problem import LossSpec, accumulation_dtype
 
 # A thread loads this many bytes at a time, and PARTS of these vectors for a block.
 VECTOR_BYTES = 16
+# Where rows begin anywhere, their vectors begin at multiples of this: what memory moves at a time, so that no two
+# threads write to the same one. Where the lanes are too few for so long a head, of a vector.
+SECTOR_BYTES = 32
 # A multiprocessor has 1,024 threads or more, each with this many registers.
 THREADS = 1024
 MAX_REGISTERS = 65536 // THREADS
-# (warps, PARTS) of a program that reads its row once. Nearly any choice has the time of a copy.
-STATISTICS_LAUNCH = (8, 2)
-GRADIENT_LAUNCH = (16, 2)
-# Where the row is read twice: the fewest warps with which the rows in flight fit in the L2 cache, in which the second
-# pass then finds its row; the most, if none do. On an H200, in percent of the speed of a copy that moves as many bytes
-# (every logit read once, its gradient written): 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
-ROW_WARPS = (8, 16, 32)
-ROW_PARTS = 4
-# With softcap, weights or entropies, which take registers, up to a quarter faster than 4.
-ROW_PARTS_WITH_EXTRAS = 2
+
+
+class Shape(NamedTuple):
+    """The launch of one kind of pass."""
+
+    # A row of one block: it is read once, without a loop, before anything else is known.
+    one_parts: int
+    one_warps: int  # the most; as few as the row needs
+    # A row of several: the fewest of these warps with which the rows in flight fit in the L2 cache, in which the second
+    # pass then finds its row; the most, if none do.
+    parts: int
+    warps: tuple[int, ...]
+
+
+# One block, up to 32 KiB of a row: 64 bytes in flight for each thread, since of the few threads that short rows have
+# half wait for something else (a target, a reduction, writes). Larger ones would leave less than two rows at a time.
+# Several blocks, on an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its
+# gradient written):
+SHAPES = {
+    # 99, and nearly any choice has that.
+    "statistics": Shape(4, 16, 2, (8,)),
+    # 92. No thread waits for another, so more of them do as well as larger blocks, of which there are shorter ones.
+    "gradient": Shape(2, 16, 2, (16,)),
+    # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
+    "both": Shape(4, 16, 4, (8, 16, 32)),
+    # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
+    "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
+}
 SCALE_BLOCK = 4096
 # Enough programs to fill any GPU several times.
 SCALE_PROGRAMS = 2048
@@ -128,7 +150,11 @@ def _launch(
         or (out is not None and (out.entropy is not None or out.argmax is not None))
     )
     grad_dtype = None if grad is None else grad.dtype
-    launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device)
+    edges = (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
+    launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges)
+    lanes, vector = launch["LANES"], launch["VECTOR"]
+    head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
+    one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
     bias = None if rows.bias is None else rows.bias[tile.start : tile.start + cols]
     inner_rows, logits_outer_stride = _outer_level(logits)
     scale = spec.logit_scale / (spec.temperature if spec.softcap is None else spec.softcap)
@@ -190,8 +216,42 @@ def _launch(
             WANT_LOGPROB=out is not None and out.logprob is not None,
             WANT_ENTROPY=out is not None and out.entropy is not None,
             WANT_ARGMAX=out is not None and out.argmax is not None,
+            HEAD_BYTES=head_bytes,
+            ONE_BLOCK=one_block,
             **launch,
         )
+
+
+def _rows_have_edges(logits: Tensor, grad: Tensor | None, room: int) -> bool:
+    """Whether rows begin or end in the middle of a vector, all of them in the same place of it as their gradients.
+
+    Where those differ, there is nothing for it but to load element by element.
+    """
+    tensors = [logits] if grad is None or grad is logits else [logits, grad]
+    # As the compiler sees it: an argument is a multiple of 16, or it may be anything.
+    numbers = [room, *(n for t in tensors for n in (t.data_ptr(), *t.stride()[:-1]))]
+    if not any(n % 16 for n in numbers):
+        return False
+    if len(tensors) == 1:
+        return True
+    if logits.element_size() != tensors[1].element_size():
+        return False
+    places = [
+        (
+            t.data_ptr() % VECTOR_BYTES,
+            *(t.stride(d) * t.element_size() % VECTOR_BYTES if t.shape[d] > 1 else 0 for d in range(t.dim() - 1)),
+        )
+        for t in tensors
+    ]
+    return places[0] == places[1]
+
+
+def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
+    """What vectors begin at a multiple of, so that a head and a tail are a column or none for each lane; 0: too few."""
+    for size in (SECTOR_BYTES, VECTOR_BYTES):
+        if size // itemsize - 1 + vector - 1 <= lanes:
+            return size
+    return 0
 
 
 def _outer_level(x: Tensor) -> tuple[int, int]:
@@ -207,24 +267,31 @@ def _launch_size(
     statistics: bool,
     extras: bool,
     device: torch.device,
+    edges: bool = False,
 ) -> dict[str, int]:
     """The shape of a block, and the options of the launch."""
-    # More registers for a thread would leave less threads to hide the latency of memory.
-    options = {"maxnreg": MAX_REGISTERS}
     # By the narrower type: the compiler lays out a block once for all of its accesses.
     vector = VECTOR_BYTES // min(dtype.itemsize, (grad_dtype or dtype).itemsize)
-    if statistics and grad_dtype is not None:
+    if not statistics:
+        shape = SHAPES["gradient"]
+    elif grad_dtype is None:
+        shape = SHAPES["statistics"]
+    else:
+        shape = SHAPES["both, with extras" if extras else "both"]
+    vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
+    parts = shape.one_parts
+    if vectors <= parts * 32 * shape.one_warps:
+        while parts > 1 and 32 * parts // 2 >= vectors:  # rather one vector for each of more lanes
+            parts //= 2
+        lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
+    else:
         multiprocessors, cache = _device_facts(device)
         row_bytes = cols * dtype.itemsize
-        fitting = [warps for warps in ROW_WARPS if multiprocessors * (THREADS // (32 * warps)) * row_bytes <= cache]
-        warps = min(fitting, default=max(ROW_WARPS))
-        parts = ROW_PARTS_WITH_EXTRAS if extras else ROW_PARTS
-    else:
-        warps, parts = GRADIENT_LAUNCH if grad_dtype is not None else STATISTICS_LAUNCH
-    lanes = 32 * warps
-    while lanes > 1 and parts * lanes * vector >= 2 * cols:  # a short row needs no more than its own length
-        lanes, warps = lanes // 2, max(1, warps // 2)
-    return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, "num_warps": warps, **options}
+        fitting = [w for w in shape.warps if multiprocessors * (THREADS // (32 * w)) * row_bytes <= cache]
+        parts, lanes = shape.parts, 32 * min(fitting, default=max(shape.warps))
+    # More registers for a thread would leave less threads to hide the latency of memory.
+    options = {"num_warps": max(1, lanes // 32), "maxnreg": MAX_REGISTERS}
+    return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
 
 def _device_facts(device: torch.device) -> tuple[int, int]:

@@ -25,6 +25,11 @@ What keeps it near the speed of memory:
 
 A block is (PARTS, LANES * VECTOR) columns; lane l has the VECTOR columns from l * VECTOR on of every part, which is
 also how threads load them: whole vectors, next to those of their neighbours.
+
+Rows of a user's logits begin anywhere, and behind them is the next row. Such a row (HEAD_BYTES > 0) has *edges*: a head
+of the few columns before the first multiple of HEAD_BYTES in memory, and a tail of those behind the last whole vector.
+All that is done in blocks is done to what lies between. Of the edges each lane has at most one column, with which its
+statistics begin, and whose gradient is written before that of the rest.
 """
 
 from __future__ import annotations
@@ -38,6 +43,7 @@ from flce.backends.triton.math import (
     lane_min,
     lane_sum,
     over_lanes,
+    row_head,
     softmax_merge,
     softmax_update,
     tanh_and_derivative,
@@ -111,6 +117,7 @@ def _merge(
     HAS_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
+    ASCENDING: tl.constexpr,  # what a lane has seen so far are lower columns
 ):
     """The statistics of every lane after one more block."""
     if HAS_SMOOTHING:
@@ -127,7 +134,12 @@ def _merge(
         # Of a tie the lowest column. A lane whose maximum did not grow keeps that of an earlier block.
         at_maximum = z == over_lanes(largest, LANES, VECTOR)
         found = lane_min(tl.where(at_maximum, columns, _NO_COLUMN), LANES, VECTOR)
-        argmax = tl.where(largest > old_largest, column_start + found, argmax)
+        if ASCENDING:
+            argmax = tl.where(largest > old_largest, column_start + found, argmax)
+        else:
+            # 64 bits: where the block has nothing at the maximum, a sum beyond all columns.
+            lowest = column_start + found.to(tl.int64)
+            argmax = tl.where(largest > old_largest, lowest, tl.minimum(argmax, lowest))
     if WANT_ENTROPY:
         # sum exp(z - m) (z - m), where the terms of z = -inf are 0
         carried = tl.where(old_total > 0, decay * (entropy_sum + (old_largest - zero) * old_total), 0.0)
@@ -216,10 +228,13 @@ def cross_entropy_kernel(
     WANT_LOGPROB: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
+    HEAD_BYTES: tl.constexpr,  # 0: vectors begin where rows do; else, a multiple of 16, where their first one is
+    ONE_BLOCK: tl.constexpr,  # BLOCK >= cols
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
+    EDGES: tl.constexpr = HEAD_BYTES > 0
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
     # 64-bit, because row * stride passes 2^31 at 16,744 rows of 128,256 classes.
@@ -236,6 +251,28 @@ def cross_entropy_kernel(
         tile_weight_ptr = class_weight_ptr + column_start
     else:
         tile_weight_ptr = class_weight_ptr
+    if EDGES:
+        # Lanes begin with an edge, and there the first one would begin with a state.
+        tl.static_assert(not (STATISTICS and LOAD_STATE))
+        # From here on column 0 is the first behind the head: the row has [-head, stop), and vectors [0, inside).
+        head = tl.minimum(row_head(logits_ptr, HEAD_BYTES), cols)
+        stop = cols - head
+        inside = stop // VECTOR * VECTOR
+        logits_ptr = tl.multiple_of(logits_ptr + head, 16)
+        grad_ptr = tl.multiple_of(grad_ptr + head, 16)
+        if HAS_BIAS:
+            bias_ptr += head
+        if HAS_CLASS_WEIGHT:
+            tile_weight_ptr += head
+        edge = tl.arange(0, LANES)
+        edge_columns = tl.where(edge < head, edge, edge + inside) - head
+        edge_a = tl.load(logits_ptr + edge_columns, mask=edge_columns < stop, other=0.0)
+        readable_stop = inside
+    else:
+        readable_stop = room
+    if ONE_BLOCK:
+        # Before anything waits for the target.
+        one_a = tl.load(logits_ptr + offsets, mask=offsets < readable_stop, other=0.0)
     # Annotated as float64 above: Python floats would arrive rounded to float32 even for float64 logits.
     scale = tl.full((), scale, ACCUM)
     cap = tl.full((), cap, ACCUM)
@@ -247,6 +284,10 @@ def cross_entropy_kernel(
     in_range = (target >= 0) & (target < vocab_size)
     target_here = (target >= column_start) & (target < column_start + cols) & valid
     target_column = tl.where(target_here, target - column_start, 0)
+    if EDGES:
+        target_column -= head
+        column_start += head
+        cols = inside
     # Loaded here, where nothing waits for them yet.
     ce_scale = tl.load(constants_ptr).to(ACCUM)
     z_scale = tl.load(constants_ptr + 1).to(ACCUM)
@@ -267,12 +308,22 @@ def cross_entropy_kernel(
 
     # The last block is the one that may have columns which are no classes, and is masked; all others are full. Of an
     # ignored row there are no full blocks, and no classes in the last one.
-    last = (cols - 1) // BLOCK * BLOCK
-    full = tl.where(valid, last, 0)
+    if ONE_BLOCK:
+        last = 0
+        full = 0
+    else:
+        last = (cols - 1) // BLOCK * BLOCK  # of no columns 0: division truncates
+        full = tl.where(valid, last, 0)
     last_columns = last + offsets
     present = last_columns < tl.where(valid, cols, 0)
     # Readable and writable, so that accesses are whole vectors.
-    readable = last_columns < room
+    readable = last_columns < readable_stop
+    if EDGES:
+        edge_present = edge_columns < tl.where(valid, stop, -head)
+        edge_z, edge_jacobian = _transform(
+            edge_a, bias_ptr, edge_columns, edge_present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        )
+        edge_z = tl.where(edge_present, edge_z, float("-inf"))
 
     if STATISTICS:
         lanes = tl.arange(0, LANES)
@@ -300,31 +351,48 @@ def cross_entropy_kernel(
         elif HAS_SMOOTHING:
             # Sums of logits are taken relative to one of the same row, so that a large common offset does
             # not cancel their digits away.
+            first_column = tl.full((), 0, tl.int32)
+            if EDGES:
+                first_column -= head
             first_z, _first_jacobian = _transform(
-                tl.load(logits_ptr, mask=valid, other=0.0), bias_ptr, tl.full((), 0, tl.int32), valid,
+                tl.load(logits_ptr + first_column, mask=valid, other=0.0), bias_ptr, first_column, valid,
                 scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
             )  # fmt: skip
             reference = tl.where(tl.abs(first_z) < float("inf"), first_z, 0.0)
 
-        for start in range(0, full, BLOCK):
-            columns = start + offsets
-            z, _jacobian = _transform(
-                tl.load(logits_ptr + columns), bias_ptr, columns, None,
-                scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
-            )  # fmt: skip
-            largest, total, entropy_sum, smooth_sum, argmax = _merge(
-                z, columns, None, column_start, tile_weight_ptr, reference,
-                largest, total, entropy_sum, smooth_sum, argmax,
-                LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX,
-            )  # fmt: skip
-        last_z, _last_jacobian = _transform(
-            tl.load(logits_ptr + last_columns, mask=readable, other=0.0), bias_ptr, last_columns, present,
-            scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
-        )  # fmt: skip
+        if EDGES:
+            # What `_merge` would make of one column for each lane: exp(z - m) is 1, or NaN, and its logarithm 0.
+            largest = tl.maximum(largest, edge_z)
+            total = tl.exp2((edge_z - tl.where(largest == float("-inf"), 0.0, largest)) * LOG2_E)
+            if HAS_SMOOTHING:
+                smooth_sum = tl.where(edge_present, edge_z - reference, 0.0)
+                if HAS_CLASS_WEIGHT:
+                    smooth_sum *= tl.load(tile_weight_ptr + edge_columns, mask=edge_present, other=0.0).to(ACCUM)
+            if WANT_ARGMAX:
+                argmax = tl.where(largest > float("-inf"), column_start + edge_columns, argmax)
+        if not ONE_BLOCK:
+            for start in range(0, full, BLOCK):
+                columns = start + offsets
+                z, _jacobian = _transform(
+                    tl.load(logits_ptr + columns), bias_ptr, columns, None,
+                    scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
+                )  # fmt: skip
+                largest, total, entropy_sum, smooth_sum, argmax = _merge(
+                    z, columns, None, column_start, tile_weight_ptr, reference,
+                    largest, total, entropy_sum, smooth_sum, argmax,
+                    LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
+                )  # fmt: skip
+        if ONE_BLOCK:
+            last_a = one_a
+        else:
+            last_a = tl.load(logits_ptr + last_columns, mask=readable, other=0.0)
+        last_z, last_jacobian = _transform(
+            last_a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+        )
         largest, total, entropy_sum, smooth_sum, argmax = _merge(
             tl.where(present, last_z, float("-inf")), last_columns, present, column_start, tile_weight_ptr, reference,
             largest, total, entropy_sum, smooth_sum, argmax,
-            LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX,
+            LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
         )  # fmt: skip
 
         row_max, row_sum = tl.reduce((largest, total), 0, softmax_merge)
@@ -386,25 +454,40 @@ def cross_entropy_kernel(
             softmax += uniform * weight_sum
         if HAS_Z_LOSS:
             softmax += tl.where(valid, row_scale * z_scale, 0.0) * 2.0 * z_loss * (row_max + log_sum)
-        # All threads have read the target's logit. From here on it may be written over.
+        # All threads have read the target's logit, and the edges. From here on they may be written over.
         tl.debug_barrier()
-        for done in range(0, full, BLOCK):
-            columns = full - BLOCK - done + offsets
-            z, jacobian = _transform(
-                tl.load(logits_ptr + columns, eviction_policy="evict_first"), bias_ptr, columns, None,
-                scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
-            )  # fmt: skip
-            grad = _gradient(
-                z, jacobian, columns, None, tile_weight_ptr,
-                row_max, log_sum, softmax, uniform, 0.0,
+        if EDGES:
+            edge_grad = _gradient(
+                edge_z, tl.where(edge_present, edge_jacobian, 0.0), edge_columns, edge_present,
+                tile_weight_ptr, row_max, log_sum, softmax, uniform, 0.0,
                 HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
             )  # fmt: skip
-            tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
-        # In the end and not first, although it was read last: 3 to 5% faster.
-        z, jacobian = _transform(
-            tl.load(logits_ptr + last_columns, mask=readable, other=0.0), bias_ptr, last_columns, present,
-            scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
-        )  # fmt: skip
+            tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
+        if not ONE_BLOCK:
+            for done in range(0, full, BLOCK):
+                columns = full - BLOCK - done + offsets
+                z, jacobian = _transform(
+                    tl.load(logits_ptr + columns, eviction_policy="evict_first"), bias_ptr, columns, None,
+                    scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
+                )  # fmt: skip
+                grad = _gradient(
+                    z, jacobian, columns, None, tile_weight_ptr,
+                    row_max, log_sum, softmax, uniform, 0.0,
+                    HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+                )  # fmt: skip
+                tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
+        if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
+            z, jacobian = last_z, last_jacobian
+        else:
+            # In the end and not first, although it was read last: 3 to 5% faster. A single block is not read again,
+            # unless what is made of it takes registers.
+            if ONE_BLOCK and not STATISTICS:
+                a = one_a
+            else:
+                a = tl.load(logits_ptr + last_columns, mask=readable, other=0.0)
+            z, jacobian = _transform(
+                a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
+            )
         grad = _gradient(
             tl.where(present, z, float("-inf")), tl.where(present, jacobian, 0.0), last_columns, present,
             tile_weight_ptr, row_max, log_sum, softmax, uniform, 0.0,
@@ -413,8 +496,9 @@ def cross_entropy_kernel(
         tl.store(
             grad_ptr + last_columns, grad.to(grad_ptr.dtype.element_ty), mask=readable, eviction_policy="evict_first"
         )
-        for start in range(0, tl.where(valid, 0, last), BLOCK):  # of an ignored row
-            tl.store(grad_ptr + start + offsets, tl.zeros((PARTS, LANES * VECTOR), grad_ptr.dtype.element_ty))
+        if not ONE_BLOCK:
+            for start in range(0, tl.where(valid, 0, last), BLOCK):  # of an ignored row
+                tl.store(grad_ptr + start + offsets, tl.zeros((PARTS, LANES * VECTOR), grad_ptr.dtype.element_ty))
         target_grad = _gradient(
             target_z, target_jacobian, target_column, target_here, tile_weight_ptr,
             row_max, log_sum, softmax, uniform, one_hot,

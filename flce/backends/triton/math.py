@@ -21,6 +21,12 @@ def tanh_and_derivative(x):
 
 
 @triton.jit
+def row_head(row_ptr, BYTES: tl.constexpr):
+    """Elements until the first multiple of BYTES, a power of two, in memory."""
+    return ((-row_ptr.to(tl.int64)) & (BYTES - 1)).to(tl.int32) // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
 def lane_max(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
     """(parts, lanes * vector) to (lanes,). Both steps stay within a thread, and lay out the result as the next wants it
     (a reduction of three dimensions at once does not, in every version of Triton)."""
