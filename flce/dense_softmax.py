@@ -25,7 +25,8 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
     nothing is copied where the dimensions before and those behind it lie in memory at one stride each, as they do in
     a dense tensor in any order of its dimensions, in slices of one and in expanded ones; otherwise `input` is. A row
     that is all -inf, or has a NaN or +inf in it, is NaN. Differentiable, also twice; the result is what is kept for
-    it. The same bits from run to run, and for any number of rows.
+    it. The same bits from run to run, and for any number of rows; the order of a sum may depend on where a row begins
+    in memory, modulo 16 bytes, if rows do not all begin alike (an odd number of columns, for example).
 
     Args:
         input: tensor of any shape; float16, bfloat16, float32 or float64. May be empty, or have no dimensions.

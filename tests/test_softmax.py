@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,97 @@ def test_launches(
     both(name, x, dim=dim)
 
 
+# Vectors between edges of single elements, at every place that a row can begin
+EDGED = {name: launch for name, launch in LAUNCHES.items() if name != "online, four rows"}
+EDGES_GRID = allpairs(
+    {
+        "launch": list(EDGED),
+        "columns": [*range(1, 18), 127, 129, *range(1000, 1008)],
+        "dtypes": [(f16, None), (bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, f16)],
+        "name": list(FUNCTIONS),
+    }
+)
+
+
+@pytest.mark.parametrize("case", EDGES_GRID, ids=lambda case: "-".join(str(value) for value in case.values()))
+def test_edges(
+    case: dict[str, Any], triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows, and not an element beside the first and the last."""
+    from flce.backends.triton import softmax_launch
+
+    (dtype, out), columns, name, rows = case["dtypes"], case["columns"], case["name"], 11
+    out = out or dtype
+    sizes = dict(EDGED[case["launch"]])
+    sizes["narrow"] = sizes.get("narrow", False) and dtype.itemsize == out.itemsize == 2
+    launch = softmax_launch.RowLaunch(**sizes)
+    monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
+    buffers: list[Tensor] = []
+
+    def surrounded(like: Tensor, dtype: torch.dtype) -> Tensor:
+        buffers.append(torch.full((like.numel() + 128,), 7.0, dtype=dtype, device=like.device))
+        return buffers[-1][64:-64].view(like.shape)
+
+    monkeypatch.setattr(torch, "empty_like", surrounded)
+    x = torch.randn(rows, columns, dtype=f64).mul(3).to(device, dtype)
+    g = torch.randn(rows, columns, dtype=f64).to(device, out)
+    y = softmax_launch.forward(x, 1, out, name == "log_softmax", launch)
+    dx = softmax_launch.backward(g, y, 1, dtype, name == "log_softmax", launch)
+    monkeypatch.undo()
+    for buffer in buffers:
+        assert bool((buffer[:64] == 7).all() and (buffer[-64:] == 7).all())
+
+    wide, tolerance = x.double(), TOLERANCE[min(dtype, out, key=lambda t: t.itemsize)]
+    p = F.softmax(wide, 1)
+    if name == "softmax":
+        expected, expected_dx = p, p * (g.double() - (g.double() * p).sum(1, keepdim=True))
+    else:
+        expected, expected_dx = F.log_softmax(wide, 1), g.double() - p * g.double().sum(1, keepdim=True)
+    for row in range(rows):
+        assert_near(y[row], expected[row], tolerance, f"row {row}")
+        # A difference, of a rounded result: held to the size of its terms.
+        terms = float((g[row].abs().max() + g[row].sum().abs()).double())
+        error = float((dx[row].double() - expected_dx[row]).abs().max())
+        assert error <= 4 * tolerance * max(1.0, terms), f"gradient of row {row}: off by {error:.3e}"
+
+
+def test_which_rows_have_edges(triton_backend: str, device: torch.device) -> None:
+    """Those that do not begin and end at boundaries, where they do so in all tensors alike."""
+    from flce.backends.triton import softmax_launch
+
+    def edges(x: Tensor, out: torch.dtype | None = None) -> int:
+        y = torch.empty_like(x, dtype=out)
+        tensors, layout = softmax_launch._lay_out(x.dim() - 1, y, x)
+        align = math.gcd(16, x.shape[-1], *(stride for s in layout.strides for stride in (s[0], s[2])))
+        return softmax_launch._edges(tensors, layout.strides, x.shape[-1], align)
+
+    def zeros(*shape: int, dtype: torch.dtype = bf16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    assert [edges(zeros(5, 1001, dtype=dtype)) for dtype in (f16, bf16, f32, f64)] == [8, 8, 4, 2]
+    assert [edges(zeros(5, 1000 + k)) for k in range(9)] == [0] + 7 * [8] + [0]
+    assert edges(zeros(5, 1001), f32) == edges(zeros(5, 1001, dtype=f32), f16) == 8
+    assert edges(zeros(2, 3, 1001)) == 8
+    assert edges(zeros(1, 1001)) == 8
+    assert edges(zeros(5, 1009)[:, :1001]) == 8
+    assert edges(zeros(5, 1002)[:, 1:]) == 0  # other strides
+    assert edges(zeros(6, 1001)[1:]) == 0  # another beginning
+    assert edges(zeros(5, 33)) == 0  # hardly more than edges
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [bf16, f32])
+@pytest.mark.parametrize("width", [200, 203, 204])
+def test_slices_that_begin_anywhere(
+    width: int, dtype: torch.dtype, name: str, triton_backend: str, device: torch.device
+) -> None:
+    x = torch.randn(7, width, device=device).mul(3).to(dtype)
+    for first in range(9):
+        both(name, x[:, first:])
+        both(name, x[:, first : width - 8 + first])
+    both(name, x.flatten()[3 : 3 + 6 * 129].view(6, 129))
+
+
 @BOTH
 @pytest.mark.parametrize("launch", list(LAUNCHES))
 def test_launches_on_what_is_not_finite(
@@ -130,6 +222,8 @@ def test_launches_on_what_is_not_finite(
     assert_near(mine(x.t(), 0), stock(x.t().double(), 0), 1e-2, "result")
     x = x.t().contiguous()
     assert_near(mine(x, 0), stock(x.double(), 0), 1e-2, "result")
+    x = not_finite(133).to(x)  # rows with edges
+    assert_near(mine(x), stock(x.double(), -1), 1e-2, "result")
 
 
 def test_choice_of_launch(triton_backend: str) -> None:
@@ -162,7 +256,10 @@ def test_choice_of_launch(triton_backend: str) -> None:
     assert launch(2048, f32).rows == 1
     assert launch(32768, f32).resident
     assert not launch(32769, f32).resident
-    assert launch(65536, bf16).narrow
+    assert launch(16384, bf16).narrow
+    assert not launch(32768, bf16).resident
+    assert launch(32768, bf16, backward=True).narrow
+    assert launch(256, bf16, backward=True) == softmax_launch.RowLaunch(True, 4, 4)
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
@@ -249,13 +346,14 @@ def test_narrower_results_are_rounded_once(name: str, backend: str, device: torc
 
 @BOTH
 def test_rows_do_not_depend_on_each_other(name: str, backend: str, device: torch.device) -> None:
-    """The same bits whatever other rows there are, and again."""
-    x = torch.randn(37, 65, device=device)
+    """The same bits whatever other rows there are, and again; after unaligned rows, wherever those begin alike."""
     mine, _ = FUNCTIONS[name]
-    y = mine(x)
-    assert torch.equal(y, mine(x))
-    if backend == "triton":
-        assert torch.equal(y[5:9], mine(x[5:9]))
+    for columns, slices in ((64, (slice(5, 9), slice(1))), (65, (slice(9), slice(1), slice(8, 17)))):
+        x = torch.randn(37, columns, device=device)
+        y = mine(x)
+        assert torch.equal(y, mine(x))
+        if backend == "triton":
+            assert all(torch.equal(y[part], mine(x[part])) for part in slices)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -458,7 +556,7 @@ else:
 
 CUDA_SIZES = allpairs(
     {
-        "columns": [5, 128, 1000, 8191, 32768, 50257, 65536, 262144],
+        "columns": [5, 128, 131, 1000, 8191, 10007, 32768, 50257, 65536, 262144],
         "dtype": [f16, bf16, f32, f64],
         "name": list(FUNCTIONS),
         "inner": [3, 200],
@@ -477,16 +575,30 @@ def test_sizes_on_cuda(case: dict[str, Any], triton_backend: str) -> None:
 
 @pytest.mark.gpu
 @BOTH
-@pytest.mark.parametrize("shape, dim", [((2**31 // 4096 + 3, 4096), 1), ((3, 2**30 + 5), 1), ((2**20 + 1, 2051), 0)])
+@pytest.mark.parametrize("shape, dim", [((2**31 // 4096 + 3, 4096), 1), ((2, 2**30 + 5), 1), ((2**20 + 1, 2051), 0)])
 def test_more_elements_than_32_bits_count(shape: tuple[int, int], dim: int, name: str, triton_backend: str) -> None:
-    x = torch.randint(-8, 8, shape, dtype=torch.int8, device="cuda").to(bf16).requires_grad_()
-    y = FUNCTIONS[name][0](x, dim)
-    last = (slice(-1, None), slice(None)) if dim == 1 else (slice(None), slice(-1, None))
-    assert_near(y[last].float(), FUNCTIONS[name][1](x.detach()[last].float(), dim), 1e-2, "result")
-    (dx,) = torch.autograd.grad(y, x, torch.ones((), dtype=bf16, device="cuda").expand(shape))
-    z = y.detach()[last].double()
-    expected = 1 - z.exp() * shape[dim] if name == "log_softmax" else z * (1 - z.sum(dim))
-    assert_near(dx[last], expected, 1e-2, "gradient")
+    """Rows, or columns, behind element 2^31. Three tensors of 4 GiB at most at a time: tests run side by side."""
+    log = name == "log_softmax"
+
+    def last(t: Tensor) -> tuple[Tensor, ...]:
+        return (t[-1] if dim == 1 else t[:, -1]).split(1 << 24)  # looked at in pieces
+
+    def check(actual: Tensor, expected: Tensor, what: str) -> None:
+        size, error = float(expected.abs().max()), float((actual - expected).abs().max())
+        assert error <= 1e-2 * size, f"{what}: off by {error:.3e} of {size:.3e}"
+
+    x = torch.randint(-8, 8, shape, dtype=torch.int8, device="cuda").to(bf16)
+    y = torch.ops.flce.softmax(x, dim, bf16, log)
+    lse = torch.stack([piece.double().logsumexp(0) for piece in last(x)]).logsumexp(0)
+    for piece, of_y in zip(last(x), last(y), strict=True):
+        expected = piece.double() - lse
+        check(of_y.double(), expected if log else expected.exp(), "result")
+    del x
+    dx = torch.ops.flce.softmax_backward(y, y, dim, bf16, log)  # its own upstream gradient
+    total = sum(float((piece.double() if log else piece.double().square()).sum()) for piece in last(y))
+    for piece, of_dx in zip(last(y), last(dx), strict=True):
+        z = piece.double()
+        check(of_dx.double(), z - z.exp() * total if log else z * (z - total), "gradient")
 
 
 @pytest.mark.gpu

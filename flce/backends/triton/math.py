@@ -9,6 +9,13 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def row_head(start, VECTOR: tl.constexpr):
+    """Elements of a row before its first boundary of VECTOR (a power of two) elements, the row beginning `start` of
+    them behind one: fewer than VECTOR."""
+    return ((-start) & (VECTOR - 1)).to(tl.int32)
+
+
+@triton.jit
 def tanh_and_derivative(x):
     """tanh(x) and 1 - tanh(x)^2, from t = exp(-2|x|), which cannot overflow.
 

@@ -18,6 +18,10 @@ A tensor is (outer, columns, inner) elements with three strides, softmax along t
 `inner` first, and several of one program are neighbours there: where the columns lie apart, `inner` is where vectors
 are loaded from. Where they are adjacent, the strides between rows and the number of columns are counted in units of
 ALIGN elements, for the compiler to see what they are multiples of, and so that whole vectors are inside of a row.
+
+Rows that begin anywhere (an odd number of columns) have *edges*: up to EDGES - 1 elements before the first boundary of
+a vector and behind the last one. What lies between them, the row's whole vectors, goes through a kernel as an aligned
+row does; the edges are one small tile beside it, of single elements. All tensors of a call have the same edges.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends.triton.math import LOG2_E, lane_sum, over_lanes, softmax_merge, softmax_update
+from flce.backends.triton.math import LOG2_E, lane_sum, over_lanes, row_head, softmax_merge, softmax_update
 
 
 @triton.jit
@@ -48,9 +52,25 @@ def _rows(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr):
-    """Of the rows; strides are in units of ALIGN elements."""
-    return ptr + (outer_index * outer_stride + inner_index * inner_stride) * ALIGN
+def _start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr, EDGES: tl.constexpr):
+    """Of the rows, or of their whole vectors; strides are in units of ALIGN elements."""
+    start = (outer_index * outer_stride + inner_index * inner_stride) * ALIGN
+    if EDGES:
+        # The head added, as a product: the compiler sees that what it points to is as aligned as the tensor.
+        start = (start + (EDGES - 1)) // EDGES * EDGES
+    return ptr + start
+
+
+@triton.jit
+def _split(outer_index, inner_index, outer_stride, inner_stride, cols, slots, EDGES: tl.constexpr):
+    """Elements of the rows in whole vectors, and the edges beside them: places, counted as the columns are from the
+    first vector on, and which exist."""
+    head = row_head(outer_index * outer_stride + inner_index * inner_stride, EDGES)
+    rest = cols - head
+    # A product, for the compiler to see that no vector is masked in part.
+    whole = tl.maximum(rest, 0) // EDGES * EDGES
+    edges = slots - head + tl.where(slots < head, 0, whole)
+    return whole, edges, edges < rest
 
 
 @triton.jit
@@ -72,6 +92,40 @@ def _again(x, after):
     return (x.to(tl.int16, bitcast=True) ^ nothing).to(x.dtype, bitcast=True)
 
 
+# A tile of several rows has two dimensions. That of one row has one, and its statistics none: two tiles of different
+# length then each keep the layout in which they were loaded.
+@triton.jit
+def _local(ROWS: tl.constexpr):
+    if ROWS == 1:
+        return 0
+    else:
+        return tl.arange(0, ROWS)[:, None]
+
+
+@triton.jit
+def _across(COLS: tl.constexpr, ROWS: tl.constexpr):
+    if ROWS == 1:
+        return tl.arange(0, COLS)
+    else:
+        return tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def _row_max(x, ROWS: tl.constexpr):
+    if ROWS == 1:
+        return tl.max(x, axis=0)
+    else:
+        return tl.max(x, axis=1, keep_dims=True)
+
+
+@triton.jit
+def _row_sum(x, ROWS: tl.constexpr):
+    if ROWS == 1:
+        return tl.sum(x, axis=0)
+    else:
+        return tl.sum(x, axis=1, keep_dims=True)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def softmax_resident_kernel(
     x_ptr,  # each (outer, cols, inner)
@@ -85,35 +139,60 @@ def softmax_resident_kernel(
     LOG: tl.constexpr,
     UNIT: tl.constexpr,  # all column strides are 1
     ALIGN: tl.constexpr,
+    EDGES: tl.constexpr,  # elements of a vector, where rows have edges; or 0
+    SLOTS: tl.constexpr,  # of the edges of a row
     FLAT: tl.constexpr,
     NARROW: tl.constexpr,  # the row is kept in the dtype of x
     ROWS: tl.constexpr,
-    COLS: tl.constexpr,  # cols or more
+    COLS: tl.constexpr,  # cols, or those of them in whole vectors, or more
 ):  # fmt: skip
-    outer_index, inner_index, present = _rows(tl.arange(0, ROWS)[:, None], num_rows, inner, FLAT, ROWS)
-    columns = tl.arange(0, COLS)[None, :]
-    mask = columns < cols * ALIGN
+    outer_index, inner_index, present = _rows(_local(ROWS), num_rows, inner, FLAT, ROWS)
+    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
+    whole = cols * ALIGN
+    if EDGES:
+        slots = _across(SLOTS, ROWS)
+        whole, edges, edge_mask = _split(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
+        edge_mask = edge_mask & present
+        edge_z = tl.load(x_ptr + edges, mask=edge_mask, other=float("-inf")).to(ACCUM)
+    columns = _across(COLS, ROWS)
+    mask = columns < whole
     if ROWS > 1:
         mask = mask & present
-    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN) + _along(columns, x_column, UNIT)
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN) + _along(columns, y_column, UNIT)
-    x = tl.load(x_ptr, mask=mask, other=float("-inf"))
+    x = tl.load(x_ptr + _along(columns, x_column, UNIT), mask=mask, other=float("-inf"))
     z = x.to(ACCUM)
-    largest = tl.max(z, axis=1, keep_dims=True)
+    largest = _row_max(z, ROWS)
+    if EDGES:
+        largest = tl.maximum(largest, _row_max(edge_z, ROWS))
     if NARROW:
         z = _again(x, largest).to(ACCUM)
     exps = tl.exp2((z - largest) * LOG2_E)
-    total = tl.sum(exps, axis=1, keep_dims=True)
+    total = _row_sum(exps, ROWS)
+    if EDGES:
+        total += _row_sum(tl.exp2((edge_z - largest) * LOG2_E), ROWS)
     if NARROW:
         z = _again(x, total).to(ACCUM)
         if not LOG:
             exps = tl.exp2((z - largest) * LOG2_E)
     if LOG:
+        normalizer = tl.log(total)
         # Differences first: exact where all of the row shares a large offset.
-        y = (z - largest) - tl.log(total)
+        y = (z - largest) - normalizer
     else:
-        y = exps * (1.0 / total)
-    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask)
+        normalizer = 1.0 / total
+        y = exps * normalizer
+    tl.store(y_ptr + _along(columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), mask=mask)
+    if EDGES:
+        edge_y = _normalized(edge_z, largest, normalizer, LOG)
+        tl.store(y_ptr + edges, edge_y.to(y_ptr.dtype.element_ty), mask=edge_mask)
+
+
+@triton.jit
+def _normalized(z, largest, normalizer, LOG: tl.constexpr):
+    if LOG:
+        return (z - largest) - normalizer
+    else:
+        return tl.exp2((z - largest) * LOG2_E) * normalizer
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -131,31 +210,50 @@ def softmax_resident_backward_kernel(
     LOG: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
+    EDGES: tl.constexpr,
+    SLOTS: tl.constexpr,
     FLAT: tl.constexpr,
     NARROW: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
-    outer_index, inner_index, present = _rows(tl.arange(0, ROWS)[:, None], num_rows, inner, FLAT, ROWS)
-    columns = tl.arange(0, COLS)[None, :]
-    mask = columns < cols * ALIGN
+    outer_index, inner_index, present = _rows(_local(ROWS), num_rows, inner, FLAT, ROWS)
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
+    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
+    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
+    whole = cols * ALIGN
+    if EDGES:
+        slots = _across(SLOTS, ROWS)
+        whole, edges, edge_mask = _split(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
+        edge_mask = edge_mask & present
+        edge_y = tl.load(y_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
+        edge_grad = tl.load(grad_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
+    columns = _across(COLS, ROWS)
+    mask = columns < whole
     if ROWS > 1:
         mask = mask & present
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN) + _along(columns, y_column, UNIT)
-    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN)
-    grad_ptr += _along(columns, grad_column, UNIT)
-    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN) + _along(columns, dx_column, UNIT)
-    y = tl.load(y_ptr, mask=mask, other=0.0)
-    grad = tl.load(grad_ptr, mask=mask, other=0.0)
+    y = tl.load(y_ptr + _along(columns, y_column, UNIT), mask=mask, other=0.0)
+    grad = tl.load(grad_ptr + _along(columns, grad_column, UNIT), mask=mask, other=0.0)
     wide_y, wide_grad = y.to(ACCUM), grad.to(ACCUM)
-    if LOG:
-        total = tl.sum(wide_grad, axis=1, keep_dims=True)
-    else:
-        total = tl.sum(wide_grad * wide_y, axis=1, keep_dims=True)
+    total = _row_sum(_term(wide_y, wide_grad, LOG), ROWS)
+    if EDGES:
+        total += _row_sum(_term(edge_y, edge_grad, LOG), ROWS)
     if NARROW:
         wide_y, wide_grad = _again(y, total).to(ACCUM), _again(grad, total).to(ACCUM)
     dx = _gradient(wide_y, wide_grad, total, LOG)
-    tl.store(dx_ptr, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    tl.store(dx_ptr + _along(columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if EDGES:
+        edge_dx = _gradient(edge_y, edge_grad, total, LOG)
+        tl.store(dx_ptr + edges, edge_dx.to(dx_ptr.dtype.element_ty), mask=edge_mask)
+
+
+@triton.jit
+def _term(y, grad, LOG: tl.constexpr):
+    """Of the sum over a row that its gradient takes."""
+    if LOG:
+        return grad
+    else:
+        return grad * y
 
 
 @triton.jit
@@ -206,6 +304,12 @@ def _store(pointers, value, mask):
         tl.store(pointers, value, mask=mask, eviction_policy="evict_first")
 
 
+@triton.jit
+def _step(largest, total, z, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    largest, total, _exps, _reference, _decay = softmax_update(largest, total, z, LANES, VECTOR)
+    return largest, total
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def softmax_online_kernel(
     x_ptr,  # each (outer, cols, inner)
@@ -219,6 +323,7 @@ def softmax_online_kernel(
     LOG: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
+    EDGES: tl.constexpr,
     FLAT: tl.constexpr,
     LONG: tl.constexpr,  # 2^30 columns or more
     ROWS: tl.constexpr,
@@ -233,24 +338,31 @@ def softmax_online_kernel(
         present = None
     else:
         outer_index, inner_index, present = _rows(local, num_rows, inner, FLAT, ROWS)
-    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN)
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN)
+    x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
     if LONG:
         cols = cols.to(tl.int64)
+    largest = tl.full((LANES,), float("-inf"), ACCUM)
+    total = tl.full((LANES,), 0.0, ACCUM)
+    whole = cols * ALIGN
+    if EDGES:
+        # One element for a lane, and none for most.
+        slots = tl.arange(0, LANES)[None, :]
+        whole, edges, edge_mask = _split(outer_index, inner_index, x_outer, x_inner, cols, slots, EDGES)
+        edge_z = tl.load(x_ptr + edges, mask=edge_mask, other=float("-inf")).to(ACCUM)
+        largest, total = _step(largest, total, edge_z, LANES, 1)
     # All blocks but the last are full.
-    last = (cols * ALIGN - 1) // BLOCK * BLOCK
+    last = tl.maximum(whole - 1, 0) // BLOCK * BLOCK
     last_columns = last + offsets
-    mask = last_columns < cols * ALIGN
+    mask = last_columns < whole
     if ROWS > 1:
         mask = mask & present
 
-    largest = tl.full((LANES,), float("-inf"), ACCUM)
-    total = tl.full((LANES,), 0.0, ACCUM)
     for start in range(0, last, BLOCK):
         x = _load(x_ptr + _along(start + offsets, x_column, UNIT), present, float("-inf"), "")
-        largest, total, _exps, _zero, _decay = softmax_update(largest, total, x.to(ACCUM), LANES, VECTOR)
+        largest, total = _step(largest, total, x.to(ACCUM), LANES, VECTOR)
     x = _load(x_ptr + _along(last_columns, x_column, UNIT), mask, float("-inf"), "")
-    largest, total, _exps, _zero, _decay = softmax_update(largest, total, x.to(ACCUM), LANES, VECTOR)
+    largest, total = _step(largest, total, x.to(ACCUM), LANES, VECTOR)
     if ROWS > 1:
         largest = tl.reshape(largest, (LANES // ROWS, ROWS))
         total = tl.reshape(total, (LANES // ROWS, ROWS))
@@ -269,14 +381,9 @@ def softmax_online_kernel(
     x = _load(x_ptr + _along(last_columns, x_column, UNIT), mask, float("-inf"), "evict_first")
     y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
     _store(y_ptr + _along(last_columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), mask)
-
-
-@triton.jit
-def _normalized(z, largest, normalizer, LOG: tl.constexpr):
-    if LOG:
-        return (z - largest) - normalizer
-    else:
-        return tl.exp2((z - largest) * LOG2_E) * normalizer
+    if EDGES:
+        edge_y = _normalized(edge_z, shift, normalizer, LOG)
+        _store(y_ptr + edges, edge_y.to(y_ptr.dtype.element_ty), edge_mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -294,6 +401,7 @@ def softmax_online_backward_kernel(
     LOG: tl.constexpr,
     UNIT: tl.constexpr,
     ALIGN: tl.constexpr,
+    EDGES: tl.constexpr,
     FLAT: tl.constexpr,
     LONG: tl.constexpr,  # 2^30 columns or more
     ROWS: tl.constexpr,
@@ -308,18 +416,26 @@ def softmax_online_backward_kernel(
         present = None
     else:
         outer_index, inner_index, present = _rows(local, num_rows, inner, FLAT, ROWS)
-    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN)
-    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN)
-    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN)
+    y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
+    grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
+    dx_ptr = _start(dx_ptr, outer_index, inner_index, dx_outer, dx_inner, ALIGN, EDGES)
     if LONG:
         cols = cols.to(tl.int64)
-    last = (cols * ALIGN - 1) // BLOCK * BLOCK
+    total = tl.full((LANES,), 0.0, ACCUM)
+    whole = cols * ALIGN
+    if EDGES:
+        # One element for a lane, and none for most.
+        slots = tl.arange(0, LANES)[None, :]
+        whole, edges, edge_mask = _split(outer_index, inner_index, y_outer, y_inner, cols, slots, EDGES)
+        edge_y = tl.load(y_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
+        edge_grad = tl.load(grad_ptr + edges, mask=edge_mask, other=0.0).to(ACCUM)
+        total += lane_sum(_term(edge_y, edge_grad, LOG), LANES, 1)
+    last = tl.maximum(whole - 1, 0) // BLOCK * BLOCK
     last_columns = last + offsets
-    mask = last_columns < cols * ALIGN
+    mask = last_columns < whole
     if ROWS > 1:
         mask = mask & present
 
-    total = tl.full((LANES,), 0.0, ACCUM)
     for start in range(0, last, BLOCK):
         columns = start + offsets
         term = _load(grad_ptr + _along(columns, grad_column, UNIT), present, 0.0, "").to(ACCUM)
@@ -344,3 +460,6 @@ def softmax_online_backward_kernel(
     y = _load(y_ptr + _along(last_columns, y_column, UNIT), mask, 0.0, "evict_first")
     dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
     _store(dx_ptr + _along(last_columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), mask)
+    if EDGES:
+        edge_dx = _gradient(edge_y, edge_grad, row_total, LOG)
+        _store(dx_ptr + edges, edge_dx.to(dx_ptr.dtype.element_ty), edge_mask)

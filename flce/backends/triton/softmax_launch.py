@@ -21,20 +21,37 @@ from flce.backends.triton.softmax import (
 
 # A thread loads this many bytes at a time.
 VECTOR_BYTES = 16
-# Float32 values that a thread of a resident row holds: enough loads in flight for the few threads that short rows make.
-VALUES = 32
 MAX_WARPS = 32
-# Of a multiprocessor's registers, those that a resident row may take as it is loaded (with its gradient, in backward).
-# The others compute. What is longer goes to the online kernel.
+
+# The launch table. Percentages are of the speed of a copy that moves as many bytes, 4096 rows on an H200.
+#
+# Of a multiprocessor's registers, those that a resident row may take as it is loaded (with its gradient, in backward):
+# the others compute. What is longer goes to the online kernel.
 RESIDENT_SHARE = 0.5
+# Values that a thread of a resident row holds, of both tensors in backward: enough loads in flight for the few threads
+# that such rows make.
+VALUES = 32
+# Rows shorter than SHORT_TILE columns share a program, which has as many columns of all its rows, and 2 warps (4 in
+# backward): of programs of one warp, a multiprocessor runs half as many warps as it could. 512 columns in backward, 2
+# warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%.
+SHORT_TILE = 1024
+SHORT_VALUES = 16
+# Rows of 16 bits from this length on: half the warps, with twice the values, which fit as long as they stay 16 bits
+# wide. 96% for 91%, backward 102% for 96%: more rows are in flight. What is longer still is online in forward, where
+# twice as long is 90% for 76% and 65536 142% for 122%; in backward twice as long is the same, 101%, in either kernel.
+NARROW_COLUMNS = 16384
+# Bytes of a row from which its edges are treated apart (`softmax`). Those of shorter ones are much of the row.
+EDGES_FROM = 128
 # Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
 LINE_BYTES = 128
 SECTOR_BYTES = 32
-# Of the online kernels, as for the fused operator: the fewest warps with which the rows in flight fit in the L2 cache,
-# in which the second pass then finds its row; the most, if none do. One block is PARTS vectors of a thread.
-ONLINE_WARPS = (8, 16, 32)
+# Of the online kernels: the fewest warps with which the rows in flight fit in the L2 cache, in which the second pass
+# then finds its row; the most, if none do. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
+# for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%).
+ONLINE_WARPS = (16, 32)
+# Vectors of a thread and tensor in one block. Backward, 2 for 4: 142% for 158% (65536 columns of 16 bits), elsewhere
+# 2% worse to 1% better.
 ONLINE_PARTS = 4
-ONLINE_BACKWARD_PARTS = 2  # two tensors are loaded
 # Of 1,024 threads or more that a multiprocessor of 64K registers has.
 ONLINE_REGISTERS = 64
 
@@ -110,9 +127,8 @@ def _choose(
     multiprocessors, cache, registers = _device_facts(device)
     room = triton.next_power_of_2(cols)
     float64 = torch.float64 in (read, written)
-    warp_elements = 32 * VALUES // (2 * tensors if float64 else tensors)
     size = 8 if float64 else read.itemsize  # of an element, in registers
-    packed = max(1, warp_elements // room)  # rows that one warp holds
+    packed = max(1, SHORT_TILE // room)
     wanted, least = (
         min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
     )
@@ -120,18 +136,20 @@ def _choose(
     rows = max(packed, wanted)
     while rows > max(packed, least) and rows * room * size * tensors > most:
         rows //= 2
-    if rows * room * size * tensors <= most:
-        needed = triton.cdiv(rows * room, warp_elements)
-        # Twice as many values to a thread, which only those of 16 bits can be here, fit as long as they stay so.
-        return RowLaunch(True, min(MAX_WARPS, needed), rows, narrow=needed > MAX_WARPS and size == 2)
+    long, too_long = size == 2 and room >= NARROW_COLUMNS, size == 2 and room > NARROW_COLUMNS and not backward
+    if rows * room * size * tensors <= most and not too_long:
+        values = SHORT_VALUES if rows == packed > 1 else VALUES
+        needed = triton.cdiv(rows * room * tensors * (2 if float64 else 1), 32 * values)
+        # Twice as many warps as there can be are needed at most, and only for values of 16 bits.
+        narrow = long or needed > MAX_WARPS
+        return RowLaunch(True, triton.cdiv(needed, 2) if narrow else needed, rows, narrow=narrow)
 
-    parts = ONLINE_BACKWARD_PARTS if backward else ONLINE_PARTS
     vector = 1 if wanted > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
     row_bytes = cols * wanted * read.itemsize * tensors
     threads = registers // 4 // ONLINE_REGISTERS
     fitting = [w for w in ONLINE_WARPS if multiprocessors * (threads // (32 * w)) * row_bytes <= cache]
     warps = min(fitting, default=max(ONLINE_WARPS))
-    return RowLaunch(False, warps, wanted, parts=parts, vector=vector, registers=ONLINE_REGISTERS)
+    return RowLaunch(False, warps, wanted, parts=ONLINE_PARTS, vector=vector, registers=ONLINE_REGISTERS)
 
 
 def _device_facts(device: torch.device) -> tuple[int, int, int]:
@@ -156,11 +174,17 @@ def _launch(
     unit = all(column == 1 for _, column, _ in strides)
     row_strides = [stride for outer, _, inner in strides for stride in (outer, inner)]
     align = math.gcd(VECTOR_BYTES, layout.cols, *row_strides) if unit else 1  # no element is smaller than a byte
+    edges = _edges(tensors, strides, layout.cols, align) if unit and (launch.resident or rows == 1) else 0
+    if edges:
+        align = 1
     flat = rows > 1 and layout.outer > 1 and layout.inner < rows
     programs = triton.cdiv(num_rows, rows) if flat else layout.outer * triton.cdiv(layout.inner, rows)
     wide = any(t.dtype == torch.float64 for t in tensors)
     if launch.resident:
-        block: dict[str, Any] = {"NARROW": launch.narrow, "COLS": triton.next_power_of_2(layout.cols)}
+        vectors = max(edges, layout.cols // edges * edges) if edges else layout.cols
+        block: dict[str, Any] = {"NARROW": launch.narrow, "COLS": triton.next_power_of_2(vectors)}
+        # With fewer slots than threads, the compiler would lay them out like the vectors: one load for each of these.
+        block["SLOTS"] = max(2 * edges, 32 * launch.warps // rows if rows > 1 else 1)
     else:
         block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": launch.vector}
         block["LONG"] = layout.cols >= 1 << 30
@@ -176,11 +200,24 @@ def _launch(
         LOG=log,
         UNIT=unit,
         ALIGN=align,
+        EDGES=edges,
         FLAT=flat,
         ROWS=rows,
         num_warps=launch.warps,
         **block,
     )
+
+
+def _edges(tensors: tuple[Tensor, ...], strides: tuple[tuple[int, int, int], ...], cols: int, align: int) -> int:
+    """Elements of the vectors that rows of adjacent columns consist of between their edges; 0 where there are no edges,
+    or where those of the tensors would differ."""
+    smallest = min(t.element_size() for t in tensors)
+    vector = VECTOR_BYTES // smallest
+    if align % vector == 0 or cols * smallest < EDGES_FROM or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
+        return 0
+    outer, _, inner = strides[0]
+    same = all((o - outer) % vector == 0 == (i - inner) % vector for o, _, i in strides)
+    return vector if same else 0
 
 
 def _lay_out(dim: int, first: Tensor, *others: Tensor) -> tuple[tuple[Tensor, ...], RowLayout]:
