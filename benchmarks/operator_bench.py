@@ -15,8 +15,8 @@ from benchmarks.problem import Problem, make_problem
 from benchmarks.results import CaseResult, Result
 from benchmarks.rounds import Entrant, Report, attempt, interleave, never, skip, skip_unmeasured
 
-# The device is kept busy this long, about three milliseconds, while the host launches a timed call. In training the host
-# is ahead of the device as well: what is measured is the time of the device.
+# The device is kept busy this long, about three milliseconds, while the host launches a timed call. In training it is
+# ahead of the device as well: what is measured is the time of the device.
 HEAD_START_CYCLES = 6_000_000
 
 
