@@ -40,10 +40,10 @@ import triton.language as tl
 from flce.backends import contract
 from flce.backends.triton.math import (
     LOG2_E,
+    address_head,
     lane_min,
     lane_sum,
     over_lanes,
-    row_head,
     softmax_merge,
     softmax_update,
     tanh_and_derivative,
@@ -255,7 +255,7 @@ def cross_entropy_kernel(
         # Lanes begin with an edge, and there the first one would begin with a state.
         tl.static_assert(not (STATISTICS and LOAD_STATE))
         # From here on column 0 is the first behind the head: the row has [-head, stop), and vectors [0, inside).
-        head = tl.minimum(row_head(logits_ptr, HEAD_BYTES), cols)
+        head = tl.minimum(address_head(logits_ptr, HEAD_BYTES), cols)
         stop = cols - head
         inside = stop // VECTOR * VECTOR
         logits_ptr = tl.multiple_of(logits_ptr + head, 16)

@@ -28,7 +28,7 @@ def tanh_and_derivative(x):
 
 
 @triton.jit
-def row_head(row_ptr, BYTES: tl.constexpr):
+def address_head(row_ptr, BYTES: tl.constexpr):
     """Elements until the first multiple of BYTES, a power of two, in memory."""
     return ((-row_ptr.to(tl.int64)) & (BYTES - 1)).to(tl.int32) // (row_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
