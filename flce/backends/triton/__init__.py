@@ -18,8 +18,10 @@ from flce.problem import LossSpec, accumulation_dtype
 
 # A thread loads this many bytes at a time, and PARTS of these vectors for a block.
 VECTOR_BYTES = 16
-# Where rows begin anywhere, their vectors begin at multiples of this: what memory moves at a time, so that no two
-# threads write to the same one. Where the lanes are too few for so long a head, of a vector.
+# Where rows begin anywhere, their vectors begin at multiples of a cache line: 50257 columns of float32 in place have 79%
+# of the speed of a copy, with multiples of a sector of memory, to which no two threads write either, 73. Where the
+# lanes are too few for so long a head, of a sector or of a vector.
+LINE_BYTES = 128
 SECTOR_BYTES = 32
 # A multiprocessor has 1,024 threads or more, each with this many registers.
 THREADS = 1024
@@ -38,20 +40,23 @@ class Shape(NamedTuple):
     warps: tuple[int, ...]
 
 
-# One block, up to 32 KiB of a row: 64 bytes in flight for each thread, since of the few threads that short rows have
-# half wait for something else (a target, a reduction, writes). Larger ones would leave less than two rows at a time.
-# Several blocks, on an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its
-# gradient written):
+# On an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its gradient written);
+# rows of bfloat16, 4096 of them, unless said otherwise. A row of one block has 64 bytes in flight for each thread.
 SHAPES = {
-    # 99, and nearly any choice has that.
-    "statistics": Shape(4, 16, 2, (8,)),
-    # 92. No thread waits for another, so more of them do as well as larger blocks, of which there are shorter ones.
-    "gradient": Shape(2, 16, 2, (16,)),
+    # One block is best to 4096 columns only: 16384 are 88 in several and 65 in one, 10007 80 and 43. Of long rows
+    # nearly any choice has 99.
+    "statistics": Shape(4, 4, 4, (4, 8)),
+    # 16384 columns are 97 in one block and 87 in several, of float32 97 and 91; 32001 the same, 86. Very long ones 92.
+    "gradient": Shape(4, 32, 2, (16,)),
+    # 8192 columns are 89 in one block and 77 in several; 16384 85 and 87, 8192 of float32 75 and 90.
     # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
-    "both": Shape(4, 16, 4, (8, 16, 32)),
+    "both": Shape(4, 8, 4, (8, 16, 32)),
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
 }
+# A block of more lanes than these that a row fills to less than two thirds is worse than several of half as many: 10007
+# columns, gradient, 87 for 71.
+FILLED_LANES = 128
 SCALE_BLOCK = 4096
 # Enough programs to fill any GPU several times.
 SCALE_PROGRAMS = 2048
@@ -248,7 +253,7 @@ def _rows_have_edges(logits: Tensor, grad: Tensor | None, room: int) -> bool:
 
 def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
     """What vectors begin at a multiple of, so that a head and a tail are a column or none for each lane; 0: too few."""
-    for size in (SECTOR_BYTES, VECTOR_BYTES):
+    for size in (LINE_BYTES, SECTOR_BYTES, VECTOR_BYTES):
         if size // itemsize - 1 + vector - 1 <= lanes:
             return size
     return 0
@@ -284,11 +289,15 @@ def _launch_size(
         while parts > 1 and 32 * parts // 2 >= vectors:  # rather one vector for each of more lanes
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
+        if lanes > FILLED_LANES and 3 * vectors < 2 * parts * lanes:
+            parts, lanes = shape.parts, lanes // 2
     else:
         multiprocessors, cache = _device_facts(device)
         row_bytes = cols * dtype.itemsize
         fitting = [w for w in shape.warps if multiprocessors * (THREADS // (32 * w)) * row_bytes <= cache]
         parts, lanes = shape.parts, 32 * min(fitting, default=max(shape.warps))
+        while lanes > 32 and parts * lanes > vectors:  # of a row that is long for one block, but not for this one
+            lanes //= 2
     # More registers for a thread would leave less threads to hide the latency of memory.
     options = {"num_warps": max(1, lanes // 32), "maxnreg": MAX_REGISTERS}
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}

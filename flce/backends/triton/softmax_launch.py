@@ -36,10 +36,13 @@ VALUES = 32
 # warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%.
 SHORT_TILE = 1024
 SHORT_VALUES = 16
-# Rows of 16 bits from this length on: half the warps, with twice the values, which fit as long as they stay 16 bits
-# wide. 96% for 91%, backward 102% for 96%: more rows are in flight. What is longer still is online in forward, where
-# twice as long is 90% for 76% and 65536 142% for 122%; in backward twice as long is the same, 101%, in either kernel.
-NARROW_COLUMNS = 16384
+# Rows of 16 bits of more than half so many columns: half the warps, with twice the values, which fit as long as they
+# stay 16 bits wide, for more rows in flight. 16384: 96% for 91%, backward 102% for 96%; 5003, backward: 99% for 81%
+# (8192: 103% for 104%).
+NARROW_COLUMNS = 8192
+# What is longer than this is online in forward: 32768 90% for 76%, 65536 142% for 122%. In backward 32768 is the same,
+# 101%, in either kernel.
+RESIDENT_COLUMNS = 16384
 # Bytes of a row from which its edges are treated apart (`softmax`). Those of shorter ones are much of the row.
 EDGES_FROM = 128
 # Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
@@ -47,8 +50,10 @@ LINE_BYTES = 128
 SECTOR_BYTES = 32
 # Of the online kernels: the fewest warps with which the rows in flight fit in the L2 cache, in which the second pass
 # then finds its row; the most, if none do. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
-# for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%).
+# for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%). Backward is best with 32
+# everywhere (50257: 95% for 76%, 32768 of float32 154% for 108%).
 ONLINE_WARPS = (16, 32)
+ONLINE_BACKWARD_WARPS = (32,)
 # Vectors of a thread and tensor in one block. Backward, 2 for 4: 142% for 158% (65536 columns of 16 bits), elsewhere
 # 2% worse to 1% better.
 ONLINE_PARTS = 4
@@ -136,7 +141,7 @@ def _choose(
     rows = max(packed, wanted)
     while rows > max(packed, least) and rows * room * size * tensors > most:
         rows //= 2
-    long, too_long = size == 2 and room >= NARROW_COLUMNS, size == 2 and room > NARROW_COLUMNS and not backward
+    long, too_long = size == 2 and room >= NARROW_COLUMNS, size == 2 and room > RESIDENT_COLUMNS and not backward
     if rows * room * size * tensors <= most and not too_long:
         values = SHORT_VALUES if rows == packed > 1 else VALUES
         needed = triton.cdiv(rows * room * tensors * (2 if float64 else 1), 32 * values)
@@ -147,8 +152,9 @@ def _choose(
     vector = 1 if wanted > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
     row_bytes = cols * wanted * read.itemsize * tensors
     threads = registers // 4 // ONLINE_REGISTERS
-    fitting = [w for w in ONLINE_WARPS if multiprocessors * (threads // (32 * w)) * row_bytes <= cache]
-    warps = min(fitting, default=max(ONLINE_WARPS))
+    choice = ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS
+    fitting = [w for w in choice if multiprocessors * (threads // (32 * w)) * row_bytes <= cache]
+    warps = min(fitting, default=max(choice))
     return RowLaunch(False, warps, wanted, parts=ONLINE_PARTS, vector=vector, registers=ONLINE_REGISTERS)
 
 
