@@ -9,6 +9,7 @@
 #     peers         only the last
 #     model-short   training steps of whole models, 4 x 8192 tokens
 #     kernels       the pass over the logits by itself
+#     sanitize      the tests of kernels under compute-sanitizer: memcheck, then racecheck
 #     rows          losses and softmaxes of rows in memory, over their length; about three minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
 #
@@ -112,6 +113,15 @@ for name in $parts; do
             part tests-gpu "$(within 100)" "${tests[@]}" -m gpu tests
             part tests-all "$(within 140)" "${tests[@]}" -m "not gpu" tests
             unset OMP_NUM_THREADS TORCHINDUCTOR_COMPILE_THREADS
+            ;;
+        sanitize)
+            # The caching allocator off: otherwise a read behind a tensor is one within the allocator's block.
+            for tool in memcheck racecheck; do
+                PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$tool" "$(within 240)" compute-sanitizer --tool "$tool" \
+                    --target-processes all --error-exitcode 1 \
+                    "$python" -m pytest -q --tb=short -p no:cacheprovider -k "${SANITIZE:-blocks or levels or dtypes or oracle}" \
+                    tests/test_kernels.py tests/test_product.py
+            done
             ;;
         operator) benchmark operator h200 330 --errors ;;
         targets) benchmark operator targets 240 ;;

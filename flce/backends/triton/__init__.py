@@ -18,7 +18,7 @@ from flce.problem import LossSpec, accumulation_dtype
 
 # A thread loads this many bytes at a time, and PARTS of these vectors for a block.
 VECTOR_BYTES = 16
-# Where rows begin anywhere, their vectors begin at multiples of a cache line: 50257 columns of float32 in place have 79%
+# Where rows begin anywhere, their vectors begin at multiples of a cache line: 50257 float32 columns in place have 79%
 # of the speed of a copy, with multiples of a sector of memory, to which no two threads write either, 73. Where the
 # lanes are too few for so long a head, of a sector or of a vector.
 LINE_BYTES = 128
