@@ -74,8 +74,8 @@ def num_items_tensor(num_items: int | Tensor | None, spec: LossSpec, input: Tens
         return num_items.detach().reshape(()).to(input.device, non_blocking=True)
     if isinstance(num_items, bool) or not isinstance(num_items, (int, float, torch.SymInt)):
         raise TypeError(f"num_items must be a number or a 0-d tensor, got {type(num_items).__name__}")
-    if not num_items > 0:
-        raise ValueError(f"num_items must be > 0, got {num_items}")
+    if not 0 < num_items < float("inf"):
+        raise ValueError(f"num_items must be > 0 and finite, got {num_items}")
     return torch.full((), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
 
 

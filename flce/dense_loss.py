@@ -87,7 +87,11 @@ def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> Outputs:
             )
         if inplace and logits.requires_grad and torch.is_grad_enabled():
             check_overwritable(logits)
-            return Outputs(*_InPlace.apply(logits, problem))
+            # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
+            # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
+            rebase = not logits._is_view() and not logits.retains_grad
+            outputs = _InPlace.apply(logits, problem, rebase)
+            return Outputs(*(outputs[1:] if rebase else outputs))
     return Outputs(*torch.ops.flce.cross_entropy(*_pack(problem)))
 
 
@@ -130,7 +134,6 @@ def check_overwritable(logits: Tensor) -> None:
 
 def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
-    row_vectors.check_targets(p)
     constants = row_vectors.constants(p)
     logits, order = rows_of(p.logits)
     rows = _row_inputs(p, order, constants)
@@ -142,7 +145,6 @@ def _losses(p: CrossEntropyProblem) -> Outputs:
 def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None]:
     """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
     the logits."""
-    row_vectors.check_targets(p)
     constants = row_vectors.constants(p)
     unit = row_vectors.grad_unit(p, constants) if p.dtype == torch.float16 else None
     logits, order = rows_of(p.logits)
@@ -150,6 +152,7 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None
     out = row_vectors.allocate(p, p.target.numel())
     backend = get_backend(p.device)
     if p.shard is None:
+        row_vectors.check_targets(p)
         backend.loss_and_gradient(logits, logits, rows, p.spec, _tile(p), out)
     else:
         _statistics(p, logits, rows, out)
@@ -179,6 +182,7 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, upstream: Tensor) -> T
 def _statistics(p: CrossEntropyProblem, logits: Tensor, rows: RowInputs, out: RowOutputs) -> None:
     backend, tile = get_backend(p.device), _tile(p, keep=True)
     if p.shard is None:
+        row_vectors.check_targets(p)
         backend.statistics(logits, rows, p.spec, tile, None, out)
         return
     state = rows.constants.new_empty(STATE_SLOTS, rows.target.numel())
@@ -186,7 +190,10 @@ def _statistics(p: CrossEntropyProblem, logits: Tensor, rows: RowInputs, out: Ro
         backend.statistics(logits, rows, p.spec, tile, state, out)
     else:
         empty_shard(state)
-    finish(distributed.merged_state(state, p.class_weight, p.spec, p.shard), rows, p.spec, p.vocab_size, out)
+    merged = distributed.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
+    # Not before: the other processes would wait for one that has raised an error.
+    row_vectors.check_targets(p)
+    finish(merged, rows, p.spec, p.vocab_size, out)
 
 
 def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
@@ -222,20 +229,32 @@ class _InPlace(torch.autograd.Function):
     """Not a custom operator: those that change an argument can have no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem, rebase: bool) -> tuple[Tensor, ...]:
         out, unit = _losses_and_gradient(problem)
         # Kernels write without autograd's knowledge. Whoever saved the logits is told in backward.
-        torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits.detach(), unit)
+        if rebase:
+            ctx.mark_dirty(logits)
+        else:
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(logits.detach(), unit, problem.target != problem.spec.ignore_index)
+        ctx.rebase = rebase
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[1:])
         ctx.used = False
-        return tuple(out)
+        return (logits, *out) if rebase else tuple(out)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if ctx.rebase:
+            grad_logits, *grads = grads  # type: ignore[assignment]
+            if grad_logits is not None:
+                raise RuntimeError(
+                    "logits were used after flce.cross_entropy(inplace=True) had written their gradient over them. Use "
+                    "them before, or inplace=False."
+                )
+        grad_loss = grads[0]
         if grad_loss is None:
-            return None, None
+            return None, None, None
         _refuse_double_backward()
         if ctx.used:
             raise RuntimeError(
@@ -243,12 +262,15 @@ class _InPlace(torch.autograd.Function):
                 "where the logits were, was handed out the first time. Use inplace=False for retain_graph=True."
             )
         ctx.used = True
-        grad, unit = ctx.saved_tensors
+        grad, unit, valid = ctx.saved_tensors
         factor = grad_loss if unit is None else grad_loss / unit
+        if row_order(grad) is None:  # of a hook on saved tensors
+            grad = grad.contiguous()
         rows, order = rows_of(grad)
-        per_row = order.vector(factor) if factor.dim() else factor.expand(rows.shape[:-1].numel()).contiguous()
+        # An ignored row is 0, whatever arrives for it.
+        per_row = torch.where(order.vector(valid), order.vector(factor) if factor.dim() else factor, 1.0)
         get_backend(grad.device).scale_rows_(rows, per_row)
-        return grad, None
+        return grad, None, None
 
 
 def _refuse_double_backward() -> None:

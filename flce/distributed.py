@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS
+from flce.backends.contract import MAX
 from flce.backends.state import merge_shards, used_slots
 from flce.problem import LossSpec
+from flce.row_vectors import looks_at_values
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,44 @@ def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
     return Shard(process_group.group_name, start, vocab_size)
 
 
-def merged_state(state: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:
-    """The state of all classes from that of each shard, both (STATE_SLOTS, rows). One collective."""
+def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:
+    """The state of all classes from that of each shard, both (STATE_SLOTS, rows). One collective.
+
+    Processes also tell how many classes they have. Where that is not what `shard` takes them to have, statistics are
+    NaN in all of them: nothing waits for the answer.
+
+    Raises:
+        ValueError: the same, on a CPU or with ``FLCE_DEBUG=1``.
+    """
     group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[arg-type, attr-defined]
     shards = group.size()
     slots = used_slots(spec)
-    mine = state[slots].contiguous() if len(slots) < STATE_SLOTS else state
-    gathered = mine.new_empty(shards, *mine.shape)
+    mine = torch.cat((state[slots].reshape(-1), state.new_full((1,), cols)))
+    gathered = mine.new_empty(shards * mine.numel())
     # The older name is deprecated where there is a newer one.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered.view(-1, mine.shape[1]), mine, group=group)
-    states = gathered
-    if len(slots) < STATE_SLOTS:
-        states = state.new_zeros(shards, *state.shape)
-        for k, slot in enumerate(slots):
-            states[:, slot] = gathered[:, k]
-    return merge_shards(states, _weight_sums(state, class_weight, shards, shard) if spec.label_smoothing else (), spec)
+    gather(gathered, mine, group=group)
+    gathered = gathered.view(shards, -1)
+    states = state.new_zeros(shards, *state.shape)
+    for slot, values in zip(slots, gathered[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
+        states[:, slot] = values
+    sums = _weight_sums(state, class_weight, shards, shard) if spec.label_smoothing else ()
+    merged = merge_shards(states, sums, spec)
+    merged[MAX] = torch.where(_widths_differ(gathered[:, -1], shard), torch.nan, merged[MAX])
+    return merged
+
+
+def _widths_differ(widths: Tensor, shard: Shard) -> Tensor:
+    """() bool, on the device."""
+    edges = [bounds(shard.vocab_size, len(widths), index) for index in range(len(widths))]
+    # Made on the device: a copy would wait for it.
+    differ = torch.stack([width != stop - start for width, (start, stop) in zip(widths, edges, strict=True)]).any()
+    if looks_at_values(widths.device) and bool(differ):
+        raise ValueError(
+            f"the processes of the group have logits of {[int(width) for width in widths]} classes, expected "
+            f"{[stop - start for start, stop in edges]}: give vocab_size where torch.chunk divides them unevenly"
+        )
+    return differ
 
 
 def _weight_sums(like: Tensor, class_weight: Tensor | None, shards: int, shard: Shard) -> list[Tensor]:

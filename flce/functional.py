@@ -219,6 +219,9 @@ def cross_entropy(
             `torch.compile` traces, this is ``inplace=False``: the compiler decides itself which memory it uses again.
             Views of one tensor share a version, so a second call on another part of it makes the first one's backward
             an error: give all of it to one call, or copies of the parts.
+            Do not use the logits afterwards. Where they are no view, that is an error in backward; of a view, or of
+            what they are a view of, nothing tells, and neither value nor gradient would be right. (That also goes for
+            what `torch.compile` returned as a view of something that it saved: PyTorch does not notice.)
             Not in a function under :func:`torch.utils.checkpoint.checkpoint` that is given the logits: it would
             run again on what is left of them.
         process_group: a group whose processes have the logits of the same tokens, each for a slice of the
@@ -226,7 +229,9 @@ def cross_entropy(
             in all. Every process gets the whole loss (and statistics), and the gradient of its columns. One collective
             in forward, of 3 to 7 numbers per token; none in backward.
         vocab_size: V, with `process_group`. None: all processes have as many columns. Otherwise the slices must be
-            those of :func:`torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none.
+            those of :func:`torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none. Where they are
+            not, statistics, loss and gradient are NaN in all processes (on a CPU, and with ``FLCE_DEBUG=1``, it is a
+            ValueError).
 
     Returns:
         The loss, float32 (float64 for float64 logits): 0-d, or (...) for ``reduction="none"``. With `stats` a

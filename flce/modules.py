@@ -212,4 +212,20 @@ class CrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}, inplace={self.inplace}"
+        divided = "" if self.process_group is None else f", process_group of {self.process_group.size()}"
+        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}, inplace={self.inplace}{divided}"
+
+    @property
+    def reduction(self) -> str:
+        """As given; another takes another module."""
+        return self.spec.reduction
+
+    @property
+    def ignore_index(self) -> int:
+        """As given."""
+        return self.spec.ignore_index
+
+    @property
+    def label_smoothing(self) -> float:
+        """As given."""
+        return self.spec.label_smoothing

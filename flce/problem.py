@@ -191,7 +191,7 @@ class LinearCrossEntropyProblem:
 
 
 class LinearCrossEntropyOutput(NamedTuple):
-    """What `fused_linear_cross_entropy` returns when `stats` are asked for.
+    """What `fused_linear_cross_entropy` and `cross_entropy` return when `stats` are asked for.
 
     Fields that were not asked for are ``None``. No gradient flows through any field but `loss`.
     At ignored positions `lse`, `logprob` and `entropy` are 0, `argmax` is -1 and `correct` is False.

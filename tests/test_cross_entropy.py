@@ -905,6 +905,58 @@ def test_cuda_graph(name: str) -> None:
             assert torch.equal(a, b)
 
 
+@INPLACE
+def test_whatever_arrives_for_an_ignored_row(inplace: bool, backend: str) -> None:
+    """sqrt has an infinite derivative at the loss of an ignored row, 0."""
+    x = torch.randn(3, 5, requires_grad=True)
+    losses = loss_of(x * 1, torch.tensor([1, -100, 3]), reduction="none", inplace=inplace)
+    losses.sqrt().sum().backward()
+    exact = x.detach().clone().requires_grad_()
+    F.cross_entropy(exact, torch.tensor([1, -100, 3]), reduction="none")[[0, 2]].sqrt().sum().backward()
+    torch.testing.assert_close(x.grad, exact.grad)
+
+
+@pytest.mark.parametrize("later", ["sum", "loss", "inplace"])
+def test_logits_used_after_they_were_overwritten(later: str, torch_backend: str) -> None:
+    x, y = torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
+    logits = x * 2
+    before = logits.sum()
+    loss = loss_of(logits, y, inplace=True) + before  # of this, nothing is needed again
+    more = logits.square().mean() if later == "sum" else loss_of(logits, y, inplace=later == "inplace")
+    with pytest.raises(RuntimeError, match="used after"):
+        (loss + more).backward()
+    logits = x * 2
+    before = logits.sum()
+    (loss_of(logits, y, inplace=True) + before).backward()
+    exact = x.detach().clone().requires_grad_()
+    (F.cross_entropy(exact * 2, y) + (exact * 2).sum()).backward()
+    torch.testing.assert_close(x.grad, exact.grad)
+
+
+def test_retained_gradient_of_overwritten_logits(torch_backend: str) -> None:
+    x, y = torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
+    logits = x * 2
+    logits.retain_grad()
+    loss_of(logits, y, inplace=True).backward()
+    assert x.grad is not None
+    assert logits.grad is not None
+    torch.testing.assert_close(x.grad, 2 * logits.grad)
+
+
+def test_saved_gradients_that_come_back_with_other_strides(torch_backend: str) -> None:
+    x, y = torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
+
+    def transposed(t: Tensor) -> Tensor:
+        return t.t().contiguous().t() if t.dim() == 2 else t
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), transposed):
+        loss = loss_of(x * 1, y, inplace=True)
+    (3 * loss).backward()
+    exact = x.detach().clone().requires_grad_()
+    (3 * F.cross_entropy(exact, y)).backward()
+    torch.testing.assert_close(x.grad, exact.grad)
+
+
 @pytest.mark.gpu
 @INPLACE
 @pytest.mark.parametrize("cut", [0, 1])

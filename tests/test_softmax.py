@@ -345,6 +345,27 @@ def test_narrower_results_are_rounded_once(name: str, backend: str, device: torc
 
 
 @BOTH
+@pytest.mark.parametrize("read, written", [(bf16, torch.float16), (torch.float16, bf16)], ids=str)
+def test_neither_half_precision_is_the_narrower(
+    name: str, read: torch.dtype, written: torch.dtype, torch_backend: str
+) -> None:
+    """float16 has less range, bfloat16 less digits: the input is rounded to neither, forward or backward."""
+    mine, reference = FUNCTIONS[name]
+    x = torch.tensor([1e5 if read == bf16 else 6e4, 0.0, 3.25, -70.0], dtype=read)
+    x = torch.stack((x, torch.randn(4).to(read))).requires_grad_()
+    y = mine(x, -1, written)
+    expected = reference(x.detach().double(), -1)
+    torch.testing.assert_close(y.double(), expected.to(written).double(), rtol=2**-7, atol=1e-6)
+    upstream = torch.randn(2, 4).to(written)
+    y.backward(upstream)
+    exact = x.detach().double().requires_grad_()
+    reference(exact, -1).backward(upstream.double())
+    assert x.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=2**-6, atol=2**-8)
+
+
+@BOTH
 def test_rows_do_not_depend_on_each_other(name: str, backend: str, device: torch.device) -> None:
     """The same bits whatever other rows there are, and again; after unaligned rows, wherever those begin alike."""
     mine, _ = FUNCTIONS[name]

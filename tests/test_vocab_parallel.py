@@ -176,6 +176,16 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     target = torch.tensor([0, 7, 3])
     with pytest.raises(IndexError, match=r"7 at position 1.*target < 7"):
         flce.cross_entropy(p.input[:, start:stop], target, process_group=world, vocab_size=7)
+    # 3, 3 and 1 classes, but nobody said so: an error in all, whatever each takes the range of targets to be.
+    for target in (torch.tensor([0, 1, 2]), torch.tensor([0, 6, 3])):
+        with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):
+            flce.cross_entropy(p.input[:, start:stop], target, process_group=world)
+    x = p.input[:0, start:stop].clone().requires_grad_()
+    loss = flce.cross_entropy(x, p.target[:0], process_group=world, vocab_size=7, reduction="sum")
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert float(loss) == 0
+    assert x.grad is not None
 
 
 def worker(rank: int, store: str, errors: str) -> None:

@@ -131,13 +131,13 @@ class TorchBackend:
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
         function = torch.log_softmax if log else torch.softmax
-        # PyTorch rounds its input, not its result, to a narrower dtype.
-        wider = dtype if dtype.itemsize >= x.dtype.itemsize else x.dtype
-        return _dense_like(x, function(x, dim, dtype=wider), dtype)
+        # PyTorch rounds its input, not its result, to a dtype that is narrower, or narrower in its range.
+        return _dense_like(x, function(x, dim, dtype=torch.promote_types(dtype, x.dtype)), dtype)
 
     def softmax_backward(self, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
         function = torch.ops.aten._log_softmax_backward_data if log else torch.ops.aten._softmax_backward_data
-        return _dense_like(y, function(grad.to(y.dtype), y, dim, y.dtype), dtype)
+        wide = torch.promote_types(dtype, y.dtype)
+        return _dense_like(y, function(grad.to(wide), y.to(wide), dim, wide), dtype)
 
     def _scale_into(self, out: Tensor, x: Tensor, factor: Tensor) -> None:
         if x.dtype == out.dtype == factor.dtype:
