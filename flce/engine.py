@@ -1,8 +1,9 @@
-"""The algorithm: loops over tiles of logits, of which only one exists at a time.
+"""The algorithm: loops over tiles of logits, of which at most one exists at a time.
 
 For every tile of `chunk_rows` tokens and `block_cols` classes
 
-1. ``logits = sum of x W^T over the terms`` into a buffer that all tiles share;
+1. ``logits = sum of x W^T over the terms`` into a buffer that all tiles share, or into memory of the weight gradient
+   that is not written yet; or, on some devices, into registers only (`ChunkPlan.fused_product`), together with 2;
 2. the backend turns them into row statistics and losses, and into their own gradient;
 3. for each term ``dx (+)= dlogits W`` and ``dW (+)= dlogits^T x``.
 
@@ -166,7 +167,8 @@ def _tiles(num_rows: int, sweep: Sweep) -> Iterator[tuple[slice, slice, bool]]:
 
 
 def _operands_fuse(p: LinearCrossEntropyProblem) -> bool:
-    """The same in forward and backward: the logits of both are to be the same."""
+    """The same in forward and backward, for both to have the same logits; but for operands that a hook on saved tensors
+    moves from an address that is no multiple of 16 bytes to one that is."""
     term = p.terms[0]
     return get_backend(p.device).can_fuse_product(term.input, term.weight)
 
@@ -273,7 +275,8 @@ class _TermGradients:
         x, selection, dtype = self._term.input, self._selection, self._sweep.input_dtype
         if self._lent_input:
             assert self.weight is not None
-            return self.weight[self._plan.input_sum_start :].view(-1).view(dtype)[: x.numel()].view(x.shape)
+            size = x.numel() * dtype.itemsize // self.weight.dtype.itemsize
+            return self.weight[self._plan.input_sum_start :].view(-1)[:size].view(dtype).view(x.shape)
         # What no tile writes must be zero: dropped rows.
         allocate = torch.empty if selection.index is None and selection.num_rows > 0 else torch.zeros
         return allocate(x.shape, dtype=dtype, device=x.device)
@@ -330,7 +333,8 @@ class _TermGradients:
         """What the sweep has made."""
         self._input_sum = self._weight_sum = None
         if self._sweep.inputs and self.input is not None:
-            self.input = self.input.to(dtype)
+            # A copy of what is in lent memory in any case: that is written over next.
+            self.input = self.input.to(dtype, copy=self._lent_input)
         if self._sweep.weights and self.weight is not None:
             self.weight = self.weight.to(dtype)
 

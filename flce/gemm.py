@@ -1,4 +1,5 @@
-"""The matrix products, and how their operands and results differ in dtype. Nothing else multiplies matrices."""
+"""The matrix products, and how their operands and results differ in dtype. Nothing else multiplies matrices, but a
+backend whose products have the softmax in their epilogue (`Backend.product_statistics`)."""
 
 from __future__ import annotations
 

@@ -18,6 +18,9 @@ The policy, in full:
 * **Split**: where that is no way out either, because the tokens are many or rows are dropped or the head is frozen,
   gradients of inputs and of weights are made in a sweep each, with a fifth product: the first is summed over classes
   for a few tokens at a time, the second over tokens for a few classes.
+* **Products with an epilogue**: where the device has them (`backends.has_product`) and the call asks for nothing that
+  they do not make (`ChunkPlan.fused_product`), logits that are wanted for their statistics, or a second time for their
+  gradient, are never in memory; the tile then holds their gradient only.
 * Chunks are of equal size, a multiple of `ROW_MULTIPLE` rows where they can be.
 
 Nothing here depends on anything but the arguments, so every call of one shape has the same plan.
@@ -264,7 +267,7 @@ class ChunkPlan(CallShape):
     @property
     def product_rows(self) -> int:
         """Tokens whose statistics `fused_product` makes at a time."""
-        rows = self.chunk_rows if self.needs.any else self.num_tokens
+        rows = self.num_tokens if self.equal_rows and not self.needs.any else self.chunk_rows
         return min(rows, PRODUCT_ROWS, max(1, self._statistics_room // self._product_bytes(1)))
 
     def _product_bytes(self, rows: int) -> int:
@@ -320,6 +323,9 @@ class ChunkPlan(CallShape):
         if not self.lent_input_sum:
             return (self._sweep(rows, cols, inputs, weights),)
         lender = self.input_sum_start
+        # Otherwise the rounded gradient would be the sum itself, in memory that is written over.
+        assert self.block_cols < self.vocab_size
+        assert self._accum != self.dtype
         return (
             self._sweep(rows, cols, True, True, stop=lender),
             replace(self._sweep(rows, cols, True, False, start=lender), input_dtype=self._accum, input_sum=None),
@@ -448,11 +454,9 @@ class ChunkPlan(CallShape):
             of_weights = self.vocab_size * self._weight_grad_width * sweep.weights
             of_bias = self.vocab_size * self.needs.bias * sweep.weights
             if self.lent_input_sum:
-                # Weights and bias from the first sweep on, inputs of adapters too; those of the head after the second.
-                of_weights, of_bias = of_weights * (number == 0), of_bias * (number == 0)
-                of_inputs -= self.num_tokens * self.hidden_sizes[0] * sweep.inputs
-                held += self.num_tokens * self.hidden_sizes[0] * itemsize * (number == 1)
-                of_inputs *= number == 0
+                # The weight's and the bias's from the first sweep on; the input's own memory after the second.
+                held += of_inputs * itemsize * (number == 1)
+                of_inputs, of_weights, of_bias = 0, of_weights * (number == 0), of_bias * (number == 0)
             held += of_inputs * sweep.input_dtype.itemsize + of_weights * sweep.weight_dtype.itemsize
             held += of_bias * accumulation_dtype(self.dtype).itemsize
             sums = 0
@@ -464,7 +468,7 @@ class ChunkPlan(CallShape):
                 half = halfway(self.vocab_size)
                 first = min(half, COMPACTION_ROWS) * itemsize
                 sums += ((self.vocab_size - half) * self._accum.itemsize + first) * self._weight_grad_width
-            temporaries = max(self._tile_temporaries(sweep.rows, cols, sweep) for cols in {sweep.cols, sweep.widest})
+            temporaries = max(self._tile_temporaries(sweep.rows, cols, sweep) for cols in (sweep.cols, sweep.widest))
             tile = self._logits_bytes(sweep.rows, sweep.cols) + temporaries
             peak = max(peak, rows + held + tile + sums)
             # Casting what is not in the dtype that is returned, when the tile has been given back.
@@ -508,7 +512,7 @@ class ChunkPlan(CallShape):
             # float32 copies of the rows, or their gradient before it is rounded, and of a piece of W
             piece = min(CAST_BYTES, cols * max(sizes) * 4)
             size += max(rows * max(sizes) * 4, part + min(CAST_BYTES, rows * widest_grad * 4)) + piece
-        elif self.dtype.itemsize < 4 and cols % ALIGNMENT:
+        elif self.dtype.itemsize < 4 and (cols % ALIGNMENT or (part and self._rounds_last_block(sweep))):
             # see gemm: the gradient of the rows, before it is rounded
             size += part + rows * widest_grad * 4
         else:
@@ -519,6 +523,10 @@ class ChunkPlan(CallShape):
             size += slab_temporaries(self.spec, self.logits_dtype) * slab
         return size
 
+    def _rounds_last_block(self, sweep: Sweep | None) -> bool:
+        """Whether its classes are no multiple of `ALIGNMENT`, for a gradient of gathered rows in half precision."""
+        return sweep is not None and sweep.input_dtype.itemsize < 4 and self.vocab_size % ALIGNMENT != 0
+
     def __str__(self) -> str:
         where = f"N={self.num_tokens}, H={_sum(self.hidden_sizes)}, V={self.vocab_size}, {_name(self.dtype)}"
         rows, cols = (self.chunk_rows, self.block_cols) if self.needs.any else self.statistics_tile
@@ -528,7 +536,8 @@ class ChunkPlan(CallShape):
             f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
             f"{', input gradients apart' if self.input_tile else ''}"
             f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}, "
-            f"logits in {_name(self.logits_dtype)}, {self.num_matmuls} matrix products, "
+            f"logits {'not in memory' if self.fused_product else 'in ' + _name(self.logits_dtype)}, "
+            f"{self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
         )
 
@@ -752,7 +761,8 @@ def _with_size(plan: ChunkPlan, size: int) -> ChunkPlan:
 
 
 def _largest_size(plan: ChunkPlan) -> int:
-    return max(1, plan.num_tokens) if plan.strategy == "tokens" else plan.vocab_size
+    # A lent sum needs classes that are not in the first block.
+    return max(1, plan.num_tokens) if plan.strategy == "tokens" else plan.vocab_size - plan.lent_input_sum
 
 
 def _smallest(plan: ChunkPlan) -> ChunkPlan:
@@ -776,12 +786,15 @@ def _can_split(plan: ChunkPlan) -> bool:
 
 def _can_lend_input_sum(plan: ChunkPlan) -> bool:
     return (
-        plan.needs.inputs[0]
-        and plan.accum_dtype != plan.dtype
+        len(plan.hidden_sizes) == 1
+        and plan.needs.inputs[0]
+        and plan._accum != plan.dtype
+        and plan.vocab_size > 1
         and not plan.skip_ignored  # rows of the sum would have to be dealt out to others
         and 0 < plan.num_tokens <= plan.max_rows
         and _with_cols(plan, 1)._lends
-        # Logits of those classes are made three times. At half of them that costs half of a `Split`.
+        # Logits of those classes are made three times. If they were half of all, that would be half a product more;
+        # gradients in sweeps of their own take a whole one.
         and 2 * plan.input_sum_start >= plan.vocab_size
     )
 
@@ -795,7 +808,7 @@ def _efficient(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
     if _can_lend_input_sum(vocab):
         lent = replace(vocab, lent_input_sum=True)
         # Only the last blocks are so narrow.
-        if _with_cols(lent, EFFICIENT_COLS // 4).workspace_bytes <= budget:
+        if _with_cols(lent, min(EFFICIENT_COLS // 4, _largest_size(lent))).workspace_bytes <= budget:
             return _fit_size(lent, budget)
     return _fit_split(vocab, budget) if _can_split(vocab) else None
 

@@ -2,8 +2,9 @@
 
 A *tile* is `rows` tokens x `cols` consecutive classes of the logits ``a = x W^T``, as the matrix product
 left it, or as a user has them: one row stride, (rows, cols), or two, (outer, inner, cols) for outer * inner rows,
-and stride 1 between classes. A backend turns it into row statistics, losses and gradients; it never multiplies
-matrices and never sees more than one tile. Everything is computed in float32 (float64 for float64 logits).
+and stride 1 between classes. A backend turns it into row statistics, losses and gradients, and never sees more than
+one tile. It multiplies matrices only where that saves the logits (`Backend.product_statistics` and
+`product_gradient`). Everything is computed in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
