@@ -39,12 +39,14 @@ class Produced(torch.autograd.Function):
     """Logits as a layer makes them: not a leaf, whose value nobody may overwrite. Costs nothing and saves nothing."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Tensor, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, layer: Tensor, logits: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
         return logits.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None  # not called: the gradient of the logits is all that is asked for
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.arrived.append(grad)
+        return None, None, None
 
 
 def make_calls(contender: RowContender, problem: RowProblem, task: Task) -> Calls:
@@ -57,13 +59,9 @@ def make_calls(contender: RowContender, problem: RowProblem, task: Task) -> Call
         with torch.no_grad():
             return function(problem.x[index], problem.target)
 
-    def recorded(index: int) -> tuple[Tensor, Tensor]:
-        x = problem.x[index].detach()
-        x = Produced.apply(layer, x) if overwrites else x.requires_grad_()
-        return x, function(x, problem.target)
-
     def ahead(index: int) -> tuple[Tensor, Tensor, Tensor]:
-        x, out = recorded(index)
+        x = problem.x[index].detach().requires_grad_()
+        out = function(x, problem.target)
         # In memory of its own: what arrives is read from there, not from the cache.
         upstream = torch.ones_like(out) if out.dim() == 0 else problem.spare[index]
         return x, out, upstream
@@ -74,9 +72,13 @@ def make_calls(contender: RowContender, problem: RowProblem, task: Task) -> Call
         return grad
 
     def both(index: int, ready: Any = None) -> Tensor:
-        x, loss = recorded(index)
-        (grad,) = torch.autograd.grad(loss, x)
-        return grad
+        x = problem.x[index].detach()
+        if not overwrites:
+            (grad,) = torch.autograd.grad(function(x.requires_grad_(), problem.target), x)
+            return grad
+        arrived: list[Tensor] = []
+        function(Produced.apply(layer, x, arrived), problem.target).backward()
+        return arrived[0]
 
     if contender.roof or task.direction is Direction.forward:
         return Calls(problem.calls, forward)
