@@ -347,19 +347,19 @@ class ChunkPlan(CallShape):
         lends = weights and self._lends and whole_rows
         most = _defaults(self.device_type).chunk // (max(1, rows) * self.logits_dtype.itemsize)
         return Sweep(
-            rows,
-            cols,
-            inputs,
-            weights,
-            input_dtype,
-            weight_dtype,
-            input_sum,
-            weight_sum,
-            halves,
-            start,
-            self.vocab_size if stop is None else stop,
-            self.hidden_sizes[0] if lends else 0,
-            most,
+            rows=rows,
+            cols=cols,
+            inputs=inputs,
+            weights=weights,
+            input_dtype=input_dtype,
+            weight_dtype=weight_dtype,
+            input_sum=input_sum,
+            weight_sum=weight_sum,
+            weight_halves=halves,
+            start=start,
+            stop=self.vocab_size if stop is None else stop,
+            lent_cols=self.hidden_sizes[0] if lends else 0,
+            most_cols=most,
         )
 
     @property
