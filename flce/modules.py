@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,7 +16,41 @@ from flce.planning import ChunkOptions
 from flce.problem import LinearCrossEntropyOutput, LossSpec
 
 
-class FusedLinearCrossEntropyLoss(nn.Module):
+class _Loss(nn.Module):
+    """What the losses have in common: scalar arguments, checked once, and class weights as a buffer."""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None,
+        reduction: str,
+        ignore_index: int | None,
+        label_smoothing: float,
+        softcap: float | None,
+        logit_scale: float,
+        temperature: float,
+        z_loss: float,
+        shift: int,
+        stats: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        ignore_index = -100 if ignore_index is None else ignore_index
+        self.spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+        check_shift(shift)
+        self.shift = shift
+        self.register_buffer("weight", weight)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Of the function, those that are fixed here."""
+        fixed = {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
+        return {**fixed, "weight": self.weight, "shift": self.shift}
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}"
+
+
+class FusedLinearCrossEntropyLoss(_Loss):
     """`flce.fused_linear_cross_entropy` with its scalar arguments fixed; the head stays where it is.
 
     Args: as those of `flce.fused_linear_cross_entropy`. `weight` is a buffer, as in
@@ -27,8 +62,6 @@ class FusedLinearCrossEntropyLoss(nn.Module):
     Raises:
         TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
     """
-
-    weight: Tensor | None
 
     def __init__(
         self,
@@ -45,14 +78,11 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         stats: tuple[str, ...] = (),
         options: ChunkOptions | None = None,
     ) -> None:
-        super().__init__()
-        ignore_index = -100 if ignore_index is None else ignore_index
-        self.spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-        check_shift(shift)
+        super().__init__(
+            weight, reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift, stats
+        )
         check_options(options)
-        self.shift = shift
         self.options = options
-        self.register_buffer("weight", weight)
 
     def forward(
         self,
@@ -65,30 +95,20 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
-        spec = self.spec
         return fused_linear_cross_entropy(
             input,
             linear_weight,
             target,
             linear_bias=linear_bias,
             adapters=adapters,
-            weight=self.weight,
-            reduction=spec.reduction,
-            ignore_index=spec.ignore_index,
-            label_smoothing=spec.label_smoothing,
-            softcap=spec.softcap,
-            logit_scale=spec.logit_scale,
-            temperature=spec.temperature,
-            z_loss=spec.z_loss,
             token_weight=token_weight,
             num_items=num_items,
-            shift=self.shift,
-            stats=spec.stats,
             options=self.options,
+            **self._arguments(),
         )
 
     def extra_repr(self) -> str:
-        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}, options={self.options}"
+        return f"{super().extra_repr()}, options={self.options}"
 
 
 class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
@@ -140,7 +160,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         )
 
 
-class CrossEntropyLoss(nn.Module):
+class CrossEntropyLoss(_Loss):
     """`flce.cross_entropy` with its options fixed, as `torch.nn.CrossEntropyLoss`.
 
     Args: as those of `flce.cross_entropy`. `weight` is a buffer.
@@ -151,8 +171,6 @@ class CrossEntropyLoss(nn.Module):
     Raises:
         TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
     """
-
-    weight: Tensor | None
 
     def __init__(
         self,
@@ -171,16 +189,13 @@ class CrossEntropyLoss(nn.Module):
         process_group: dist.ProcessGroup | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__()
-        ignore_index = -100 if ignore_index is None else ignore_index
-        self.spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-        check_shift(shift)
+        super().__init__(
+            weight, reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift, stats
+        )
         check_inplace(inplace)
-        self.shift = shift
         self.inplace = inplace
         self.process_group = process_group
         self.vocab_size = vocab_size
-        self.register_buffer("weight", weight)
 
     def forward(
         self,
@@ -190,30 +205,20 @@ class CrossEntropyLoss(nn.Module):
         token_weight: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | LinearCrossEntropyOutput:
-        spec = self.spec
         return cross_entropy(
             logits,
             target,
-            self.weight,
-            ignore_index=spec.ignore_index,
-            reduction=spec.reduction,
-            label_smoothing=spec.label_smoothing,
-            softcap=spec.softcap,
-            logit_scale=spec.logit_scale,
-            temperature=spec.temperature,
-            z_loss=spec.z_loss,
             token_weight=token_weight,
             num_items=num_items,
-            shift=self.shift,
-            stats=spec.stats,
             inplace=self.inplace,
             process_group=self.process_group,
             vocab_size=self.vocab_size,
+            **self._arguments(),
         )
 
     def extra_repr(self) -> str:
         divided = "" if self.process_group is None else f", process_group of {self.process_group.size()}"
-        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}, inplace={self.inplace}{divided}"
+        return f"{super().extra_repr()}, inplace={self.inplace}{divided}"
 
     @property
     def reduction(self) -> str:

@@ -70,6 +70,17 @@ class LossSpec:
         object.__setattr__(self, "stats", tuple(self.stats))
 
     @property
+    def scale(self) -> float:
+        """Of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
+        ``z = cap * tanh(scale * a)``."""
+        return self.logit_scale / (self.temperature if self.softcap is None else self.softcap)
+
+    @property
+    def cap(self) -> float:
+        """See `scale`; 1 without softcap."""
+        return 1.0 if self.softcap is None else self.softcap / self.temperature
+
+    @property
     def flat(self) -> tuple[str | int | float | None, ...]:
         """The values that `SPEC_SCHEMA` declares."""
         return (

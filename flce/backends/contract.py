@@ -35,6 +35,10 @@ class RowInputs:
     bias: Tensor | None  # (V,)
     constants: Tensor  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
 
+    def tile_bias(self, tile: Tile) -> Tensor | None:
+        """(cols,) of the classes of a tile."""
+        return None if self.bias is None else self.bias[tile.start : tile.start + tile.cols]
+
 
 @dataclass(frozen=True)
 class RowOutputs:

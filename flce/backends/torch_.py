@@ -186,16 +186,16 @@ def _transform(
     """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols); may overwrite `logits`."""
     z = logits.to(accumulation_dtype(logits.dtype), copy=tile.keep)
     z = z.reshape(-1, z.shape[-1])
-    if rows.bias is not None:
-        z = z.add_(rows.bias[tile.start : tile.start + tile.cols])
+    bias = rows.tile_bias(tile)
+    if bias is not None:
+        z = z.add_(bias)
     if spec.softcap is None:
-        scale = spec.logit_scale / spec.temperature
-        return (z if scale == 1.0 else z.mul_(scale)), scale
-    z = z.mul_(spec.logit_scale / spec.softcap).tanh_()
+        return (z if spec.scale == 1.0 else z.mul_(spec.scale)), spec.scale
+    z = z.mul_(spec.scale).tanh_()
     jacobian: Tensor | float = 1.0
     if want_jacobian:
         jacobian = torch.addcmul(z.new_ones(()), z, z, value=-1.0).mul_(spec.logit_scale / spec.temperature)
-    return z.mul_(spec.softcap / spec.temperature), jacobian
+    return z.mul_(spec.cap), jacobian
 
 
 def _valid(rows: RowInputs, spec: LossSpec) -> Tensor:

@@ -91,7 +91,8 @@ class TritonBackend:
         return product_launch.can_describe(x) and product_launch.can_describe(weight)
 
     def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
-        product_launch.statistics(x, weight, rows, spec, out)
+        with _device_of(x):
+            product_launch.statistics(x, weight, rows, spec, out)
 
     def product_gradient(
         self,
@@ -104,7 +105,8 @@ class TritonBackend:
         normalizer: Tensor,
         upstream: Tensor | None,
     ) -> None:
-        product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
+        with _device_of(x):
+            product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         _scale(x, x, factor)
@@ -160,9 +162,8 @@ def _launch(
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
     one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
-    bias = None if rows.bias is None else rows.bias[tile.start : tile.start + cols]
+    bias = rows.tile_bias(tile)
     inner_rows, logits_outer_stride = _outer_level(logits)
-    scale = spec.logit_scale / (spec.temperature if spec.softcap is None else spec.softcap)
 
     def pointer(t: Tensor | None) -> Tensor:
         return logits if t is None else t  # what a flag switches off is never read
@@ -199,8 +200,8 @@ def _launch(
             tile.start,
             tile.vocab_size,
             spec.ignore_index,
-            scale,
-            1.0 if spec.softcap is None else spec.softcap / spec.temperature,
+            spec.scale,
+            spec.cap,
             spec.label_smoothing,
             spec.z_loss,
             ACCUM=tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
@@ -210,7 +211,7 @@ def _launch(
             FINISH=tile.last,
             GRADIENT=grad is not None,
             TWO_LEVEL=logits.dim() == 3,
-            HAS_SCALE=scale != 1.0,
+            HAS_SCALE=spec.scale != 1.0,
             HAS_BIAS=bias is not None,
             HAS_SOFTCAP=spec.softcap is not None,
             HAS_CLASS_WEIGHT=rows.class_weight is not None,

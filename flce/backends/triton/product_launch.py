@@ -86,8 +86,7 @@ def _launch(
 ) -> None:
     if len(x) == 0:
         return
-    bias = None if rows.bias is None else rows.bias[tile.start : tile.start + tile.cols]
-    scale = spec.logit_scale / (spec.temperature if spec.softcap is None else spec.softcap)
+    bias = rows.tile_bias(tile)
 
     def pointer(t: Tensor | None) -> Tensor:
         return normalizer if t is None else t  # what a flag switches off is never read
@@ -98,43 +97,42 @@ def _launch(
     programs = 1
     if x.is_cuda:
         programs = torch.cuda.get_device_properties(x.device).multi_processor_count
-    with torch.cuda.device(x.device.index if x.is_cuda else -1):  # -1: leave it (CPU interpreter)
-        product_kernel[(programs,)](
-            x_desc,
-            weight_desc,
-            grad_desc,
-            partial,
-            target_logit,
-            rows.target,
-            pointer(bias),
-            pointer(rows.class_weight),
-            pointer(rows.token_weight),
-            pointer(upstream),
-            rows.constants,
-            normalizer,
-            normalizer.stride(0),
-            len(x),
-            tile.cols,
-            x.shape[1],
-            tile.start,
-            tile.vocab_size,
-            spec.ignore_index,
-            scale,
-            1.0 if spec.softcap is None else spec.softcap / spec.temperature,
-            spec.z_loss,
-            GRADIENT=grad is not None,
-            HAS_SCALE=scale != 1.0,
-            HAS_BIAS=bias is not None,
-            HAS_SOFTCAP=spec.softcap is not None,
-            HAS_CLASS_WEIGHT=rows.class_weight is not None,
-            HAS_TOKEN_WEIGHT=rows.token_weight is not None,
-            HAS_UPSTREAM=upstream is not None,
-            HAS_Z_LOSS=spec.z_loss != 0.0,
-            ROWS=LAUNCH.rows,
-            COLS=LAUNCH.cols,
-            DEPTH=LAUNCH.depth,
-            GROUP=LAUNCH.group,
-            PROGRAMS=programs,
-            num_stages=LAUNCH.num_stages,
-            num_warps=LAUNCH.num_warps,
-        )
+    product_kernel[(programs,)](
+        x_desc,
+        weight_desc,
+        grad_desc,
+        partial,
+        target_logit,
+        rows.target,
+        pointer(bias),
+        pointer(rows.class_weight),
+        pointer(rows.token_weight),
+        pointer(upstream),
+        rows.constants,
+        normalizer,
+        normalizer.stride(0),
+        len(x),
+        tile.cols,
+        x.shape[1],
+        tile.start,
+        tile.vocab_size,
+        spec.ignore_index,
+        spec.scale,
+        spec.cap,
+        spec.z_loss,
+        GRADIENT=grad is not None,
+        HAS_SCALE=spec.scale != 1.0,
+        HAS_BIAS=bias is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        HAS_CLASS_WEIGHT=rows.class_weight is not None,
+        HAS_TOKEN_WEIGHT=rows.token_weight is not None,
+        HAS_UPSTREAM=upstream is not None,
+        HAS_Z_LOSS=spec.z_loss != 0.0,
+        ROWS=LAUNCH.rows,
+        COLS=LAUNCH.cols,
+        DEPTH=LAUNCH.depth,
+        GROUP=LAUNCH.group,
+        PROGRAMS=programs,
+        num_stages=LAUNCH.num_stages,
+        num_warps=LAUNCH.num_warps,
+    )
