@@ -127,16 +127,18 @@ def release() -> None:
 
 @contextlib.contextmanager
 def steady_heap() -> Iterator[None]:
-    """Around a case: what exists now is left out of later collections, which are then quick; nothing within another."""
-    if gc.get_freeze_count():
-        yield
-        return
+    """Around a case: what exists now is left out of later collections, which are then quick.
+
+    Within another, what has come since is left out as well (compilers leave much behind), until the outer one ends.
+    """
+    outermost = gc.get_freeze_count() == 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if outermost:
+            gc.unfreeze()
 
 
 @contextlib.contextmanager

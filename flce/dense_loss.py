@@ -70,6 +70,7 @@ class Outputs(NamedTuple):
     logprob: Tensor  # (...)
     entropy: Tensor  # (...)
     argmax: Tensor  # (...)
+    constants: Tensor  # (3,) of `Backend.constants`, for backward
 
 
 def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> Outputs:
@@ -134,11 +135,10 @@ def check_overwritable(logits: Tensor) -> None:
 
 def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
-    constants = row_vectors.constants(p)
+    constants = row_vectors.statistics_constants(p)
     logits, order = rows_of(p.logits)
-    rows = _row_inputs(p, order, constants)
     out = row_vectors.allocate(p, p.target.numel())
-    _statistics(p, logits, rows, out)
+    _statistics(p, logits, _row_inputs(p, order, constants), out)
     return _outputs(p, order, out, constants)
 
 
@@ -161,21 +161,15 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None
     return _outputs(p, order, out, constants), unit
 
 
-def _gradient(p: CrossEntropyProblem, normalizer: Tensor, upstream: Tensor) -> Tensor:
-    """Like the logits. `normalizer` as in `Outputs`; `upstream` like the loss."""
-    constants = row_vectors.constants(p)
+def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, upstream: Tensor) -> Tensor:
+    """Like the logits. `normalizer` and `constants` as in `Outputs`; `upstream` like the loss."""
     logits, order = rows_of(p.logits)
     grad, grad_rows = empty_like_rows(p.logits, order)
-    per_row = None
-    if p.spec.reduction == "none":
-        per_row = order.vector(upstream.to(constants.dtype))
-    else:
-        constants = row_vectors.scaled(constants, upstream.to(constants.dtype))
-    rows = _row_inputs(p, order, constants)
-    stacked = torch.stack([order.vector(part) for part in normalizer])
     if logits.numel():
-        tile = _tile(p, keep=True)
-        get_backend(p.device).gradient(logits, grad_rows, rows, p.spec, tile, stacked, per_row)
+        rows = _row_inputs(p, order, constants if constants.numel() else row_vectors.constants(p))
+        upstream = order.vector(upstream) if upstream.dim() else upstream
+        vectors = order.vectors(normalizer)
+        get_backend(p.device).gradient(logits, grad_rows, rows, p.spec, _tile(p, keep=True), vectors, upstream)
     return grad
 
 
@@ -185,7 +179,7 @@ def _statistics(p: CrossEntropyProblem, logits: Tensor, rows: RowInputs, out: Ro
         row_vectors.check_targets(p)
         backend.statistics(logits, rows, p.spec, tile, None, out)
         return
-    state = rows.constants.new_empty(STATE_SLOTS, rows.target.numel())
+    state = out.loss.new_empty(STATE_SLOTS, rows.target.numel())
     if logits.shape[-1]:
         backend.statistics(logits, rows, p.spec, tile, state, out)
     else:
@@ -204,21 +198,23 @@ def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
     return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
 
 
-def _row_inputs(p: CrossEntropyProblem, order: RowOrder, constants: Tensor) -> RowInputs:
+def _row_inputs(p: CrossEntropyProblem, order: RowOrder, constants: Tensor | None) -> RowInputs:
     weight = None if p.token_weight is None else order.vector(p.token_weight)
     return RowInputs(order.vector(p.target), weight, p.class_weight, None, constants)
 
 
-def _outputs(p: CrossEntropyProblem, order: RowOrder, out: RowOutputs, constants: Tensor) -> Outputs:
-    loss, z_loss = row_vectors.reduce(p, out, constants)
+def _outputs(p: CrossEntropyProblem, order: RowOrder, out: RowOutputs, constants: Tensor | None) -> Outputs:
+    loss, z_loss, constants = row_vectors.reduce(p, out, constants)
 
     def put(x: Tensor | None) -> Tensor:
         if x is None:
-            return constants.new_empty(0)
+            return out.loss.new_empty(0)
         return order.restore(x) if x.dim() else x
 
     # Outputs of an operator must not share memory: without a z-loss, a loss of every row is that of `out`.
-    return Outputs(put(loss), put(z_loss), put(out.normalizer), put(out.logprob), put(out.entropy), put(out.argmax))
+    stats = put(out.logprob), put(out.entropy), put(out.argmax)
+    kept = out.loss.new_empty(0) if constants is None else constants
+    return Outputs(put(loss), put(z_loss), put(out.normalizer), *stats, kept)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -236,8 +232,8 @@ class _InPlace(torch.autograd.Function):
             ctx.mark_dirty(logits)
         else:
             torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits.detach(), unit, problem.target != problem.spec.ignore_index)
-        ctx.rebase = rebase
+        ctx.save_for_backward(logits.detach(), unit, problem.target)
+        ctx.rebase, ctx.ignore_index = rebase, problem.spec.ignore_index
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[1:])
         ctx.used = False
@@ -262,14 +258,14 @@ class _InPlace(torch.autograd.Function):
                 "where the logits were, was handed out the first time. Use inplace=False for retain_graph=True."
             )
         ctx.used = True
-        grad, unit, valid = ctx.saved_tensors
+        grad, unit, target = ctx.saved_tensors
         factor = grad_loss if unit is None else grad_loss / unit
         if row_order(grad) is None:  # of a hook on saved tensors
             grad = grad.contiguous()
         rows, order = rows_of(grad)
+        factor = order.vector(factor) if factor.dim() else factor
         # An ignored row is 0, whatever arrives for it.
-        per_row = torch.where(order.vector(valid), order.vector(factor) if factor.dim() else factor, 1.0)
-        get_backend(grad.device).scale_rows_(rows, per_row)
+        get_backend(grad.device).scale_rows_(rows, factor, order.vector(target), ctx.ignore_index)
         return grad, None, None
 
 
@@ -315,14 +311,15 @@ def _forward_fake(*args: Any) -> Outputs:
         new("logprob" in stats, rows),
         new("entropy" in stats, rows),
         new("argmax" in stats or "correct" in stats, rows, torch.int64),
+        new(p.spec.reduction != "none" or p.class_weight is not None, (3,)),
     )
 
 
-def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    return _gradient(_unpack(args), normalizer, upstream)
+def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
+    return _gradient(_unpack(args), normalizer, constants, upstream)
 
 
-def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> Tensor:
+def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
     logits = args[0]
     return empty_like_rows(logits, rows_of(logits)[1])[0]
 
@@ -332,7 +329,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*out[1:])
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.save_for_backward(out.normalizer, *inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(out.normalizer, out.constants, *inputs[:_NUM_TENSORS])
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -340,8 +337,9 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     if grad_loss is None:
         return (None, *nothing)
     _refuse_double_backward()
-    normalizer, *tensors = ctx.saved_tensors
-    grad = torch.ops.flce.cross_entropy_backward(normalizer, grad_loss.contiguous(), *tensors, *ctx.scalars)
+    normalizer, constants, *tensors = ctx.saved_tensors
+    upstream = grad_loss.contiguous()
+    grad = torch.ops.flce.cross_entropy_backward(normalizer, constants, upstream, *tensors, *ctx.scalars)
     return (grad, *nothing)
 
 
@@ -355,7 +353,7 @@ def _register() -> None:
     define("cross_entropy", f"({_ARGUMENTS}) -> ({outputs})", _forward, _forward_fake)
     define(
         "cross_entropy_backward",
-        f"(Tensor normalizer, Tensor upstream, {_ARGUMENTS}) -> Tensor",
+        f"(Tensor normalizer, Tensor constants, Tensor upstream, {_ARGUMENTS}) -> Tensor",
         _backward,
         _backward_fake,
     )

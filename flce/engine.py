@@ -43,17 +43,19 @@ class ForwardResult:
 
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
     row_vectors.check_targets(problem)
-    constants = row_vectors.constants(problem)
     selection = _Selection.of(problem, plan)
     rows = row_vectors.allocate(problem, selection.num_rows)
+    constants: Tensor | None
     if problem.needs.any and not plan.deferred:
+        constants = row_vectors.constants(problem)
         unit = row_vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
         grads = _losses_and_gradients(problem, plan, selection, row_vectors.scaled(constants, unit), rows)
     else:
         unit, grads = None, []
+        constants = row_vectors.statistics_constants(problem)
         _statistics(problem, plan, selection, constants, rows)
     rows = selection.scatter(rows)
-    loss, z_loss = row_vectors.reduce(problem, rows, constants)
+    loss, z_loss, _ = row_vectors.reduce(problem, rows, constants)
     return ForwardResult(loss, z_loss, rows, grads, unit)
 
 
@@ -101,7 +103,7 @@ def _losses_and_gradients(
 
 
 def _statistics(
-    p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
+    p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor | None, out: RowOutputs
 ) -> None:
     backend = get_backend(p.device)
     if plan.fused_product and _operands_fuse(p):
@@ -118,7 +120,7 @@ def _statistics(
         inputs = selection.row_inputs(rows, constants)
         state = None
         if block_cols < plan.vocab_size:
-            state = constants.new_empty(STATE_SLOTS, rows.stop - rows.start)
+            state = out.loss.new_empty(STATE_SLOTS, rows.stop - rows.start)
         for cols in _pieces(plan.vocab_size, block_cols):
             logits, _, tile = buffer.tile(rows, cols)
             _write_logits(p, xs, cols, logits)
@@ -401,7 +403,7 @@ class _Selection:
             return [term.input[rows] for term in self.problem.terms]
         return [term.input.index_select(0, self.index[rows]) for term in self.problem.terms]
 
-    def row_inputs(self, rows: slice, constants: Tensor) -> RowInputs:
+    def row_inputs(self, rows: slice, constants: Tensor | None) -> RowInputs:
         p = self.problem
         weight = None if self.token_weight is None else self.token_weight[rows]
         return RowInputs(self.target[rows], weight, p.class_weight, p.linear_bias, constants)

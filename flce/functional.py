@@ -305,7 +305,7 @@ def cross_entropy(
     out = dense_loss.cross_entropy(problem, inplace)
     if overwritten_dtensor is not None:  # it counts its versions apart from what is in it
         torch.autograd.graph.increment_version(overwritten_dtensor)
-    return output(*out, problem.target, torch.Size(tokens), spec)
+    return output(*out[:-1], problem.target, torch.Size(tokens), spec)  # the last is for backward
 
 
 def _check_logits_shapes(

@@ -40,6 +40,10 @@ class RowOrder:
         """(...) to (N,), contiguous."""
         return x.permute(self.order).reshape(-1).contiguous()
 
+    def vectors(self, x: Tensor) -> Tensor:
+        """(k, ...) to (k, N), contiguous."""
+        return x.permute(0, *(1 + d for d in self.order)).reshape(len(x), -1).contiguous()
+
     def restore(self, x: Tensor) -> Tensor:
         """(k..., N) to (k..., ...), contiguous."""
         kept = x.dim() - 1

@@ -434,29 +434,40 @@ class ChunkPlan(CallShape):
     @property
     def workspace_bytes(self) -> int:
         """Peak bytes above the inputs and the returned gradients, over forward and backward."""
+        # No product with a truth value below: not every version of torch.compile has those of symbols.
+        peak = self._statistics_peak() if self.deferred or not self.needs.any else 0
+        return max(peak, self._gradients_peak()) - self._returned_bytes if self.needs.any else peak
+
+    def _statistics_peak(self) -> int:
+        """Of a forward that makes no gradients."""
+        rows = self.num_tokens * self._row_bytes()
+        chunk, block = self.statistics_tile
+        state = STATE_SLOTS * chunk * accumulation_dtype(self.dtype).itemsize if block < self.vocab_size else 0
+        logits = chunk * padded_cols(block) * self.logits_dtype.itemsize
+        peak = rows + logits + self._tile_temporaries(chunk, block, None) + state
+        if self.fused_product:
+            fused = self.product_rows
+            gathered = fused * sum(self.hidden_sizes) * self.dtype.itemsize if self.skip_ignored else 0
+            finishing = (STATE_SLOTS + FINISHING_VECTORS) * fused * 4
+            peak = max(peak, rows + self._product_bytes(fused) + gathered + finishing)
+        return peak
+
+    def _gradients_peak(self) -> int:
+        """The returned gradients included."""
         itemsize, rows = self.dtype.itemsize, self.num_tokens * self._row_bytes()
         peak = 0
-        if self.deferred or not self.needs.any:
-            chunk, block = self.statistics_tile
-            state = STATE_SLOTS * chunk * accumulation_dtype(self.dtype).itemsize * (block < self.vocab_size)
-            logits = chunk * padded_cols(block) * self.logits_dtype.itemsize
-            peak = rows + logits + self._tile_temporaries(chunk, block, None) + state
-            if self.fused_product:
-                fused = self.product_rows
-                gathered = self.skip_ignored * fused * sum(self.hidden_sizes) * itemsize
-                finishing = (STATE_SLOTS + FINISHING_VECTORS) * fused * 4
-                peak = max(peak, rows + self._product_bytes(fused) + gathered + finishing)
-        if not self.needs.any:
-            return peak
         held = 0  # gradients, those of the sweeps before included
         for number, sweep in enumerate(self.sweeps):
-            of_inputs = self.num_tokens * self._input_grad_width * sweep.inputs
-            of_weights = self.vocab_size * self._weight_grad_width * sweep.weights
-            of_bias = self.vocab_size * self.needs.bias * sweep.weights
+            of_inputs = self.num_tokens * self._input_grad_width if sweep.inputs else 0
+            of_weights = self.vocab_size * self._weight_grad_width if sweep.weights else 0
+            of_bias = self.vocab_size if sweep.weights and self.needs.bias else 0
             if self.lent_input_sum:
                 # The weight's and the bias's from the first sweep on; the input's own memory after the second.
-                held += of_inputs * itemsize * (number == 1)
-                of_inputs, of_weights, of_bias = 0, of_weights * (number == 0), of_bias * (number == 0)
+                if number == 1:
+                    held += of_inputs * itemsize
+                if number > 0:
+                    of_weights = of_bias = 0
+                of_inputs = 0
             held += of_inputs * sweep.input_dtype.itemsize + of_weights * sweep.weight_dtype.itemsize
             held += of_bias * accumulation_dtype(self.dtype).itemsize
             sums = 0
@@ -472,18 +483,21 @@ class ChunkPlan(CallShape):
             tile = self._logits_bytes(sweep.rows, sweep.cols) + temporaries
             peak = max(peak, rows + held + tile + sums)
             # Casting what is not in the dtype that is returned, when the tile has been given back.
-            cast = of_inputs * (sweep.input_dtype != self.dtype) + of_weights * (sweep.weight_dtype != self.dtype)
-            casting = rows * self.deferred + held + cast * itemsize
-            if self.backend == "torch" and not self.deferred and itemsize < 4:
+            cast = of_inputs if sweep.input_dtype != self.dtype else 0
+            cast += of_weights if sweep.weight_dtype != self.dtype else 0
+            casting = held + cast * itemsize
+            if self.deferred:
+                casting += rows
+            elif self.backend == "torch" and itemsize < 4:
                 casting += 2 * 4 * SCALE_SLAB
             peak = max(peak, casting)
-        return peak - self._returned_bytes
+        return peak
 
     @property
     def _returned_bytes(self) -> int:
         """Of the gradients that the caller gets."""
         of_inputs, of_weights = self.num_tokens * self._input_grad_width, self.vocab_size * self._weight_grad_width
-        of_bias = self.vocab_size * self.needs.bias
+        of_bias = self.vocab_size if self.needs.bias else 0
         return self.dtype.itemsize * (of_inputs + of_weights) + accumulation_dtype(self.dtype).itemsize * of_bias
 
     def _row_bytes(self) -> int:
@@ -502,7 +516,8 @@ class ChunkPlan(CallShape):
         # All terms' rows are gathered at once. What a product takes, it gives back before the next: the widest counts.
         sizes = self.hidden_sizes
         makes_inputs = sweep is not None and sweep.inputs
-        widest_grad = max(h * needed * makes_inputs for h, needed in zip(sizes, self.needs.inputs, strict=True))
+        wanted = [h for h, needed in zip(sizes, self.needs.inputs, strict=True) if needed and makes_inputs]
+        widest_grad = max(wanted, default=0)
         size = 0
         part = 0  # the gradient of gathered rows, before it goes to its place
         if self.skip_ignored:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import RowOutputs
-from flce.problem import LossSpec, accumulation_dtype
+from flce.backends import get_backend
+from flce.backends.contract import RowOutputs, RowProblem
+from flce.problem import accumulation_dtype
 
 # The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
 # room of 2^6 is for z-losses of a log-sum-exp beyond TYPICAL_LSE.
 FLOAT16_GRAD_PEAK = 2.0**10
 TYPICAL_LSE = 32.0
-
-
-class RowProblem(Protocol):
-    """What is known of N rows of logits, wherever these come from. N may be several dimensions here."""
-
-    @property
-    def target(self) -> Tensor: ...  # (N,) int64
-    @property
-    def class_weight(self) -> Tensor | None: ...  # (V,)
-    @property
-    def token_weight(self) -> Tensor | None: ...  # (N,)
-    @property
-    def num_items(self) -> Tensor | None: ...  # ()
-    @property
-    def spec(self) -> LossSpec: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...  # of the logits
-    @property
-    def device(self) -> torch.device: ...
 
 
 def allocate(p: RowProblem, num_rows: int) -> RowOutputs:
@@ -57,23 +36,13 @@ def allocate(p: RowProblem, num_rows: int) -> RowOutputs:
 
 
 def constants(p: RowProblem) -> Tensor:
-    """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.
+    """As of `Backend.constants`."""
+    return get_backend(p.device).constants(p)
 
-    Stays on the device: nothing here may wait for it.
-    """
-    accum = accumulation_dtype(p.dtype)
-    one = torch.ones((), dtype=accum, device=p.device)
-    weight_sum = one * p.vocab_size if p.class_weight is None else p.class_weight.sum(dtype=accum)
-    if p.spec.reduction == "mean":
-        valid = p.target != p.spec.ignore_index
-        z_scale = valid.sum().to(accum).reciprocal()
-        ce_scale = z_scale
-        if p.class_weight is not None:
-            weights = p.class_weight[p.target.clamp(0, p.vocab_size - 1)].to(accum)
-            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
-    else:
-        ce_scale = z_scale = one if p.num_items is None else p.num_items.to(accum).reciprocal()
-    return torch.stack((ce_scale, z_scale, weight_sum))
+
+def statistics_constants(p: RowProblem) -> Tensor | None:
+    """What statistics need of them: nothing for unweighted classes. Then `reduce` makes them, in the same kernel."""
+    return None if p.class_weight is None else constants(p)
 
 
 def scaled(constants: Tensor, factor: Tensor | None) -> Tensor:
@@ -100,15 +69,11 @@ def grad_unit(p: RowProblem, constants: Tensor) -> Tensor:
     return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
-def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Loss (z-loss included) and z-loss."""
+def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Loss (z-loss included), z-loss, and the constants where there are some."""
     if p.spec.reduction == "none":
-        return (rows.loss if rows.z_loss is None else rows.loss + rows.z_loss), rows.z_loss
-    loss = rows.loss.sum() * constants[0]
-    if rows.z_loss is None:
-        return loss, None
-    z_loss = rows.z_loss.sum() * constants[1]
-    return loss + z_loss, z_loss
+        return (rows.loss if rows.z_loss is None else rows.loss + rows.z_loss), rows.z_loss, constants
+    return get_backend(p.device).reduce(p, rows, constants)
 
 
 def looks_at_values(device: torch.device) -> bool:

@@ -3,7 +3,7 @@
 #
 #   scripts/gpu_session.sh                    all tests and the quoted benchmarks; results in ./results, or in $OUT
 #   scripts/gpu_session.sh PART...            only these, of
-#     tests         those that need a GPU, then the others on it
+#     tests         those that need a GPU, and the others on it
 #     operator      the operator: what it promises, its exactness, and the peers; about five minutes
 #     targets       only the first of these three, without peers
 #     peers         only the last
@@ -17,7 +17,7 @@
 # order: what is not left is missing at the end. In the environment:
 #   PYTHON    the Python to use (python3), with torch, triton, pytest, typer, rich and matplotlib; for models
 #             transformers as well
-#   WORKERS   processes that the tests run in (as many as cores, 12 at most)
+#   WORKERS   processes that the tests run in (as many as cores, 16 at most)
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
 #   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --model Qwen3-0.6B"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
@@ -28,7 +28,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 out=${OUT:-results}
 python=${PYTHON:-python3}
 cores=$(nproc)
-workers=${WORKERS:-$((cores < 12 ? cores : 12))}
+workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
 parts=${*:-tests operator model-short kernels}
@@ -106,13 +106,9 @@ lines+=("device  ${device:-none}")
 for name in $parts; do
     case $name in
         tests)
-            # First what only a GPU can test, then the suite that runs everywhere, on the GPU.
-            tests=("$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider)
-            tests+=(-n "$workers" --dist worksteal)
-            export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-            part tests-gpu "$(within 100)" "${tests[@]}" -m gpu tests
-            part tests-all "$(within 140)" "${tests[@]}" -m "not gpu" tests
-            unset OMP_NUM_THREADS TORCHINDUCTOR_COMPILE_THREADS
+            # What only a GPU can test, and the suite that runs everywhere, on the GPU.
+            OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part tests "$(within 260)" \
+                "$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider -n "$workers" --dist worksteal tests
             ;;
         sanitize)
             # The caching allocator off: otherwise a read behind a tensor is one within the allocator's block.
@@ -137,7 +133,7 @@ for name in $parts; do
                 lines+=("        kernels: this version has no such benchmark")
             fi
             ;;
-        rows) benchmark rows h200-rows 200 ;;
+        rows) benchmark rows h200-rows 250 ;;
         *)
             lines+=("FAILED  no part is called '$name': see the top of this script")
             failed=1
@@ -147,9 +143,9 @@ done
 
 # Last what a reader wants first.
 {
-    grep -hE '^(FAILED|ERROR) ' "$out"/tests-*.log 2>/dev/null | cut -c 1-160 | head -n 30
+    grep -hE '^(FAILED|ERROR) ' "$out"/tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
-        "$out"/tests-*.log 2>/dev/null
+        "$out"/tests.log 2>/dev/null
     for command in model kernels; do
         [ -f "$out/$command.json" ] && "$python" -m benchmarks table "$out/$command.json" --brief
     done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -88,10 +88,13 @@ class Rows:
             rand(num_rows) if token_weight else None,
             rand(vocab) if class_weight else None,
             rand(vocab) if bias else None,
-            torch.tensor([0.3, 0.7, 0.0], dtype=self.accum, device=device),
+            None,
         )
         weights = self.inputs.class_weight
-        self.inputs.constants[2] = vocab if weights is None else weights.sum()
+        constants = torch.tensor([0.3, 0.7, vocab], dtype=self.accum, device=device)
+        if weights is not None:
+            constants[2] = weights.sum()
+        self.inputs = replace(self.inputs, constants=constants)
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tile]:
         """What the columns behind the tile hold must not matter."""
@@ -221,29 +224,114 @@ def test_rows_in_two_levels(
         torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
         factor = torch.ones_like(upstream)
         factor[2::3] = 0.25
-        backend.scale_rows_(mine, factor)
+        backend.scale_rows_(mine, factor, rows.inputs.target, rows.spec.ignore_index)
         torch.testing.assert_close(mine, (grad * factor[:, None]).view(3, 4, 37), rtol=1e-12, atol=1e-12)
         assert (memory[:, [0, 5]] == 99.0).all()
         assert (memory[..., [0, 1, 39]] == 99.0).all()
 
 
+@pytest.mark.parametrize("programs", [2, 2048])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_scale_rows(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, programs: int
 ) -> None:
     monkeypatch.setattr(kernels, "SCALE_BLOCK", 16)
-    factor = torch.tensor([1.0, 0.3, 0.0, -2.0], device=device, dtype=torch.promote_types(dtype, torch.float32))
-    x = torch.randn(4, 37, device=device).to(dtype)
+    monkeypatch.setattr(kernels, "SCALE_PROGRAMS", programs)
+    accum = torch.promote_types(dtype, torch.float32)
+    target = torch.tensor([0, 5, 7, 1, -3, 2], device=device)
+    x = torch.randn(6, 37, device=device).to(dtype)
     x[0, 0] = torch.nan
-    expected = (x.to(factor.dtype) * factor[:, None]).to(dtype)
+    # The interpreter rounds bfloat16 in its own way.
+    tolerance = 8e-3 if dtype == torch.bfloat16 else 0.0
+    for factor in (torch.tensor([1.0, 0.3, 0.0, -2.0, torch.nan, 4.0]), torch.tensor(0.3), torch.tensor(1.0)):
+        factor = factor.to(device, accum)
+        per_row = torch.where(target == -3, 1.0, factor)
+        expected = (x.to(accum) * per_row[:, None]).to(dtype)
+        for backend in (kernels.TritonBackend(), TorchBackend()):
+            mine = x.clone()
+            backend.scale_rows_(mine, factor, target, -3)
+            torch.testing.assert_close(mine, expected, rtol=tolerance, atol=0.0, equal_nan=True)
+            same = per_row == 1.0
+            assert torch.equal(mine[same].nan_to_num(9.0), x[same].nan_to_num(9.0))
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A `RowProblem`."""
+
+    target: Tensor
+    spec: LossSpec
+    num_items: Tensor | None
+    class_weight: Tensor | None
+    vocab_size: int = 11
+    token_weight: Tensor | None = None
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 40, 65])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("z_loss, items, weighted", [(0.0, False, False), (0.1, True, False), (0.1, False, True)])
+def test_constants_and_sums(
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    rows: int,
+    reduction: Any,
+    z_loss: float,
+    items: bool,
+    weighted: bool,
+) -> None:
+    """In one block, in several, and of more rows than the kernel takes."""
+    reduction_launch = kernels.reduction_launch
+    monkeypatch.setattr(reduction_launch, "BLOCK", 16)
+    monkeypatch.setattr(reduction_launch, "MAX_ROWS", 64)
+    target = torch.randint(0, 11, (rows,), device=device)
+    target[1::3] = -100
+    p = Summed(
+        target,
+        LossSpec(reduction=reduction, z_loss=z_loss),
+        torch.tensor(7, device=device) if items else None,
+        torch.rand(11, device=device, dtype=torch.float64) if weighted else None,
+    )
+    loss = torch.randn(rows, dtype=torch.float64, device=device)
+    z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
+    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
+    count = (target != -100).sum().double()
+    z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
+    ce_scale = z_scale
+    if weighted and reduction == "mean":
+        assert p.class_weight is not None
+        ce_scale = p.class_weight[target[target != -100]].sum().reciprocal()
+    weights = torch.tensor(11.0, device=device) if p.class_weight is None else p.class_weight.sum()
+    constants = torch.stack((ce_scale, z_scale, weights)).double()
+    z_sum = None if z is None else (z.sum() * z_scale).double()
+    total = loss.sum() * ce_scale + (0.0 if z_sum is None else z_sum)
     for backend in (kernels.TritonBackend(), TorchBackend()):
-        mine = x.clone()
-        backend.scale_rows_(mine, factor)
-        # The interpreter rounds bfloat16 in its own way.
-        tolerance = 8e-3 if dtype == torch.bfloat16 else 0.0
-        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=0.0, equal_nan=True)
-        assert torch.equal(mine[0].isnan(), x[0].isnan())
-        assert torch.equal(mine[0, 1:], x[0, 1:])
+        for given in (None, constants):
+            made = backend.reduce(p, out, given)
+            for mine, expected in zip(made, (total.double(), z_sum, constants), strict=True):
+                assert (mine is None) == (expected is None)
+                if mine is not None:
+                    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(backend.constants(p), constants, rtol=1e-12, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4095, 4096, 16384, 65536, 65537])
+def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
+    target = torch.randint(-1, 11, (rows,), device="cuda")
+    p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
+    loss = torch.rand(rows, device="cuda")
+    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+    total, _, constants = kernels.TritonBackend().reduce(p, out, None)
+    count = int((target != -1).sum())
+    if count:
+        torch.testing.assert_close(total.double(), loss.double().sum() / count, rtol=1e-6, atol=0)
+        assert torch.equal(constants, torch.tensor([1 / count, 1 / count, 11.0], dtype=torch.float64).float().cuda())
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 32, 33])
@@ -424,7 +512,7 @@ def in_float64(rows: Rows) -> RowInputs:
         return None if x is None else x.double()
 
     r = rows.inputs
-    return RowInputs(r.target, wide(r.token_weight), wide(r.class_weight), wide(r.bias), r.constants.double())
+    return RowInputs(r.target, wide(r.token_weight), wide(r.class_weight), wide(r.bias), wide(r.constants))
 
 
 def outputs_in_float64(rows: Rows) -> RowOutputs:

@@ -759,7 +759,8 @@ def test_backward_outside_autocast_and_forward_only_inside(backend: str, device:
         first = fused(x, p.linear_weight, p.target)
     with torch.autocast(device.type, dtype=torch.bfloat16):
         second = fused(x, p.linear_weight, p.target)
-    torch.testing.assert_close(first, second.detach(), rtol=1e-6, atol=0)
+    # On Hopper the logits of the first are never in memory, nor rounded to bfloat16.
+    torch.testing.assert_close(first, second.detach(), rtol=1e-6 if device.type == "cpu" else 1e-3, atol=0)
     second.backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32

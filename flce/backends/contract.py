@@ -25,6 +25,27 @@ MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE
 PRODUCT_BLOCK = 256
 
 
+class RowProblem(Protocol):
+    """What is known of N rows of logits, wherever these come from. N may be several dimensions here."""
+
+    @property
+    def target(self) -> Tensor: ...  # (N,) int64
+    @property
+    def class_weight(self) -> Tensor | None: ...  # (V,)
+    @property
+    def token_weight(self) -> Tensor | None: ...  # (N,)
+    @property
+    def num_items(self) -> Tensor | None: ...  # ()
+    @property
+    def spec(self) -> LossSpec: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...  # of the logits
+    @property
+    def device(self) -> torch.device: ...
+
+
 @dataclass(frozen=True)
 class RowInputs:
     """What a tile's rows need beside their logits."""
@@ -33,11 +54,15 @@ class RowInputs:
     token_weight: Tensor | None  # (rows,) multiplies the loss of each row
     class_weight: Tensor | None  # (V,)
     bias: Tensor | None  # (V,)
-    constants: Tensor  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
+    constants: Tensor | None  # as of `Backend.constants`; None: statistics of unweighted classes need none
 
     def tile_bias(self, tile: Tile) -> Tensor | None:
         """(cols,) of the classes of a tile."""
         return None if self.bias is None else self.bias[tile.start : tile.start + tile.cols]
+
+    def weight_sum(self, vocab_size: int) -> Tensor | float:
+        """Of all classes."""
+        return float(vocab_size) if self.constants is None else self.constants[2]
 
 
 @dataclass(frozen=True)
@@ -120,8 +145,8 @@ class Backend(Protocol):
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
 
         `grad` has as many dimensions as `logits`, and may have other strides.
-        `normalizer`: (2, rows) as `statistics` left it. `upstream`: (rows,) gradient of each row's loss,
-        or None for 1; it multiplies the scales in ``rows.constants``.
+        `normalizer`: (2, rows) as `statistics` left it. `upstream`: (rows,) gradient of each row's loss, or () of
+        all, or None for 1; it multiplies the scales in ``rows.constants``.
         """
 
     def loss_and_gradient(
@@ -150,13 +175,28 @@ class Backend(Protocol):
         normalizer: Tensor,
         upstream: Tensor | None,
     ) -> None:
-        """`gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H)."""
+        """`gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H).
+
+        `upstream`: (rows,), or None for 1.
+        """
+
+    def constants(self, p: RowProblem) -> Tensor:
+        """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.
+
+        Stays on the device: nothing here may wait for it. So do the next.
+        """
+
+    def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Loss (z-loss included) and z-loss of all rows, () each, and `constants`, which are made if they are None."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor`` for a 0-d `factor` on x's device; reads and writes nothing if it is 1."""
 
-    def scale_rows_(self, x: Tensor, factor: Tensor) -> None:
-        """``x[row] *= factor[row]`` for x as logits may be, `factor` (rows,); nothing is done to a row of factor 1."""
+    def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
+        """``x[row] *= factor[row]`` for x as logits may be, `factor` (rows,) or (), `target` (rows,).
+
+        Nothing is done to a row of factor 1, or that is ignored.
+        """
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         """``(x * factor).to(dtype)`` in one pass, rounded once."""

@@ -90,7 +90,7 @@ def finish(state: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out:
     if rows.class_weight is not None:
         loss = loss * rows.class_weight[rows.target.clamp(0, vocab_size - 1)]
     if spec.label_smoothing:
-        smooth = rows.constants[2] * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
+        smooth = rows.weight_sum(vocab_size) * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
         loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / vocab_size) * smooth
     weight = rows.token_weight
     lse = row_max + log_sum

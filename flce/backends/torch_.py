@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flce.backends import reduction
 from flce.backends.contract import (
     ARGMAX,
     ENTROPY_SUM,
@@ -21,6 +22,7 @@ from flce.backends.contract import (
     TARGET_LOGIT,
     RowInputs,
     RowOutputs,
+    RowProblem,
     Tile,
 )
 from flce.backends.state import finish
@@ -74,7 +76,7 @@ class TorchBackend:
             z, jacobian = _transform(logits[piece], rows, spec, tile, want_jacobian=True)
             row_max, log_sum = normalizer[:, part]
             exps = z.sub_(row_max[:, None]).exp_()
-            up = None if upstream is None else upstream[part]
+            up = upstream[part] if upstream is not None and upstream.dim() else upstream
             _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[piece])
             del z, exps, jacobian  # before the next slab makes its own
 
@@ -108,17 +110,24 @@ class TorchBackend:
     ) -> None:
         raise NotImplementedError
 
+    def constants(self, p: RowProblem) -> Tensor:
+        return reduction.constants(p)
+
+    def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        return reduction.reduce(p, rows, constants)
+
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
         if x.device.type != "cpu" or factor.item() != 1.0:
             self._scale_into(x, x, factor)
 
-    def scale_rows_(self, x: Tensor, factor: Tensor) -> None:
+    def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
         if x.device.type == "cpu" and bool((factor == 1.0).all()):
             return
+        per_row = torch.where(target == ignore_index, 1.0, factor)
         for piece, part in _slabs(x):
             rows = x[piece]
-            column = factor[part].reshape(*rows.shape[:-1], 1)
+            column = per_row[part].reshape(*rows.shape[:-1], 1)
             if x.dtype == factor.dtype:
                 rows.mul_(column)
             else:
@@ -273,6 +282,7 @@ def _gradient(
     """Gradient from exp(z - row_max), which it overwrites. The formula is that of the Triton kernel."""
     valid = _valid(rows, spec)
     in_range = (rows.target >= 0) & (rows.target < tile.vocab_size)
+    assert rows.constants is not None
     ce_scale, z_scale, weight_sum = rows.constants
     row_scale = torch.ones_like(row_max) if upstream is None else upstream
     if rows.token_weight is not None:

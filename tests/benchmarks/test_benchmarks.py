@@ -220,7 +220,7 @@ def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
 
     contenders = [CONTENDERS[0].__class__(name, name, "peer", prepare(name)) for name in "abcd"]
     rounds = 6
-    run_case(Case(8, 4, 16), contenders, CPU, Effort(rounds, 1.0), lambda doing, share: None)
+    run_case(Case(8, 4, 16), contenders, CPU, Effort(rounds, 60.0), lambda doing, share: None)
     turns = ["".join(calls[start : start + 4]) for start in range(4, 4 * (rounds + 1), 4)]  # after the warm-up
     assert turns[0] == "abcd"
     assert all(sorted(turn) == list("abcd") for turn in turns)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import RowInputs, RowOutputs, Tile
-from flce.backends.triton import product_launch, softmax_launch
+from flce.backends.contract import RowInputs, RowOutputs, RowProblem, Tile
+from flce.backends.triton import product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
 from flce.problem import LossSpec, accumulation_dtype
@@ -34,18 +34,20 @@ class Shape(NamedTuple):
     # A row of one block: it is read once, without a loop, before anything else is known.
     one_parts: int
     one_warps: int  # the most; as few as the row needs
-    # A row of several: the fewest of these warps with which the rows in flight fit in the L2 cache, in which the second
-    # pass then finds its row; the most, if none do.
+    # A row of several: the first of these warps whose limit the bytes of a row keep; the last, if none do. Without
+    # limits: the first with which the rows in flight fit in the L2 cache, in which the second pass then finds its row.
     parts: int
     warps: tuple[int, ...]
+    row_bytes: tuple[int, ...] = ()
 
 
 # On an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its gradient written);
 # rows of bfloat16, 4096 of them, unless said otherwise. A row of one block has 64 bytes in flight for each thread.
 SHAPES = {
-    # One block is best to 4096 columns only: 16384 are 88 in several and 65 in one, 10007 80 and 43. Of long rows
-    # nearly any choice has 99.
-    "statistics": Shape(4, 4, 4, (4, 8)),
+    # A warp for a row, which meets no other at its end: 4096 columns have 74 with one and 67 with four, 10007 85 and 73,
+    # 3001 71 and 55; of float32 3001 86 and 74. In one block of eight 10007 have 53. Of long rows nearly any choice has
+    # 99. What is missing of short ones is the launch: to copy half as many bytes has 89 at 4096, 85 at 2048 columns.
+    "statistics": Shape(4, 2, 4, (1, 4, 8), (32 << 10, 64 << 10)),
     # 16384 columns are 97 in one block and 87 in several, of float32 97 and 91; 32001 the same, 86. Very long ones 92.
     "gradient": Shape(4, 32, 2, (16,)),
     # 8192 columns are 89 in one block and 77 in several; 16384 85 and 87, 8192 of float32 75 and 90.
@@ -108,18 +110,26 @@ class TritonBackend:
         with _device_of(x):
             product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
 
+    def constants(self, p: RowProblem) -> Tensor:
+        with _device_of(p.target):
+            return reduction_launch.constants(p)
+
+    def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        with _device_of(rows.loss):
+            return reduction_launch.reduce(p, rows, constants)
+
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         _scale(x, x, factor)
 
-    def scale_rows_(self, x: Tensor, factor: Tensor) -> None:
+    def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
         if x.numel() == 0:
             return
         inner, outer_stride = _outer_level(x)
         num_rows, cols = x.shape[:-1].numel(), x.shape[-1]
         with _device_of(x):
-            scale_rows_kernel[(num_rows,)](
-                x, factor, x.stride(-2), outer_stride, inner, cols,
-                TWO_LEVEL=x.dim() == 3, BLOCK=SCALE_BLOCK, num_warps=8,
+            scale_rows_kernel[(min(SCALE_PROGRAMS, num_rows),)](
+                x, factor, target, x.stride(-2), outer_stride, inner, num_rows, cols, ignore_index,
+                ONE_FACTOR=factor.dim() == 0, TWO_LEVEL=x.dim() == 3, BLOCK=SCALE_BLOCK, num_warps=8,
             )  # fmt: skip
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,7 +190,7 @@ def _launch(
             pointer(rows.class_weight),
             pointer(rows.token_weight),
             pointer(upstream),
-            rows.constants,
+            pointer(rows.constants),
             pointer(state),
             output("loss"),
             output("z_loss"),
@@ -195,6 +205,7 @@ def _launch(
             0 if grad is None else _outer_level(grad)[1],
             0 if state is None else state.stride(0),
             normalizer.stride(0),
+            0 if upstream is None or upstream.dim() == 0 else 1,
             cols,
             tile.room,
             tile.start,
@@ -295,8 +306,9 @@ def _launch_size(
     else:
         multiprocessors, cache = _device_facts(device)
         row_bytes = cols * dtype.itemsize
-        fitting = [w for w in shape.warps if multiprocessors * (THREADS // (32 * w)) * row_bytes <= cache]
-        parts, lanes = shape.parts, 32 * min(fitting, default=max(shape.warps))
+        in_cache = [cache // (multiprocessors * (THREADS // (32 * warps))) for warps in shape.warps]
+        fitting = [w for w, most in zip(shape.warps, shape.row_bytes or in_cache, strict=False) if row_bytes <= most]
+        parts, lanes = shape.parts, 32 * (fitting or shape.warps[-1:])[0]
         while lanes > 32 and parts * lanes > vectors:  # of a row that is long for one block, but not for this one
             lanes //= 2
     # More registers for a thread would leave less threads to hide the latency of memory.

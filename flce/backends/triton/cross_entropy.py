@@ -177,7 +177,11 @@ def _gradient(
     return grad
 
 
-@triton.jit(do_not_specialize=["ignore_index", "column_start", "state_stride", "normalizer_stride", "inner_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "ignore_index", "column_start", "state_stride", "normalizer_stride", "upstream_stride", "inner_rows",
+    ]
+)  # fmt: skip
 def cross_entropy_kernel(
     logits_ptr,  # (rows, cols), row stride logits_stride; with TWO_LEVEL (outer, inner_rows, cols)
     grad_ptr,  # likewise, row stride grad_stride; may be logits_ptr
@@ -185,7 +189,7 @@ def cross_entropy_kernel(
     bias_ptr,  # (cols,) of this tile
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
-    upstream_ptr,  # (rows,)
+    upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
     constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     state_ptr,  # (7, rows), row stride state_stride
     loss_ptr,  # (rows,)
@@ -201,6 +205,7 @@ def cross_entropy_kernel(
     grad_outer_stride,
     state_stride,
     normalizer_stride,
+    upstream_stride,
     cols,  # classes in this tile
     room,  # columns of a row that may be read and written, cols or more
     column_start,  # the first of them
@@ -289,9 +294,12 @@ def cross_entropy_kernel(
         column_start += head
         cols = inside
     # Loaded here, where nothing waits for them yet.
-    ce_scale = tl.load(constants_ptr).to(ACCUM)
-    z_scale = tl.load(constants_ptr + 1).to(ACCUM)
-    weight_sum = tl.load(constants_ptr + 2).to(ACCUM)
+    if GRADIENT:
+        ce_scale = tl.load(constants_ptr).to(ACCUM)
+        z_scale = tl.load(constants_ptr + 1).to(ACCUM)
+    weight_sum = tl.full((), vocab_size, ACCUM)
+    if HAS_SMOOTHING and HAS_CLASS_WEIGHT:
+        weight_sum = tl.load(constants_ptr + 2).to(ACCUM)
     target_weight = tl.full((), 1.0, ACCUM)
     if HAS_CLASS_WEIGHT:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
@@ -300,7 +308,7 @@ def cross_entropy_kernel(
         row_weight = tl.load(token_weight_ptr + row).to(ACCUM)
     upstream = tl.full((), 1.0, ACCUM)
     if HAS_UPSTREAM:
-        upstream = tl.load(upstream_ptr + row).to(ACCUM)
+        upstream = tl.load(upstream_ptr + row * upstream_stride).to(ACCUM)
     target_z, target_jacobian = _transform(
         tl.load(logits_ptr + target_column, mask=target_here, other=0.0), bias_ptr, target_column, target_here,
         scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,

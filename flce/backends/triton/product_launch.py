@@ -45,7 +45,7 @@ def can_describe(x: Tensor) -> bool:
 def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
     num_rows, cols = len(x), len(weight)
     blocks = triton.cdiv(cols, LAUNCH.cols)
-    state = rows.constants.new_zeros(STATE_SLOTS, num_rows)
+    state = out.loss.new_zeros(STATE_SLOTS, num_rows)
     partial = state.new_empty(2, blocks, num_rows)
     tile = Tile(0, cols, cols, cols)
     # Apart: a row of `state` need not be aligned, and kernels are built for addresses that are.
@@ -108,7 +108,7 @@ def _launch(
         pointer(rows.class_weight),
         pointer(rows.token_weight),
         pointer(upstream),
-        rows.constants,
+        pointer(rows.constants),
         normalizer,
         normalizer.stride(0),
         len(x),

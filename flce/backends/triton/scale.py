@@ -28,27 +28,35 @@ def scale_kernel(
             tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["inner_rows"])
+@triton.jit(do_not_specialize=["inner_rows", "rows", "ignore_index"])
 def scale_rows_kernel(
     x_ptr,  # (rows, cols), row stride stride; with TWO_LEVEL (outer, inner_rows, cols)
-    factor_ptr,  # (rows,)
+    factor_ptr,  # (rows,), or () with ONE_FACTOR
+    target_ptr,  # (rows,) int64; ignore_index: the row stays as it is
     stride,
     outer_stride,
     inner_rows,
+    rows,
     cols,
+    ignore_index,
+    ONE_FACTOR: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    factor = tl.load(factor_ptr + row)
-    if factor != 1.0:
-        if TWO_LEVEL:
-            outer = row // inner_rows
-            x_ptr += outer * outer_stride + (row - outer * inner_rows) * stride
-        else:
-            x_ptr += row * stride
-        for start in range(0, cols, BLOCK):
-            offsets = start + tl.arange(0, BLOCK)
-            mask = offsets < cols
-            x = tl.load(x_ptr + offsets, mask=mask).to(factor_ptr.dtype.element_ty)
-            tl.store(x_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=mask)
+    factor = tl.load(factor_ptr)
+    if ONE_FACTOR:
+        rows = tl.where(factor == 1.0, 0, rows)
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        if not ONE_FACTOR:
+            factor = tl.load(factor_ptr + row)
+        if (factor != 1.0) & (tl.load(target_ptr + row) != ignore_index):
+            if TWO_LEVEL:
+                outer = row // inner_rows
+                row_ptr = x_ptr + outer * outer_stride + (row - outer * inner_rows) * stride
+            else:
+                row_ptr = x_ptr + row * stride
+            for start in range(0, cols, BLOCK):
+                offsets = start + tl.arange(0, BLOCK)
+                mask = offsets < cols
+                x = tl.load(row_ptr + offsets, mask=mask).to(factor_ptr.dtype.element_ty)
+                tl.store(row_ptr + offsets, (x * factor).to(x_ptr.dtype.element_ty), mask=mask)

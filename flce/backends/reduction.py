@@ -1,0 +1,34 @@
+"""What is made of all rows at once, in plain PyTorch, for every backend: `Backend.constants` and `Backend.reduce`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import RowOutputs, RowProblem
+from flce.problem import accumulation_dtype
+
+
+def constants(p: RowProblem) -> Tensor:
+    accum = accumulation_dtype(p.dtype)
+    one = torch.ones((), dtype=accum, device=p.device)
+    weight_sum = one * p.vocab_size if p.class_weight is None else p.class_weight.sum(dtype=accum)
+    if p.spec.reduction == "mean":
+        valid = p.target != p.spec.ignore_index
+        z_scale = valid.sum().to(accum).reciprocal()
+        ce_scale = z_scale
+        if p.class_weight is not None:
+            weights = p.class_weight[p.target.clamp(0, p.vocab_size - 1)].to(accum)
+            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
+    else:
+        ce_scale = z_scale = one if p.num_items is None else p.num_items.to(accum).reciprocal()
+    return torch.stack((ce_scale, z_scale, weight_sum))
+
+
+def reduce(p: RowProblem, rows: RowOutputs, given: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    scales = constants(p) if given is None else given
+    loss = rows.loss.sum() * scales[0]
+    if rows.z_loss is None:
+        return loss, None, scales
+    z_loss = rows.z_loss.sum() * scales[1]
+    return loss + z_loss, z_loss, scales

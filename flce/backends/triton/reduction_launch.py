@@ -1,0 +1,68 @@
+"""Host side of `reduction_kernel`: what it takes, and what is left to PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flce.backends import reduction
+from flce.backends.contract import RowOutputs, RowProblem
+from flce.backends.triton.reduction import reduction_kernel
+from flce.problem import accumulation_dtype
+
+BLOCK = 4096  # one row for each thread of the largest program, and four of them in flight
+# One program goes through all of them, a microsecond for a block. PyTorch's dozen of kernels take as long for these.
+MAX_ROWS = 16 * BLOCK
+
+
+def constants(p: RowProblem) -> Tensor:
+    if p.class_weight is not None or p.target.numel() > MAX_ROWS:
+        return reduction.constants(p)
+    made = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
+    _launch(p, None, None, made, made)
+    return made
+
+
+def reduce(p: RowProblem, rows: RowOutputs, given: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    if rows.loss.numel() > MAX_ROWS or (given is None and p.class_weight is not None):
+        return reduction.reduce(p, rows, given)
+    used = rows.loss.new_empty(3) if given is None else given
+    loss = rows.loss.new_empty(())
+    z_loss = None if rows.z_loss is None else rows.loss.new_empty(())
+    _launch(p, rows, given, used, loss, z_loss)
+    return loss, z_loss, used
+
+
+def _launch(
+    p: RowProblem,
+    rows: RowOutputs | None,  # None: no losses
+    given: Tensor | None,
+    constants: Tensor,  # to be written, unless they were given
+    loss: Tensor,
+    z_loss: Tensor | None = None,
+) -> None:
+    def pointer(t: Tensor | None) -> Tensor:
+        return constants if t is None else t  # what a flag switches off is never read
+
+    target = p.target.reshape(-1)
+    reduction_kernel[(1,)](
+        target,
+        pointer(p.num_items),
+        pointer(None if rows is None else rows.loss),
+        pointer(None if rows is None else rows.z_loss),
+        constants,
+        loss,
+        pointer(z_loss),
+        target.numel() if rows is None else rows.loss.numel(),
+        p.vocab_size,
+        p.spec.ignore_index,
+        ACCUM=tl.float64 if constants.dtype == torch.float64 else tl.float32,
+        MAKE_CONSTANTS=given is None,
+        MEAN=p.spec.reduction == "mean",
+        HAS_NUM_ITEMS=p.num_items is not None,
+        HAS_LOSS=rows is not None,
+        HAS_Z_LOSS=z_loss is not None,
+        BLOCK=BLOCK,
+        num_warps=32,
+    )
