@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 # On an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its gradient written);
 # rows of bfloat16, 4096 of them, unless said otherwise. A row of one block has 64 bytes in flight for each thread.
 SHAPES = {
-    # A warp for a row, which meets no other at its end: 4096 columns have 74 with one and 67 with four, 10007 85 and 73,
+    # A warp for a row, which meets no other at its end: 4096 columns have 74 with one, 67 with four, 10007 85 and 73,
     # 3001 71 and 55; of float32 3001 86 and 74. In one block of eight 10007 have 53. Of long rows nearly any choice has
     # 99. What is missing of short ones is the launch: to copy half as many bytes has 89 at 4096, 85 at 2048 columns.
     "statistics": Shape(4, 2, 4, (1, 4, 8), (32 << 10, 64 << 10)),
