@@ -8,7 +8,7 @@ one number a row are left out.
 * cross_entropy, in-place forward+backward: every logit is read, and the gradient written over it.
 * softmax and log_softmax, forward: the input is read, the output written.
 * softmax and log_softmax, backward: the output and its gradient are read, the gradient of the input is written.
-* copy: the input is read, the copy written.
+* copy: the input is read, as many entries are written; see `row_contenders.copy_function`.
 """
 
 from __future__ import annotations

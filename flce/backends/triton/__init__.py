@@ -39,6 +39,9 @@ class Shape(NamedTuple):
     parts: int
     warps: tuple[int, ...]
     row_bytes: tuple[int, ...] = ()
+    # Parts of a row of one block and of 16 bits that would otherwise need all of `one_warps`: they stay 16 bits wide. Not
+    # with extras, which take registers.
+    narrow_parts: int | None = None
 
 
 # On an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its gradient written);
@@ -48,17 +51,20 @@ SHAPES = {
     # 3001 71 and 55; of float32 3001 86 and 74. In one block of eight 10007 have 53. Of long rows nearly any choice has
     # 99. What is missing of short ones is the launch: to copy half as many bytes has 89 at 4096, 85 at 2048 columns.
     "statistics": Shape(4, 2, 4, (1, 4, 8), (32 << 10, 64 << 10)),
-    # 16384 columns are 97 in one block and 87 in several, of float32 97 and 91; 32001 the same, 86. Very long ones 92.
-    "gradient": Shape(4, 32, 2, (16,)),
+    # 16384 columns are 97 in one block and 87 in several, of float32 97 and 91. In one of 8 parts 20000 have 97 (in
+    # several 90), 32001 94 (86; of 4 parts 84), 50257 95 (86); of float32 12000 have 89 of 8 parts and 97 of 4. Very
+    # long ones 92.
+    "gradient": Shape(4, 32, 2, (16,), narrow_parts=8),
     # 8192 columns are 89 in one block and 77 in several; 16384 85 and 87, 8192 of float32 75 and 90.
     # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
     "both": Shape(4, 8, 4, (8, 16, 32)),
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
 }
-# A block of more lanes than these that a row fills to less than two thirds is worse than several of half as many: 10007
-# columns, gradient, 87 for 71.
-FILLED_LANES = 128
+# Where several blocks are filled to less than this, others of half as many lanes, to FEWEST_LANES. Both passes: 10007
+# columns, 61% of two blocks or 81% of three, have 66 and 82, 12000 76 and 87, 5003 of float32 79 and 89.
+FILLED = 3 / 4
+FEWEST_LANES = 128
 SCALE_BLOCK = 4096
 # Enough programs to fill any GPU several times.
 SCALE_PROGRAMS = 2048
@@ -297,23 +303,29 @@ def _launch_size(
         shape = SHAPES["both, with extras" if extras else "both"]
     vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
     parts = shape.one_parts
+    if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * shape.one_warps:
+        parts = shape.narrow_parts
     if vectors <= parts * 32 * shape.one_warps:
         while parts > 1 and 32 * parts // 2 >= vectors:  # rather one vector for each of more lanes
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
-        if lanes > FILLED_LANES and 3 * vectors < 2 * parts * lanes:
-            parts, lanes = shape.parts, lanes // 2
     else:
         multiprocessors, cache = _device_facts(device)
         row_bytes = cols * dtype.itemsize
         in_cache = [cache // (multiprocessors * (THREADS // (32 * warps))) for warps in shape.warps]
         fitting = [w for w, most in zip(shape.warps, shape.row_bytes or in_cache, strict=False) if row_bytes <= most]
         parts, lanes = shape.parts, 32 * (fitting or shape.warps[-1:])[0]
-        while lanes > 32 and parts * lanes > vectors:  # of a row that is long for one block, but not for this one
+        # The second: of a row that is long for one block, but not for this one.
+        while lanes > FEWEST_LANES and (_filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
             lanes //= 2
     # More registers for a thread would leave less threads to hide the latency of memory.
     options = {"num_warps": max(1, lanes // 32), "maxnreg": MAX_REGISTERS}
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
+
+
+def _filled(vectors: int, block: int) -> float:
+    """The share of as many blocks as it takes."""
+    return vectors / (triton.cdiv(vectors, block) * block)
 
 
 def _device_facts(device: torch.device) -> tuple[int, int]:

@@ -33,9 +33,11 @@ RESIDENT_SHARE = 0.5
 VALUES = 32
 # Rows shorter than SHORT_TILE columns share a program, which has as many columns of all its rows, and 2 warps (4 in
 # backward): of programs of one warp, a multiprocessor runs half as many warps as it could. 512 columns in backward, 2
-# warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%.
+# warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%. Of very
+# short rows of float32 half as many share one: 128 columns, 4 rows for 8: 74% for 57%, backward 113% for 98%.
 SHORT_TILE = 1024
-SHORT_VALUES = 16
+SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
+VERY_SHORT = 128
 # Rows of 16 bits of more than half so many columns: half the warps, with twice the values, which fit as long as they
 # stay 16 bits wide, for more rows in flight. 16384: 96% for 91%, backward 102% for 96%; 5003, backward: 99% for 81%
 # (8192: 103% for 104%).
@@ -43,8 +45,11 @@ NARROW_COLUMNS = 8192
 # What is longer than this is online in forward: 32768 90% for 76%, 65536 142% for 122%. In backward 32768 is the same,
 # 101%, in either kernel.
 RESIDENT_COLUMNS = 16384
-# Bytes of a row from which its edges are treated apart (`softmax`). Those of shorter ones are much of the row.
+# Bytes of a row from which its edges are treated apart (`softmax`). Those of shorter ones are much of the row. From
+# LINE_EDGES_FROM on they go to the first cache line, so that no two rows write to parts of one with their vectors.
 EDGES_FROM = 128
+LINE_EDGES_FROM = 4096
+MAX_SLOTS = 256
 # Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
 LINE_BYTES = 128
 SECTOR_BYTES = 32
@@ -131,9 +136,13 @@ def _choose(
     tensors = 2 if backward else 1
     multiprocessors, cache, registers = _device_facts(device)
     room = triton.next_power_of_2(cols)
+    whole = cols - cols % (VECTOR_BYTES // read.itemsize)  # vectors, where there are edges beside them
+    if neighbours == 1 and cols * read.itemsize >= EDGES_FROM and whole <= SHORT_TILE:
+        room = triton.next_power_of_2(whole)
     float64 = torch.float64 in (read, written)
     size = 8 if float64 else read.itemsize  # of an element, in registers
-    packed = max(1, SHORT_TILE // room)
+    tile = SHORT_TILE if size == 2 or room > VERY_SHORT else SHORT_TILE // 2
+    packed = max(1, tile // room)
     wanted, least = (
         min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
     )
@@ -143,8 +152,10 @@ def _choose(
         rows //= 2
     long, too_long = size == 2 and room >= NARROW_COLUMNS, size == 2 and room > RESIDENT_COLUMNS and not backward
     if rows * room * size * tensors <= most and not too_long:
-        values = SHORT_VALUES if rows == packed > 1 else VALUES
-        needed = triton.cdiv(rows * room * tensors * (2 if float64 else 1), 32 * values)
+        values = rows * room * tensors * (2 if float64 else 1)  # of 32 bits, but for those that are narrow
+        needed = triton.cdiv(values, 32 * VALUES)
+        if rows == packed > 1:
+            needed = (SHORT_BACKWARD_WARPS if backward else SHORT_WARPS) * (2 if float64 else 1)
         # Twice as many warps as there can be are needed at most, and only for values of 16 bits.
         narrow = long or needed > MAX_WARPS
         return RowLaunch(True, triton.cdiv(needed, 2) if narrow else needed, rows, narrow=narrow)
@@ -180,7 +191,10 @@ def _launch(
     unit = all(column == 1 for _, column, _ in strides)
     row_strides = [stride for outer, _, inner in strides for stride in (outer, inner)]
     align = math.gcd(VECTOR_BYTES, layout.cols, *row_strides) if unit else 1  # no element is smaller than a byte
-    edges = _edges(tensors, strides, layout.cols, align) if unit and (launch.resident or rows == 1) else 0
+    edges = 0
+    if unit and (launch.resident or rows == 1):
+        slots = MAX_SLOTS if launch.resident else 32 * launch.warps
+        edges = _edges(tensors, strides, layout.cols, align, slots)
     if edges:
         align = 1
     flat = rows > 1 and layout.outer > 1 and layout.inner < rows
@@ -214,16 +228,21 @@ def _launch(
     )
 
 
-def _edges(tensors: tuple[Tensor, ...], strides: tuple[tuple[int, int, int], ...], cols: int, align: int) -> int:
-    """Elements of the vectors that rows of adjacent columns consist of between their edges; 0 where there are no edges,
-    or where those of the tensors would differ."""
+def _edges(
+    tensors: tuple[Tensor, ...], strides: tuple[tuple[int, int, int], ...], cols: int, align: int, most: int = MAX_SLOTS
+) -> int:
+    """Elements of the vectors, or lines, that rows of adjacent columns consist of between their edges, which are `most`
+    together; 0 where there are no edges, or where those of the tensors would differ."""
     smallest = min(t.element_size() for t in tensors)
-    vector = VECTOR_BYTES // smallest
-    if align % vector == 0 or cols * smallest < EDGES_FROM or any(t.data_ptr() % VECTOR_BYTES for t in tensors):
+    if align % (VECTOR_BYTES // smallest) == 0 or cols * smallest < EDGES_FROM:
         return 0
     outer, _, inner = strides[0]
-    same = all((o - outer) % vector == 0 == (i - inner) % vector for o, _, i in strides)
-    return vector if same else 0
+    for size in (LINE_BYTES, VECTOR_BYTES) if cols * smallest >= LINE_EDGES_FROM else (VECTOR_BYTES,):
+        unit = size // smallest
+        same = all((o - outer) % unit == 0 == (i - inner) % unit for o, _, i in strides)
+        if same and 2 * unit <= most and not any(t.data_ptr() % size for t in tensors):
+            return unit
+    return 0
 
 
 def _lay_out(dim: int, first: Tensor, *others: Tensor) -> tuple[tuple[Tensor, ...], RowLayout]:
