@@ -91,8 +91,8 @@ def make_calls(contender: RowContender, problem: RowProblem, task: Task) -> Call
 
 
 def copy_function(task: Task) -> RowFunction:
-    """By a kernel that reads and writes every element: what is captured of ``copy_`` is not a kernel but a "memcpy node",
-    which on an H200 is as fast, but for 512 MiB and multiples of it: 2.8 TB/s instead of 4.3.
+    """By a kernel that reads and writes every element. What is captured of ``copy_`` is not a kernel but a "memcpy
+    node", which on an H200 is as fast, but for 512 MiB and multiples of it: 2.8 TB/s instead of 4.3.
     """
     return lambda x, target: torch.neg(x)
 

@@ -39,8 +39,8 @@ class Shape(NamedTuple):
     parts: int
     warps: tuple[int, ...]
     row_bytes: tuple[int, ...] = ()
-    # Parts of a row of one block and of 16 bits that would otherwise need all of `one_warps`: they stay 16 bits wide. Not
-    # with extras, which take registers.
+    # Parts of a row of one block and of 16 bits that would otherwise need all of `one_warps`: they stay 16 bits wide.
+    # Not with extras, which take registers.
     narrow_parts: int | None = None
 
 
