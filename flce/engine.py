@@ -43,16 +43,17 @@ class ForwardResult:
 
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
     row_vectors.check_targets(problem)
+    with_gradients = problem.needs.any and not plan.deferred
+    # Before the selection, which may wait for the device.
+    constants = row_vectors.constants(problem) if with_gradients else row_vectors.statistics_constants(problem)
     selection = _Selection.of(problem, plan)
     rows = row_vectors.allocate(problem, selection.num_rows)
-    constants: Tensor | None
-    if problem.needs.any and not plan.deferred:
-        constants = row_vectors.constants(problem)
+    unit, grads = None, []
+    if with_gradients:
+        assert constants is not None
         unit = row_vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
         grads = _losses_and_gradients(problem, plan, selection, row_vectors.scaled(constants, unit), rows)
     else:
-        unit, grads = None, []
-        constants = row_vectors.statistics_constants(problem)
         _statistics(problem, plan, selection, constants, rows)
     rows = selection.scatter(rows)
     loss, z_loss, _ = row_vectors.reduce(problem, rows, constants)
@@ -66,8 +67,8 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         normalizer: (2, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    selection = _Selection.of(problem, plan)
     constants = row_vectors.constants(problem)
+    selection = _Selection.of(problem, plan)
     accum = constants.dtype
     per_row = None
     if upstream.dim() == 0:

@@ -9,7 +9,7 @@
 #     peers         only the last
 #     model-short   training steps of whole models, 4 x 8192 tokens
 #     kernels       the pass over the logits by itself
-#     sanitize      the tests of kernels under compute-sanitizer: memcheck, then racecheck
+#     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; two to three minutes
 #     rows          losses and softmaxes of rows in memory, over their length; about three minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
 #
@@ -22,6 +22,7 @@
 #   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --model Qwen3-0.6B"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
 #   SECONDS_ALL  seconds after which the script is to be done (530)
+#   SANITIZE_SECONDS  of them for the tests under compute-sanitizer (150)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -39,6 +40,7 @@ unset TRITON_INTERPRET
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 failed=0
 lines=()
+logs=$(mktemp -d) || exit
 
 # part NAME SECONDS COMMAND...: runs it with its output in $out/NAME.log; interrupts it when the time is up,
 # so that it can still say what it has.
@@ -84,6 +86,42 @@ benchmark() {
     fi
 }
 
+# sanitize SECONDS: the tests of kernels in groups at the same time, each under each tool; what has no time is not run.
+# An error of a tool is exit status 9, one of a test 1, and of tests that were interrupted 2.
+sanitize() {
+    local limit=$1 tool group status jobs=() names=()
+    local groups=(
+        "tests/test_kernels.py -k 'not anywhere and not head and not many and not cuda'"
+        "tests/test_kernels.py -k '(anywhere or head or many) and not cuda'"
+        "tests/test_product.py -k 'not promise'"
+        "tests/test_softmax.py -k 'launches or finite or slices or offsets'"
+    )
+    for tool in memcheck racecheck; do
+        for group in "${!groups[@]}"; do
+            # The caching allocator off: otherwise a read behind a tensor is one within the allocator's block.
+            PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
+                compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 \
+                bash -c "exec timeout --signal=INT $limit '$python' -m pytest -q --tb=short -p no:cacheprovider \
+                ${groups[group]}" >"$logs/$tool-$group.log" 2>&1 &
+            jobs+=($!)
+            names+=("$tool, ${groups[group]}")
+        done
+    done
+    for group in "${!jobs[@]}"; do
+        wait "${jobs[group]}"
+        status=$?
+        case $status in
+            0 | 2 | 124) lines+=("ok      ${names[group]}") ;;
+            *) lines+=("FAILED  ${names[group]}: exit status $status") && failed=1 ;;
+        esac
+    done
+    for log in "$logs"/*check-*.log; do
+        echo "== $log"
+        grep -vE '^(tests/|  |$)' "$log" | tail -n 40
+    done >"$out/sanitize.log"
+    grep -hE 'SUMMARY|passed|failed' "$out/sanitize.log"
+}
+
 if compgen -G "$wheels/*.whl" >/dev/null; then
     site=${TMPDIR:-/tmp}/site
     if "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade \
@@ -110,15 +148,7 @@ for name in $parts; do
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part tests "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider -n "$workers" --dist worksteal tests
             ;;
-        sanitize)
-            # The caching allocator off: otherwise a read behind a tensor is one within the allocator's block.
-            for tool in memcheck racecheck; do
-                PYTORCH_NO_CUDA_MEMORY_CACHING=1 part "$tool" "$(within 240)" compute-sanitizer --tool "$tool" \
-                    --target-processes all --error-exitcode 1 \
-                    "$python" -m pytest -q --tb=short -p no:cacheprovider -k "${SANITIZE:-blocks or levels or dtypes or oracle}" \
-                    tests/test_kernels.py tests/test_product.py
-            done
-            ;;
+        sanitize) sanitize "$(within "${SANITIZE_SECONDS:-150}")" ;;
         operator) benchmark operator h200 330 --errors ;;
         targets) benchmark operator targets 240 ;;
         peers) benchmark operator peers 500 --errors ;;

@@ -145,8 +145,8 @@ def test_edges(
     sizes["narrow"] = sizes.get("narrow", False) and dtype.itemsize == out.itemsize == 2
     launch = softmax_launch.RowLaunch(**sizes)
     monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
-    monkeypatch.setattr(softmax_launch, "LINE_EDGES_FROM", 0 if case["lines"] else 1 << 30)
-    monkeypatch.setattr(softmax_launch, "LINE_BYTES", 64)  # which all memory of PyTorch begins at a multiple of
+    # All memory of PyTorch begins at a multiple of 64 bytes.
+    monkeypatch.setattr(softmax_launch, "LINE_BYTES", 64 if case["lines"] else 16)
     buffers: list[Tensor] = []
 
     def surrounded(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -180,19 +180,19 @@ def test_which_rows_have_edges(triton_backend: str, device: torch.device, monkey
     """Those that do not begin and end at boundaries, where they do so in all tensors alike."""
     from flce.backends.triton import softmax_launch
 
-    def edges(x: Tensor, out: torch.dtype | None = None, most: int = 256) -> int:
+    def edges(x: Tensor, out: torch.dtype | None = None, slots: int = 0) -> int:
         y = torch.empty_like(x, dtype=out)
         tensors, layout = softmax_launch._lay_out(x.dim() - 1, y, x)
         align = math.gcd(16, x.shape[-1], *(stride for s in layout.strides for stride in (s[0], s[2])))
-        return softmax_launch._edges(tensors, layout.strides, x.shape[-1], align, most)
+        return softmax_launch._edges(tensors, layout.strides, x.shape[-1], align, slots)
 
     def zeros(*shape: int, dtype: torch.dtype = bf16) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     monkeypatch.setattr(softmax_launch, "LINE_BYTES", 64)
-    assert [edges(zeros(5, 501, dtype=dtype)) for dtype in (f16, bf16, f32, f64)] == [8, 8, 4, 2]
-    assert [edges(zeros(5, 4001, dtype=dtype)) for dtype in (f16, bf16, f32, f64)] == [32, 32, 16, 8]  # of lines
-    assert [edges(zeros(5, 4001, dtype=dtype), most=32) for dtype in (bf16, f32)] == [8, 16]
+    assert [edges(zeros(5, 1001, dtype=dtype)) for dtype in (f16, bf16, f32, f64)] == [8, 8, 4, 2]
+    assert [edges(zeros(5, 1001, dtype=dtype), slots=64) for dtype in (f16, bf16, f32, f64)] == [32, 32, 16, 8]
+    assert [edges(zeros(5, 1001, dtype=dtype), slots=32) for dtype in (bf16, f32)] == [8, 16]
     assert [edges(zeros(5, 1000 + k)) for k in range(9)] == [0] + 7 * [8] + [0]
     assert edges(zeros(5, 1001), f32) == edges(zeros(5, 1001, dtype=f32), f16) == 8
     assert edges(zeros(2, 3, 1001)) == 8
