@@ -74,8 +74,9 @@ STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
 # Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
 # product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
-# a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds.
-MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 768}
+# a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds. Measured at 8192 x 2304 x 256000,
+# milliseconds: in one chunk 40.6, in chunks of 1664 rows 47.3, of 768 58.0, `vocab` 55.5 to 56.3; so 1.6 a chunk.
+MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 896}
 # By the same count, 8NH bytes a block for the input gradient: with fewer classes a fifth product costs less.
 EFFICIENT_COLS = 1024
 ROW_MULTIPLE = 128
@@ -753,8 +754,10 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     if rows_are_given:
         return tokens if tokens.workspace_bytes <= budget else vocab
     efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
-    if _with_rows(tokens, efficient_rows).workspace_bytes <= budget:
-        return tokens
+    # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
+    for rows in (efficient_rows, tokens.num_tokens):
+        if _with_rows(tokens, rows).workspace_bytes <= budget:
+            return tokens
     if _efficient(vocab, budget) is not None:
         return vocab
     if _with_rows(tokens, efficient_rows // 8).workspace_bytes <= budget:

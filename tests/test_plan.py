@@ -208,6 +208,23 @@ def test_auto_takes_the_budget_into_account() -> None:
     assert small.workspace_bytes <= 1 << 30
 
 
+@pytest.mark.parametrize("tokens", [100, 896, 1000, 2048, 4096])
+def test_one_chunk_where_the_budget_allows_it(tokens: int) -> None:
+    """It has no sum of the weight gradient apart, so it may fit where several smaller chunks do not."""
+    arguments: dict[str, Any] = {
+        "num_tokens": tokens,
+        "hidden_size": 4096,
+        "vocab_size": 128256,
+        "dtype": torch.bfloat16,
+        "device": "cuda",
+    }
+    unlimited = flce.plan(**arguments)
+    enough = flce.ChunkOptions(max_workspace_bytes=unlimited.workspace_bytes + 16 * MIB)
+    made = flce.plan(**arguments, options=enough)
+    assert (made.strategy, made.num_chunks, made.num_matmuls) == ("tokens", 1, 3)
+    assert made.workspace_bytes == unlimited.workspace_bytes
+
+
 def test_summary() -> None:
     text = str(flce.plan(8192, 4096, 128256, torch.bfloat16, device="cuda"))
     for part in ("8192", "4096", "128256", "bfloat16", "tokens", "MiB"):
