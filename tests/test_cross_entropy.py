@@ -683,7 +683,7 @@ OPCHECK: dict[str, dict[str, Any]] = {
     [(name, "contiguous") for name in OPCHECK]
     + [("weights", "without the first, transposed"), ("none", "class by class")],
 )
-def test_opcheck(name: str, layout: str, torch_backend: str, device: torch.device) -> None:
+def test_opcheck(name: str, layout: str, backend: str, device: torch.device) -> None:
     p = make((3, 4), 21, **{"dtype": torch.float32, **OPCHECK[name]}, device=device)
     with Recorder() as recorder:
         run(p, layout, stats=STATS)
@@ -711,7 +711,7 @@ def _no_compiled_code() -> Iterator[None]:
     "compiler, reduction, inplace",
     [("aot_eager", "mean", True), ("aot_eager", "none", False), ("inductor", "none", True)],
 )
-def test_compile(compiler: str, reduction: str, inplace: bool, torch_backend: str, device: torch.device) -> None:
+def test_compile(compiler: str, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     p = make((3, 5), 23, torch.float32, device, 0.2, class_weight=True)
 
     def step(x: Tensor) -> tuple[Tensor, ...]:

@@ -112,7 +112,7 @@ OPCHECK_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(OPCHECK_CASES))
-def test_opcheck(name: str, torch_backend: str, device: torch.device) -> None:
+def test_opcheck(name: str, backend: str, device: torch.device) -> None:
     """Schema, autograd registration, fake implementation and AOT dispatch of all operators that a call makes."""
     kwargs = dict(OPCHECK_CASES[name])
     grads, strategy = kwargs.pop("grads", ALL_GRADS), kwargs.pop("strategy", "tokens")
@@ -166,7 +166,7 @@ def compiled_and_eager(function: Callable[..., Any], leaves: list[Tensor], backe
 @pytest.mark.usefixtures("_no_compiled_code")
 @REDUCTIONS
 @STRATEGIES
-def test_compile_aot_eager(reduction: str, strategy: str, torch_backend: str, device: torch.device) -> None:
+def test_compile_aot_eager(reduction: str, strategy: str, backend: str, device: torch.device) -> None:
     p = make_problem((2, 6), 8, 30, dtype=torch.float32, bias=True, class_weight=True, ignored=0.2, device=device)
 
     def step(x: Tensor, w: Tensor, b: Tensor) -> Tensor:

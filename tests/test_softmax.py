@@ -453,7 +453,7 @@ def test_opcheck(
 
 @BOTH
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compile(compiler: str, name: str, torch_backend: str, device: torch.device) -> None:
+def test_compile(compiler: str, name: str, backend: str, device: torch.device) -> None:
     """In one graph, of one node of ours, with one code for many lengths."""
     torch._dynamo.reset()
     seen: list[Any] = []
