@@ -125,19 +125,25 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+_steady = False
+
+
 @contextlib.contextmanager
 def steady_heap() -> Iterator[None]:
     """Around a case: what exists now is left out of later collections, which are then quick.
 
-    Within another, what has come since is left out as well (compilers leave much behind), until the outer one ends.
+    Within another, what has come since is left out as well (compilers leave much behind), until the outer one ends:
+    what is referred to in a circle is not given back before.
     """
-    outermost = gc.get_freeze_count() == 0
+    global _steady
+    outermost, _steady = not _steady, True
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
         if outermost:
+            _steady = False
             gc.unfreeze()
 
 

@@ -1,4 +1,4 @@
-"""Who is measured on rows: flce, eager PyTorch, torch.compile, Liger, and a plain copy as the roof."""
+"""Who is measured on rows: flce, eager PyTorch, torch.compile, Liger, and as the roof what moves as much as a copy."""
 
 from __future__ import annotations
 
@@ -91,8 +91,10 @@ def make_calls(contender: RowContender, problem: RowProblem, task: Task) -> Call
 
 
 def copy_function(task: Task) -> RowFunction:
-    """By a kernel that reads and writes every element. What is captured of ``copy_`` is not a kernel but a "memcpy
-    node", which on an H200 is as fast, but for 512 MiB and multiples of it: 2.8 TB/s instead of 4.3.
+    """A kernel that reads and writes every element, at the speed of a copy.
+
+    What is captured of ``copy_`` is not a kernel but a "memcpy node", which on an H200 is as fast, but for 512 MiB and
+    multiples of it: 2.8 TB/s instead of 4.3.
     """
     return lambda x, target: torch.neg(x)
 

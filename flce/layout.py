@@ -94,6 +94,8 @@ def rows_of(x: Tensor) -> tuple[Tensor, RowOrder]:
 
 def may_overlap(x: Tensor) -> bool:
     """Whether two elements of (..., V) may be one in memory, as those of an expanded tensor are."""
+    if x.numel() == 0:
+        return False
     extent = 1
     for stride, size in sorted((x.stride(d), x.shape[d]) for d in range(x.dim())):
         if size > 1 and stride < extent:

@@ -10,7 +10,7 @@ The policy, in full:
   tokens. All tokens are one chunk where that fits, because a weight gradient that is summed over chunks in float32
   takes as much memory again (`halfway`) and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
-  at least `MIN_EFFICIENT_ROWS` rows, else ``vocab``; if neither gets so much, whichever fits.
+  at least `MIN_EFFICIENT_ROWS` rows, or all of them, else ``vocab``; if neither gets so much, whichever fits.
 * **Loans**: the gradient of the head's weight is written a block of classes after the other, and the memory of those
   that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
   Where the budget leaves less than `EFFICIENT_COLS` classes beside the sum of the input gradient over blocks, N x H
@@ -75,7 +75,8 @@ STATISTICS_COLS = 2112
 # Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
 # product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
 # a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds. Measured at 8192 x 2304 x 256000,
-# milliseconds: in one chunk 40.6, in chunks of 1664 rows 47.3, of 768 58.0, `vocab` 55.5 to 56.3; so 1.6 a chunk.
+# milliseconds: in one chunk 40.6, in 5 of 1664 rows 47.3, in 11 of 768 58.0, `vocab` 55.5 to 56.3. That is 1.6 a chunk,
+# and the two are even at 10 chunks, of 896 rows.
 MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 896}
 # By the same count, 8NH bytes a block for the input gradient: with fewer classes a fifth product costs less.
 EFFICIENT_COLS = 1024
@@ -780,7 +781,7 @@ def _with_size(plan: ChunkPlan, size: int) -> ChunkPlan:
 
 def _largest_size(plan: ChunkPlan) -> int:
     # A lent sum needs classes that are not in the first block.
-    return max(1, plan.num_tokens) if plan.strategy == "tokens" else plan.vocab_size - plan.lent_input_sum
+    return max(1, plan.num_tokens) if plan.strategy == "tokens" else plan.vocab_size - int(plan.lent_input_sum)
 
 
 def _smallest(plan: ChunkPlan) -> ChunkPlan:

@@ -149,6 +149,37 @@ def test_layouts(layout: str, inplace: bool, backend: str, device: torch.device)
         check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
 
 
+TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one of two columns": lambda y: torch.stack((y, torch.full_like(y, -100)), dim=-1)[..., 0],
+    "every other row": lambda y: y.repeat_interleave(2, dim=0)[::2],
+    "expanded": lambda y: y[:1, :1].expand(y.shape),
+    "transposed": lambda y: y.t().contiguous().t(),
+    "int32": lambda y: y.int(),
+}
+
+
+@INPLACE
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("layout", list(TARGETS))
+def test_targets_with_gaps(layout: str, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
+    x = torch.randn(6, 4, 11, dtype=torch.float64, device=device)
+    y = torch.randint(0, 11, (6, 4), device=device)
+    y[1, 1:3] = y[4] = -100
+    y = TARGETS[layout](y)
+    results: list[tuple[Tensor, Tensor]] = []
+    for function in (flce.cross_entropy, F.cross_entropy):
+        leaf = x.clone().requires_grad_()
+        logits = (leaf * 1).flatten(0, 1)
+        if function is F.cross_entropy:
+            loss = F.cross_entropy(logits, y.reshape(-1).long(), reduction=reduction)
+        else:
+            loss = loss_of(logits.view(6, 4, 11), y, reduction=reduction, inplace=inplace).reshape(-1)
+        loss.sum().backward()
+        assert leaf.grad is not None
+        results.append((loss.detach().reshape(-1), leaf.grad))
+    torch.testing.assert_close(*results)
+
+
 @INPLACE
 @pytest.mark.parametrize("leading", [(), (1,), (7,), (1, 1), (1, 6), (6, 1), (2, 1, 3), (2, 3, 2, 2), (0,), (3, 0)])
 def test_leading_dimensions(leading: tuple[int, ...], inplace: bool, backend: str, device: torch.device) -> None:
@@ -182,7 +213,8 @@ def test_what_is_copied(device: torch.device) -> None:
 
 def test_overlap() -> None:
     x = torch.zeros(4, 5, 6)
-    for view in (x, x.transpose(0, 2), x[:, ::2], x[..., 1:], x[:1], x[:0], torch.zeros(())):
+    empty = torch.zeros(0).as_strided((2, 0, 1), (0, 1, 0))
+    for view in (x, x.transpose(0, 2), x[:, ::2], x[..., 1:], x[:1], x[:0], torch.zeros(()), empty):
         assert not may_overlap(view)
     for view in (x[:1].expand(4, 5, 6), x[..., :1].expand(4, 5, 6), x.as_strided((3, 4), (2, 1))):
         assert may_overlap(view)

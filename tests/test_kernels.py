@@ -285,12 +285,13 @@ def test_constants_and_sums(
     items: bool,
     weighted: bool,
 ) -> None:
-    """In one block, in several, and of more rows than the kernel takes."""
+    """In one block, in several, and of more rows than the kernel takes; targets with gaps between them, too."""
     reduction_launch = kernels.reduction_launch
     monkeypatch.setattr(reduction_launch, "BLOCK", 16)
     monkeypatch.setattr(reduction_launch, "MAX_ROWS", 64)
-    target = torch.randint(0, 11, (rows,), device=device)
-    target[1::3] = -100
+    memory = torch.randint(0, 11, (rows, 2), device=device)
+    memory[1::3, 0] = memory[:, 1] = -100
+    target = memory[:, 0]
     p = Summed(
         target,
         LossSpec(reduction=reduction, z_loss=z_loss),

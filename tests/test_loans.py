@@ -190,7 +190,7 @@ def test_a_lent_sum_of_odd_rows(half_logits: None, torch_backend: str, monkeypat
     check(problem, options=VOCAB, tolerance=3e-2)
 
 
-@pytest.mark.parametrize("mib", [0.4, 1, 8])
+@pytest.mark.parametrize("mib", [0.3, 0.4, 1, 8])
 def test_budgets_while_a_graph_is_traced(mib: float, torch_backend: str) -> None:
     """With sizes that are symbols."""
     w = torch.randn(3001, 64, requires_grad=True)

@@ -183,7 +183,7 @@ class Backend(Protocol):
     def constants(self, p: RowProblem) -> Tensor:
         """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.
 
-        Stays on the device: nothing here may wait for it. So do the next.
+        Here and in `reduce` nothing may wait for the device.
         """
 
     def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

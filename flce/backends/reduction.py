@@ -9,7 +9,7 @@ from flce.backends.contract import RowOutputs, RowProblem
 from flce.problem import accumulation_dtype
 
 
-def constants(p: RowProblem) -> Tensor:
+def make_constants(p: RowProblem) -> Tensor:
     accum = accumulation_dtype(p.dtype)
     one = torch.ones((), dtype=accum, device=p.device)
     weight_sum = one * p.vocab_size if p.class_weight is None else p.class_weight.sum(dtype=accum)
@@ -25,10 +25,10 @@ def constants(p: RowProblem) -> Tensor:
     return torch.stack((ce_scale, z_scale, weight_sum))
 
 
-def reduce(p: RowProblem, rows: RowOutputs, given: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    scales = constants(p) if given is None else given
-    loss = rows.loss.sum() * scales[0]
+def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    constants = make_constants(p) if constants is None else constants
+    loss = rows.loss.sum() * constants[0]
     if rows.z_loss is None:
-        return loss, None, scales
-    z_loss = rows.z_loss.sum() * scales[1]
-    return loss + z_loss, z_loss, scales
+        return loss, None, constants
+    z_loss = rows.z_loss.sum() * constants[1]
+    return loss + z_loss, z_loss, constants

@@ -111,7 +111,7 @@ class TorchBackend:
         raise NotImplementedError
 
     def constants(self, p: RowProblem) -> Tensor:
-        return reduction.constants(p)
+        return reduction.make_constants(p)
 
     def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         return reduction.reduce(p, rows, constants)

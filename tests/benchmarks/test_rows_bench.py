@@ -223,7 +223,7 @@ def expected(task: Task, x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
     return grad
 
 
-def test_the_roof_is_a_copy():
+def test_the_roof_moves_what_a_copy_does():
     (copy,) = [contender for contender in ROW_CONTENDERS if contender.roof]
     problem = make_rows(RowCase(3, 5, "float32"), CPU, calls=2)
     for task in TASKS:

@@ -68,6 +68,7 @@ FEWEST_LANES = 128
 # One block of so many lanes, where rows have edges and fill it to less than two thirds, gives way to several: 10007
 # columns, gradient, 87 for 72. Without edges 20000 have 97 in such a block.
 EDGED_LANES = 512
+EDGED_FILLED = 2 / 3
 SCALE_BLOCK = 4096
 # Enough programs to fill any GPU several times.
 SCALE_PROGRAMS = 2048
@@ -121,7 +122,7 @@ class TritonBackend:
 
     def constants(self, p: RowProblem) -> Tensor:
         with _device_of(p.target):
-            return reduction_launch.constants(p)
+            return reduction_launch.make_constants(p)
 
     def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         with _device_of(rows.loss):
@@ -312,13 +313,13 @@ def _launch_size(
         while parts > 1 and 32 * parts // 2 >= vectors:  # rather one vector for each of more lanes
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
-        if edges and lanes >= EDGED_LANES and _filled(vectors, parts * lanes) < 2 / 3:
+        if edges and lanes >= EDGED_LANES and _filled(vectors, parts * lanes) < EDGED_FILLED:
             parts, lanes = shape.parts, lanes // 2
     else:
-        multiprocessors, cache = _device_facts(device)
+        limits = shape.row_bytes or _rows_in_cache(shape.warps, device)
         row_bytes = cols * dtype.itemsize
-        in_cache = [cache // (multiprocessors * (THREADS // (32 * warps))) for warps in shape.warps]
-        fitting = [w for w, most in zip(shape.warps, shape.row_bytes or in_cache, strict=False) if row_bytes <= most]
+        # One more of warps than of limits: the last have none.
+        fitting = [warps for warps, most in zip(shape.warps, limits, strict=False) if row_bytes <= most]
         parts, lanes = shape.parts, 32 * (fitting or shape.warps[-1:])[0]
         # The second: of a row that is long for one block, but not for this one.
         while lanes > FEWEST_LANES and (_filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
@@ -331,6 +332,12 @@ def _launch_size(
 def _filled(vectors: int, block: int) -> float:
     """The share of as many blocks as it takes."""
     return vectors / (triton.cdiv(vectors, block) * block)
+
+
+def _rows_in_cache(warps: tuple[int, ...], device: torch.device) -> list[int]:
+    """For each of the warps of a row, the most bytes of one for those in flight to fit in the L2 cache."""
+    multiprocessors, cache = _device_facts(device)
+    return [cache // (multiprocessors * (THREADS // (32 * count))) for count in warps]
 
 
 def _device_facts(device: torch.device) -> tuple[int, int]:

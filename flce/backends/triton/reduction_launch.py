@@ -17,36 +17,36 @@ BLOCK, WARPS = 4096, 16
 MAX_ROWS = 16 * BLOCK
 
 
-def constants(p: RowProblem) -> Tensor:
+def make_constants(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
-        return reduction.constants(p)
+        return reduction.make_constants(p)
     made = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
-    _launch(p, None, None, made, made)
+    _launch(p, None, made, True, made)
     return made
 
 
-def reduce(p: RowProblem, rows: RowOutputs, given: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    if rows.loss.numel() > MAX_ROWS or (given is None and p.class_weight is not None):
-        return reduction.reduce(p, rows, given)
-    used = rows.loss.new_empty(3) if given is None else given
+def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    if rows.loss.numel() > MAX_ROWS or (constants is None and p.class_weight is not None):
+        return reduction.reduce(p, rows, constants)
+    used = rows.loss.new_empty(3) if constants is None else constants
     loss = rows.loss.new_empty(())
     z_loss = None if rows.z_loss is None else rows.loss.new_empty(())
-    _launch(p, rows, given, used, loss, z_loss)
+    _launch(p, rows, used, constants is None, loss, z_loss)
     return loss, z_loss, used
 
 
 def _launch(
     p: RowProblem,
     rows: RowOutputs | None,  # None: no losses
-    given: Tensor | None,
-    constants: Tensor,  # to be written, unless they were given
+    constants: Tensor,
+    make_constants: bool,  # or else they are there
     loss: Tensor,
     z_loss: Tensor | None = None,
 ) -> None:
     def pointer(t: Tensor | None) -> Tensor:
         return constants if t is None else t  # what a flag switches off is never read
 
-    target = p.target.reshape(-1)
+    target = p.target.reshape(-1).contiguous()  # a view of one dimension may have gaps
     reduction_kernel[(1,)](
         target,
         pointer(p.num_items),
@@ -59,7 +59,7 @@ def _launch(
         p.vocab_size,
         p.spec.ignore_index,
         ACCUM=tl.float64 if constants.dtype == torch.float64 else tl.float32,
-        MAKE_CONSTANTS=given is None,
+        MAKE_CONSTANTS=make_constants,
         MEAN=p.spec.reduction == "mean",
         HAS_NUM_ITEMS=p.num_items is not None,
         HAS_LOSS=rows is not None,

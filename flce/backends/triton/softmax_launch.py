@@ -141,7 +141,7 @@ def _choose(
         room = triton.next_power_of_2(whole)
     float64 = torch.float64 in (read, written)
     size = 8 if float64 else read.itemsize  # of an element, in registers
-    tile = SHORT_TILE if size == 2 or room > VERY_SHORT else SHORT_TILE // 2
+    tile = SHORT_TILE // 2 if size > 2 and room <= VERY_SHORT and neighbours == 1 else SHORT_TILE
     packed = max(1, tile // room)
     wanted, least = (
         min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
