@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # What needs a GPU, in calls of less than nine minutes.
 #
-#   scripts/gpu_session.sh                    all tests and the quoted benchmarks; results in ./results, or in $OUT
+#   scripts/gpu_session.sh                    what needs a GPU of the tests, and the quoted benchmarks; results in
+#                                             ./results, or in $OUT
 #   scripts/gpu_session.sh PART...            only these, of
-#     tests         those that need a GPU, and the others on it
+#     gpu-tests     the tests that need a GPU; a minute or two
+#     tests         all tests, on the GPU; four minutes
 #     operator      the operator: what it promises, its exactness, and the peers; about five minutes
 #     targets       only the first of these three, without peers
 #     peers         only the last
@@ -32,7 +34,7 @@ cores=$(nproc)
 workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
-parts=${*:-tests operator model-short kernels}
+parts=${*:-gpu-tests operator rows kernels model-short}
 all=${SECONDS_ALL:-530}
 
 mkdir -p "$out" || exit
@@ -154,13 +156,15 @@ lines+=("device  ${device:-none}")
 
 for name in $parts; do
     case $name in
-        tests)
-            # What only a GPU can test, and the suite that runs everywhere, on the GPU.
-            OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part tests "$(within 260)" \
-                "$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider -n "$workers" --dist worksteal tests
+        gpu-tests | tests)
+            select=()
+            [ "$name" = gpu-tests ] && select=(-m gpu)
+            OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
+                "$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider -n "$workers" --dist worksteal \
+                "${select[@]}" tests
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-150}")" ;;
-        operator) benchmark operator h200 330 --errors ;;
+        operator) benchmark operator h200 260 --errors ;;
         targets) benchmark operator targets 240 ;;
         peers) benchmark operator peers 500 --errors ;;
         # shellcheck disable=SC2086  # several arguments
@@ -174,7 +178,7 @@ for name in $parts; do
                 lines+=("        kernels: this version has no such benchmark")
             fi
             ;;
-        rows) benchmark rows h200-rows 250 ;;
+        rows) benchmark rows h200-rows 180 ;;
         *)
             lines+=("FAILED  no part is called '$name': see the top of this script")
             failed=1
@@ -184,9 +188,9 @@ done
 
 # Last what a reader wants first.
 {
-    grep -hE '^(FAILED|ERROR) ' "$out"/tests.log 2>/dev/null | cut -c 1-160 | head -n 30
+    grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
-        "$out"/tests.log 2>/dev/null
+        "$out"/*tests.log 2>/dev/null
     for command in model kernels; do
         [ -f "$out/$command.json" ] && "$python" -m benchmarks table "$out/$command.json" --brief
     done
