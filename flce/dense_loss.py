@@ -168,8 +168,8 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, ups
     if logits.numel():
         rows = _row_inputs(p, order, constants if constants.numel() else row_vectors.constants(p))
         upstream = order.vector(upstream) if upstream.dim() else upstream
-        vectors = order.vectors(normalizer)
-        get_backend(p.device).gradient(logits, grad_rows, rows, p.spec, _tile(p, keep=True), vectors, upstream)
+        tile = _tile(p, keep=True)
+        get_backend(p.device).gradient(logits, grad_rows, rows, p.spec, tile, order.vector(normalizer), upstream)
     return grad
 
 

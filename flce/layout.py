@@ -37,12 +37,10 @@ class RowOrder:
         return rows.view(*sizes, rows.shape[-1]).permute(*self._inverse, -1)
 
     def vector(self, x: Tensor) -> Tensor:
-        """(...) to (N,), contiguous."""
-        return x.permute(self.order).reshape(-1).contiguous()
-
-    def vectors(self, x: Tensor) -> Tensor:
-        """(k, ...) to (k, N), contiguous."""
-        return x.permute(0, *(1 + d for d in self.order)).reshape(len(x), -1).contiguous()
+        """(k..., ...) to (k..., N), contiguous."""
+        kept = x.dim() - len(self.order)
+        x = x.permute([*range(kept), *(kept + d for d in self.order)])
+        return x.reshape([*x.shape[:kept], math.prod(self.levels)]).contiguous()
 
     def restore(self, x: Tensor) -> Tensor:
         """(k..., N) to (k..., ...), contiguous."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -446,7 +447,9 @@ H200, A100, SMALL = (132, 60 << 20), (108, 40 << 20), (82, 6 << 20)
 def test_rows_in_flight_fit_in_the_cache(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, facts: tuple[int, int], cols: int, warps: int
 ) -> None:
-    monkeypatch.setattr(kernels, "_device_facts", lambda device: facts)
+    device = importlib.import_module("flce.backends.triton.launch")
+    known = device.DeviceFacts(*facts, registers=65536)
+    monkeypatch.setattr(device, "device_facts", lambda _: known)
     launch = kernels._launch_size.__wrapped__(cols, torch.bfloat16, torch.bfloat16, True, False, torch.device("cuda"))
     assert launch["num_warps"] == warps
     assert launch["maxnreg"] * launch["num_warps"] * 32 <= 65536

@@ -13,19 +13,16 @@ from torch import Tensor
 from flce.backends.contract import RowInputs, RowOutputs, RowProblem, Tile
 from flce.backends.triton import product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
+from flce.backends.triton.launch import (
+    LINE_BYTES,
+    MAX_REGISTERS,
+    SECTOR_BYTES,
+    VECTOR_BYTES,
+    features,
+    fewest_warps,
+)
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
 from flce.problem import LossSpec, accumulation_dtype
-
-# A thread loads this many bytes at a time, and PARTS of these vectors for a block.
-VECTOR_BYTES = 16
-# Where rows begin anywhere, their vectors begin at multiples of a cache line: 50257 float32 columns in place have 79%
-# of the speed of a copy, with multiples of a sector of memory, to which no two threads write either, 73. Where the
-# lanes are too few for so long a head, of a sector or of a vector.
-LINE_BYTES = 128
-SECTOR_BYTES = 32
-# A multiprocessor has 1,024 threads or more, each with this many registers.
-THREADS = 1024
-MAX_REGISTERS = 65536 // THREADS
 
 
 class Shape(NamedTuple):
@@ -35,7 +32,7 @@ class Shape(NamedTuple):
     one_parts: int
     one_warps: int  # the most; as few as the row needs
     # A row of several: the first of these warps whose limit the bytes of a row keep; the last, if none do. Without
-    # limits: the first with which the rows in flight fit in the L2 cache, in which the second pass then finds its row.
+    # limits: `fewest_warps`.
     parts: int
     warps: tuple[int, ...]
     row_bytes: tuple[int, ...] = ()
@@ -232,19 +229,13 @@ def _launch(
             FINISH=tile.last,
             GRADIENT=grad is not None,
             TWO_LEVEL=logits.dim() == 3,
-            HAS_SCALE=spec.scale != 1.0,
-            HAS_BIAS=bias is not None,
-            HAS_SOFTCAP=spec.softcap is not None,
-            HAS_CLASS_WEIGHT=rows.class_weight is not None,
-            HAS_TOKEN_WEIGHT=rows.token_weight is not None,
-            HAS_UPSTREAM=upstream is not None,
             HAS_SMOOTHING=spec.label_smoothing != 0.0,
-            HAS_Z_LOSS=spec.z_loss != 0.0,
             WANT_LOGPROB=out is not None and out.logprob is not None,
             WANT_ENTROPY=out is not None and out.entropy is not None,
             WANT_ARGMAX=out is not None and out.argmax is not None,
             HEAD_BYTES=head_bytes,
             ONE_BLOCK=one_block,
+            **features(rows, spec, upstream),
             **launch,
         )
 
@@ -274,7 +265,10 @@ def _rows_have_edges(logits: Tensor, grad: Tensor | None, room: int) -> bool:
 
 
 def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
-    """What vectors begin at a multiple of, so that a head and a tail are a column or none for each lane; 0: too few."""
+    """What vectors begin at a multiple of, so that a head and a tail are a column or none for each lane; 0: too few.
+
+    A cache line where they are enough: 50257 float32 columns in place have 79% of the speed of a copy, with sectors 73.
+    """
     for size in (LINE_BYTES, SECTOR_BYTES, VECTOR_BYTES):
         if size // itemsize - 1 + vector - 1 <= lanes:
             return size
@@ -316,15 +310,16 @@ def _launch_size(
         if edges and lanes >= EDGED_LANES and _filled(vectors, parts * lanes) < EDGED_FILLED:
             parts, lanes = shape.parts, lanes // 2
     else:
-        limits = shape.row_bytes or _rows_in_cache(shape.warps, device)
         row_bytes = cols * dtype.itemsize
-        # One more of warps than of limits: the last have none.
-        fitting = [warps for warps, most in zip(shape.warps, limits, strict=False) if row_bytes <= most]
-        parts, lanes = shape.parts, 32 * (fitting or shape.warps[-1:])[0]
+        if shape.row_bytes:
+            limits = zip(shape.warps, (*shape.row_bytes, row_bytes), strict=True)
+            warps = next(count for count, most in limits if row_bytes <= most)
+        else:
+            warps = fewest_warps(shape.warps, row_bytes, device)
+        parts, lanes = shape.parts, 32 * warps
         # The second: of a row that is long for one block, but not for this one.
         while lanes > FEWEST_LANES and (_filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
             lanes //= 2
-    # More registers for a thread would leave less threads to hide the latency of memory.
     options = {"num_warps": max(1, lanes // 32), "maxnreg": MAX_REGISTERS}
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
@@ -332,20 +327,6 @@ def _launch_size(
 def _filled(vectors: int, block: int) -> float:
     """The share of as many blocks as it takes."""
     return vectors / (triton.cdiv(vectors, block) * block)
-
-
-def _rows_in_cache(warps: tuple[int, ...], device: torch.device) -> list[int]:
-    """For each of the warps of a row, the most bytes of one for those in flight to fit in the L2 cache."""
-    multiprocessors, cache = _device_facts(device)
-    return [cache // (multiprocessors * (THREADS // (32 * count))) for count in warps]
-
-
-def _device_facts(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of L2 cache."""
-    if device.type != "cuda":  # the interpreter
-        return 1, 0
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.L2_cache_size
 
 
 def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import MAX, PRODUCT_BLOCK, STATE_SLOTS, SUM, TARGET_LOGIT, RowInputs, RowOutputs, Tile
 from flce.backends.state import finish
+from flce.backends.triton.launch import device_facts, features
 from flce.backends.triton.product import product_kernel
 from flce.problem import LossSpec
 
@@ -94,9 +95,7 @@ def _launch(
     x_desc = TensorDescriptor.from_tensor(x, [LAUNCH.rows, LAUNCH.depth])
     weight_desc = TensorDescriptor.from_tensor(weight, [LAUNCH.cols, LAUNCH.depth])
     grad_desc = x_desc if grad is None else TensorDescriptor.from_tensor(grad, [LAUNCH.rows, LAUNCH.cols])
-    programs = 1
-    if x.is_cuda:
-        programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = device_facts(x.device).multiprocessors
     product_kernel[(programs,)](
         x_desc,
         weight_desc,
@@ -121,18 +120,12 @@ def _launch(
         spec.cap,
         spec.z_loss,
         GRADIENT=grad is not None,
-        HAS_SCALE=spec.scale != 1.0,
-        HAS_BIAS=bias is not None,
-        HAS_SOFTCAP=spec.softcap is not None,
-        HAS_CLASS_WEIGHT=rows.class_weight is not None,
-        HAS_TOKEN_WEIGHT=rows.token_weight is not None,
-        HAS_UPSTREAM=upstream is not None,
-        HAS_Z_LOSS=spec.z_loss != 0.0,
         ROWS=LAUNCH.rows,
         COLS=LAUNCH.cols,
         DEPTH=LAUNCH.depth,
         GROUP=LAUNCH.group,
         PROGRAMS=programs,
+        **features(rows, spec, upstream),
         num_stages=LAUNCH.num_stages,
         num_warps=LAUNCH.num_warps,
     )

@@ -12,6 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flce.backends.triton.launch import (
+    LINE_BYTES,
+    MAX_REGISTERS,
+    SECTOR_BYTES,
+    VECTOR_BYTES,
+    device_facts,
+    fewest_warps,
+)
 from flce.backends.triton.softmax import (
     softmax_online_backward_kernel,
     softmax_online_kernel,
@@ -19,11 +27,10 @@ from flce.backends.triton.softmax import (
     softmax_resident_kernel,
 )
 
-# A thread loads this many bytes at a time.
-VECTOR_BYTES = 16
 MAX_WARPS = 32
 
-# The launch table. Percentages are of the speed of a copy that moves as many bytes, 4096 rows on an H200.
+# The launch table. Percentages are of the speed of a copy that moves as many bytes, 4096 rows on an H200. (Those beyond
+# 120 are of 512 MiB, where the copy that they were measured against had two thirds of the speed of a kernel.)
 #
 # Of a multiprocessor's registers, those that a resident row may take as it is loaded (with its gradient, in backward):
 # the others compute. What is longer goes to the online kernel.
@@ -49,11 +56,7 @@ RESIDENT_COLUMNS = 16384
 # they go to the first cache line, so that no two rows write to parts of one with their vectors: 50257, 82% for 80%. A
 # resident row is slower for so many edges: 10007, backward 80% for 90%.
 EDGES_FROM = 128
-# Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
-LINE_BYTES = 128
-SECTOR_BYTES = 32
-# Of the online kernels: the fewest warps with which the rows in flight fit in the L2 cache, in which the second pass
-# then finds its row; the most, if none do. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
+# Of the online kernels, for `fewest_warps`. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
 # for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%). Backward is best with 32
 # everywhere (50257: 95% for 76%, 32768 of float32 154% for 108%).
 ONLINE_WARPS = (16, 32)
@@ -61,8 +64,6 @@ ONLINE_BACKWARD_WARPS = (32,)
 # Vectors of a thread and tensor in one block. Backward, 2 for 4: 142% for 158% (65536 columns of 16 bits), elsewhere
 # 2% worse to 1% better.
 ONLINE_PARTS = 4
-# Of 1,024 threads or more that a multiprocessor of 64K registers has.
-ONLINE_REGISTERS = 64
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,6 @@ def _choose(
     cols: int, neighbours: int, read: torch.dtype, written: torch.dtype, backward: bool, device: torch.device
 ) -> RowLaunch:
     tensors = 2 if backward else 1
-    multiprocessors, cache, registers = _device_facts(device)
     room = triton.next_power_of_2(cols)
     # Vectors, where there are edges beside them. Backward, 129 columns as 128: 83% for 66%; forward it is worse.
     whole = cols - cols % (VECTOR_BYTES // read.itemsize)
@@ -143,10 +143,11 @@ def _choose(
     size = 8 if float64 else read.itemsize  # of an element, in registers
     tile = SHORT_TILE // 2 if size > 2 and room <= VERY_SHORT and neighbours == 1 else SHORT_TILE
     packed = max(1, tile // room)
+    # Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
     wanted, least = (
         min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
     )
-    most = RESIDENT_SHARE * registers
+    most = RESIDENT_SHARE * device_facts(device).registers * 4
     rows = max(packed, wanted)
     while rows > max(packed, least) and rows * room * size * tensors > most:
         rows //= 2
@@ -162,21 +163,8 @@ def _choose(
 
     vector = 1 if wanted > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
     row_bytes = cols * wanted * read.itemsize * tensors
-    threads = registers // 4 // ONLINE_REGISTERS
-    choice = ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS
-    fitting = [w for w in choice if multiprocessors * (threads // (32 * w)) * row_bytes <= cache]
-    warps = min(fitting, default=max(choice))
-    return RowLaunch(False, warps, wanted, parts=ONLINE_PARTS, vector=vector, registers=ONLINE_REGISTERS)
-
-
-def _device_facts(device: torch.device) -> tuple[int, int, int]:
-    """Multiprocessors, bytes of L2 cache, bytes of the registers of a multiprocessor."""
-    if device.type != "cuda":  # the interpreter
-        return 1, 0, 65536 * 4
-    properties = torch.cuda.get_device_properties(device)
-    # Every device that Triton supports has 65,536; PyTorch says so since 2.5.
-    registers = getattr(properties, "regs_per_multiprocessor", 65536)
-    return properties.multi_processor_count, properties.L2_cache_size, registers * 4
+    warps = fewest_warps(ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS, row_bytes, device)
+    return RowLaunch(False, warps, wanted, parts=ONLINE_PARTS, vector=vector, registers=MAX_REGISTERS)
 
 
 def _launch(
