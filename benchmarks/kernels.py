@@ -14,7 +14,7 @@ from benchmarks.cases import DTYPES, Effort
 from benchmarks.contenders import Outcome, Step
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.planning import padded_cols
+from flce.gemm import padded_cols
 from flce.problem import LossSpec, accumulation_dtype
 
 

@@ -7,15 +7,15 @@ For every tile of `chunk_rows` tokens and `block_cols` classes
 2. the backend turns them into row statistics and losses, and into their own gradient;
 3. for each term ``dx (+)= dlogits W`` and ``dW (+)= dlogits^T x``.
 
-`forward` does all three in one go where the loss is reduced and a tile holds all classes; otherwise it stops
-at the statistics and `backward` makes the tiles again, now knowing every row's normalizer and upstream
-gradient.
+`forward` does all three in one go where the loss is reduced and a tile holds all classes (on some devices with
+exponentials in the place of dlogits, which are normalized after 3: `ChunkPlan.late_normalization`); otherwise it stops
+at the statistics and `backward` makes the tiles again, now knowing every row's normalizer and upstream gradient.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor
 from flce import row_vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.gemm import matmul
-from flce.planning import COMPACTION_ROWS, ChunkPlan, Sweep, halfway, padded_cols
+from flce.gemm import matmul, padded_cols
+from flce.planning import COMPACTION_ROWS, ROW_MULTIPLE, ChunkPlan, Sweep, halfway, input_in_freed_memory
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 
+# Entries of a piece of dX, if it cannot be made in one: 132 blocks of 128 x 256, as many as multiprocessors of an H200.
+INPUT_PIECE = 132 * 128 * 256
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
 MIN_IGNORED_SHARE = 1 / 16
 
@@ -44,12 +46,18 @@ class ForwardResult:
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
     row_vectors.check_targets(problem)
     with_gradients = problem.needs.any and not plan.deferred
+    late = plan.late_normalization and problem.num_tokens > 0 and _operands_fuse(problem)
+    if late:
+        get_backend(problem.device).prepare(problem, plan.skip_ignored)
     # Before the selection, which may wait for the device.
     constants = row_vectors.constants(problem) if with_gradients else row_vectors.statistics_constants(problem)
-    selection = _Selection.of(problem, plan)
-    rows = row_vectors.allocate(problem, selection.num_rows)
+    selection = _Selection.of(problem, plan, late)
+    rows = row_vectors.allocate(problem, selection.most_rows)
     unit, grads = None, []
-    if with_gradients:
+    if late:
+        assert constants is not None
+        grads = _losses_and_late_gradients(problem, plan, selection, constants, rows)
+    elif with_gradients:
         assert constants is not None
         unit = row_vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
         grads = _losses_and_gradients(problem, plan, selection, row_vectors.scaled(constants, unit), rows)
@@ -68,7 +76,7 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     constants = row_vectors.constants(problem)
-    selection = _Selection.of(problem, plan)
+    selection = _Selection.of(problem, plan, False)
     accum = constants.dtype
     per_row = None
     if upstream.dim() == 0:
@@ -88,18 +96,57 @@ def _losses_and_gradients(
 ) -> list[Tensor]:
     backend = get_backend(p.device)
     (sweep,) = plan.sweeps
-    buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols)
+    # Where the plan has no room for logits, because they were not to be in memory, they have little.
+    step = plan.unfused_rows or sweep.rows
+    buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols, logits_rows=min(step, sweep.rows))
     grads = _GradientSums(p, plan, selection)
     grads.start(sweep)
+    cols = slice(0, plan.vocab_size)
     for rows in _pieces(selection.num_rows, sweep.rows):
         xs = selection.inputs(rows)
-        cols = slice(0, plan.vocab_size)
-        logits, dlogits, tile = buffer.tile(rows, cols)
-        _write_logits(p, xs, cols, logits)
-        inputs = selection.row_inputs(rows, constants)
-        backend.loss_and_gradient(logits, dlogits, inputs, p.spec, tile, out.rows(rows))
-        grads.add(dlogits, xs, rows, cols)
+        for part in _pieces(rows.stop - rows.start, step):
+            of_part = slice(rows.start + part.start, rows.start + part.stop)
+            logits, dlogits, tile = buffer.part(part)
+            _write_logits(p, [x[part] for x in xs], cols, logits)
+            inputs = selection.row_inputs(of_part, constants)
+            backend.loss_and_gradient(logits, dlogits, inputs, p.spec, tile, out.rows(of_part))
+        dlogits = buffer.tile(rows, cols)[1]
+        if plan.late_normalization:
+            grads.add_whole_rows(dlogits, buffer.behind(rows), xs[0], rows, None)
+        else:
+            grads.add(dlogits, xs, rows, cols)
         del xs  # gathered rows, before the next are
+    return grads.result()
+
+
+def _losses_and_late_gradients(
+    p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
+) -> list[Tensor]:
+    """The same, with exponentials in the place of the gradient of the logits: normalized after the products."""
+    backend, weight = get_backend(p.device), p.terms[0].weight
+    (sweep,) = plan.sweeps
+    buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols, logits_rows=0)
+    grads = _GradientSums(p, plan, selection)
+    grads.start(sweep)
+    # (2, rows) what rows of exponentials are multiplied by, and gradients of the targets' logits
+    factors = out.loss.new_empty(2, selection.most_rows)
+    cols, count = slice(0, plan.vocab_size), selection.count
+    start, stop = 0, selection.most_rows
+    while start < stop:
+        rows = slice(start, min(start + sweep.rows, stop))
+        (x,) = selection.inputs(rows)
+        exps = buffer.tile(rows, cols)[1]
+        inputs = selection.row_inputs(rows, constants)
+        on_device = None if count is None or start > 0 else count.on_device
+        backend.product_exponentials(x, weight, exps, inputs, p.spec, out.rows(rows), factors[:, rows], on_device)
+        # If the host does not know yet how many rows there are, it waits now, when the device has something to do.
+        stop = selection.num_rows
+        rows = slice(start, min(rows.stop, stop))
+        size = rows.stop - rows.start
+        if size > 0:
+            grads.add_whole_rows(exps[:size], buffer.behind(rows), x[:size], rows, factors)
+        del x  # gathered rows, before the next are
+        start = rows.stop
     return grads.result()
 
 
@@ -186,15 +233,23 @@ class _TileBuffer:
     """The memory of one tile, shared by all."""
 
     def __init__(
-        self, p: LinearCrossEntropyProblem, plan: ChunkPlan, rows: int, cols: int, gradient: bool = True
+        self,
+        p: LinearCrossEntropyProblem,
+        plan: ChunkPlan,
+        rows: int,
+        cols: int,
+        gradient: bool = True,
+        logits_rows: int | None = None,  # fewer than `rows`, if they have memory of their own
     ) -> None:
         # An aligned row stride: matrix products on unaligned rows run several times slower.
-        self._vocab_size = plan.vocab_size
-        shape = (rows, padded_cols(cols))
-        self.logits = torch.empty(shape, dtype=plan.logits_dtype, device=p.device)
-        self.grad = self.logits
-        if gradient and not plan.in_place:
-            self.grad = torch.empty(shape, dtype=plan.grad_dtype, device=p.device)
+        self._vocab_size, width = plan.vocab_size, padded_cols(cols)
+        own = gradient and not plan.in_place
+        grad_dtype = plan.grad_dtype if gradient else plan.logits_dtype
+        self.grad = torch.empty((rows, width), dtype=grad_dtype, device=p.device)
+        self.logits = self.grad
+        if own:
+            size = rows if logits_rows is None else logits_rows
+            self.logits = torch.empty((size, width), dtype=plan.logits_dtype, device=p.device)
 
     def tile(self, rows: slice, cols: slice, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tile]:
         """Logits and their gradient, which may be the same memory, (rows, cols) each; and what they are.
@@ -208,6 +263,16 @@ class _TileBuffer:
             return self.logits[area], self.grad[area], tile
         lent = memory.view(-1)[: area[0].stop * tile.room].view(-1, tile.room)[area]
         return lent, lent, tile
+
+    def behind(self, rows: slice) -> Tensor:
+        """The memory of the gradient that a tile of these rows and all classes does not use."""
+        return self.grad[rows.stop - rows.start :]
+
+    def part(self, rows: slice) -> tuple[Tensor, Tensor, Tile]:
+        """The same of some rows of a tile with all classes, whose logits come and go."""
+        size, v = rows.stop - rows.start, self._vocab_size
+        logits = self.logits[rows] if self.logits is self.grad else self.logits[:size]
+        return logits[:, :v], self.grad[rows, :v], Tile(0, v, v, padded_cols(v))
 
 
 class _GradientSums:
@@ -238,6 +303,11 @@ class _GradientSums:
             # A product, because a sum over rows in another dtype takes memory that the plan knows nothing of.
             ones = dlogits.new_ones(1, dlogits.shape[0])
             matmul(ones, dlogits, out=self._bias[None, cols], accumulate=True)
+
+    def add_whole_rows(self, tile: Tensor, behind: Tensor, x: Tensor, rows: slice, factors: Tensor | None) -> None:
+        """`add` for a tile with all classes of a plan with `ChunkPlan.late_normalization`. It is what
+        `Backend.product_exponentials` left, or, without `factors`, the gradient of the logits."""
+        self._terms[0].add_whole_rows(tile, behind, x, rows, factors)
 
     def round(self, sweep: Sweep) -> None:
         """Gradients that the sweep has completed, to the dtype in which they are returned."""
@@ -301,18 +371,89 @@ class _TermGradients:
                 self._input_sum = x.new_empty((sweep.rows, x.shape[1]), dtype=sweep.input_sum)
             self._add_input(self.input, dlogits, rows, cols)
         if sweep.weights and self.weight is not None:
-            last = rows.stop == self._selection.num_rows
-            if sweep.weight_halves:
-                self._add_halves(self.weight, dlogits, x, rows.start == 0, last)
-                return
-            if self._weight_sum is None and sweep.weight_sum is not None:
-                self._weight_sum = x.new_empty((sweep.cols, x.shape[1]), dtype=sweep.weight_sum)
-            total = self.weight[cols] if self._weight_sum is None else self._weight_sum[: cols.stop - cols.start]
-            matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
-            if self._weight_sum is not None and last:
-                self.weight[cols] = total
+            self._add_weight(self.weight, dlogits, x, rows, cols)
 
-    def _add_halves(self, grad: Tensor, dlogits: Tensor, x: Tensor, first: bool, last: bool) -> None:
+    def add_whole_rows(
+        self,
+        tile: Tensor,  # (rows, V)
+        behind: Tensor,  # memory that the tile leaves
+        x: Tensor,  # (rows, H); may be written over if it is gathered rows
+        rows: slice,
+        factors: Tensor | None,  # (2, all rows)
+    ) -> None:
+        """See `_GradientSums.add_whole_rows`. The weight's first: what it takes is in the memory of the input's."""
+        backend, selection, weight = get_backend(x.device), self._selection, self._term.weight
+        target, ignore = selection.target[rows], selection.problem.spec.ignore_index
+        index = None if selection.index is None else selection.index[rows]
+        if self.weight is not None and factors is not None:
+            if index is not None:
+                scaled = x
+            elif self.input is not None:
+                scaled = self.input[rows]
+            else:
+                scaled = torch.empty_like(x)
+            backend.combine_rows(x, None, scaled, target, factors[:, rows], ignore, None)
+            if rows.start == 0 and rows.stop == selection.num_rows:
+                backend.weight_gradient(self.weight, tile, scaled, *self._targets(factors))
+            else:
+                self._add_weight(
+                    self.weight,
+                    tile,
+                    scaled,
+                    rows,
+                    slice(0, len(weight)),
+                    lambda sums: backend.add_to_targets(sums, *self._targets(factors)),
+                )
+        elif self.weight is not None:
+            self._add_weight(self.weight, tile, x, rows, slice(0, len(weight)))
+        if self.input is None:
+            return
+        out = self.input[rows] if index is None else self.input
+        of_rows = tile.new_ones(2, len(x), dtype=torch.float32) if factors is None else factors[:, rows]
+        of_targets = None if factors is None else weight
+        for part, total in _in_freed_memory(tile, behind, out if index is None else x):
+            matmul(tile[part], weight, out=total)
+            result, places = (out[part], None) if index is None else (out, index[part])
+            backend.combine_rows(total, of_targets, result, target[part], of_rows[:, part], ignore, places)
+
+    def _targets(self, factors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+        """Of all rows that are worked on: inputs, the rows of these, targets, gradients of their logits."""
+        selection, rows = self._selection, slice(0, self._selection.num_rows)
+        target = selection.target[rows]
+        index = torch.arange(len(target), device=target.device) if selection.index is None else selection.index[rows]
+        return self._term.input, index, target, factors[1, rows], selection.problem.spec.ignore_index
+
+    def _add_weight(
+        self,
+        grad: Tensor,
+        dlogits: Tensor,
+        x: Tensor,
+        rows: slice,
+        cols: slice,
+        complete: Callable[[Sequence[Tensor]], None] | None = None,  # called with the sums before they are rounded
+    ) -> None:
+        sweep, last = self._sweep, rows.stop == self._selection.num_rows
+        if sweep.weight_halves:
+            self._add_halves(grad, dlogits, x, rows.start == 0, last, complete)
+            return
+        if self._weight_sum is None and sweep.weight_sum is not None:
+            self._weight_sum = x.new_empty((sweep.cols, x.shape[1]), dtype=sweep.weight_sum)
+        total = grad[cols] if self._weight_sum is None else self._weight_sum[: cols.stop - cols.start]
+        matmul(dlogits.t(), x, out=total, accumulate=rows.start > 0)
+        if last and complete is not None:
+            complete([total])
+        if self._weight_sum is not None and last:
+            grad[cols] = total
+
+    def _add_halves(
+        self,
+        grad: Tensor,
+        dlogits: Tensor,
+        x: Tensor,
+        first: bool,
+        last: bool,
+        complete: Callable[[Sequence[Tensor]], None] | None,
+    ) -> None:
         """Sums in float32, of the first half of the classes in the memory of `grad`, see `planning.halfway`."""
         half, hidden = halfway(len(grad)), grad.shape[1]
         if first:
@@ -324,6 +465,8 @@ class _TermGradients:
         matmul(dlogits[:, half:].t(), x, out=behind, accumulate=not first)
         if not last:
             return
+        if complete is not None:
+            complete([before, behind])
         # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
         start, stop = 0, min(half, COMPACTION_ROWS)
         while start < half:
@@ -362,27 +505,84 @@ class _TermGradients:
             put(0, index[rows], part)
 
 
+class _Count:
+    """A number on the device, which is on its way to the host while the device goes on."""
+
+    def __init__(self, count: Tensor) -> None:
+        self.on_device = count
+        self._on_host, self._arrived = count, None
+        if count.is_cuda:
+            self._on_host = torch.empty((), dtype=count.dtype, pin_memory=True)
+            self._on_host.copy_(count, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(count.device).record_event()
+
+    def wait(self) -> int:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._on_host)
+
+
+def _in_freed_memory(tile: Tensor, behind: Tensor, spare: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Pieces of the rows of `tile`, (rows, V), and for each float32 memory, (piece, H), for its product with the head.
+
+    The two sums of dX have to meet before they are rounded, as those of dW have, and there is no memory for one of them
+    in float32. But there is `spare`, (rows, H) in half precision: the memory of the result, or what comes before it. In
+    its last two thirds is room for the first third of the rows, or fewer. Their part of the tile is then done with, and
+    has room for more. A few rows (`planning.input_in_freed_memory`) are `behind` the tile, where that has the room.
+    """
+    (size, hidden), room = spare.shape, tile.stride(0)
+    if not input_in_freed_memory(size, hidden, tile.shape[1]):
+        memory = behind if behind.numel() >= 2 * size * hidden else spare.new_empty(2 * size, hidden)
+        yield slice(0, size), memory.view(-1).view(torch.float32)[: size * hidden].view(size, hidden)
+        return
+    start, stop = 0, _aligned(min(size // 3, max(ROW_MULTIPLE, INPUT_PIECE // hidden)))
+    memory = spare[size - 2 * stop :]
+    while start < size:
+        piece = slice(start, stop)
+        yield piece, memory.view(-1).view(torch.float32)[: (stop - start) * hidden].view(-1, hidden)
+        memory = tile.as_strided((stop, room), (room, 1))
+        start, stop = stop, min(size, stop + _aligned(stop * room // (2 * hidden)))
+
+
+def _aligned(rows: int) -> int:
+    """Vectors that are cut there begin where kernels want them to, at multiples of 16 bytes."""
+    return max(16, rows // 16 * 16)
+
+
 @dataclass(frozen=True)
 class _Selection:
     """The rows that are worked on: all of them, or those that are not ignored."""
 
     problem: LinearCrossEntropyProblem
     index: Tensor | None  # (rows,) into the N rows; None: all of them
+    # If the host does not know it yet: how many of `index`, which then has all N rows, are worked on. They come first.
+    count: _Count | None = None
 
     @staticmethod
-    def of(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> _Selection:
-        if not plan.skip_ignored:
+    def of(p: LinearCrossEntropyProblem, plan: ChunkPlan, counted_later: bool) -> _Selection:
+        if not plan.skip_ignored or p.num_tokens == 0:
             return _Selection(p, None)
         valid = p.target != p.spec.ignore_index
-        # The host needs the number of rows: the one place that waits for the device. What the device then waits for
-        # should be as little as possible, so vectors and gradients of these rows are made after the first logits.
+        if counted_later:
+            numbers = torch.arange(p.num_tokens, device=p.device)
+            before = valid.cumsum(0)
+            count = before[-1].clone()  # a kernel is built for addresses that are aligned
+            place = torch.where(valid, before - 1, count + numbers - before)
+            return _Selection(p, torch.empty_like(place).scatter_(0, place, numbers), _Count(count))
+        # The host needs the number of rows, and the device has nothing to do meanwhile. What it then waits for should
+        # be as little as possible, so vectors and gradients are made after the first logits.
         index = valid.nonzero()[:, 0]
         enough = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
         return _Selection(p, index if enough else None)
 
     @property
-    def num_rows(self) -> int:
+    def most_rows(self) -> int:
+        """Of which there may be something to keep."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return self.most_rows if self.count is None else self.count.wait()
 
     @functools.cached_property
     def target(self) -> Tensor:
@@ -413,7 +613,8 @@ class _Selection:
         """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
         if self.index is None:
             return out
-        index, n = self.index, self.problem.target.numel()
+        index, n = self.index[: self.num_rows], self.problem.num_tokens
+        out = out.rows(slice(0, self.num_rows))
 
         def put(values: Tensor, fill: float = 0) -> Tensor:
             full = values.new_full((*values.shape[:-1], n), fill)

@@ -21,6 +21,8 @@ The policy, in full:
 * **Products with an epilogue**: where the device has them (`backends.has_product`) and the call asks for nothing that
   they do not make (`ChunkPlan.fused_product`), logits that are wanted for their statistics, or a second time for their
   gradient, are never in memory; the tile then holds their gradient only.
+* **Normalized late**: where the device has those products and gradients are made in forward, from bfloat16 and for a
+  head of `LATE_HEAD` entries or more, a tile holds exponentials (`ChunkPlan.late_normalization`) and no logits.
 * Chunks are of equal size, a multiple of `ROW_MULTIPLE` rows where they can be.
 
 Nothing here depends on anything but the arguments, so every call of one shape has the same plan.
@@ -38,7 +40,7 @@ import torch
 from flce.backends import backend_name, has_product
 from flce.backends.contract import PRODUCT_BLOCK, STATE_SLOTS
 from flce.backends.torch_ import SCALE_SLAB, slab_rows, slab_temporaries
-from flce.gemm import ALIGNMENT, CAST_BYTES
+from flce.gemm import ALIGNMENT, CAST_BYTES, COLUMN_MULTIPLE, padded_cols
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
 
@@ -88,10 +90,21 @@ ALLOCATOR_SLACK = {"cuda": 2 << 20}
 # many float32 vectors with an entry for each are made at the end.
 PRODUCT_ROWS = 8192
 FINISHING_VECTORS = 8
+# Where exponentials are normalized after the products (`backends/triton/exponentials.py`): of dtypes with the range for
+# it, and from so many entries of the head on, V x H. It takes some fifteen more launches, a millisecond of the host,
+# which a device that is through with a small head sooner would wait for.
+LATE_DTYPES = (torch.bfloat16,)
+LATE_HEAD = 1 << 25
+# Of several chunks, for the same reason, those of so many entries or more, rows x V x H: 0.4 ms for a product. (16384 x
+# 768 x 50257 in ten chunks of 2^36, 256 MiB: 11 to 20 ms, with a pass 7.4; in four of 2^37, 512 MiB: from 6.4.)
+LATE_CHUNK = 1 << 37
+# Bytes of vectors with an entry per token that it takes: factors, references, targets in ascending order and what
+# sorting takes.
+LATE_ROW_BYTES = 72
+# The share of a chunk, one in so many, that has float32 logits at a time where they are in memory after all.
+UNFUSED_SHARE = 128
 # Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
 COMPACTION_ROWS = 256
-# Row stride of the logits buffer, in elements: matrix products on unaligned rows run several times slower.
-COLUMN_MULTIPLE = 64
 # Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time.
 BLOCK_MULTIPLE = 256
 
@@ -106,14 +119,15 @@ class ChunkOptions:
         max_workspace_bytes: upper bound of the memory, in bytes, that a call takes above its inputs and the
             gradients that it returns. An error names the least possible where this is less.
         strategy: "auto", "tokens" or "vocab"; see `flce.planning`.
-        logits_dtype: dtype of the logits between the matrix product and the softmax. Default: the dtype of
-            the input (on a CPU float32, which is what its matrix products are made in). ``torch.float32``
-            with bfloat16 inputs removes the largest rounding error of the usual path.
+        logits_dtype: dtype of the logits between the matrix product and the softmax, where they are in memory.
+            Default: the dtype of the input (on a CPU float32, which is what its matrix products are made
+            in). ``torch.float32`` with bfloat16 inputs removes the largest rounding error of the usual path.
         accum_dtype: dtype in which gradients are summed over chunks: ``torch.float32`` or, for bfloat16
             inputs, ``torch.bfloat16``, which halves that buffer and loses digits with every chunk.
         skip_ignored: whether rows whose target is `ignore_index` are dropped before the matrix products.
-            Their number must be known to the host: on a CPU that is free, on an accelerator it waits for
-            the device, which costs about a millisecond and pays from a tenth of the rows on. "auto": True on
+            Their number must be known to the host: on a CPU that is free, on an accelerator it waits for the
+            device. That costs about a millisecond and pays from a tenth of the rows on; with
+            `ChunkPlan.late_normalization` the device has the first product to do meanwhile. "auto": True on
             a CPU, False elsewhere: nothing waits that was not asked to.
 
     Raises:
@@ -256,12 +270,46 @@ class ChunkPlan(CallShape):
     def fused_product(self) -> bool:
         """Whether logits that are wanted for their statistics, or a second time, are not in memory at all."""
         return (
+            (self.deferred or not self.needs.any)
+            and self._product_suffices
+            and self.logits_dtype == self.grad_dtype == self.dtype
+        )
+
+    @property
+    def late_normalization(self) -> bool:
+        """Whether logits that are wanted once are not in memory, and exponentials are in the place of their gradient.
+
+        That they must be in the range of, and the work so large that more launches do not matter.
+        """
+        return (
+            self.needs.any
+            and not self.deferred
+            and not self.needs.bias
+            and self.dtype in LATE_DTYPES
+            and self.vocab_size * self.hidden_sizes[0] >= LATE_HEAD
+            and self._product_suffices
+            and self.grad_dtype == self.dtype
+            and (not self.in_place or self.num_chunks <= 1 or self._chunk_work >= LATE_CHUNK)
+        )
+
+    @property
+    def _chunk_work(self) -> int:
+        return self.chunk_rows * self.vocab_size * self.hidden_sizes[0]
+
+    @property
+    def unfused_rows(self) -> int | None:
+        """Of a chunk whose logits should not have been in memory, but its operands cannot be fused, those that have
+        logits at a time; None: all, in the place of their gradient."""
+        return max(1, self.chunk_rows // UNFUSED_SHARE) if self.late_normalization and not self.in_place else None
+
+    @property
+    def _product_suffices(self) -> bool:
+        """Whether the backend's products make all that is asked for."""
+        return (
             self.has_product
-            and (self.deferred or not self.needs.any)
             and len(self.hidden_sizes) == 1
             and self.hidden_sizes[0] % ALIGNMENT == 0
             and self.dtype.itemsize == 2
-            and self.logits_dtype == self.grad_dtype == self.dtype
             and not self.spec.label_smoothing
             and not {"entropy", "argmax", "correct"} & set(self.spec.stats)
         )
@@ -428,9 +476,9 @@ class ChunkPlan(CallShape):
         return self._logits_bytes(self.chunk_rows, self.block_cols)
 
     def _logits_bytes(self, rows: int, cols: int) -> int:
-        sizes = [self.logits_dtype.itemsize]
-        if self.needs.any and not self.in_place:
-            sizes.append(self.grad_dtype.itemsize)
+        sizes = [self.grad_dtype.itemsize] if self.needs.any else []
+        if not (sizes and self.in_place) and not self.late_normalization:
+            sizes.append(self.logits_dtype.itemsize)
         return rows * padded_cols(cols) * sum(sizes)
 
     @property
@@ -482,6 +530,8 @@ class ChunkPlan(CallShape):
                 first = min(half, COMPACTION_ROWS) * itemsize
                 sums += ((self.vocab_size - half) * self._accum.itemsize + first) * self._weight_grad_width
             temporaries = max(self._tile_temporaries(sweep.rows, cols, sweep) for cols in (sweep.cols, sweep.widest))
+            if self.late_normalization:
+                temporaries += self._late_temporaries(sweep)
             tile = self._logits_bytes(sweep.rows, sweep.cols) + temporaries
             peak = max(peak, rows + held + tile + sums)
             # Casting what is not in the dtype that is returned, when the tile has been given back.
@@ -494,6 +544,16 @@ class ChunkPlan(CallShape):
                 casting += 2 * 4 * SCALE_SLAB
             peak = max(peak, casting)
         return peak
+
+    def _late_temporaries(self, sweep: Sweep) -> int:
+        """What normalizing after the products takes beside a tile of the sweep and the gradients."""
+        vectors = self.num_tokens * LATE_ROW_BYTES
+        vectors += (self.unfused_rows or 0) * padded_cols(self.vocab_size) * self.logits_dtype.itemsize
+        scaled = 0 if sweep.inputs or self.skip_ignored else sweep.rows * self.hidden_sizes[0] * self.dtype.itemsize
+        sums = self._product_bytes(sweep.rows) // 2
+        if sweep.rows >= self.num_tokens:
+            sums = max(0, sums - self._returned_bytes)  # which are made when the sums have been given back
+        return vectors + max(scaled, sums)
 
     @property
     def _returned_bytes(self) -> int:
@@ -529,6 +589,8 @@ class ChunkPlan(CallShape):
             # float32 copies of the rows, or their gradient before it is rounded, and of a piece of W
             piece = min(CAST_BYTES, cols * max(sizes) * 4)
             size += max(rows * max(sizes) * 4, part + min(CAST_BYTES, rows * widest_grad * 4)) + piece
+        elif self.late_normalization:
+            size += 0 if input_in_freed_memory(rows, max(sizes), cols) else rows * widest_grad * 4
         elif self.dtype.itemsize < 4 and (cols % ALIGNMENT or (part and self._rounds_last_block(sweep))):
             # see gemm: the gradient of the rows, before it is rounded
             size += part + rows * widest_grad * 4
@@ -548,12 +610,13 @@ class ChunkPlan(CallShape):
         where = f"N={self.num_tokens}, H={_sum(self.hidden_sizes)}, V={self.vocab_size}, {_name(self.dtype)}"
         rows, cols = (self.chunk_rows, self.block_cols) if self.needs.any else self.statistics_tile
         chunks, blocks = _ceil_div(self.num_tokens, max(1, rows)), _ceil_div(self.vocab_size, cols)
+        apart = self.fused_product or self.late_normalization
         return (
             f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
             f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
             f"{', input gradients apart' if self.input_tile else ''}"
             f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}, "
-            f"logits {'not in memory' if self.fused_product else 'in ' + _name(self.logits_dtype)}, "
+            f"logits {'not in memory' if apart else 'in ' + _name(self.logits_dtype)}, "
             f"{self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
         )
@@ -669,7 +732,7 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     tokens = ChunkPlan(
         **vars(shape),
         strategy="tokens",
-        max_rows=options.chunk_rows or _default_rows(shape, logits_dtype, grad_dtype),
+        max_rows=options.chunk_rows or 1,
         equal_rows=options.chunk_rows is None,
         block_cols=vocab_size,
         logits_dtype=logits_dtype,
@@ -679,6 +742,8 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
         skip_ignored=(device_type == "cpu") if skip == "auto" else bool(skip),
         max_workspace_bytes=options.max_workspace_bytes,
     )
+    if options.chunk_rows is None:
+        tokens = replace(tokens, max_rows=_default_rows(tokens))
     if options.strategy == "tokens" or (options.strategy == "auto" and options.max_workspace_bytes is None):
         return tokens
     rows = max(1, shape.num_tokens)
@@ -697,6 +762,15 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     return _cheaper_within_budget(tokens, vocab, options.chunk_rows is not None)
 
 
+def input_in_freed_memory(rows: int, hidden_size: int, vocab_size: int) -> bool:
+    """Whether the float32 products for dX of exponentials are made in memory that is free by then.
+
+    That is, a third of the rows at most where gradients will be, the others where exponentials were: 128 rows or more,
+    and after that half as many again, or more, at a time.
+    """
+    return rows >= 3 * ROW_MULTIPLE and vocab_size >= hidden_size
+
+
 def halfway(vocab_size: int) -> int:
     """The first of the classes whose weight gradient is summed in memory of its own.
 
@@ -705,11 +779,6 @@ def halfway(vocab_size: int) -> int:
     So a gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
     """
     return vocab_size // 2 // ALIGNMENT * ALIGNMENT
-
-
-def padded_cols(cols: int) -> int:
-    """Row stride of a buffer for `cols` logits, in elements."""
-    return _ceil_div(cols, COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def _logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
@@ -730,21 +799,19 @@ def _defaults(device_type: str) -> Defaults:
     return DEFAULTS["cpu" if device_type == "cpu" else "other"]
 
 
-def _default_rows(shape: CallShape, logits_dtype: torch.dtype, grad_dtype: torch.dtype) -> int:
+def _default_rows(tokens: ChunkPlan) -> int:
     """Of a chunk with all classes."""
-    defaults = _defaults(shape.device_type)
-    needs = shape.needs
-    per_row = padded_cols(shape.vocab_size) * logits_dtype.itemsize
-    if needs.any and grad_dtype != logits_dtype:
-        per_row += padded_cols(shape.vocab_size) * grad_dtype.itemsize
-    if not needs.any and defaults.statistics is not None:
+    defaults = _defaults(tokens.device_type)
+    if not tokens.needs.any and defaults.statistics is not None:
         return STATISTICS_ROWS
-    if shape.dtype.itemsize >= 4:
+    per_row = tokens._logits_bytes(1, tokens.vocab_size)
+    gradient_apart = not tokens.in_place and not tokens.late_normalization
+    if tokens.dtype.itemsize >= 4:
         limit = defaults.no_sum
-    elif shape.num_tokens * per_row <= defaults.one_chunk:
+    elif tokens.num_tokens * per_row <= defaults.one_chunk:
         limit = defaults.one_chunk
     else:
-        limit = defaults.chunk * (1 if grad_dtype == logits_dtype else 2)  # logits, and their gradient beside them
+        limit = defaults.chunk * (2 if gradient_apart else 1)  # logits, and their gradient beside them
     return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
 
 

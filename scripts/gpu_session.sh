@@ -159,9 +159,12 @@ for name in $parts; do
         gpu-tests | tests)
             select=()
             [ "$name" = gpu-tests ] && select=(-m gpu)
+            # By itself, because it looks at the clock.
+            part first-call-tests "$(within 60)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
+                tests/test_first_call.py
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider -n "$workers" --dist worksteal \
-                "${select[@]}" tests
+                "${select[@]}" --ignore tests/test_first_call.py tests
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-150}")" ;;
         operator) benchmark operator h200 260 --errors ;;

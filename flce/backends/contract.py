@@ -3,25 +3,27 @@
 A *tile* is `rows` tokens x `cols` consecutive classes of the logits ``a = x W^T``, as the matrix product
 left it, or as a user has them: one row stride, (rows, cols), or two, (outer, inner, cols) for outer * inner rows,
 and stride 1 between classes. A backend turns it into row statistics, losses and gradients, and never sees more than
-one tile. It multiplies matrices only where that saves the logits (`Backend.product_statistics` and
-`product_gradient`). Everything is computed in float32 (float64 for float64 logits).
+one tile. It multiplies matrices only where that saves the logits (`Backend.product_statistics`, `product_gradient`
+and `product_exponentials`). Everything is computed in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from flce.problem import LossSpec
+from flce.problem import LinearCrossEntropyProblem, LossSpec
 
 # Rows of the running state that statistics keep between the tiles of a row of tiles.
 STATE_SLOTS = 7
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE_SLOTS)
 
-# `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and so many classes.
+# `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and so many classes,
+# `product_exponentials` one.
 PRODUCT_BLOCK = 256
 
 
@@ -71,7 +73,7 @@ class RowOutputs:
 
     loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
     z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
-    normalizer: Tensor  # (2, rows) the largest logit m and log(sum(exp(z - m))): lse is their sum
+    normalizer: Tensor  # (2, rows) some logit m, the largest as a rule, and log(sum(exp(z - m))): lse is their sum
     logprob: Tensor | None  # (rows,)
     entropy: Tensor | None  # (rows,)
     argmax: Tensor | None  # (rows,) int64
@@ -155,8 +157,8 @@ class Backend(Protocol):
         """`statistics` and `gradient` at once, for a tile that holds all classes."""
 
     def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the next two work on these operands, as far as their memory decides it; see `backends.has_product`
-        for the rest."""
+        """Whether the products that follow work on these operands, as far as their memory decides it; for the rest see
+        `backends.has_product`."""
 
     def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
         """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
@@ -179,6 +181,69 @@ class Backend(Protocol):
 
         `upstream`: (rows,), or None for 1.
         """
+
+    def prepare(self, p: LinearCrossEntropyProblem, counted: bool) -> None:
+        """Called before all others of a call that uses `product_exponentials` and what follows it, with a `count` or
+        without. What has to be built the first time can be built at the same time."""
+
+    def product_exponentials(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        exps: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        out: RowOutputs,
+        factors: Tensor,
+        count: Tensor | None,
+    ) -> None:
+        """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and their gradient:
+        ``factors[0][:, None] * exps``, but in the target's column, where `exps` is 0, ``factors[1]``.
+
+        x: (rows, H), weight: (V, H), exps: (rows, V), all bfloat16; factors: (2, rows) float32. `count`: (), if it is
+        known that all rows from there on are ignored: nothing is written to their `exps`.
+        """
+
+    def combine_rows(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        out: Tensor,
+        target: Tensor,
+        factors: Tensor,
+        ignore_index: int,
+        index: Tensor | None,
+    ) -> None:
+        """``out[index] = factors[0][:, None] * x``, with ``factors[1][:, None] * weight[target]`` if there is a weight;
+        0 for ignored rows. x: (rows, H); out: (N, H), perhaps x itself; index: (rows,), or None for the same rows."""
+
+    def weight_gradient(
+        self,
+        grad: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        x: Tensor,
+        rows: Tensor,
+        target: Tensor,
+        factor: Tensor,
+        ignore_index: int,
+    ) -> None:
+        """``grad = exps^T scaled``, and ``grad[target[i]] += factor[i] * x[rows[i]]`` for all i, but where the target
+        is `ignore_index` or no class. Both sums are one, in float32 and rounded once, and the same bits every time.
+
+        grad: (V, H), exps: (rows, V), scaled: (rows, H), x: (N, H); `rows`, `target` and `factor`: (rows,).
+        """
+
+    def add_to_targets(
+        self,
+        grads: Sequence[Tensor],
+        x: Tensor,
+        rows: Tensor,
+        target: Tensor,
+        factor: Tensor,
+        ignore_index: int,
+    ) -> None:
+        """The second of these sums, to what is there: `grads`, contiguous, together have a row for each class."""
 
     def constants(self, p: RowProblem) -> Tensor:
         """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.

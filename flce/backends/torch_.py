@@ -7,6 +7,7 @@ tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,21 +95,11 @@ class TorchBackend:
     def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
         return False
 
-    def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
-        raise NotImplementedError
+    def _unavailable(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the PyTorch backend has no products with an epilogue: see can_fuse_product")
 
-    def product_gradient(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        grad: Tensor,
-        rows: RowInputs,
-        spec: LossSpec,
-        tile: Tile,
-        normalizer: Tensor,
-        upstream: Tensor | None,
-    ) -> None:
-        raise NotImplementedError
+    product_statistics = product_gradient = _unavailable
+    prepare = product_exponentials = combine_rows = weight_gradient = add_to_targets = _unavailable
 
     def constants(self, p: RowProblem) -> Tensor:
         return reduction.make_constants(p)

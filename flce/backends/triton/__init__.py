@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,18 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import RowInputs, RowOutputs, RowProblem, Tile
-from flce.backends.triton import product_launch, reduction_launch, softmax_launch
+from flce.backends.triton import exponentials_launch, product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.launch import (
     LINE_BYTES,
     MAX_REGISTERS,
     SECTOR_BYTES,
     VECTOR_BYTES,
+    Launch,
+    build_key,
+    build_once,
     features,
     fewest_warps,
+    overlap,
 )
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
-from flce.problem import LossSpec, accumulation_dtype
+from flce.problem import LinearCrossEntropyProblem, LossSpec, accumulation_dtype
 
 
 class Shape(NamedTuple):
@@ -116,6 +121,82 @@ class TritonBackend:
     ) -> None:
         with _device_of(x):
             product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
+
+    def prepare(self, p: LinearCrossEntropyProblem, counted: bool) -> None:
+        (term,) = p.terms
+        rows = RowInputs(p.target, p.token_weight, p.class_weight, p.linear_bias, None)
+        key = ("exponentials", *build_key(term.input, term.weight, rows, p.spec), p.num_items is None, counted)
+        one = term.input.new_empty((), dtype=torch.float32)
+        with _device_of(term.input):
+            build_once(
+                key,
+                lambda: [
+                    *exponentials_launch.launches_of(p, counted),
+                    *reduction_launch.launches_of(p),
+                    _scale_launch(term.weight, term.weight, one),
+                ],
+                p.device,
+            )
+
+    def product_exponentials(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        exps: Tensor,
+        rows: RowInputs,
+        spec: LossSpec,
+        out: RowOutputs,
+        factors: Tensor,
+        count: Tensor | None,
+    ) -> None:
+        with _device_of(x):
+            exponentials_launch.product_exponentials(x, weight, exps, rows, spec, out, factors, count)
+
+    def combine_rows(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        out: Tensor,
+        target: Tensor,
+        factors: Tensor,
+        ignore_index: int,
+        index: Tensor | None,
+    ) -> None:
+        if len(x):
+            with _device_of(x):
+                exponentials_launch.combine_rows(x, weight, out, target, factors, ignore_index, index).run()
+
+    def weight_gradient(
+        self,
+        grad: Tensor,
+        exps: Tensor,
+        scaled: Tensor,
+        x: Tensor,
+        rows: Tensor,
+        target: Tensor,
+        factor: Tensor,
+        ignore_index: int,
+    ) -> None:
+        with _device_of(x):
+            targets = exponentials_launch.SortedTargets.of(x, rows, target, factor, ignore_index, len(grad))
+            exponentials_launch.weight_gradient(exps, scaled, grad, targets, targets.starts(len(grad))).run()
+
+    def add_to_targets(
+        self,
+        grads: Sequence[Tensor],
+        x: Tensor,
+        rows: Tensor,
+        target: Tensor,
+        factor: Tensor,
+        ignore_index: int,
+    ) -> None:
+        with _device_of(x):
+            vocab_size = sum(map(len, grads))
+            targets = exponentials_launch.SortedTargets.of(x, rows, target, factor, ignore_index, vocab_size)
+            first_class = 0
+            for grad in grads:
+                exponentials_launch.add_to_targets(grad, targets, first_class).run()
+                first_class += len(grad)
 
     def constants(self, p: RowProblem) -> Tensor:
         with _device_of(p.target):
@@ -236,6 +317,7 @@ def _launch(
             HEAD_BYTES=head_bytes,
             ONE_BLOCK=one_block,
             **features(rows, spec, upstream),
+            **overlap(logits.device),
             **launch,
         )
 
@@ -330,11 +412,15 @@ def _filled(vectors: int, block: int) -> float:
 
 
 def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:
-    if x.numel() == 0:
-        return
-    with _device_of(x):
-        programs = min(SCALE_PROGRAMS, triton.cdiv(x.numel(), SCALE_BLOCK))
-        scale_kernel[(programs,)](x, out, factor, x.numel(), IN_PLACE=x is out, BLOCK=SCALE_BLOCK, num_warps=8)
+    if x.numel():
+        with _device_of(x):
+            _scale_launch(x, out, factor).run()
+
+
+def _scale_launch(x: Tensor, out: Tensor, factor: Tensor) -> Launch:
+    programs = min(SCALE_PROGRAMS, triton.cdiv(x.numel(), SCALE_BLOCK))
+    options = {"IN_PLACE": x is out, "BLOCK": SCALE_BLOCK, "num_warps": 8}
+    return Launch(scale_kernel, (programs,), (x, out, factor, x.numel()), options)
 
 
 def _device_of(x: Tensor) -> torch.cuda.device:

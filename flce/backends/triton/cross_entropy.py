@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends import contract
 from flce.backends.triton.math import (
@@ -235,10 +236,14 @@ def cross_entropy_kernel(
     WANT_ARGMAX: tl.constexpr,
     HEAD_BYTES: tl.constexpr,  # 0: vectors begin where rows do; else, a multiple of 16, where their first one is
     ONE_BLOCK: tl.constexpr,  # BLOCK >= cols
+    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     EDGES: tl.constexpr = HEAD_BYTES > 0
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]

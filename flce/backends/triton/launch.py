@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,64 @@ SECTOR_BYTES = 32
 MAX_REGISTERS = 64
 
 
+class Launch(NamedTuple):
+    """A kernel, and what it is launched with."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.args, **self.options)
+
+    def build(self) -> None:
+        """Everything but the launch. To take a built kernel with a grid loads it; before Triton 3.7 a C compiler then
+        builds its launcher, which takes as long as the kernel."""
+        self.kernel.warmup(*self.args, grid=self.grid, **self.options)[self.grid]
+
+
+def build_key(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec) -> tuple[Hashable, ...]:
+    """What decides on the kernels of a call: types, sizes and flags, no values."""
+    tensors = (x, rows.bias, rows.class_weight, rows.token_weight)
+    dtypes = (None if t is None else t.dtype for t in tensors)
+    return (*dtypes, *weight.shape, *features(rows, spec, None).values(), spec.reduction, "logprob" in spec.stats)
+
+
+# Of `build_once`.
+_built: set[Hashable] = set()
+
+
+def build_once(key: Hashable, launches: Callable[[], Sequence[Launch]], device: torch.device) -> None:
+    """All at the same time, since most of it is done outside of Python, if it is the first time for this key.
+
+    It is a matter of time only: what is not built when it is launched, is then.
+    """
+    if device.type != "cuda" or (device, key) in _built:  # "cpu": the interpreter
+        return
+
+    def build(launch: Launch) -> None:
+        with torch.cuda.device(device):
+            launch.build()
+
+    # Of kernels that are launched several times, one.
+    to_build = {(launch.kernel, *launch.options.items()): launch for launch in launches()}.values()
+    with ThreadPoolExecutor(len(to_build)) as pool:
+        list(pool.map(build, to_build))
+    _built.add((device, key))
+
+
 class DeviceFacts(NamedTuple):
     multiprocessors: int
     cache: int  # bytes that all of them share (L2)
     registers: int  # of a multiprocessor, 32 bits each
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
+    ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
+    possible = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
 
 
 def device_facts(device: torch.device) -> DeviceFacts:

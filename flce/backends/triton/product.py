@@ -1,9 +1,13 @@
-"""A matrix product whose results never leave the chip as logits: row statistics, or the gradient, in its epilogue.
+"""A matrix product whose results never leave the chip as logits: what is made of them is in its epilogue.
 
-What the vendor's product followed by a pass over the logits does, where nothing but the statistics of the rows is
-wanted, or the logits are made a second time for their gradient. A block of ``x W^T`` is summed in float32 and stays in
-registers: it is neither written as logits, nor read again, nor rounded. Both uses sum in the same order, so the
-gradient sees the logits that the statistics were made of, to the bit.
+What the vendor's product followed by a pass over the logits does. A block of ``x W^T`` is summed in float32 and stays
+in registers: it is neither written as logits, nor read again, nor rounded. Three epilogues:
+
+* statistics of the rows, where nothing else is wanted;
+* the gradient of the logits, where they are made a second time and the statistics are known. Both sum in the same
+  order, so the gradient sees the logits that the statistics were made of, to the bit;
+* exponentials relative to a reference of each row, and their sums, where gradients are made in one go: see
+  `backends/triton/exponentials.py` for what becomes of them.
 
 A program makes one block after the other (there are as many as multiprocessors), those of GROUP blocks of rows before
 the next, so that what is in the cache is used again. Operands come by tensor descriptors (the bulk copies of Hopper),
@@ -19,13 +23,20 @@ import triton.language as tl
 from flce.backends.triton.cross_entropy import _transform
 from flce.backends.triton.math import LOG2_E
 
+# Exponentials beyond 2^this are out of range. Sums of 2^18 of them, times weights, are far from the end of float32 and
+# bfloat16, and so is the inverse of such a sum, divided by a number of tokens, times an input.
+LIMIT = 64.0
+_LIMIT = tl.constexpr(LIMIT)
 
-@triton.jit(do_not_specialize=["ignore_index", "column_start", "normalizer_stride", "rows", "cols"])
+
+@triton.jit(do_not_specialize=["ignore_index", "column_start", "normalizer_stride", "rows", "cols", "vocab_size"])
 def product_kernel(
     x_desc,  # (rows, hidden)
     weight_desc,  # (cols, hidden)
-    grad_desc,  # (rows, cols), or x_desc
-    partial_ptr,  # (2, blocks of columns, rows): the largest z of a row in a block, sum of exp(z - that)
+    out_desc,  # (rows, cols) the gradient or the exponentials; x_desc
+    # statistics (2, blocks of all classes, rows): the largest z of a row in a block, sum of exp(z - that);
+    # exponentials (blocks of all classes, rows): their sum or, where one is beyond 2^LIMIT, minus its logarithm
+    partial_ptr,
     target_logit_ptr,  # (rows,): written where the target is among the columns
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of these columns
@@ -34,6 +45,8 @@ def product_kernel(
     upstream_ptr,  # (rows,)
     constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     normalizer_ptr,  # (2, rows), row stride normalizer_stride
+    reference_ptr,  # (rows,) of exponentials, in octaves
+    work_ptr,  # () exponentials: 0 if there is nothing to do, else 1 + the blocks of rows to be made
     normalizer_stride,
     rows,
     cols,
@@ -44,7 +57,9 @@ def product_kernel(
     scale: tl.float64,
     cap: tl.float64,
     z_loss: tl.float64,
-    GRADIENT: tl.constexpr,  # else statistics
+    GRADIENT: tl.constexpr,
+    EXPONENTIALS: tl.constexpr,  # neither: statistics
+    HAS_TAIL: tl.constexpr,  # cols is no multiple of COLS
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -62,6 +77,8 @@ def product_kernel(
     cap = tl.full((), cap, tl.float32)
     z_loss = tl.full((), z_loss, tl.float32)
     row_blocks = tl.cdiv(rows, ROWS)
+    if EXPONENTIALS:
+        row_blocks = tl.minimum(row_blocks, tl.load(work_ptr) - 1)
     col_blocks = tl.cdiv(cols, COLS)
     group_blocks = GROUP * col_blocks
     for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
@@ -90,7 +107,25 @@ def product_kernel(
         target_here = valid & (target_column >= col_start) & (target_column < tl.minimum(col_start + COLS, cols))
         target_column = tl.where(target_here, target_column, -1).to(tl.int32)
 
-        if GRADIENT:
+        # 64-bit: blocks x rows passes 2^31 at a billion rows only, but costs nothing here.
+        place = (column_start // COLS + col_block).to(tl.int64) * rows + row
+        if EXPONENTIALS:
+            # Ignored rows have a reference of inf, and no exponentials.
+            reference = tl.load(reference_ptr + row, mask=exists, other=0.0)
+            octaves = z * LOG2_E - reference[:, None]
+            # The target's own is left out: 1 - p is the sum of the others, to the last digit.
+            others = tl.arange(0, COLS)[None, :] != (target_column - col_start)[:, None]
+            if HAS_TAIL:
+                others = others & present
+            octaves = tl.where(others, octaves, float("-inf"))
+            largest = tl.max(octaves, axis=1)
+            exps = tl.exp2(octaves)
+            total = tl.sum(exps, axis=1)
+            tl.store(partial_ptr + place, tl.where(largest > _LIMIT, -largest, total), mask=exists)
+            if HAS_SOFTCAP:
+                exps *= jacobian
+            out_desc.store([row_start, col_start], exps.to(out_desc.dtype))
+        elif GRADIENT:
             row_max = tl.load(normalizer_ptr + row, mask=exists, other=0.0)
             log_sum = tl.load(normalizer_ptr + normalizer_stride + row, mask=exists, other=0.0)
             row_scale = tl.full((ROWS,), 1.0, tl.float32)
@@ -114,16 +149,16 @@ def product_kernel(
             if HAS_SCALE or HAS_SOFTCAP:
                 grad *= jacobian
             grad = tl.where(valid[:, None], grad, 0.0)
-            grad_desc.store([row_start, col_start], grad.to(grad_desc.dtype))
+            out_desc.store([row_start, col_start], grad.to(out_desc.dtype))
         else:
             target_logit = tl.sum(tl.where(columns == target_column[:, None], z, 0.0), axis=1)
             tl.store(target_logit_ptr + row, target_logit, mask=target_here)
-            z = tl.where(present, z, float("-inf"))
+            if HAS_TAIL:
+                z = tl.where(present, z, float("-inf"))
             largest = tl.max(z, axis=1)
             # Relative to 0 while there is nothing but -inf, so that -inf - -inf makes no NaN.
             reference = tl.where(largest == float("-inf"), 0.0, largest)
             total = tl.sum(tl.exp2((z - reference[:, None]) * LOG2_E), axis=1)
-            # 64-bit: blocks x rows passes 2^31 at a billion rows only, but costs nothing here.
-            place = col_block.to(tl.int64) * rows + row
             tl.store(partial_ptr + place, largest, mask=exists)
-            tl.store(partial_ptr + col_blocks.to(tl.int64) * rows + place, total, mask=exists)
+            plane = tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
+            tl.store(partial_ptr + plane + place, total, mask=exists)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import MAX, PRODUCT_BLOCK, STATE_SLOTS, SUM, TARGET_LOGIT, RowInputs, RowOutputs, Tile
 from flce.backends.state import finish
-from flce.backends.triton.launch import device_facts, features
+from flce.backends.triton.launch import Launch, build_key, build_once, device_facts, features
 from flce.backends.triton.product import product_kernel
 from flce.problem import LossSpec
 
@@ -48,16 +49,29 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
     blocks = triton.cdiv(cols, LAUNCH.cols)
     state = out.loss.new_zeros(STATE_SLOTS, num_rows)
     partial = state.new_empty(2, blocks, num_rows)
-    tile = Tile(0, cols, cols, cols)
     # Apart: a row of `state` need not be aligned, and kernels are built for addresses that are.
     target_logit = state.new_zeros(num_rows)
-    _launch(x, weight, None, rows, spec, tile, partial, target_logit, out.normalizer, None)
+    if num_rows:
+        launches = [
+            launch(x, w, None, rows, spec, tile, partial, target_logit=target_logit)
+            for w, tile in ((weight[tile.start : tile.start + tile.cols], tile) for tile in tiles(cols))
+        ]
+        key = ("statistics", *build_key(x, weight, rows, spec))
+        build_once(key, lambda: launches, x.device)
+        for each in launches:
+            each.run()
     state[TARGET_LOGIT] = target_logit
     maxima, sums = partial
     state[MAX] = maxima.amax(0)
     reference = state[MAX].masked_fill(state[MAX] == -torch.inf, 0.0)
     state[SUM] = maxima.sub_(reference).exp_().mul_(sums).sum(0)
     finish(state, rows, spec, cols, out)
+
+
+def tiles(vocab_size: int) -> list[Tile]:
+    """Of all classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%."""
+    borders = sorted({0, vocab_size // LAUNCH.cols * LAUNCH.cols, vocab_size})
+    return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
 def gradient(
@@ -70,46 +84,52 @@ def gradient(
     normalizer: Tensor,
     upstream: Tensor | None,
 ) -> None:
-    _launch(x, weight, grad, rows, spec, tile, normalizer, normalizer, normalizer, upstream)
+    if len(x):
+        launch(x, weight, grad, rows, spec, tile, None, normalizer, upstream=upstream).run()
 
 
-def _launch(
+def launch(
     x: Tensor,  # (rows, hidden)
     weight: Tensor,  # (cols, hidden)
-    grad: Tensor | None,  # (rows, cols)
+    out: Tensor | None,  # (rows, cols); None: statistics
     rows: RowInputs,
     spec: LossSpec,
     tile: Tile,
-    partial: Tensor,
-    target_logit: Tensor,
-    normalizer: Tensor,
-    upstream: Tensor | None,
-) -> None:
-    if len(x) == 0:
-        return
+    partial: Tensor | None,
+    normalizer: Tensor | None = None,
+    *,
+    target_logit: Tensor | None = None,
+    upstream: Tensor | None = None,
+    reference: Tensor | None = None,  # makes it exponentials
+    work: Tensor | None = None,
+) -> Launch:
+    """The arguments are those of `product_kernel`."""
     bias = rows.tile_bias(tile)
 
     def pointer(t: Tensor | None) -> Tensor:
-        return normalizer if t is None else t  # what a flag switches off is never read
+        return rows.target if t is None else t  # what a flag switches off is never read
 
     x_desc = TensorDescriptor.from_tensor(x, [LAUNCH.rows, LAUNCH.depth])
     weight_desc = TensorDescriptor.from_tensor(weight, [LAUNCH.cols, LAUNCH.depth])
-    grad_desc = x_desc if grad is None else TensorDescriptor.from_tensor(grad, [LAUNCH.rows, LAUNCH.cols])
+    out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [LAUNCH.rows, LAUNCH.cols])
     programs = device_facts(x.device).multiprocessors
-    product_kernel[(programs,)](
+    gradient = out is not None and reference is None
+    args = (
         x_desc,
         weight_desc,
-        grad_desc,
-        partial,
-        target_logit,
+        out_desc,
+        pointer(partial),
+        pointer(target_logit),
         rows.target,
         pointer(bias),
         pointer(rows.class_weight),
         pointer(rows.token_weight),
         pointer(upstream),
         pointer(rows.constants),
-        normalizer,
-        normalizer.stride(0),
+        pointer(normalizer),
+        pointer(reference),
+        pointer(work),
+        0 if normalizer is None else normalizer.stride(0),
         len(x),
         tile.cols,
         x.shape[1],
@@ -119,13 +139,18 @@ def _launch(
         spec.scale,
         spec.cap,
         spec.z_loss,
-        GRADIENT=grad is not None,
-        ROWS=LAUNCH.rows,
-        COLS=LAUNCH.cols,
-        DEPTH=LAUNCH.depth,
-        GROUP=LAUNCH.group,
-        PROGRAMS=programs,
-        **features(rows, spec, upstream),
-        num_stages=LAUNCH.num_stages,
-        num_warps=LAUNCH.num_warps,
     )
+    options = {
+        "GRADIENT": gradient,
+        "EXPONENTIALS": reference is not None,
+        "HAS_TAIL": tile.cols % LAUNCH.cols != 0 and not gradient,  # whose store needs no mask
+        "ROWS": LAUNCH.rows,
+        "COLS": LAUNCH.cols,
+        "DEPTH": LAUNCH.depth,
+        "GROUP": LAUNCH.group,
+        "PROGRAMS": programs,
+        **features(rows, spec, upstream),
+        "num_stages": LAUNCH.num_stages,
+        "num_warps": LAUNCH.num_warps,
+    }
+    return Launch(product_kernel, (programs,), args, options)

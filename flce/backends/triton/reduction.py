@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit(do_not_specialize=["rows", "vocab_size", "ignore_index"])
@@ -28,8 +29,12 @@ def reduction_kernel(
     HAS_NUM_ITEMS: tl.constexpr,
     HAS_LOSS: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
     BLOCK: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     offsets = tl.arange(0, BLOCK)
     valid = tl.zeros((BLOCK,), tl.int32)
     losses = tl.zeros((BLOCK,), ACCUM)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flce.backends import reduction
 from flce.backends.contract import RowOutputs, RowProblem
+from flce.backends.triton.launch import Launch, overlap
 from flce.backends.triton.reduction import reduction_kernel
 from flce.problem import accumulation_dtype
 
@@ -17,11 +18,21 @@ BLOCK, WARPS = 4096, 16
 MAX_ROWS = 16 * BLOCK
 
 
+def launches_of(p: RowProblem) -> list[Launch]:
+    """Of a call whose constants are made before its losses."""
+    made = _new_constants(p)
+    rows = RowOutputs(made, made if p.spec.z_loss else None, made, None, None, None)
+    launches = [launch(p, rows, made, False, made, rows.z_loss)]
+    if p.class_weight is None:
+        launches.append(launch(p, None, made, True, made))
+    return launches
+
+
 def make_constants(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
         return reduction.make_constants(p)
-    made = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
-    _launch(p, None, made, True, made)
+    made = _new_constants(p)
+    launch(p, None, made, True, made).run()
     return made
 
 
@@ -31,23 +42,29 @@ def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[T
     used = rows.loss.new_empty(3) if constants is None else constants
     loss = rows.loss.new_empty(())
     z_loss = None if rows.z_loss is None else rows.loss.new_empty(())
-    _launch(p, rows, used, constants is None, loss, z_loss)
+    launch(p, rows, used, constants is None, loss, z_loss).run()
     return loss, z_loss, used
 
 
-def _launch(
+def _new_constants(p: RowProblem) -> Tensor:
+    return torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
+
+
+def launch(
     p: RowProblem,
     rows: RowOutputs | None,  # None: no losses
     constants: Tensor,
     make_constants: bool,  # or else they are there
     loss: Tensor,
     z_loss: Tensor | None = None,
-) -> None:
+) -> Launch:
+    """The arguments are those of `reduction_kernel`."""
+
     def pointer(t: Tensor | None) -> Tensor:
         return constants if t is None else t  # what a flag switches off is never read
 
     target = p.target.reshape(-1).contiguous()  # a view of one dimension may have gaps
-    reduction_kernel[(1,)](
+    args = (
         target,
         pointer(p.num_items),
         pointer(None if rows is None else rows.loss),
@@ -58,12 +75,16 @@ def _launch(
         target.numel() if rows is None else rows.loss.numel(),
         p.vocab_size,
         p.spec.ignore_index,
-        ACCUM=tl.float64 if constants.dtype == torch.float64 else tl.float32,
-        MAKE_CONSTANTS=make_constants,
-        MEAN=p.spec.reduction == "mean",
-        HAS_NUM_ITEMS=p.num_items is not None,
-        HAS_LOSS=rows is not None,
-        HAS_Z_LOSS=z_loss is not None,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
     )
+    options = {
+        "ACCUM": tl.float64 if constants.dtype == torch.float64 else tl.float32,
+        "MAKE_CONSTANTS": make_constants,
+        "MEAN": p.spec.reduction == "mean",
+        "HAS_NUM_ITEMS": p.num_items is not None,
+        "HAS_LOSS": rows is not None,
+        "HAS_Z_LOSS": z_loss is not None,
+        "BLOCK": BLOCK,
+        "num_warps": WARPS,
+        **overlap(p.device),
+    }
+    return Launch(reduction_kernel, (1,), args, options)

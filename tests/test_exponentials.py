@@ -1,0 +1,433 @@
+"""Gradients made of exponentials that are normalized after the products, without logits in memory.
+
+They are for Hopper and bfloat16. Under the interpreter its products are mended, see `interpreted_bfloat16`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce import engine, planning
+from flce.backends import get_backend
+from flce.planning import ChunkPlan
+from tests import interpreted_bfloat16
+from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle, run_stock
+from tests.test_plan import assert_kept, promise_and_peak
+
+CUDA = torch.cuda.is_available()
+ULP = 2.0**-8
+
+
+@pytest.fixture(autouse=True)
+def late_normalization(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Any:
+    """As on a Hopper GPU, also for small vocabularies; and logits of half precision on a CPU as well."""
+    if CUDA and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(planning, "LATE_HEAD", 1)
+    monkeypatch.setattr(planning, "LATE_CHUNK", 1)
+    for module in ("flce.autograd", "flce.planning", "tests.helpers"):
+        monkeypatch.setattr(f"{module}.has_product", lambda device: True)
+    if not CUDA:
+        monkeypatch.setattr(
+            planning, "_logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype)
+        )
+        interpreted_bfloat16.mend(monkeypatch)
+    planning.make_plan.cache_clear()
+    yield
+    planning.make_plan.cache_clear()
+
+
+def problem_of(device: torch.device, **settings: Any) -> Problem:
+    settings = {"leading": (3, 50), "hidden": 72, "vocab": 517, **settings}
+    return make_problem(**settings, dtype=torch.bfloat16, device=device)
+
+
+def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xw") -> ChunkPlan:
+    plan = plan_for(problem, options, grads)
+    assert plan.late_normalization
+    return plan
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "aligned": {"vocab": 512},
+    "less than a block": {"vocab": 100},
+    "one row": {"leading": (1,), "vocab": 300},
+    "ignored": {"ignored": 0.4},
+    "all ignored but one": {"leading": (9,), "ignored": 0.99},
+    "z_loss": {"z_loss": 0.01},
+    "bias": {"bias": True, "z_loss": 0.01},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
+    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True},
+    "all": {"bias": True, "softcap": 4.0, "class_weight": True, "token_weight": True, "ignored": 0.2, "z_loss": 0.02},
+    "num_items": {"reduction": "sum", "num_items": 77},
+}
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("rows", [None, 64])
+def test_against_the_oracle(extras: str, skip: bool, rows: int | None, device: torch.device) -> None:
+    problem = problem_of(device, **EXTRAS[extras])
+    options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
+    plan_of(problem, options)
+    check(problem, options=options, grads="xw", stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("grads", ["x", "w"])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("rows", [None, 37])
+def test_one_gradient(grads: str, skip: bool, rows: int | None, device: torch.device) -> None:
+    problem = problem_of(device, ignored=0.4)
+    options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
+    plan_of(problem, options, grads)
+    check(problem, options=options, grads=grads, tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("valid", [0, 1, 63, 64, 65, 128, 150])
+def test_where_the_rows_that_count_end(valid: int, device: torch.device) -> None:
+    """In the middle and at the borders of chunks."""
+    problem = problem_of(device, leading=(150,), vocab=300, reduction="sum")
+    problem.target[torch.randperm(150)[valid:].to(device)] = -100
+    options = flce.ChunkOptions(skip_ignored=True, chunk_rows=64)
+    check(problem, options=options, grads="xw", stats=("lse", "logprob"), tolerance=3 * ULP)
+
+
+def test_few_targets_of_many_rows(device: torch.device) -> None:
+    """Sums of many rows for one target, over the borders of what the kernel takes at a time, and none for others."""
+    problem = problem_of(device, leading=(300,), hidden=600)
+    problem.target[:] = 7
+    problem.target[::3] = 511
+    problem.target[250:260] = 0
+    check(problem, grads="xw", tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("ignore_index", [5, -1, 516])
+@pytest.mark.parametrize("rows", [None, 64])
+def test_ignore_index_among_the_classes(ignore_index: int, rows: int | None, device: torch.device) -> None:
+    problem = problem_of(device).with_(ignore_index=ignore_index)
+    problem.target[1] = ignore_index
+    options = flce.ChunkOptions(skip_ignored=False, chunk_rows=rows)
+    check(problem, options=options, grads="xw", tolerance=3 * ULP)
+
+
+def test_sums_in_bfloat16(device: torch.device) -> None:
+    """Less exact, by choice; never wrong."""
+    problem = problem_of(device)
+    options = flce.ChunkOptions(chunk_rows=64, accum_dtype=torch.bfloat16)
+    check(problem, options=options, grads="xw", tolerance=8 * ULP)
+
+
+@pytest.mark.parametrize("std", [0.02, 1.0, 4.0, 16.0, 200.0])
+@pytest.mark.parametrize("where", ["anywhere", "beyond the sample", "target"])
+def test_any_range(std: float, where: str, device: torch.device) -> None:
+    """Logits far above those that the reference is chosen from: the product is made again, with another."""
+    problem = problem_of(device, leading=(40,), std=std)
+    if where == "beyond the sample":  # which is every third class
+        problem.linear_weight[4::9] *= 10
+    elif where == "target":
+        problem.linear_weight[problem.target[:10]] *= 10
+    check(problem, grads="xw", tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("size", [3e3, 1.6e4, 1e5, 1e6])
+def test_logits_that_bfloat16_rounds_by_more_than_there_is_room(size: float, device: torch.device) -> None:
+    """A large common part of the logits themselves, not of the bias, as in a row that is far from the others."""
+    problem = problem_of(device, leading=(12,), std=2.0)
+    problem.input[:, 0] = 1.0
+    problem.linear_weight[:, 0] = size
+    outcome, expected = run_fused(problem, grads="xw"), run_oracle(problem)
+    # A logit of 1e6 is only known to 0.06 in float32.
+    assert relative_error(outcome.loss, expected.loss) < 1e-6 * size
+    assert outcome.grad_input is not None
+    assert expected.grad_input is not None
+    assert relative_error(outcome.grad_input[:, 1:], expected.grad_input[:, 1:]) < 3 * ULP + 1e-6 * size
+
+
+def test_masked_classes(device: torch.device) -> None:
+    """-inf for the classes of the sample, some targets among them, and all others far below zero."""
+    problem = problem_of(device, leading=(6,), vocab=300, bias=True)
+    assert problem.linear_bias is not None
+    problem.linear_bias.fill_(-120.0)
+    problem.linear_bias[::2] = float("-inf")
+    problem.target[:] = torch.tensor([4, 0, 7, 9, 11, 13])
+    x = problem.input.clone().requires_grad_()
+    losses = flce.fused_linear_cross_entropy(
+        x, problem.linear_weight, problem.target, linear_bias=problem.linear_bias, stats=("lse", "logprob")
+    )
+    assert isinstance(losses, flce.LinearCrossEntropyOutput)
+    losses.loss.backward()
+    y = problem.input.float().requires_grad_()
+    z = y @ problem.linear_weight.float().T + problem.linear_bias.float()
+    expected = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
+    expected[2:].mean().backward()
+    assert losses.logprob is not None
+    torch.testing.assert_close(-losses.logprob, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses.lse, z.logsumexp(1), rtol=1e-4, atol=1e-4)
+    assert x.grad is not None
+    assert y.grad is not None
+    assert bool(x.grad.isfinite().all())
+    assert relative_error(x.grad[2:] * 6 / 4, y.grad[2:]) < 3 * ULP
+
+
+@pytest.mark.parametrize("rows", [None, 200])
+def test_terms_that_cancel(rows: int | None, device: torch.device) -> None:
+    """A model that knows how frequent its targets are, and whose hidden states have something in common: the two halves
+    of the gradient of a frequent class's weight, each of many tokens, are nearly equal."""
+    problem = problem_of(device, leading=(600,), hidden=64, vocab=40)
+    common = torch.randn(64, device=device).to(torch.bfloat16)
+    problem.input.copy_(problem.input + 3 * common)
+    frequency = torch.arange(1, 41, device=device).float().reciprocal().log()
+    problem.linear_weight.copy_(frequency[:, None] * common.float() / (3 * common.float().square().sum()))
+    z = problem.input.double() @ problem.linear_weight.double().T
+    problem.target.copy_(torch.multinomial(z.softmax(1).float(), 1)[:, 0])
+    options = flce.ChunkOptions(chunk_rows=rows)
+    plan_of(problem, options)
+    expected = run_oracle(problem).grad_weight
+    mine = run_fused(problem, options=options, grads="xw").grad_weight
+    assert mine is not None
+    assert expected is not None
+    assert relative_error(mine, expected) < 2 * ULP
+
+
+@pytest.mark.parametrize("offset", [-500.0, 500.0])
+def test_a_common_offset(offset: float, device: torch.device) -> None:
+    problem = problem_of(device, leading=(20,), std=1.0, bias=True)
+    assert problem.linear_bias is not None
+    problem.linear_bias.fill_(offset)
+    check(problem, grads="xw", tolerance=3 * ULP)
+    assert relative_error(run_fused(problem, grads="xw").loss, run_oracle(problem).loss) < 1e-5
+
+
+def test_logits_are_not_rounded(device: torch.device) -> None:
+    """The loss is as exact as float32; gradients are nearer to the truth than those of rounded logits."""
+    problem = problem_of(device, std=4.0)
+    mine, expected, stock = run_fused(problem, grads="xw"), run_oracle(problem), run_stock(problem)
+    assert relative_error(mine.loss, expected.loss) < 1e-6
+    for name in ("grad_input", "grad_weight"):
+        error = relative_error(getattr(mine, name), getattr(expected, name))
+        assert error < 0.7 * relative_error(getattr(stock, name), getattr(expected, name))
+
+
+def test_confident_rows(device: torch.device) -> None:
+    """Where p is 1 the gradient is 0; where it is nearly 1, what is left of it keeps its digits."""
+    problem = problem_of(device, leading=(40,), hidden=64, vocab=520)
+    problem.linear_weight[:40] = 0
+    problem.linear_weight[torch.arange(40), torch.arange(40)] = 2.0
+    problem.linear_weight[40:] = 0
+    problem.input.zero_()
+    problem.target.copy_(torch.arange(40))
+    for size, limit in ((259.0, 1e-30), (7.0, 1e-3)):
+        problem.input[torch.arange(40), torch.arange(40)] = size
+        outcome, expected = run_fused(problem, grads="xw"), run_oracle(problem)
+        assert float(outcome.loss) < limit
+        assert outcome.grad_input is not None
+        assert expected.grad_input is not None
+        assert float(outcome.grad_input.abs().max()) < limit
+        if size < 10:
+            assert float(outcome.loss) == pytest.approx(519 * math.exp(-14.0), rel=1e-3)
+            assert relative_error(outcome.grad_input, expected.grad_input) < 3 * ULP
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("of", ["row", "class", "target"])
+def test_logits_that_are_no_numbers(value: float, of: str, device: torch.device) -> None:
+    """Losses, and gradients of the inputs, are what PyTorch makes of them."""
+    problem = problem_of(device, leading=(6,), vocab=300, bias=True)
+    assert problem.linear_bias is not None
+    problem.target[:] = torch.arange(6) + 20
+    problem.target[5] = -100
+    if of == "row":
+        problem.input[2] = value
+        problem.linear_weight.abs_()
+    else:
+        problem.linear_bias[3 if of == "class" else 22] = value
+    problem.input[5] = float("nan")
+    x = problem.input.clone().requires_grad_()
+    weight = torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0, 1.0], device=device)
+    loss = flce.fused_linear_cross_entropy(
+        x,
+        problem.linear_weight,
+        problem.target,
+        linear_bias=problem.linear_bias,
+        token_weight=weight,
+        stats=("logprob",),
+    )
+    assert isinstance(loss, flce.LinearCrossEntropyOutput)
+    loss.loss.backward()
+    y = problem.input.float().requires_grad_()
+    z = y @ problem.linear_weight.float().T + problem.linear_bias.float()
+    losses = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
+    (losses * weight).sum().div(5).backward()
+    assert loss.logprob is not None
+    torch.testing.assert_close(-loss.logprob, losses, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert x.grad is not None
+    assert y.grad is not None
+    expected = y.grad.clone()
+    expected[5] = 0  # ignored: whatever it holds
+    assert torch.equal(x.grad.isfinite(), expected.isfinite())
+    finite = expected.isfinite()
+    assert relative_error(x.grad[finite], expected[finite]) < 3 * ULP
+
+
+def test_no_tokens(device: torch.device) -> None:
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    w = torch.ones(300, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    loss = flce.fused_linear_cross_entropy(x, w, torch.zeros(0, dtype=torch.int64, device=device), reduction="sum")
+    assert isinstance(loss, torch.Tensor)
+    assert float(loss) == 0
+    loss.backward()
+    assert w.grad is not None
+    assert not bool(w.grad.any())
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_is_built_ahead(skip: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins for everything that the call then launches; on a GPU that would build it."""
+    built: list[Any] = []
+    monkeypatch.setattr("flce.backends.triton.build_once", lambda key, launches, device: built.extend(launches()))
+    problem = problem_of(device, leading=(20,))
+    run_fused(problem, options=flce.ChunkOptions(skip_ignored=skip), grads="xw")
+    names = {launch.kernel.__name__ for launch in built}
+    assert {"product_kernel", "reference_kernel", "finish_kernel", "combine_rows_kernel", "reduction_kernel"} < names
+    assert "weight_gradient_kernel" in names
+
+
+def test_a_wrong_target_is_nan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flce.row_vectors.looks_at_values", lambda device: False)
+    problem = problem_of(device, leading=(6,))
+    problem.target[3] = 517
+    x = problem.input.clone().requires_grad_()
+    loss = flce.fused_linear_cross_entropy(x, problem.linear_weight, problem.target)
+    assert isinstance(loss, torch.Tensor)
+    assert bool(loss.isnan())
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.isnan().any(1).tolist() == [False, False, False, True, False, False]
+    w = problem.linear_weight.clone().requires_grad_()
+    loss = flce.fused_linear_cross_entropy(problem.input, w, problem.target)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    assert w.grad is not None
+    assert bool(w.grad.isnan().all())
+
+
+@pytest.mark.parametrize("shape", [(600, 64, 400), (100, 400, 160), (2, 64, 300)], ids=str)
+@pytest.mark.parametrize("skip", [False, True])
+def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool, device: torch.device) -> None:
+    """It cancels in the gradient of the inputs, which is small beside it. Of few classes there is little memory."""
+    tokens, hidden, vocab = shape
+    problem = problem_of(device, leading=(tokens,), hidden=hidden, vocab=vocab, std=0.1, ignored=0.2 if skip else 0.0)
+    common = torch.randn(hidden, device=device)
+    problem.linear_weight.copy_(problem.linear_weight.float() + 3 * common / hidden**0.5)
+    options = flce.ChunkOptions(skip_ignored=skip)
+    plan_of(problem, options)
+    expected = run_oracle(problem).grad_input
+    mine = run_fused(problem, options=options, grads="xw").grad_input
+    assert mine is not None
+    assert expected is not None
+    assert relative_error(mine, expected) < 1.5 * ULP
+
+
+@pytest.mark.parametrize("rows", [1, 383, 384, 1000, 8190])
+@pytest.mark.parametrize("shape", [(4096, 128256), (1024, 1030), (64, 5000), (72, 40)], ids=str)
+def test_memory_for_the_gradient_of_the_inputs(rows: int, shape: tuple[int, int]) -> None:
+    """All rows once; nothing is written over what is still needed; all begin where kernels want them to."""
+    hidden, vocab = shape
+    room = -(-vocab // 64) * 64
+    exps = torch.empty(rows, room, dtype=torch.bfloat16, device="meta")[:, :vocab]
+    spare = torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta")
+    done = 0
+    for number, (piece, memory) in enumerate(engine._in_freed_memory(exps, exps[rows:], spare)):
+        size = piece.stop - piece.start
+        assert piece.start == done
+        assert piece.start % 16 == 0
+        assert memory.shape == (size, hidden)
+        assert memory.dtype == torch.float32
+        entries = 2 * memory.numel()  # of 16 bits
+        if not planning.input_in_freed_memory(rows, hidden, vocab):
+            assert size == rows
+        elif number == 0:
+            assert memory.storage_offset() * 2 + entries <= rows * hidden
+            assert memory.storage_offset() * 2 >= size * hidden  # the rows' own gradients
+        else:
+            assert memory.storage_offset() * 2 + entries <= piece.start * room
+        done = piece.stop
+    assert done == rows
+
+
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens", [200, 600])
+@pytest.mark.parametrize("skip", [False, True])
+def test_operands_without_descriptors(
+    logits_dtype: torch.dtype | None, tokens: int, skip: bool, device: torch.device
+) -> None:
+    """Addresses that are not multiples of 16 bytes: a pass over logits of the vendor's product instead."""
+    problem = problem_of(device, leading=(tokens,), hidden=64, vocab=300, ignored=0.2)
+    memory = problem.linear_weight.new_zeros(300 * 64 + 1)
+    weight = memory[1:].view(300, 64).copy_(problem.linear_weight)
+    assert not get_backend(device).can_fuse_product(problem.input, weight)
+    options = flce.ChunkOptions(logits_dtype=logits_dtype, skip_ignored=skip)
+    check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
+
+
+def test_the_same_bits_every_time(device: torch.device) -> None:
+    problem = problem_of(device, leading=(300,))
+    problem.target[::2] = 3
+    one, two = (run_fused(problem, grads="xw") for _ in range(2))
+    for name in ("loss", "grad_input", "grad_weight"):
+        assert torch.equal(getattr(one, name), getattr(two, name))
+
+
+def test_small_work_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan on a GPU, from shapes: one chunk depends on the head alone, several also on their own size."""
+    monkeypatch.setattr(planning, "LATE_HEAD", 1 << 25)
+    monkeypatch.setattr(planning, "LATE_CHUNK", 1 << 37)
+
+    def late(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
+        options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20)
+        made = flce.plan(tokens, hidden, vocab, torch.bfloat16, device="cuda", options=options)
+        assert made.strategy == "tokens"
+        return made.late_normalization
+
+    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
+    assert late(1, 768, 50257)
+    assert late(16384, 768, 50257)
+    assert not late(16384, 512, 50257)
+    assert not late(16384, 768, 50257, 256)
+    assert late(16384, 768, 50257, 512)
+    assert late(131072, 2048, 128256)
+
+
+def test_what_is_not_late(device: torch.device) -> None:
+    def plan(problem: Problem, grads: str = "xw", stats: tuple[str, ...] = (), **options: Any) -> ChunkPlan:
+        return plan_for(problem, flce.ChunkOptions(**options), grads, stats)
+
+    plain = problem_of(device)
+    assert plan(plain).late_normalization
+    assert not plan(plain, "").late_normalization
+    assert not plan(plain, strategy="vocab").late_normalization
+    assert not plan(problem_of(device, reduction="none")).late_normalization
+    assert not plan(plain, stats=("entropy",)).late_normalization
+    assert not plan(problem_of(device, label_smoothing=0.1)).late_normalization
+    assert not plan(problem_of(device, adapter_ranks=(4,))).late_normalization
+    assert not plan(problem_of(device, bias=True), "xwb").late_normalization
+    half = make_problem((20,), 64, 300, dtype=torch.float16, device=device)
+    assert not plan(half).late_normalization
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 1024, 33024), (4096, 768, 50257)], ids=str)
+@pytest.mark.parametrize("grads", ["xw", "x", "w"])
+@pytest.mark.parametrize("mib", [None, 600])
+@pytest.mark.parametrize("skip", [False, True])
+def test_promise(shape: tuple[int, int, int], grads: str, mib: int | None, skip: bool) -> None:
+    chunking: dict[str, Any] = {"max_workspace_bytes": None if mib is None else mib << 20, "strategy": "tokens"}
+    settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.3 if skip else 0.0}
+    assert_kept(*promise_and_peak(*shape, "cuda", settings, {**chunking, "skip_ignored": skip}))
