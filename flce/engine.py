@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flce import row_vectors
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, TargetTerms, Tile
 from flce.gemm import matmul, padded_cols
 from flce.planning import COMPACTION_ROWS, ROW_MULTIPLE, ChunkPlan, Sweep, halfway, input_in_freed_memory
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
@@ -394,7 +394,7 @@ class _TermGradients:
                 scaled = torch.empty_like(x)
             backend.combine_rows(x, None, scaled, target, factors[:, rows], ignore, None)
             if rows.start == 0 and rows.stop == selection.num_rows:
-                backend.weight_gradient(self.weight, tile, scaled, *self._targets(factors))
+                backend.weight_gradient(self.weight, tile, scaled, self._target_terms(factors))
             else:
                 self._add_weight(
                     self.weight,
@@ -402,7 +402,7 @@ class _TermGradients:
                     scaled,
                     rows,
                     slice(0, len(weight)),
-                    lambda sums: backend.add_to_targets(sums, *self._targets(factors)),
+                    lambda sums: backend.add_to_targets(sums, self._target_terms(factors)),
                 )
         elif self.weight is not None:
             self._add_weight(self.weight, tile, x, rows, slice(0, len(weight)))
@@ -416,12 +416,12 @@ class _TermGradients:
             result, places = (out[part], None) if index is None else (out, index[part])
             backend.combine_rows(total, of_targets, result, target[part], of_rows[:, part], ignore, places)
 
-    def _targets(self, factors: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-        """Of all rows that are worked on: inputs, the rows of these, targets, gradients of their logits."""
+    def _target_terms(self, factors: Tensor) -> TargetTerms:
+        """Of all rows that are worked on. `factors`: (2, rows), of which the second are the targets' own."""
         selection, rows = self._selection, slice(0, self._selection.num_rows)
-        target = selection.target[rows]
-        index = torch.arange(len(target), device=target.device) if selection.index is None else selection.index[rows]
-        return self._term.input, index, target, factors[1, rows], selection.problem.spec.ignore_index
+        index = None if selection.index is None else selection.index[rows]
+        ignore_index = selection.problem.spec.ignore_index
+        return TargetTerms(self._term.input, index, selection.target[rows], factors[1, rows], ignore_index)
 
     def _add_weight(
         self,

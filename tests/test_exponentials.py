@@ -6,6 +6,7 @@ They are for Hopper and bfloat16. Under the interpreter its products are mended,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from flce.backends import get_backend
 from flce.planning import ChunkPlan
 from tests import interpreted_bfloat16
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle, run_stock
+from tests.hopper import as_on_hopper
 from tests.test_plan import assert_kept, promise_and_peak
 
 CUDA = torch.cuda.is_available()
@@ -25,22 +27,13 @@ ULP = 2.0**-8
 
 
 @pytest.fixture(autouse=True)
-def late_normalization(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Any:
-    """As on a Hopper GPU, also for small vocabularies; and logits of half precision on a CPU as well."""
-    if CUDA and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
+def late_normalization(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
+    """Also for small vocabularies and chunks."""
     monkeypatch.setattr(planning, "LATE_HEAD", 1)
     monkeypatch.setattr(planning, "LATE_CHUNK", 1)
-    for module in ("flce.autograd", "flce.planning", "tests.helpers"):
-        monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not CUDA:
-        monkeypatch.setattr(
-            planning, "_logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype)
-        )
         interpreted_bfloat16.mend(monkeypatch)
-    planning.make_plan.cache_clear()
-    yield
-    planning.make_plan.cache_clear()
+    yield from as_on_hopper(monkeypatch)
 
 
 def problem_of(device: torch.device, **settings: Any) -> Problem:

@@ -5,6 +5,7 @@ They are for Hopper. Under the interpreter they are tested in float16, the half 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,26 +17,17 @@ from flce import autograd, planning
 from flce.backends import get_backend
 from flce.planning import ChunkPlan
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
+from tests.hopper import as_on_hopper
 from tests.test_plan import assert_kept, promise_and_peak
 
 CUDA = torch.cuda.is_available()
-NO_PRODUCT = "needs a Hopper GPU"
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float16]
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
 @pytest.fixture(autouse=True)
-def fused_products(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Any:
-    """As on a Hopper GPU; and logits of half precision on a CPU as well."""
-    if CUDA and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip(NO_PRODUCT)
-    for module in ("flce.autograd", "flce.planning", "tests.helpers"):
-        monkeypatch.setattr(f"{module}.has_product", lambda device: True)
-    if not CUDA:
-        monkeypatch.setattr(planning, "_logits_dtypes", lambda dtype, device_type, options: (dtype, dtype))
-    planning.make_plan.cache_clear()
-    yield
-    planning.make_plan.cache_clear()
+def fused_products(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
+    yield from as_on_hopper(monkeypatch)
 
 
 def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Problem:

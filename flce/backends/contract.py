@@ -123,6 +123,18 @@ class Tile:
         return not self.shard and self.start + self.cols == self.vocab_size
 
 
+@dataclass(frozen=True)
+class TargetTerms:
+    """The targets' own share of a weight gradient: ``factor[i] * x[rows[i]]`` is added to row ``target[i]`` of it for
+    all i, but where the target is `ignore_index` or no class."""
+
+    x: Tensor  # (N, H)
+    rows: Tensor | None  # (rows,) int64; None: all of x, in its order
+    target: Tensor  # (rows,) int64
+    factor: Tensor  # (rows,)
+    ignore_index: int
+
+
 class Backend(Protocol):
     name: str
 
@@ -217,33 +229,15 @@ class Backend(Protocol):
         """``out[index] = factors[0][:, None] * x``, with ``factors[1][:, None] * weight[target]`` if there is a weight;
         0 for ignored rows. x: (rows, H); out: (N, H), perhaps x itself; index: (rows,), or None for the same rows."""
 
-    def weight_gradient(
-        self,
-        grad: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        x: Tensor,
-        rows: Tensor,
-        target: Tensor,
-        factor: Tensor,
-        ignore_index: int,
-    ) -> None:
-        """``grad = exps^T scaled``, and ``grad[target[i]] += factor[i] * x[rows[i]]`` for all i, but where the target
-        is `ignore_index` or no class. Both sums are one, in float32 and rounded once, and the same bits every time.
+    def weight_gradient(self, grad: Tensor, exps: Tensor, scaled: Tensor, terms: TargetTerms) -> None:
+        """``grad = exps^T scaled``, and `terms`. Both sums are one, in float32 and rounded once, and the same bits
+        every time.
 
-        grad: (V, H), exps: (rows, V), scaled: (rows, H), x: (N, H); `rows`, `target` and `factor`: (rows,).
+        grad: (V, H), exps: (rows, V), scaled: (rows, H).
         """
 
-    def add_to_targets(
-        self,
-        grads: Sequence[Tensor],
-        x: Tensor,
-        rows: Tensor,
-        target: Tensor,
-        factor: Tensor,
-        ignore_index: int,
-    ) -> None:
-        """The second of these sums, to what is there: `grads`, contiguous, together have a row for each class."""
+    def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
+        """`terms` to what is there: `grads`, contiguous, together have a row for each class."""
 
     def constants(self, p: RowProblem) -> Tensor:
         """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import RowInputs, RowOutputs, RowProblem, Tile
+from flce.backends.contract import RowInputs, RowOutputs, RowProblem, TargetTerms, Tile
 from flce.backends.triton import exponentials_launch, product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.launch import (
@@ -126,17 +126,17 @@ class TritonBackend:
         (term,) = p.terms
         rows = RowInputs(p.target, p.token_weight, p.class_weight, p.linear_bias, None)
         key = ("exponentials", *build_key(term.input, term.weight, rows, p.spec), p.num_items is None, counted)
-        one = term.input.new_empty((), dtype=torch.float32)
+
+        def launches() -> list[Launch]:
+            factor = term.input.new_empty((), dtype=torch.float32)
+            return [
+                *exponentials_launch.launches_of(p, counted),
+                *reduction_launch.launches_of(p),
+                _scale_launch(term.weight, term.weight, factor),
+            ]
+
         with _device_of(term.input):
-            build_once(
-                key,
-                lambda: [
-                    *exponentials_launch.launches_of(p, counted),
-                    *reduction_launch.launches_of(p),
-                    _scale_launch(term.weight, term.weight, one),
-                ],
-                p.device,
-            )
+            build_once(key, launches, p.device)
 
     def product_exponentials(
         self,
@@ -166,33 +166,14 @@ class TritonBackend:
             with _device_of(x):
                 exponentials_launch.combine_rows(x, weight, out, target, factors, ignore_index, index).run()
 
-    def weight_gradient(
-        self,
-        grad: Tensor,
-        exps: Tensor,
-        scaled: Tensor,
-        x: Tensor,
-        rows: Tensor,
-        target: Tensor,
-        factor: Tensor,
-        ignore_index: int,
-    ) -> None:
-        with _device_of(x):
-            targets = exponentials_launch.SortedTargets.of(x, rows, target, factor, ignore_index, len(grad))
+    def weight_gradient(self, grad: Tensor, exps: Tensor, scaled: Tensor, terms: TargetTerms) -> None:
+        with _device_of(exps):
+            targets = exponentials_launch.SortedTargets.of(terms, len(grad))
             exponentials_launch.weight_gradient(exps, scaled, grad, targets, targets.starts(len(grad))).run()
 
-    def add_to_targets(
-        self,
-        grads: Sequence[Tensor],
-        x: Tensor,
-        rows: Tensor,
-        target: Tensor,
-        factor: Tensor,
-        ignore_index: int,
-    ) -> None:
-        with _device_of(x):
-            vocab_size = sum(map(len, grads))
-            targets = exponentials_launch.SortedTargets.of(x, rows, target, factor, ignore_index, vocab_size)
+    def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
+        with _device_of(terms.x):
+            targets = exponentials_launch.SortedTargets.of(terms, sum(map(len, grads)))
             first_class = 0
             for grad in grads:
                 exponentials_launch.add_to_targets(grad, targets, first_class).run()

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import RowInputs, RowOutputs, Tile
+from flce.backends.contract import RowInputs, RowOutputs, TargetTerms, Tile
 from flce.backends.triton import product_launch
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
@@ -182,11 +182,10 @@ class SortedTargets(NamedTuple):
     ignore_index: int
 
     @staticmethod
-    def of(
-        x: Tensor, rows: Tensor, target: Tensor, factor: Tensor, ignore_index: int, vocab_size: int
-    ) -> SortedTargets:
-        ascending, order = target.clamp(-1, vocab_size).int().sort()  # half of the digits to sort
-        return SortedTargets(x, ascending, rows[order], factor[order], ignore_index)
+    def of(terms: TargetTerms, vocab_size: int) -> SortedTargets:
+        ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # half of the digits to sort
+        rows = order if terms.rows is None else terms.rows[order]
+        return SortedTargets(terms.x, ascending, rows, terms.factor[order], terms.ignore_index)
 
     def starts(self, vocab_size: int) -> Tensor:
         """Where the targets of each block of classes begin."""

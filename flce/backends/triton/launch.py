@@ -74,13 +74,6 @@ class DeviceFacts(NamedTuple):
     registers: int  # of a multiprocessor, 32 bits each
 
 
-def overlap(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
-    ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
-    possible = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
-
-
 def device_facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":  # the interpreter
         return DeviceFacts(1, 0, 65536)
@@ -88,6 +81,13 @@ def device_facts(device: torch.device) -> DeviceFacts:
     # Every device that Triton supports has 65,536; PyTorch says so since 2.5.
     registers = getattr(properties, "regs_per_multiprocessor", 65536)
     return DeviceFacts(properties.multi_processor_count, properties.L2_cache_size, registers)
+
+
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
+    ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
+    possible = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:

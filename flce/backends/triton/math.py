@@ -9,6 +9,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def block_in_groups(block, row_blocks, group_blocks, GROUP: tl.constexpr):
+    """Row and column of a block of a product. All blocks of GROUP rows of blocks, group_blocks, come before the next,
+    so that what they load is used again while it is in the cache."""
+    first = block // group_blocks * GROUP
+    in_group = tl.minimum(row_blocks - first, GROUP)
+    return first + block % group_blocks % in_group, block % group_blocks // in_group
+
+
+@triton.jit
 def row_head(start, VECTOR: tl.constexpr):
     """Elements of a row before its first boundary of VECTOR (a power of two) elements, the row beginning `start` of
     them behind one: fewer than VECTOR."""

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from flce.backends.triton.cross_entropy import _transform
-from flce.backends.triton.math import LOG2_E
+from flce.backends.triton.math import LOG2_E, block_in_groups
 
 # Exponentials beyond 2^this are out of range. Sums of 2^18 of them, times weights, are far from the end of float32 and
 # bfloat16, and so is the inverse of such a sum, divided by a number of tokens, times an input.
@@ -82,10 +82,8 @@ def product_kernel(
     col_blocks = tl.cdiv(cols, COLS)
     group_blocks = GROUP * col_blocks
     for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
-        first = block // group_blocks * GROUP
-        in_group = tl.minimum(row_blocks - first, GROUP)
-        row_start = (first + block % group_blocks % in_group) * ROWS
-        col_block = block % group_blocks // in_group
+        row_block, col_block = block_in_groups(block, row_blocks, group_blocks, GROUP)
+        row_start = row_block * ROWS
         col_start = col_block * COLS
 
         a = tl.zeros((ROWS, COLS), tl.float32)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flce.backends.triton.math import block_in_groups
+
 
 @triton.jit
 def _load_targets(target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden):
@@ -61,11 +63,9 @@ def weight_gradient_kernel(
     col_blocks = tl.cdiv(hidden, COLS)
     group_blocks = GROUP * col_blocks
     for block in range(tl.program_id(0), class_blocks * col_blocks, PROGRAMS):
-        first = block // group_blocks * GROUP
-        in_group = tl.minimum(class_blocks - first, GROUP)
-        class_block = first + block % group_blocks % in_group
+        class_block, col_block = block_in_groups(block, class_blocks, group_blocks, GROUP)
         class_start = class_block * CLASSES
-        col_start = block % group_blocks // in_group * COLS
+        col_start = col_block * COLS
         columns = col_start + tl.arange(0, COLS)
         # Loaded ahead of the product, which takes longer: usually these are all.
         start = tl.load(start_ptr + class_block)
