@@ -98,23 +98,27 @@ def _losses_and_gradients(
     (sweep,) = plan.sweeps
     # Where the plan has no room for logits, because they were not to be in memory, they have little.
     step = plan.unfused_rows or sweep.rows
-    buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols, logits_rows=min(step, sweep.rows))
+    few = _TileBuffer(p, plan, step, sweep.cols)
+    buffer = few if step == sweep.rows else _TileBuffer(p, plan, sweep.rows, plan.own_cols, logits=False)
     grads = _GradientSums(p, plan, selection)
     grads.start(sweep)
     cols = slice(0, plan.vocab_size)
     for rows in _pieces(selection.num_rows, sweep.rows):
         xs = selection.inputs(rows)
+        tiles = _whole_rows(plan, buffer, grads, rows)
         for part in _pieces(rows.stop - rows.start, step):
             of_part = slice(rows.start + part.start, rows.start + part.stop)
-            logits, dlogits, tile = buffer.part(part)
+            logits, dlogits, tile = few.tile(part, cols)
             _write_logits(p, [x[part] for x in xs], cols, logits)
             inputs = selection.row_inputs(of_part, constants)
             backend.loss_and_gradient(logits, dlogits, inputs, p.spec, tile, out.rows(of_part))
-        dlogits = buffer.tile(rows, cols)[1]
+            if few is not buffer:
+                for piece, of_piece in zip(tiles, dlogits.split([t.shape[1] for t in tiles], 1), strict=True):
+                    piece[part] = of_piece
         if plan.late_normalization:
-            grads.add_whole_rows(dlogits, buffer.behind(rows), xs[0], rows, None)
+            grads.add_whole_rows(tiles, buffer.behind(rows), xs[0], rows, None)
         else:
-            grads.add(dlogits, xs, rows, cols)
+            grads.add(tiles[0], xs, rows, cols)
         del xs  # gathered rows, before the next are
     return grads.result()
 
@@ -125,17 +129,17 @@ def _losses_and_late_gradients(
     """The same, with exponentials in the place of the gradient of the logits: normalized after the products."""
     backend, weight = get_backend(p.device), p.terms[0].weight
     (sweep,) = plan.sweeps
-    buffer = _TileBuffer(p, plan, sweep.rows, sweep.cols, logits_rows=0)
+    buffer = _TileBuffer(p, plan, sweep.rows, plan.own_cols, logits=False)
     grads = _GradientSums(p, plan, selection)
     grads.start(sweep)
     # (2, rows) what rows of exponentials are multiplied by, and gradients of the targets' logits
     factors = out.loss.new_empty(2, selection.most_rows)
-    cols, count = slice(0, plan.vocab_size), selection.count
+    count = selection.count
     start, stop = 0, selection.most_rows
     while start < stop:
         rows = slice(start, min(start + sweep.rows, stop))
         (x,) = selection.inputs(rows)
-        exps = buffer.tile(rows, cols)[1]
+        exps = _whole_rows(plan, buffer, grads, rows)
         inputs = selection.row_inputs(rows, constants)
         on_device = None if count is None or start > 0 else count.on_device
         backend.product_exponentials(x, weight, exps, inputs, p.spec, out.rows(rows), factors[:, rows], on_device)
@@ -144,10 +148,19 @@ def _losses_and_late_gradients(
         rows = slice(start, min(rows.stop, stop))
         size = rows.stop - rows.start
         if size > 0:
-            grads.add_whole_rows(exps[:size], buffer.behind(rows), x[:size], rows, factors)
+            grads.add_whole_rows([tile[:size] for tile in exps], buffer.behind(rows), x[:size], rows, factors)
         del x  # gathered rows, before the next are
         start = rows.stop
     return grads.result()
+
+
+def _whole_rows(plan: ChunkPlan, buffer: _TileBuffer, grads: _GradientSums, rows: slice) -> list[Tensor]:
+    """Memory for rows of all classes, (rows, V): one tile in the buffer, and, where the plan says so, others behind it
+    in the memory of the weight gradient."""
+    return [
+        buffer.tile(rows, slice(t.start, t.stop), None if t.place is None else grads.unwritten(t.place))[1]
+        for t in plan.exponential_tiles
+    ]
 
 
 def _statistics(
@@ -239,17 +252,16 @@ class _TileBuffer:
         rows: int,
         cols: int,
         gradient: bool = True,
-        logits_rows: int | None = None,  # fewer than `rows`, if they have memory of their own
+        logits: bool = True,
     ) -> None:
         # An aligned row stride: matrix products on unaligned rows run several times slower.
         self._vocab_size, width = plan.vocab_size, padded_cols(cols)
-        own = gradient and not plan.in_place
+        apart = gradient and logits and not plan.in_place
         grad_dtype = plan.grad_dtype if gradient else plan.logits_dtype
         self.grad = torch.empty((rows, width), dtype=grad_dtype, device=p.device)
         self.logits = self.grad
-        if own:
-            size = rows if logits_rows is None else logits_rows
-            self.logits = torch.empty((size, width), dtype=plan.logits_dtype, device=p.device)
+        if apart:
+            self.logits = torch.empty((rows, width), dtype=plan.logits_dtype, device=p.device)
 
     def tile(self, rows: slice, cols: slice, memory: Tensor | None = None) -> tuple[Tensor, Tensor, Tile]:
         """Logits and their gradient, which may be the same memory, (rows, cols) each; and what they are.
@@ -267,12 +279,6 @@ class _TileBuffer:
     def behind(self, rows: slice) -> Tensor:
         """The memory of the gradient that a tile of these rows and all classes does not use."""
         return self.grad[rows.stop - rows.start :]
-
-    def part(self, rows: slice) -> tuple[Tensor, Tensor, Tile]:
-        """The same of some rows of a tile with all classes, whose logits come and go."""
-        size, v = rows.stop - rows.start, self._vocab_size
-        logits = self.logits[rows] if self.logits is self.grad else self.logits[:size]
-        return logits[:, :v], self.grad[rows, :v], Tile(0, v, v, padded_cols(v))
 
 
 class _GradientSums:
@@ -304,10 +310,15 @@ class _GradientSums:
             ones = dlogits.new_ones(1, dlogits.shape[0])
             matmul(ones, dlogits, out=self._bias[None, cols], accumulate=True)
 
-    def add_whole_rows(self, tile: Tensor, behind: Tensor, x: Tensor, rows: slice, factors: Tensor | None) -> None:
-        """`add` for a tile with all classes of a plan with `ChunkPlan.late_normalization`. It is what
+    def add_whole_rows(
+        self, tiles: Sequence[Tensor], behind: Tensor, x: Tensor, rows: slice, factors: Tensor | None
+    ) -> None:
+        """`add` for `_whole_rows` of a plan with `ChunkPlan.late_normalization`. They are what
         `Backend.product_exponentials` left, or, without `factors`, the gradient of the logits."""
-        self._terms[0].add_whole_rows(tile, behind, x, rows, factors)
+        if len(tiles) > 1:
+            self._terms[0].add_lent_rows(tiles, x, factors)
+        else:
+            self._terms[0].add_whole_rows(tiles[0], behind, x, rows, factors)
 
     def round(self, sweep: Sweep) -> None:
         """Gradients that the sweep has completed, to the dtype in which they are returned."""
@@ -394,7 +405,7 @@ class _TermGradients:
                 scaled = torch.empty_like(x)
             backend.combine_rows(x, None, scaled, target, factors[:, rows], ignore, None)
             if rows.start == 0 and rows.stop == selection.num_rows:
-                backend.weight_gradient(self.weight, tile, scaled, self._target_terms(factors))
+                backend.weight_gradient([self.weight], [tile], scaled, self._target_terms(factors))
             else:
                 self._add_weight(
                     self.weight,
@@ -415,6 +426,28 @@ class _TermGradients:
             matmul(tile[part], weight, out=total)
             result, places = (out[part], None) if index is None else (out, index[part])
             backend.combine_rows(total, of_targets, result, target[part], of_rows[:, part], ignore, places)
+
+    def add_lent_rows(self, tiles: Sequence[Tensor], x: Tensor, factors: Tensor | None) -> None:
+        """The same for tiles of all rows, (N, some classes) each, of which all but the first are in the memory of the
+        gradient of the weight: that comes last, and of it the last classes first. `factors`: (2, N)."""
+        backend, weight, target = get_backend(x.device), self._term.weight, self._selection.target
+        size, hidden = x.shape
+        ignore = self._selection.problem.spec.ignore_index
+        total = x.new_empty(size, hidden, dtype=torch.float32)
+        if self.input is not None:
+            for tile, cols in zip(tiles, _consecutive(tiles), strict=True):
+                matmul(tile, weight[cols], out=total, accumulate=cols.start > 0)
+            of_rows = total.new_ones(2, size) if factors is None else factors
+            backend.combine_rows(total, None if factors is None else weight, self.input, target, of_rows, ignore, None)
+        assert self.weight is not None
+        grads = [self.weight[cols] for cols in _consecutive(tiles)]
+        if factors is None:
+            for grad, tile in zip(reversed(grads), reversed(tiles), strict=True):
+                matmul(tile.t(), x, out=grad)
+        else:
+            scaled = total.view(-1).view(x.dtype)[: x.numel()].view(x.shape)
+            backend.combine_rows(x, None, scaled, target, factors, ignore, None)
+            backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
 
     def _target_terms(self, factors: Tensor) -> TargetTerms:
         """Of all rows that are worked on. `factors`: (2, rows), of which the second are the targets' own."""
@@ -520,6 +553,14 @@ class _Count:
         if self._arrived is not None:
             self._arrived.synchronize()
         return int(self._on_host)
+
+
+def _consecutive(tiles: Sequence[Tensor]) -> Iterator[slice]:
+    """The classes of tiles that together have all, in their order."""
+    stop = 0
+    for tile in tiles:
+        start, stop = stop, stop + tile.shape[1]
+        yield slice(start, stop)
 
 
 def _in_freed_memory(tile: Tensor, behind: Tensor, spare: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -15,6 +15,8 @@ The policy, in full:
   that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
   Where the budget leaves less than `EFFICIENT_COLS` classes beside the sum of the input gradient over blocks, N x H
   in float32, that sum is in the memory of the last classes, whose own logits are then made once more.
+  ``tokens`` with all tokens in one chunk, normalized late (see below), has exponentials of the last classes there where
+  a budget asks for it: their share of dW is made first, and that of the others is written over them.
 * **Split**: where that is no way out either, because the tokens are many or rows are dropped or the head is frozen,
   gradients of inputs and of weights are made in a sweep each, with a fifth product: the first is summed over classes
   for a few tokens at a time, the second over tokens for a few classes.
@@ -33,7 +35,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -101,6 +103,9 @@ LATE_CHUNK = 1 << 37
 # Bytes of vectors with an entry per token that it takes: factors, references, targets in ascending order and what
 # sorting takes.
 LATE_ROW_BYTES = 72
+# Tiles of exponentials in lent memory, the first that keeps a budget. More take less memory of their own, and more
+# time: of 4,096 tokens with H = 4096 and 128,256 classes 1/2, 1/4 and 1/8 of the exponentials are not lent.
+LENT_TILES = (1, 3, 7)
 # The share of a chunk, one in so many, that has float32 logits at a time where they are in memory after all.
 UNFUSED_SHARE = 128
 # Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
@@ -228,6 +233,15 @@ class Sweep:
         return min(self.stop - self.start, max(self._lent(self.start), self.cols))
 
 
+class ExponentialTile(NamedTuple):
+    """Exponentials of all tokens and some classes."""
+
+    start: int
+    stop: int
+    place: int | None
+    """The class whose weight gradient will be where they begin; None: in memory of their own."""
+
+
 @dataclass(frozen=True)
 class ChunkPlan(CallShape):
     """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
@@ -249,6 +263,8 @@ class ChunkPlan(CallShape):
     """Tokens and classes of the tiles of a sweep of its own for the gradients of inputs; None: one sweep for all."""
     lent_input_sum: bool = False
     """Whether the gradient of the head's input is summed in the memory of its weight's."""
+    lent_tiles: int = 0
+    """How many tiles of exponentials are in the memory of the weight gradient, see `exponential_tiles`."""
 
     @property
     def chunk_rows(self) -> int:
@@ -300,7 +316,39 @@ class ChunkPlan(CallShape):
     def unfused_rows(self) -> int | None:
         """Of a chunk whose logits should not have been in memory, but its operands cannot be fused, those that have
         logits at a time; None: all, in the place of their gradient."""
-        return max(1, self.chunk_rows // UNFUSED_SHARE) if self.late_normalization and not self.in_place else None
+        apart = self.late_normalization and (not self.in_place or self.lent_tiles > 0)
+        return max(1, self.chunk_rows // UNFUSED_SHARE) if apart else None
+
+    @property
+    def exponential_tiles(self) -> tuple[ExponentialTile, ...]:
+        """The tiles of all classes, of all tokens. The first has memory of its own.
+
+        The weight gradient of the last is made first, and so on. So a tile may be in the memory of the gradients of all
+        classes before its own. There are k equal ones, as large as fits: with r = N / H a tile of c classes takes the
+        memory of r c. If r is 1 or more they lie next to each other and the last's own classes are all that is
+        behind them, c + k r c <= V; if it is less, each lies before its own classes, k c + r c <= V.
+        """
+        rows, hidden = self.num_tokens, self.hidden_sizes[0]
+        k, vocab_size = self.lent_tiles, self.vocab_size
+        if k == 0:
+            return (ExponentialTile(0, vocab_size, None),)
+        most = vocab_size * hidden // max(k * hidden + rows, hidden + k * rows)
+        for cols in range(most // PRODUCT_BLOCK * PRODUCT_BLOCK, 0, -PRODUCT_BLOCK):
+            tiles = []
+            stop = place = vocab_size
+            for _ in range(k):
+                start = _ceil_div(stop - cols, PRODUCT_BLOCK) * PRODUCT_BLOCK
+                place = min(start, place) - _ceil_div(rows * padded_cols(stop - start), hidden)
+                tiles.append(ExponentialTile(start, stop, place))
+                stop = start
+            if place >= 0 and stop > 0:
+                return (ExponentialTile(0, stop, None), *reversed(tiles))
+        return (ExponentialTile(0, vocab_size, None),)
+
+    @property
+    def own_cols(self) -> int:
+        """Classes of a tile in memory of its own."""
+        return self.exponential_tiles[0].stop if self.lent_tiles else self.block_cols
 
     @property
     def _product_suffices(self) -> bool:
@@ -473,7 +521,7 @@ class ChunkPlan(CallShape):
     @property
     def logits_bytes(self) -> int:
         """Of the buffers that hold a tile's logits and their gradient."""
-        return self._logits_bytes(self.chunk_rows, self.block_cols)
+        return self._logits_bytes(self.chunk_rows, self.own_cols)
 
     def _logits_bytes(self, rows: int, cols: int) -> int:
         sizes = [self.grad_dtype.itemsize] if self.needs.any else []
@@ -532,7 +580,7 @@ class ChunkPlan(CallShape):
             temporaries = max(self._tile_temporaries(sweep.rows, cols, sweep) for cols in (sweep.cols, sweep.widest))
             if self.late_normalization:
                 temporaries += self._late_temporaries(sweep)
-            tile = self._logits_bytes(sweep.rows, sweep.cols) + temporaries
+            tile = self._logits_bytes(sweep.rows, self.own_cols if self.lent_tiles else sweep.cols) + temporaries
             peak = max(peak, rows + held + tile + sums)
             # Casting what is not in the dtype that is returned, when the tile has been given back.
             cast = of_inputs if sweep.input_dtype != self.dtype else 0
@@ -547,10 +595,16 @@ class ChunkPlan(CallShape):
 
     def _late_temporaries(self, sweep: Sweep) -> int:
         """What normalizing after the products takes beside a tile of the sweep and the gradients."""
+        row_bytes = self.hidden_sizes[0] * self.dtype.itemsize
         vectors = self.num_tokens * LATE_ROW_BYTES
-        vectors += (self.unfused_rows or 0) * padded_cols(self.vocab_size) * self.logits_dtype.itemsize
-        scaled = 0 if sweep.inputs or self.skip_ignored else sweep.rows * self.hidden_sizes[0] * self.dtype.itemsize
+        unfused = self.logits_dtype.itemsize + (0 if self.in_place else self.grad_dtype.itemsize)
+        vectors += (self.unfused_rows or 0) * padded_cols(self.vocab_size) * unfused
         sums = self._product_bytes(sweep.rows) // 2
+        if self.lent_tiles:
+            # What the sums take, the gradient of the inputs may have when they have been given back.
+            sums -= self.num_tokens * row_bytes if sweep.inputs else 0
+            return vectors + max(sweep.rows * self.hidden_sizes[0] * 4, sums)
+        scaled = 0 if sweep.inputs or self.skip_ignored else sweep.rows * row_bytes
         if sweep.rows >= self.num_tokens:
             sums = max(0, sums - self._returned_bytes)  # which are made when the sums have been given back
         return vectors + max(scaled, sums)
@@ -590,7 +644,8 @@ class ChunkPlan(CallShape):
             piece = min(CAST_BYTES, cols * max(sizes) * 4)
             size += max(rows * max(sizes) * 4, part + min(CAST_BYTES, rows * widest_grad * 4)) + piece
         elif self.late_normalization:
-            size += 0 if input_in_freed_memory(rows, max(sizes), cols) else rows * widest_grad * 4
+            freed = self.lent_tiles > 0 or input_in_freed_memory(rows, max(sizes), cols)
+            size += 0 if freed else rows * widest_grad * 4
         elif self.dtype.itemsize < 4 and (cols % ALIGNMENT or (part and self._rounds_last_block(sweep))):
             # see gemm: the gradient of the rows, before it is rounded
             size += part + rows * widest_grad * 4
@@ -615,7 +670,8 @@ class ChunkPlan(CallShape):
             f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
             f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
             f"{', input gradients apart' if self.input_tile else ''}"
-            f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}, "
+            f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}"
+            f"{f', {self.lent_tiles} tiles in the memory of the weight gradient' if self.lent_tiles else ''}, "
             f"logits {'not in memory' if apart else 'in ' + _name(self.logits_dtype)}, "
             f"{self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
@@ -823,9 +879,8 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
         return tokens if tokens.workspace_bytes <= budget else vocab
     efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
     # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
-    for rows in (efficient_rows, tokens.num_tokens):
-        if _with_rows(tokens, rows).workspace_bytes <= budget:
-            return tokens
+    if _with_rows(tokens, efficient_rows).workspace_bytes <= budget or _in_one_chunk(tokens, budget) is not None:
+        return tokens
     if _efficient(vocab, budget) is not None:
         return vocab
     if _with_rows(tokens, efficient_rows // 8).workspace_bytes <= budget:
@@ -835,6 +890,19 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
 
 def _with_rows(plan: ChunkPlan, rows: int) -> ChunkPlan:
     return replace(plan, max_rows=min(rows, max(1, plan.num_tokens)), equal_rows=rows >= ROW_MULTIPLE)
+
+
+def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
+    """All tokens at once, with some exponentials in lent memory if need be; None if neither fits."""
+    fitting = (plan for plan in _whole(tokens) if plan.workspace_bytes <= budget)
+    return next(fitting, None)
+
+
+def _whole(tokens: ChunkPlan) -> list[ChunkPlan]:
+    whole = _with_rows(tokens, tokens.num_tokens)
+    lends = whole.late_normalization and whole.num_tokens > 0 and whole.needs.weights[0] and not whole.skip_ignored
+    lent = [replace(whole, lent_tiles=count) for count in LENT_TILES] if lends else []
+    return [whole, *(plan for plan in lent if len(plan.exponential_tiles) > 1)]
 
 
 def _with_cols(plan: ChunkPlan, cols: int) -> ChunkPlan:
@@ -858,6 +926,8 @@ def _smallest(plan: ChunkPlan) -> ChunkPlan:
     """
     most = _largest_size(plan)
     candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
+    if plan.strategy == "tokens":
+        candidates += _whole(plan)
     if _can_lend_input_sum(plan):
         candidates += [replace(c, lent_input_sum=True) for c in candidates if c.block_cols < plan.vocab_size]
     if _can_split(plan):
@@ -901,7 +971,7 @@ def _efficient(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
 
 def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
     """The plan with the largest tiles within the budget, or that with the least workspace if none is."""
-    efficient = _efficient(plan, budget) if plan.strategy == "vocab" else None
+    efficient = _efficient(plan, budget) if plan.strategy == "vocab" else _in_one_chunk(plan, budget)
     return efficient or _fit_size(plan, budget) or _smallest(plan)
 
 

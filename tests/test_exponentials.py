@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flce
 from flce import engine, planning
@@ -370,6 +372,94 @@ def test_operands_without_descriptors(
     check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
 
 
+@pytest.fixture
+def lent_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Tiles in the memory of the weight gradient, where there are any."""
+    monkeypatch.setattr(planning, "LENT_TILES", (request.param,))
+    return request.param
+
+
+def lent(problem: Problem, count: int, grads: str = "xw", **options: Any) -> flce.ChunkOptions:
+    """A budget that takes them."""
+    options |= {"skip_ignored": False, "strategy": "tokens"}
+    whole = plan_of(problem, flce.ChunkOptions(**options), grads)
+    budget = replace(whole, lent_tiles=count).workspace_bytes + 4096  # for statistics
+    options_lent = flce.ChunkOptions(max_workspace_bytes=budget, **options)
+    assert plan_of(problem, options_lent, grads).lent_tiles == count
+    return options_lent
+
+
+@pytest.mark.parametrize("tokens", [40, 150], ids=lambda n: f"{n} tokens")
+@pytest.mark.parametrize(
+    ("lent_count", "extras"),
+    [*((count, "plain") for count in planning.LENT_TILES), (1, "all"), (1, "one gradient"), (3, "float32")],
+    indirect=["lent_count"],
+)
+def test_tiles_in_the_memory_of_the_weight_gradient(
+    tokens: int, lent_count: int, extras: str, device: torch.device
+) -> None:
+    """More and fewer tokens than a row of the head has entries; targets in all tiles."""
+    settings = {**EXTRAS.get(extras, {}), "leading": (tokens,), "hidden": 64, "vocab": 6149}
+    problem = problem_of(device, **settings)
+    grads = "w" if extras == "one gradient" else "xw"
+    options = lent(problem, lent_count, grads, logits_dtype=torch.float32 if extras == "float32" else None)
+    check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("lent_count", [1, 3], indirect=True)
+def test_lent_tiles_change_nothing(lent_count: int, device: torch.device) -> None:
+    """But the order in which products for the gradient of the inputs are summed."""
+    problem = problem_of(device, leading=(100,), hidden=64, vocab=2117, std=16.0)
+    problem.linear_weight[4::9] *= 10  # beyond the sample: some products are made again
+    usual = run_fused(problem, grads="xw")
+    mine = run_fused(problem, options=lent(problem, lent_count), grads="xw")
+    assert usual.grad_weight is not None
+    assert mine.grad_weight is not None
+    assert torch.equal(mine.loss, usual.loss)
+    assert torch.equal(mine.grad_weight, usual.grad_weight)
+    assert relative_error(mine.grad_input, usual.grad_input) < 0.1 * ULP
+
+
+@pytest.mark.parametrize("lent_count", [1, 3], indirect=True)
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
+def test_lent_tiles_of_operands_without_descriptors(
+    lent_count: int, logits_dtype: torch.dtype | None, device: torch.device
+) -> None:
+    problem = problem_of(device, leading=(150,), hidden=64, vocab=2117, ignored=0.2)
+    memory = problem.linear_weight.new_zeros(2117 * 64 + 1)
+    weight = memory[1:].view(2117, 64).copy_(problem.linear_weight)
+    options = lent(problem, lent_count, logits_dtype=logits_dtype)
+    check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
+
+
+@given(
+    tokens=st.integers(1, 20000),
+    hidden=st.integers(1, 1024).map(lambda n: 8 * n),
+    vocab=st.integers(1, 300_000),
+    count=st.sampled_from(planning.LENT_TILES),
+)
+def test_where_lent_tiles_lie(tokens: int, hidden: int, vocab: int, count: int) -> None:
+    """Where nothing is written before they have been read: behind no class of theirs, and apart."""
+    shape = flce.plan(tokens, hidden, vocab, torch.bfloat16, device="cpu")
+    own, *tiles = replace(shape, lent_tiles=count).exponential_tiles
+    assert own.start == 0
+    assert own.place is None
+    assert len(tiles) in (0, count)
+    stop, free = own.stop, 0
+    for tile in tiles:
+        assert tile.start == stop < tile.stop
+        assert stop % 256 == 0
+        assert tile.place is not None
+        assert free <= tile.place
+        room = -(-(tile.stop - tile.start) // 64) * 64
+        free = tile.place + -(-tokens * room // hidden)
+        assert free <= tile.start
+        stop = tile.stop
+    assert stop == vocab
+    if vocab > 512 * (count + 1) * (1 + tokens / hidden):
+        assert tiles  # with room to spare
+
+
 def test_the_same_bits_every_time(device: torch.device) -> None:
     problem = problem_of(device, leading=(300,))
     problem.target[::2] = 3
@@ -424,3 +514,16 @@ def test_promise(shape: tuple[int, int, int], grads: str, mib: int | None, skip:
     chunking: dict[str, Any] = {"max_workspace_bytes": None if mib is None else mib << 20, "strategy": "tokens"}
     settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.3 if skip else 0.0}
     assert_kept(*promise_and_peak(*shape, "cuda", settings, {**chunking, "skip_ignored": skip}))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 4096, 33024), (4096, 4096, 50257), (8192, 4096, 33024)], ids=str)
+@pytest.mark.parametrize("lent_count", planning.LENT_TILES, indirect=True)
+@pytest.mark.parametrize("grads", ["xw", "w"])
+def test_promise_of_lent_tiles(shape: tuple[int, int, int], lent_count: int, grads: str) -> None:
+    whole = flce.plan(*shape, torch.bfloat16, input_grad="x" in grads)
+    budget = replace(whole, lent_tiles=lent_count).workspace_bytes + (2 << 20)  # what is left to the allocator
+    options = flce.ChunkOptions(max_workspace_bytes=budget)
+    assert flce.plan(*shape, torch.bfloat16, input_grad="x" in grads, options=options).lent_tiles == lent_count
+    settings = {"dtype": torch.bfloat16, "grads": grads}
+    assert_kept(*promise_and_peak(*shape, "cuda", settings, {"max_workspace_bytes": budget}))

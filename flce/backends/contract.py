@@ -202,7 +202,7 @@ class Backend(Protocol):
         self,
         x: Tensor,
         weight: Tensor,
-        exps: Tensor,
+        exps: Sequence[Tensor],
         rows: RowInputs,
         spec: LossSpec,
         out: RowOutputs,
@@ -212,8 +212,9 @@ class Backend(Protocol):
         """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory, and their gradient:
         ``factors[0][:, None] * exps``, but in the target's column, where `exps` is 0, ``factors[1]``.
 
-        x: (rows, H), weight: (V, H), exps: (rows, V), all bfloat16; factors: (2, rows) float32. `count`: (), if it is
-        known that all rows from there on are ignored: nothing is written to their `exps`.
+        x: (rows, H), weight: (V, H), exps: (rows, V), all bfloat16; factors: (2, rows) float32. `exps` may be several
+        pieces of consecutive classes, of which all but the last have a multiple of `PRODUCT_BLOCK`. `count`: (), if it
+        is known that all rows from there on are ignored: nothing is written to their `exps`.
         """
 
     def combine_rows(
@@ -229,11 +230,14 @@ class Backend(Protocol):
         """``out[index] = factors[0][:, None] * x``, with ``factors[1][:, None] * weight[target]`` if there is a weight;
         0 for ignored rows. x: (rows, H); out: (N, H), perhaps x itself; index: (rows,), or None for the same rows."""
 
-    def weight_gradient(self, grad: Tensor, exps: Tensor, scaled: Tensor, terms: TargetTerms) -> None:
+    def weight_gradient(
+        self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms
+    ) -> None:
         """``grad = exps^T scaled``, and `terms`. Both sums are one, in float32 and rounded once, and the same bits
         every time.
 
-        grad: (V, H), exps: (rows, V), scaled: (rows, H).
+        grad: (V, H), exps: (rows, V), in as many pieces of consecutive classes; scaled: (rows, H). The last piece comes
+        first: `exps` of a later piece may be where an earlier one's gradient is written.
         """
 
     def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:

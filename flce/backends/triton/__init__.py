@@ -142,7 +142,7 @@ class TritonBackend:
         self,
         x: Tensor,
         weight: Tensor,
-        exps: Tensor,
+        exps: Sequence[Tensor],
         rows: RowInputs,
         spec: LossSpec,
         out: RowOutputs,
@@ -166,10 +166,17 @@ class TritonBackend:
             with _device_of(x):
                 exponentials_launch.combine_rows(x, weight, out, target, factors, ignore_index, index).run()
 
-    def weight_gradient(self, grad: Tensor, exps: Tensor, scaled: Tensor, terms: TargetTerms) -> None:
-        with _device_of(exps):
-            targets = exponentials_launch.SortedTargets.of(terms, len(grad))
-            exponentials_launch.weight_gradient(exps, scaled, grad, targets, targets.starts(len(grad))).run()
+    def weight_gradient(
+        self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms
+    ) -> None:
+        with _device_of(scaled):
+            stop = sum(map(len, grads))
+            targets = exponentials_launch.SortedTargets.of(terms, stop)
+            for grad, tile in zip(reversed(grads), reversed(exps), strict=True):
+                start = stop - len(grad)
+                starts = targets.starts(start, stop)
+                exponentials_launch.weight_gradient(tile, scaled, grad, targets, starts, start).run()
+                stop = start
 
     def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
         with _device_of(terms.x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP, WEIGHT_TARGETS = 128, 2
 def product_exponentials(
     x: Tensor,
     weight: Tensor,
-    exps: Tensor,
+    exps: Sequence[Tensor],
     rows: RowInputs,
     spec: LossSpec,
     out: RowOutputs,
@@ -52,7 +53,7 @@ def product_exponentials(
         return
     # Where the exponentials will be.
     sampled = _sampled(weight)
-    sample = torch.mm(x, sampled.t(), out=exps[:, : len(sampled)])
+    sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
     for launch in _launches(x, weight, sample, exps, rows, spec, out, factors, count):
         launch.run()
 
@@ -69,10 +70,10 @@ def launches_of(p: LinearCrossEntropyProblem, counted: bool) -> list[Launch]:
     ignore, index = p.spec.ignore_index, target if counted else None
     targets = SortedTargets(x, target.int(), target, vector, ignore)
     return [
-        *_launches(x, weight, exps, exps, rows, p.spec, out, vectors, target if counted else None),
+        *_launches(x, weight, exps, [exps], rows, p.spec, out, vectors, target if counted else None),
         combine_rows(x, None, x, target, vectors, ignore, None),
         combine_rows(x.float(), weight, x, target, vectors, ignore, index),
-        weight_gradient(exps, x, weight, targets, target.int()),
+        weight_gradient(exps, x, weight, targets, target.int(), 0),
     ]
 
 
@@ -89,7 +90,7 @@ def _launches(
     x: Tensor,
     weight: Tensor,
     sample: Tensor,
-    exps: Tensor,
+    exps: Sequence[Tensor],
     rows: RowInputs,
     spec: LossSpec,
     out: RowOutputs,
@@ -125,14 +126,14 @@ def _launches(
             },
         )
     ]  # fmt: skip
-    whole = Tile(0, vocab_size, vocab_size, vocab_size)
-    for attempt, tiles in enumerate((product_launch.tiles(vocab_size), [whole])):
+    for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
-        for tile in tiles:
+        for tile, of_tile in _tiles(exps, vocab_size, whole):
             cols = slice(tile.start, tile.start + tile.cols)
-            of_tile = weight[cols], exps[:, cols]
             launches.append(
-                product_launch.launch(x, *of_tile, rows, spec, tile, partial, reference=reference, work=todo)
+                product_launch.launch(
+                    x, weight[cols], of_tile, rows, spec, tile, partial, reference=reference, work=todo
+                )
             )
         launches += [
             Launch(
@@ -152,6 +153,17 @@ def _launches(
             ),
         ]  # fmt: skip
     return launches
+
+
+def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool) -> Iterator[tuple[Tile, Tensor]]:
+    """What is launched by itself. `whole`: as little as can be, of something that is rarely done."""
+    start = 0
+    for piece in exps:
+        stop = start + piece.shape[1]
+        one = [Tile(start, stop - start, vocab_size, stop - start)]
+        for tile in one if whole else product_launch.tiles(start, stop, vocab_size):
+            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
+        start = stop
 
 
 def combine_rows(
@@ -187,16 +199,17 @@ class SortedTargets(NamedTuple):
         rows = order if terms.rows is None else terms.rows[order]
         return SortedTargets(terms.x, ascending, rows, terms.factor[order], terms.ignore_index)
 
-    def starts(self, vocab_size: int) -> Tensor:
-        """Where the targets of each block of classes begin."""
-        blocks = triton.cdiv(vocab_size, WEIGHT_CLASSES)
-        borders = torch.arange(
-            0, (blocks + 1) * WEIGHT_CLASSES, WEIGHT_CLASSES, device=self.x.device, dtype=torch.int32
-        )
+    def starts(self, first_class: int, stop: int) -> Tensor:
+        """Where the targets of each block of these classes begin."""
+        end = first_class + (triton.cdiv(stop - first_class, WEIGHT_CLASSES) + 1) * WEIGHT_CLASSES
+        borders = torch.arange(first_class, end, WEIGHT_CLASSES, device=self.x.device, dtype=torch.int32)
         return torch.searchsorted(self.target, borders, out_int32=True)
 
 
-def weight_gradient(exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedTargets, starts: Tensor) -> Launch:
+def weight_gradient(
+    exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedTargets, starts: Tensor, first_class: int
+) -> Launch:
+    """Of the classes from `first_class` on; `starts` of them."""
     programs = device_facts(exps.device).multiprocessors
     x = targets.x
     args = (
@@ -204,7 +217,7 @@ def weight_gradient(exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedT
         TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
         TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
         x, targets.target, targets.rows, targets.factor, starts,
-        x.stride(0), len(exps), x.shape[1], len(grad), targets.ignore_index,
+        x.stride(0), len(exps), x.shape[1], first_class, len(grad), targets.ignore_index,
     )  # fmt: skip
     options = {
         "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "TARGETS": WEIGHT_TARGETS,

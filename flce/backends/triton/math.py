@@ -9,11 +9,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def block_in_groups(block, row_blocks, group_blocks, GROUP: tl.constexpr):
-    """Row and column of a block of a product. All blocks of GROUP rows of blocks, group_blocks, come before the next,
+def balanced_group(row_blocks, GROUP: tl.constexpr):
+    """1 to GROUP, so that no group is much smaller than the others: it would use less of what it loads."""
+    groups = tl.maximum(tl.cdiv(row_blocks, GROUP), 1)
+    return tl.maximum(tl.cdiv(row_blocks, groups), 1)
+
+
+@triton.jit
+def block_in_groups(block, row_blocks, group_blocks, group):
+    """Row and column of a block of a product. All blocks of `group` rows of blocks, group_blocks, come before the next,
     so that what they load is used again while it is in the cache."""
-    first = block // group_blocks * GROUP
-    in_group = tl.minimum(row_blocks - first, GROUP)
+    first = block // group_blocks * group
+    in_group = tl.minimum(row_blocks - first, group)
     return first + block % group_blocks % in_group, block % group_blocks // in_group
 
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from flce.backends.triton.cross_entropy import _transform
-from flce.backends.triton.math import LOG2_E, block_in_groups
+from flce.backends.triton.math import LOG2_E, balanced_group, block_in_groups
 
 # Exponentials beyond 2^this are out of range. Sums of 2^18 of them, times weights, are far from the end of float32 and
 # bfloat16, and so is the inverse of such a sum, divided by a number of tokens, times an input.
@@ -80,9 +80,10 @@ def product_kernel(
     if EXPONENTIALS:
         row_blocks = tl.minimum(row_blocks, tl.load(work_ptr) - 1)
     col_blocks = tl.cdiv(cols, COLS)
-    group_blocks = GROUP * col_blocks
+    group = balanced_group(row_blocks, GROUP)
+    group_blocks = group * col_blocks
     for block in tl.range(tl.program_id(0), row_blocks * col_blocks, PROGRAMS, flatten=True):
-        row_block, col_block = block_in_groups(block, row_blocks, group_blocks, GROUP)
+        row_block, col_block = block_in_groups(block, row_blocks, group_blocks, group)
         row_start = row_block * ROWS
         col_start = col_block * COLS
 

@@ -54,7 +54,7 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
     if num_rows:
         launches = [
             launch(x, w, None, rows, spec, tile, partial, target_logit=target_logit)
-            for w, tile in ((weight[tile.start : tile.start + tile.cols], tile) for tile in tiles(cols))
+            for w, tile in ((weight[tile.start : tile.start + tile.cols], tile) for tile in tiles(0, cols, cols))
         ]
         key = ("statistics", *build_key(x, weight, rows, spec))
         build_once(key, lambda: launches, x.device)
@@ -68,9 +68,9 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
     finish(state, rows, spec, cols, out)
 
 
-def tiles(vocab_size: int) -> list[Tile]:
-    """Of all classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%."""
-    borders = sorted({0, vocab_size // LAUNCH.cols * LAUNCH.cols, vocab_size})
+def tiles(first: int, end: int, vocab_size: int) -> list[Tile]:
+    """Of these classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%."""
+    borders = sorted({first, first + (end - first) // LAUNCH.cols * LAUNCH.cols, end})
     return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 

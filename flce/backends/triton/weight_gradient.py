@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends.triton.math import block_in_groups
+from flce.backends.triton.math import balanced_group, block_in_groups
 
 
 @triton.jit
@@ -37,11 +37,11 @@ def _add_targets(a, class_start, target, factor, x):
     return tl.dot(low, x, tl.dot(high, x, a))
 
 
-@triton.jit(do_not_specialize=["rows", "ignore_index"])
+@triton.jit(do_not_specialize=["rows", "first_class", "classes", "ignore_index"])
 def weight_gradient_kernel(
-    exps_desc,  # (rows, V)
+    exps_desc,  # (rows, classes)
     scaled_desc,  # (rows, hidden) f * X
-    grad_desc,  # (V, hidden)
+    grad_desc,  # (classes, hidden)
     x_ptr,  # (N, hidden), row stride x_stride
     target_ptr,  # (rows,) int32, ascending
     row_ptr,  # (rows,) int64: rows of x, in that order
@@ -50,7 +50,8 @@ def weight_gradient_kernel(
     x_stride,
     rows,
     hidden,
-    vocab_size,
+    first_class,
+    classes,
     ignore_index,
     CLASSES: tl.constexpr,
     COLS: tl.constexpr,
@@ -59,11 +60,12 @@ def weight_gradient_kernel(
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    class_blocks = tl.cdiv(vocab_size, CLASSES)
+    class_blocks = tl.cdiv(classes, CLASSES)
     col_blocks = tl.cdiv(hidden, COLS)
-    group_blocks = GROUP * col_blocks
+    group = balanced_group(class_blocks, GROUP)
+    group_blocks = group * col_blocks
     for block in range(tl.program_id(0), class_blocks * col_blocks, PROGRAMS):
-        class_block, col_block = block_in_groups(block, class_blocks, group_blocks, GROUP)
+        class_block, col_block = block_in_groups(block, class_blocks, group_blocks, group)
         class_start = class_block * CLASSES
         col_start = col_block * COLS
         columns = col_start + tl.arange(0, COLS)
@@ -80,11 +82,11 @@ def weight_gradient_kernel(
             a = tl.dot(exps_desc.load([k, class_start]).T, scaled_desc.load([k, col_start]), a)
 
         if start < stop:
-            a = _add_targets(a, class_start, target, factor, x)
+            a = _add_targets(a, first_class + class_start, target, factor, x)
         for more in range(start + TARGETS, stop, TARGETS):
             number = more + tl.arange(0, TARGETS)
             target, factor, x = _load_targets(
                 target_ptr, row_ptr, factor_ptr, x_ptr, x_stride, number, stop, ignore_index, columns, hidden
             )
-            a = _add_targets(a, class_start, target, factor, x)
+            a = _add_targets(a, first_class + class_start, target, factor, x)
         grad_desc.store([class_start, col_start], a.to(grad_desc.dtype))
