@@ -88,10 +88,8 @@ ROW_MULTIPLE = 128
 # CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
 # to keep the budget too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
-# Tokens whose statistics are made at once where no logits are in memory: 33 MiB for 128,256 classes. Temporaries of so
-# many float32 vectors with an entry for each are made at the end.
+# Tokens whose statistics are made at once where no logits are in memory: 33 MiB for 128,256 classes.
 PRODUCT_ROWS = 8192
-FINISHING_VECTORS = 8
 # Where exponentials are normalized after the products (`backends/triton/exponentials.py`): of dtypes with the range for
 # it, and from so many entries of the head on, V x H. It takes some fifteen more launches, a millisecond of the host,
 # which a device that is through with a small head sooner would wait for.
@@ -546,8 +544,7 @@ class ChunkPlan(CallShape):
         if self.fused_product:
             fused = self.product_rows
             gathered = fused * sum(self.hidden_sizes) * self.dtype.itemsize if self.skip_ignored else 0
-            finishing = (STATE_SLOTS + FINISHING_VECTORS) * fused * 4
-            peak = max(peak, rows + self._product_bytes(fused) + gathered + finishing)
+            peak = max(peak, rows + self._product_bytes(fused) + gathered + 4 * fused)  # and the targets' logits
         return peak
 
     def _gradients_peak(self) -> int:

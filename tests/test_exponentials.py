@@ -391,7 +391,7 @@ def lent(problem: Problem, count: int, grads: str = "xw", **options: Any) -> flc
 
 @pytest.mark.parametrize("tokens", [40, 150], ids=lambda n: f"{n} tokens")
 @pytest.mark.parametrize(
-    ("lent_count", "extras"),
+    "lent_count, extras",
     [*((count, "plain") for count in planning.LENT_TILES), (1, "all"), (1, "one gradient"), (3, "float32")],
     indirect=["lent_count"],
 )
@@ -417,6 +417,8 @@ def test_lent_tiles_change_nothing(lent_count: int, device: torch.device) -> Non
     assert mine.grad_weight is not None
     assert torch.equal(mine.loss, usual.loss)
     assert torch.equal(mine.grad_weight, usual.grad_weight)
+    assert usual.grad_input is not None
+    assert mine.grad_input is not None
     assert relative_error(mine.grad_input, usual.grad_input) < 0.1 * ULP
 
 

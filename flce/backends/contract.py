@@ -60,7 +60,7 @@ class RowInputs:
 
     def tile_bias(self, tile: Tile) -> Tensor | None:
         """(cols,) of the classes of a tile."""
-        return None if self.bias is None else self.bias[tile.start : tile.start + tile.cols]
+        return None if self.bias is None else self.bias[tile.columns]
 
     def weight_sum(self, vocab_size: int) -> Tensor | float:
         """Of all classes."""
@@ -116,6 +116,10 @@ class Tile:
     def first(self) -> bool:
         """Whether statistics begin with this tile."""
         return self.shard or self.start == 0
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.start + self.cols)
 
     @property
     def last(self) -> bool:

@@ -236,7 +236,7 @@ def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor
         merged[REFERENCE] = reference
         relative = z - reference[:, None]
         if rows.class_weight is not None:
-            relative.mul_(rows.class_weight[tile.start : tile.start + tile.cols])
+            relative.mul_(rows.class_weight[tile.columns])
         merged[SMOOTH_SUM] = relative.sum(1)
         del relative
         if before is not None:
@@ -296,7 +296,7 @@ def _gradient(
         if rows.class_weight is None:
             g.sub_(uniform)
         else:
-            weight = rows.class_weight[tile.start : tile.start + tile.cols].to(g.dtype)
+            weight = rows.class_weight[tile.columns].to(g.dtype)
             g.addcmul_(uniform, weight, value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)

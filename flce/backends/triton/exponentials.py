@@ -35,6 +35,7 @@ import triton.language as tl
 
 from flce.backends.triton.cross_entropy import _transform
 from flce.backends.triton.math import LOG2_E
+from flce.backends.triton.product import store_losses
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Of flags: kernels are built for addresses that are multiples of 16 bytes.
@@ -203,22 +204,15 @@ def finish_kernel(
         # Wrong targets make NaN, not nonsense; as do rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
         lse = offset + log_sum
-        row_weight = tl.full((ROWS,), 1.0, tl.float32)
-        if HAS_TOKEN_WEIGHT:
-            row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
-        target_weight = tl.full((ROWS,), 1.0, tl.float32)
-        if HAS_CLASS_WEIGHT:
-            target_weight = tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(tl.float32)
-        tl.store(loss_ptr + row, tl.where(valid, nll * target_weight * row_weight, 0.0), mask=exists)
-        tl.store(normalizer_ptr + row, tl.where(valid, offset, 0.0), mask=exists)
-        tl.store(normalizer_ptr + normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=exists)
-        if WANT_LOGPROB:
-            tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=exists)
+        row_weight, target_weight = store_losses(
+            nll, offset, log_sum, row, exists, target, valid, in_range, class_weight_ptr, token_weight_ptr, loss_ptr,
+            z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride, z_loss,
+            HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_Z_LOSS, WANT_LOGPROB,
+        )  # fmt: skip
 
         one_hot = tl.where(in_range, row_weight, float("nan")) * target_weight * tl.load(constants_ptr).to(tl.float32)
         softmax = one_hot
         if HAS_Z_LOSS:
-            tl.store(z_loss_ptr + row, tl.where(valid, z_loss * lse * lse * row_weight, 0.0), mask=exists)
             softmax += row_weight * tl.load(constants_ptr + 1).to(tl.float32) * 2.0 * z_loss * lse
         factor = tl.where(normalizer > _LEAST, softmax / normalizer, float("nan"))
         of_target = (softmax - one_hot) - factor * total

@@ -28,8 +28,6 @@ from flce.problem import LinearCrossEntropyProblem, LossSpec
 SAMPLES = 256
 # Elements of a row of hidden states at a time. On an H200 512 to 4096 are the same.
 BLOCK = 1024
-# Rows of losses for a program, and blocks of sums at a time.
-FINISH_ROWS, FINISH_BLOCKS = 32, 32
 # Of the sums for each target: rows and columns at a time, and targets that are compared at a time. Few columns, so that
 # many programs share what a frequent target has to sum.
 SUM_ROWS, SUM_BLOCK, SCAN = 32, 256, 128
@@ -129,16 +127,15 @@ def _launches(
     for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
         for tile, of_tile in _tiles(exps, vocab_size, whole):
-            cols = slice(tile.start, tile.start + tile.cols)
             launches.append(
                 product_launch.launch(
-                    x, weight[cols], of_tile, rows, spec, tile, partial, reference=reference, work=todo
+                    x, weight[tile.columns], of_tile, rows, spec, tile, partial, reference=reference, work=todo
                 )
             )
         launches += [
             Launch(
                 finish_kernel,
-                (triton.cdiv(num_rows, FINISH_ROWS),),
+                (triton.cdiv(num_rows, product_launch.FINISH_ROWS),),
                 (
                     partial, reference, target_logit, target_jacobian, rows.target, pointer(rows.class_weight),
                     pointer(rows.token_weight), rows.constants, out.loss, pointer(out.z_loss), out.normalizer,
@@ -148,7 +145,8 @@ def _launches(
                 {
                     **of("HAS_CLASS_WEIGHT", "HAS_TOKEN_WEIGHT", "HAS_Z_LOSS"),
                     "HAS_SCALE": flags["HAS_SCALE"] and not flags["HAS_SOFTCAP"],
-                    "WANT_LOGPROB": out.logprob is not None, "ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS,
+                    "WANT_LOGPROB": out.logprob is not None,
+                    "ROWS": product_launch.FINISH_ROWS, "BLOCKS": product_launch.FINISH_BLOCKS,
                 },
             ),
         ]  # fmt: skip

@@ -3,7 +3,7 @@
 What the vendor's product followed by a pass over the logits does. A block of ``x W^T`` is summed in float32 and stays
 in registers: it is neither written as logits, nor read again, nor rounded. Three epilogues:
 
-* statistics of the rows, where nothing else is wanted;
+* statistics of the rows, where nothing else is wanted: of each block, for `finish_statistics_kernel` to merge;
 * the gradient of the logits, where they are made a second time and the statistics are known. Both sum in the same
   order, so the gradient sees the logits that the statistics were made of, to the bit;
 * exponentials relative to a reference of each row, and their sums, where gradients are made in one go: see
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from flce.backends.triton.cross_entropy import _transform
-from flce.backends.triton.math import LOG2_E, balanced_group, block_in_groups
+from flce.backends.triton.math import LOG2_E, balanced_group, block_in_groups, softmax_merge
 
 # Exponentials beyond 2^this are out of range. Sums of 2^18 of them, times weights, are far from the end of float32 and
 # bfloat16, and so is the inverse of such a sum, divided by a number of tokens, times an input.
@@ -161,3 +161,96 @@ def product_kernel(
             tl.store(partial_ptr + place, largest, mask=exists)
             plane = tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
             tl.store(partial_ptr + plane + place, total, mask=exists)
+
+
+@triton.jit
+def store_losses(
+    nll,  # (rows,) the rest, too
+    offset,  # the log-sum-exp is offset + log_sum
+    log_sum,
+    row,
+    exists,
+    target,
+    valid,
+    in_range,
+    class_weight_ptr,
+    token_weight_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    normalizer_ptr,
+    logprob_ptr,
+    normalizer_stride,
+    z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    WANT_LOGPROB: tl.constexpr,
+):
+    """Losses and statistics of rows, 0 for those that are ignored. Returns the weights of their tokens and targets."""
+    row_weight = tl.full(nll.shape, 1.0, tl.float32)
+    if HAS_TOKEN_WEIGHT:
+        row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
+    target_weight = tl.full(nll.shape, 1.0, tl.float32)
+    if HAS_CLASS_WEIGHT:
+        target_weight = tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(tl.float32)
+    tl.store(loss_ptr + row, tl.where(valid, nll * target_weight * row_weight, 0.0), mask=exists)
+    tl.store(normalizer_ptr + row, tl.where(valid, offset, 0.0), mask=exists)
+    tl.store(normalizer_ptr + normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=exists)
+    if WANT_LOGPROB:
+        tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=exists)
+    if HAS_Z_LOSS:
+        lse = offset + log_sum
+        tl.store(z_loss_ptr + row, tl.where(valid, z_loss * lse * lse * row_weight, 0.0), mask=exists)
+    return row_weight, target_weight
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "vocab_size", "ignore_index", "normalizer_stride"])
+def finish_statistics_kernel(
+    partial_ptr,  # (2, blocks, rows) as `product_kernel` left it
+    target_logit_ptr,  # (rows,), likewise
+    target_ptr,  # (rows,) int64
+    class_weight_ptr,  # (V,)
+    token_weight_ptr,  # (rows,)
+    loss_ptr,  # (rows,) from here on written
+    z_loss_ptr,  # (rows,)
+    normalizer_ptr,  # (2, rows), row stride normalizer_stride
+    logprob_ptr,  # (rows,)
+    normalizer_stride,
+    rows,
+    blocks,
+    vocab_size,
+    ignore_index,
+    z_loss: tl.float64,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    WANT_LOGPROB: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    z_loss = tl.full((), z_loss, tl.float32)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    largest = tl.full((BLOCKS, ROWS), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCKS, ROWS), tl.float32)
+    plane = blocks.to(tl.int64) * rows
+    for start in range(0, blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)[:, None]
+        mask = (block < blocks) & exists[None, :]
+        place = block.to(tl.int64) * rows + row[None, :]
+        more = tl.load(partial_ptr + place, mask=mask, other=float("-inf"))
+        sums = tl.load(partial_ptr + plane + place, mask=mask, other=0.0)
+        largest, total = softmax_merge(largest, total, more, sums)
+    row_max, row_sum = tl.reduce((largest, total), 0, softmax_merge)
+    target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
+    valid = target != ignore_index
+    in_range = (target >= 0) & (target < vocab_size)
+    target_logit = tl.load(target_logit_ptr + row, mask=exists & in_range, other=0.0)
+    log_sum = tl.log(tl.where(valid, row_sum, 1.0))
+    # (m - z_y) first, then log_sum: exact where all logits share a large offset. Wrong targets make NaN, not nonsense.
+    nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
+    store_losses(
+        nll, row_max, log_sum, row, exists, target, valid, in_range, class_weight_ptr, token_weight_ptr, loss_ptr,
+        z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride, z_loss,
+        HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_Z_LOSS, WANT_LOGPROB,
+    )  # fmt: skip

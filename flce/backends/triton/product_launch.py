@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import MAX, PRODUCT_BLOCK, STATE_SLOTS, SUM, TARGET_LOGIT, RowInputs, RowOutputs, Tile
-from flce.backends.state import finish
+from flce.backends.contract import PRODUCT_BLOCK, RowInputs, RowOutputs, Tile
 from flce.backends.triton.launch import Launch, build_key, build_once, device_facts, features
-from flce.backends.triton.product import product_kernel
+from flce.backends.triton.product import finish_statistics_kernel, product_kernel
 from flce.problem import LossSpec
 
 
@@ -33,6 +31,8 @@ class ProductLaunch:
 # (8192 x 2304 x 256000) and 1.02 (16384 x 1024 x 151936); with blocks of 128 x 128 0.97 and more, 256 x 128 1.0 and
 # more. Both kernels have to sum in the same order: one launch for both.
 LAUNCH = ProductLaunch(rows=128, cols=PRODUCT_BLOCK, depth=64, group=16, num_stages=3, num_warps=8)
+# Of what finishes: rows for a program, and blocks of their sums at a time.
+FINISH_ROWS, FINISH_BLOCKS = 32, 32
 # Descriptors ask for addresses and strides that are multiples of this many bytes.
 DESCRIPTOR_BYTES = 16
 
@@ -45,27 +45,42 @@ def can_describe(x: Tensor) -> bool:
 
 
 def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
-    num_rows, cols = len(x), len(weight)
-    blocks = triton.cdiv(cols, LAUNCH.cols)
-    state = out.loss.new_zeros(STATE_SLOTS, num_rows)
-    partial = state.new_empty(2, blocks, num_rows)
-    # Apart: a row of `state` need not be aligned, and kernels are built for addresses that are.
-    target_logit = state.new_zeros(num_rows)
-    if num_rows:
-        launches = [
-            launch(x, w, None, rows, spec, tile, partial, target_logit=target_logit)
-            for w, tile in ((weight[tile.start : tile.start + tile.cols], tile) for tile in tiles(0, cols, cols))
-        ]
-        key = ("statistics", *build_key(x, weight, rows, spec))
-        build_once(key, lambda: launches, x.device)
-        for each in launches:
-            each.run()
-    state[TARGET_LOGIT] = target_logit
-    maxima, sums = partial
-    state[MAX] = maxima.amax(0)
-    reference = state[MAX].masked_fill(state[MAX] == -torch.inf, 0.0)
-    state[SUM] = maxima.sub_(reference).exp_().mul_(sums).sum(0)
-    finish(state, rows, spec, cols, out)
+    num_rows, vocab_size = len(x), len(weight)
+    if num_rows == 0:
+        return
+    partial = out.loss.new_empty(2, triton.cdiv(vocab_size, LAUNCH.cols), num_rows)
+    target_logit = out.loss.new_empty(num_rows)
+    launches = [
+        *(
+            launch(x, weight[tile.columns], None, rows, spec, tile, partial, target_logit=target_logit)
+            for tile in tiles(0, vocab_size, vocab_size)
+        ),
+        _finish_statistics(partial, target_logit, rows, spec, vocab_size, out),
+    ]
+    build_once(("statistics", *build_key(x, weight, rows, spec)), lambda: launches, x.device)
+    for each in launches:
+        each.run()
+
+
+def _finish_statistics(
+    partial: Tensor, target_logit: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out: RowOutputs
+) -> Launch:
+    _, blocks, num_rows = partial.shape
+
+    def pointer(t: Tensor | None) -> Tensor:
+        return target_logit if t is None else t  # what a flag switches off is never read
+
+    args = (
+        partial, target_logit, rows.target, pointer(rows.class_weight), pointer(rows.token_weight), out.loss,
+        pointer(out.z_loss), out.normalizer, pointer(out.logprob), out.normalizer.stride(0), num_rows, blocks,
+        vocab_size, spec.ignore_index, spec.z_loss,
+    )  # fmt: skip
+    flags = features(rows, spec, None)
+    options = {
+        **{name: flags[name] for name in ("HAS_CLASS_WEIGHT", "HAS_TOKEN_WEIGHT", "HAS_Z_LOSS")},
+        "WANT_LOGPROB": out.logprob is not None, "ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS,
+    }  # fmt: skip
+    return Launch(finish_statistics_kernel, (triton.cdiv(num_rows, FINISH_ROWS),), args, options)
 
 
 def tiles(first: int, end: int, vocab_size: int) -> list[Tile]:
