@@ -15,8 +15,8 @@ The policy, in full:
   that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
   Where the budget leaves less than `EFFICIENT_COLS` classes beside the sum of the input gradient over blocks, N x H
   in float32, that sum is in the memory of the last classes, whose own logits are then made once more.
-  ``tokens`` with all tokens in one chunk, normalized late (see below), has exponentials of the last classes there where
-  a budget asks for it: their share of dW is made first, and that of the others is written over them.
+  ``tokens`` with all tokens in one chunk, normalized late (see below), has exponentials of the last classes there if
+  that is much (`LENT_RATIO`) or a budget asks for it: their share of dW is made first, that of the others over them.
 * **Split**: where that is no way out either, because the tokens are many or rows are dropped or the head is frozen,
   gradients of inputs and of weights are made in a sweep each, with a fifth product: the first is summed over classes
   for a few tokens at a time, the second over tokens for a few classes.
@@ -104,6 +104,11 @@ LATE_ROW_BYTES = 72
 # Tiles of exponentials in lent memory, the first that keeps a budget. More take less memory of their own, and more
 # time: of 4,096 tokens with H = 4096 and 128,256 classes 1/2, 1/4 and 1/8 of the exponentials are not lent.
 LENT_TILES = (1, 3, 7)
+# Tokens for each entry of a row of the head, at most, with which one tile is lent in any case. It takes no more time
+# than none, in times the bare products 1.02 for 1.03 (8192 x 4096 x 128256), 1.05 and 1.05 (4096 tokens), 1.07 for 1.13
+# (2048), 1.02 for 1.04 (8192 x 3584 x 152064). Three: 1.02, 1.08, 1.09, 1.00; seven: 1.01, 1.14, 1.10, 1.03. With more
+# tokens there is little to lend, and the float32 gradient of the inputs takes memory as well.
+LENT_RATIO = 4
 # The share of a chunk, one in so many, that has float32 logits at a time where they are in memory after all.
 UNFUSED_SHARE = 128
 # Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
@@ -748,7 +753,7 @@ def make_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     base = base_plan(shape, options)
     budget = options.max_workspace_bytes
     if budget is None:
-        return base
+        return _whole(base)[0] if base.num_tokens <= base.max_rows else base
     if options.chunk_rows is not None and base.strategy == "tokens":
         fitted = base
     else:
@@ -891,15 +896,18 @@ def _with_rows(plan: ChunkPlan, rows: int) -> ChunkPlan:
 
 def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
     """All tokens at once, with some exponentials in lent memory if need be; None if neither fits."""
-    fitting = (plan for plan in _whole(tokens) if plan.workspace_bytes <= budget)
+    whole = _whole(_with_rows(tokens, tokens.num_tokens))
+    fitting = (plan for plan in whole if plan.workspace_bytes <= budget)
     return next(fitting, None)
 
 
-def _whole(tokens: ChunkPlan) -> list[ChunkPlan]:
-    whole = _with_rows(tokens, tokens.num_tokens)
+def _whole(whole: ChunkPlan) -> list[ChunkPlan]:
+    """Plans of a single chunk, in order of preference: as it is, and with exponentials in lent memory."""
     lends = whole.late_normalization and whole.num_tokens > 0 and whole.needs.weights[0] and not whole.skip_ignored
     lent = [replace(whole, lent_tiles=count) for count in LENT_TILES] if lends else []
-    return [whole, *(plan for plan in lent if len(plan.exponential_tiles) > 1)]
+    lent = [plan for plan in lent if len(plan.exponential_tiles) > 1]
+    in_any_case = lent and whole.num_tokens <= LENT_RATIO * whole.hidden_sizes[0]
+    return lent if in_any_case else [whole, *lent]
 
 
 def _with_cols(plan: ChunkPlan, cols: int) -> ChunkPlan:
@@ -924,7 +932,7 @@ def _smallest(plan: ChunkPlan) -> ChunkPlan:
     most = _largest_size(plan)
     candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
     if plan.strategy == "tokens":
-        candidates += _whole(plan)
+        candidates += _whole(_with_size(plan, most))
     if _can_lend_input_sum(plan):
         candidates += [replace(c, lent_input_sum=True) for c in candidates if c.block_cols < plan.vocab_size]
     if _can_split(plan):

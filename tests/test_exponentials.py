@@ -376,6 +376,7 @@ def test_operands_without_descriptors(
 def lent_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Tiles in the memory of the weight gradient, where there are any."""
     monkeypatch.setattr(planning, "LENT_TILES", (request.param,))
+    monkeypatch.setattr(planning, "LENT_RATIO", 0)
     return request.param
 
 
@@ -432,6 +433,25 @@ def test_lent_tiles_of_operands_without_descriptors(
     weight = memory[1:].view(2117, 64).copy_(problem.linear_weight)
     options = lent(problem, lent_count, logits_dtype=logits_dtype)
     check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
+
+
+def test_who_lends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans on a GPU: without a budget, and the fewest tiles that keep one."""
+    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
+
+    def plan(tokens: int, hidden: int, mib: int | None = None, **arguments: Any) -> ChunkPlan:
+        options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20)
+        return flce.plan(tokens, hidden, 128256, torch.bfloat16, device="cuda", options=options, **arguments)
+
+    assert plan(4096, 4096).lent_tiles == 1
+    assert plan(4096, 4096).workspace_bytes < 580 << 20  # of 1002 MiB of exponentials
+    assert [plan(4096, 4096, mib).lent_tiles for mib in (2000, 600, 400, 230)] == [1, 1, 3, 7]
+    assert plan(4096, 4096, 150).strategy == "vocab"
+    assert plan(16384, 1024).lent_tiles == 0  # little to lend
+    for arguments in ({"weight_grad": False}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"bias_grad": True}):
+        assert plan(4096, 4096, **arguments).lent_tiles == 0
+    assert plan(4096, 4096, input_grad=False).lent_tiles == 1
+    assert plan(131072, 4096).lent_tiles == 0  # several chunks
 
 
 @given(

@@ -44,6 +44,8 @@ class Shape(NamedTuple):
     # Parts of a row of one block and of 16 bits that would otherwise need all of `one_warps`: they stay 16 bits wide.
     # Not with extras, which take registers.
     narrow_parts: int | None = None
+    # Of a thread, of a row of one block whose gradient has the type of the logits.
+    one_registers: int = MAX_REGISTERS
 
 
 # On an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its gradient written);
@@ -57,9 +59,12 @@ SHAPES = {
     # several 90), 32001 94 (86; of 4 parts 84), 50257 95 (86); of float32 12000 have 89 of 8 parts and 97 of 4. Very
     # long ones 92.
     "gradient": Shape(4, 32, 2, (16,), narrow_parts=8),
-    # 8192 columns are 89 in one block and 77 in several; 16384 85 and 87, 8192 of float32 75 and 90.
+    # 8192 columns are 91 in one block of 48 registers, 88 with 64, 87 in several; 16384 90, 87 and 89. 4096 have 87
+    # with either. A row that stays 16 bits wide between its uses: 81 to 84 and 87.
     # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
-    "both": Shape(4, 8, 4, (8, 16, 32)),
+    "both": Shape(4, 8, 4, (8, 16, 32), one_registers=48),
+    # 2048 columns have 92 with 40 registers, 80 with 64, 4096 92 and 81, 8192 97 in one block and 93 in several.
+    "both, float32": Shape(4, 16, 4, (8, 16, 32), one_registers=40),
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
 }
@@ -206,6 +211,7 @@ class TritonBackend:
             scale_rows_kernel[(min(SCALE_PROGRAMS, num_rows),)](
                 x, factor, target, x.stride(-2), outer_stride, inner, num_rows, cols, ignore_index,
                 ONE_FACTOR=factor.dim() == 0, TWO_LEVEL=x.dim() == 3, BLOCK=SCALE_BLOCK, num_warps=8,
+                **overlap(x.device),
             )  # fmt: skip
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -367,8 +373,11 @@ def _launch_size(
         shape = SHAPES["gradient"]
     elif grad_dtype is None:
         shape = SHAPES["statistics"]
+    elif extras or dtype == torch.float64:
+        shape = SHAPES["both, with extras"]
     else:
-        shape = SHAPES["both, with extras" if extras else "both"]
+        shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 else "both"]
+    registers = MAX_REGISTERS
     vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
     parts = shape.one_parts
     if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * shape.one_warps:
@@ -377,6 +386,8 @@ def _launch_size(
         while parts > 1 and 32 * parts // 2 >= vectors:  # rather one vector for each of more lanes
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
+        if dtype == grad_dtype and not extras:
+            registers = shape.one_registers
         if edges and lanes >= EDGED_LANES and _filled(vectors, parts * lanes) < EDGED_FILLED:
             parts, lanes = shape.parts, lanes // 2
     else:
@@ -390,7 +401,7 @@ def _launch_size(
         # The second: of a row that is long for one block, but not for this one.
         while lanes > FEWEST_LANES and (_filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
             lanes //= 2
-    options = {"num_warps": max(1, lanes // 32), "maxnreg": MAX_REGISTERS}
+    options = {"num_warps": max(1, lanes // 32), "maxnreg": registers}
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
 
@@ -407,7 +418,7 @@ def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:
 
 def _scale_launch(x: Tensor, out: Tensor, factor: Tensor) -> Launch:
     programs = min(SCALE_PROGRAMS, triton.cdiv(x.numel(), SCALE_BLOCK))
-    options = {"IN_PLACE": x is out, "BLOCK": SCALE_BLOCK, "num_warps": 8}
+    options = {"IN_PLACE": x is out, "BLOCK": SCALE_BLOCK, "num_warps": 8, **overlap(x.device)}
     return Launch(scale_kernel, (programs,), (x, out, factor, x.numel()), options)
 
 

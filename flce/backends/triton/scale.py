@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -13,8 +14,12 @@ def scale_kernel(
     factor_ptr,  # ()
     numel,
     IN_PLACE: tl.constexpr,
+    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
     BLOCK: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     factor = tl.load(factor_ptr)
     # The usual upstream gradient is exactly 1: then nothing is read or written, and nobody asked the host.
     if not IN_PLACE or factor != 1.0:
@@ -41,8 +46,12 @@ def scale_rows_kernel(
     ignore_index,
     ONE_FACTOR: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
+    OVERLAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     factor = tl.load(factor_ptr)
     if ONE_FACTOR:
         rows = tl.where(factor == 1.0, 0, rows)
