@@ -27,7 +27,7 @@ CPU_CACHE_BYTES = 8 * MIB  # PyTorch does not tell that of a CPU
 CACHES = 4  # the inputs of one timed region are more than this many times the cache
 # On a GPU as many calls are timed as one that they take a tenth of a millisecond or more, beside which the
 # microseconds between an event and the first of them count little.
-REGION_BYTES = 1024 * MIB
+REGION_BYTES = 512 * MIB
 ENOUGH_CALLS = 256
 MOST_CALLS = 1024  # whatever the cache
 
