@@ -52,4 +52,4 @@ def preset_effort(preset: Preset, case: Case) -> Effort:
     if preset is Preset.cpu:
         return Effort(rounds=9, seconds=15.0)
     # Targets are a matter of one percent, peers of ten.
-    return Effort(rounds=12, seconds=0.6) if case.label == PEERS_LABEL else Effort(rounds=30, seconds=1.0)
+    return Effort(rounds=9, seconds=0.45) if case.label == PEERS_LABEL else Effort(rounds=24, seconds=0.8)

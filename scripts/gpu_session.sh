@@ -165,14 +165,18 @@ lines+=("device  ${device:-none}")
 for name in $parts; do
     case $name in
         gpu-tests | tests)
-            select=()
-            [ "$name" = gpu-tests ] && select=(-m gpu)
+            select=() files=(tests)
+            if [ "$name" = gpu-tests ]; then
+                select=(-m gpu)
+                # Only these: to import the others takes every process its time.
+                mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -v test_first_call)
+            fi
             # By itself, because it looks at the clock.
             part first-call-tests "$(within 60)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
                 tests/test_first_call.py
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider -n "$workers" --dist worksteal \
-                "${select[@]}" --ignore tests/test_first_call.py tests
+                "${select[@]}" --ignore tests/test_first_call.py "${files[@]}"
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-400}")" ;;
         operator) benchmark operator h200 260 --errors ;;
