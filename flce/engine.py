@@ -96,10 +96,11 @@ def _losses_and_gradients(
 ) -> list[Tensor]:
     backend = get_backend(p.device)
     (sweep,) = plan.sweeps
-    # Where the plan has no room for logits, because they were not to be in memory, they have little.
+    # Where the plan has no room for logits, because they were not to be in memory, they have little. That takes many
+    # small products, for operands that lie where few do.
     step = plan.unfused_rows or sweep.rows
     few = _TileBuffer(p, plan, step, sweep.cols)
-    buffer = few if step == sweep.rows else _TileBuffer(p, plan, sweep.rows, plan.own_cols, logits=False)
+    buffer = few if plan.unfused_rows is None else _TileBuffer(p, plan, sweep.rows, plan.own_cols, logits=False)
     grads = _GradientSums(p, plan, selection)
     grads.start(sweep)
     cols = slice(0, plan.vocab_size)
@@ -433,19 +434,21 @@ class _TermGradients:
         backend, weight, target = get_backend(x.device), self._term.weight, self._selection.target
         size, hidden = x.shape
         ignore = self._selection.problem.spec.ignore_index
-        total = x.new_empty(size, hidden, dtype=torch.float32)
+        scaled = None
         if self.input is not None:
+            total = x.new_empty(size, hidden, dtype=torch.float32)
             for tile, cols in zip(tiles, _consecutive(tiles), strict=True):
                 matmul(tile, weight[cols], out=total, accumulate=cols.start > 0)
             of_rows = total.new_ones(2, size) if factors is None else factors
             backend.combine_rows(total, None if factors is None else weight, self.input, target, of_rows, ignore, None)
+            scaled = total.view(-1).view(x.dtype)[: x.numel()].view(x.shape)
         assert self.weight is not None
         grads = [self.weight[cols] for cols in _consecutive(tiles)]
         if factors is None:
             for grad, tile in zip(reversed(grads), reversed(tiles), strict=True):
                 matmul(tile.t(), x, out=grad)
         else:
-            scaled = total.view(-1).view(x.dtype)[: x.numel()].view(x.shape)
+            scaled = torch.empty_like(x) if scaled is None else scaled
             backend.combine_rows(x, None, scaled, target, factors, ignore, None)
             backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
 

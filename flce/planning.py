@@ -15,8 +15,9 @@ The policy, in full:
   that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
   Where the budget leaves less than `EFFICIENT_COLS` classes beside the sum of the input gradient over blocks, N x H
   in float32, that sum is in the memory of the last classes, whose own logits are then made once more.
-  ``tokens`` with all tokens in one chunk, normalized late (see below), has exponentials of the last classes there if
-  that is much (`LENT_RATIO`) or a budget asks for it: their share of dW is made first, that of the others over them.
+  ``tokens`` with all tokens in one chunk, normalized late (see below), has exponentials of the last classes there
+  where tokens are not too many (`LENT_RATIO`) or a budget asks for it: their share of dW is made first, that of the
+  others over them.
 * **Split**: where that is no way out either, because the tokens are many or rows are dropped or the head is frozen,
   gradients of inputs and of weights are made in a sweep each, with a fifth product: the first is summed over classes
   for a few tokens at a time, the second over tokens for a few classes.
@@ -105,9 +106,9 @@ LATE_ROW_BYTES = 72
 # time: of 4,096 tokens with H = 4096 and 128,256 classes 1/2, 1/4 and 1/8 of the exponentials are not lent.
 LENT_TILES = (1, 3, 7)
 # Tokens for each entry of a row of the head, at most, with which one tile is lent in any case. It takes no more time
-# than none, in times the bare products 1.02 for 1.03 (8192 x 4096 x 128256), 1.05 and 1.05 (4096 tokens), 1.07 for 1.13
-# (2048), 1.02 for 1.04 (8192 x 3584 x 152064). Three: 1.02, 1.08, 1.09, 1.00; seven: 1.01, 1.14, 1.10, 1.03. With more
-# tokens there is little to lend, and the float32 gradient of the inputs takes memory as well.
+# than none where it takes less memory, in times the bare products 1.02 for 1.03 (8192 x 4096 x 128256), 1.05 and 1.05
+# (4096 tokens), 1.07 for 1.13 (2048), 1.02 for 1.04 (8192 x 3584 x 152064). Three: 1.02, 1.08, 1.09, 1.00; seven: 1.01,
+# 1.14, 1.10, 1.03. With more tokens there is little to lend.
 LENT_RATIO = 4
 # The share of a chunk, one in so many, that has float32 logits at a time where they are in memory after all.
 UNFUSED_SHARE = 128
@@ -272,7 +273,7 @@ class ChunkPlan(CallShape):
     lent_input_sum: bool = False
     """Whether the gradient of the head's input is summed in the memory of its weight's."""
     lent_tiles: int = 0
-    """How many tiles of exponentials are in the memory of the weight gradient, see `exponential_tiles`."""
+    """How many tiles of exponentials are to be in the memory of the weight gradient, see `exponential_tiles`."""
 
     @property
     def chunk_rows(self) -> int:
@@ -333,25 +334,25 @@ class ChunkPlan(CallShape):
 
         The weight gradient of the last is made first, and so on. So a tile may be in the memory of the gradients of all
         classes before its own. There are k equal ones, as large as fits: with r = N / H a tile of c classes takes the
-        memory of r c. If r is 1 or more they lie next to each other and the last's own classes are all that is
-        behind them, c + k r c <= V; if it is less, each lies before its own classes, k c + r c <= V.
+        memory of r c, rounded up. If r is 1 or more they lie next to each other and the last's own classes are all that
+        is behind them, c + k (r c + 1) <= V; if it is less, each lies before its own classes, k c + r c + 1 <= V.
         """
         rows, hidden = self.num_tokens, self.hidden_sizes[0]
         k, vocab_size = self.lent_tiles, self.vocab_size
         if k == 0:
             return (ExponentialTile(0, vocab_size, None),)
-        most = vocab_size * hidden // max(k * hidden + rows, hidden + k * rows)
-        for cols in range(most // PRODUCT_BLOCK * PRODUCT_BLOCK, 0, -PRODUCT_BLOCK):
-            tiles = []
-            stop = place = vocab_size
-            for _ in range(k):
-                start = _ceil_div(stop - cols, PRODUCT_BLOCK) * PRODUCT_BLOCK
-                place = min(start, place) - _ceil_div(rows * padded_cols(stop - start), hidden)
-                tiles.append(ExponentialTile(start, stop, place))
-                stop = start
-            if place >= 0 and stop > 0:
-                return (ExponentialTile(0, stop, None), *reversed(tiles))
-        return (ExponentialTile(0, vocab_size, None),)
+        most = (vocab_size - k) * hidden // max(k * hidden + rows, hidden + k * rows)
+        if most < PRODUCT_BLOCK:
+            return (ExponentialTile(0, vocab_size, None),)
+        cols = most // PRODUCT_BLOCK * PRODUCT_BLOCK
+        tiles = []
+        stop = place = vocab_size
+        for _ in range(k):
+            start = _ceil_div(stop - cols, PRODUCT_BLOCK) * PRODUCT_BLOCK
+            place = min(start, place) - _ceil_div(rows * padded_cols(stop - start), hidden)
+            tiles.append(ExponentialTile(start, stop, place))
+            stop = start
+        return (ExponentialTile(0, stop, None), *reversed(tiles))
 
     @property
     def own_cols(self) -> int:
@@ -610,7 +611,8 @@ class ChunkPlan(CallShape):
         if self.lent_tiles:
             # What the sums take, the gradient of the inputs may have when they have been given back.
             sums -= self.num_tokens * row_bytes if sweep.inputs else 0
-            return vectors + max(sweep.rows * self.hidden_sizes[0] * 4, sums)
+            inputs = sweep.rows * self.hidden_sizes[0] * (4 if sweep.inputs else self.dtype.itemsize)
+            return vectors + max(inputs, sums)
         scaled = 0 if sweep.inputs or self.skip_ignored else sweep.rows * row_bytes
         if sweep.rows >= self.num_tokens:
             sums = max(0, sums - self._returned_bytes)  # which are made when the sums have been given back
@@ -678,7 +680,7 @@ class ChunkPlan(CallShape):
             f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
             f"{', input gradients apart' if self.input_tile else ''}"
             f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}"
-            f"{f', {self.lent_tiles} tiles in the memory of the weight gradient' if self.lent_tiles else ''}, "
+            f"{f', {self.lent_tiles + 1} tiles, all but one in lent memory' if self.lent_tiles else ''}, "
             f"logits {'not in memory' if apart else 'in ' + _name(self.logits_dtype)}, "
             f"{self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
@@ -758,9 +760,10 @@ def make_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     base = base_plan(shape, options)
     budget = options.max_workspace_bytes
     if budget is None:
-        return _whole(base)[0] if base.num_tokens <= base.max_rows else base
+        return _as_given(base)[0]
     if options.chunk_rows is not None and base.strategy == "tokens":
-        fitted = base
+        plans = _as_given(base)
+        fitted = _first_within(plans, budget - ALLOCATOR_SLACK.get(shape.device_type, 0)) or plans[-1]
     else:
         room = budget - ALLOCATOR_SLACK.get(shape.device_type, 0)
         fitted = _fit(base, room)
@@ -889,7 +892,7 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     assert tokens.max_workspace_bytes is not None
     budget = tokens.max_workspace_bytes - ALLOCATOR_SLACK.get(tokens.device_type, 0)
     if rows_are_given:
-        return tokens if tokens.workspace_bytes <= budget else vocab
+        return vocab if _first_within(_as_given(tokens), budget) is None else tokens
     efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
     # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
     if _with_rows(tokens, efficient_rows).workspace_bytes <= budget or _in_one_chunk(tokens, budget) is not None:
@@ -901,24 +904,36 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     return tokens if _smallest(tokens).workspace_bytes <= _smallest(vocab).workspace_bytes else vocab
 
 
+def _as_given(tokens: ChunkPlan) -> list[ChunkPlan]:
+    """The plan with its rows as they are, and like plans with less workspace, in order of preference."""
+    return _whole(tokens) if tokens.num_tokens <= tokens.max_rows else [tokens]
+
+
 def _with_rows(plan: ChunkPlan, rows: int) -> ChunkPlan:
     return replace(plan, max_rows=min(rows, max(1, plan.num_tokens)), equal_rows=rows >= ROW_MULTIPLE)
 
 
 def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
     """All tokens at once, with some exponentials in lent memory if need be; None if neither fits."""
-    whole = _whole(_with_rows(tokens, tokens.num_tokens))
-    fitting = (plan for plan in whole if plan.workspace_bytes <= budget)
-    return next(fitting, None)
+    return _first_within(_whole(_with_rows(tokens, tokens.num_tokens)), budget)
+
+
+def _first_within(plans: Sequence[ChunkPlan], budget: int) -> ChunkPlan | None:
+    return next((plan for plan in plans if plan.workspace_bytes <= budget), None)
 
 
 def _whole(whole: ChunkPlan) -> list[ChunkPlan]:
-    """Plans of a single chunk, in order of preference: as it is, and with exponentials in lent memory."""
+    """Plans like one of a single chunk, in order of preference, each with less workspace than the one before: as it is,
+    and with exponentials in lent memory; without the first, where the others are as fast."""
     lends = whole.late_normalization and whole.num_tokens > 0 and whole.needs.weights[0] and not whole.skip_ignored
-    lent = [replace(whole, lent_tiles=count) for count in LENT_TILES] if lends else []
-    lent = [plan for plan in lent if len(plan.exponential_tiles) > 1]
-    in_any_case = lent and whole.num_tokens <= LENT_RATIO * whole.hidden_sizes[0]
-    return lent if in_any_case else [whole, *lent]
+    plans = [whole]
+    for count in LENT_TILES if lends else ():
+        plan = replace(whole, lent_tiles=count)
+        # The float32 gradient of the inputs takes memory, too.
+        if len(plan.exponential_tiles) > 1 and plan.workspace_bytes < plans[-1].workspace_bytes:
+            plans.append(plan)
+    in_any_case = len(plans) > 1 and whole.num_tokens <= LENT_RATIO * whole.hidden_sizes[0]
+    return plans[1:] if in_any_case else plans
 
 
 def _with_cols(plan: ChunkPlan, cols: int) -> ChunkPlan:

@@ -14,11 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import flce
 from flce import engine, planning
 from flce.backends import get_backend
-from flce.planning import ChunkPlan
+from flce.planning import CallShape, ChunkPlan, base_plan
+from flce.problem import LossSpec, Needs
 from tests import interpreted_bfloat16
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle, run_stock
 from tests.hopper import as_on_hopper
@@ -423,15 +426,24 @@ def test_lent_tiles_change_nothing(lent_count: int, device: torch.device) -> Non
     assert relative_error(mine.grad_input, usual.grad_input) < 0.1 * ULP
 
 
+@pytest.mark.parametrize("tokens", [1, 150], ids=lambda n: f"{n} tokens")
 @pytest.mark.parametrize("lent_count", [1, 3], indirect=True)
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
 def test_lent_tiles_of_operands_without_descriptors(
-    lent_count: int, logits_dtype: torch.dtype | None, device: torch.device
+    tokens: int,
+    lent_count: int,
+    logits_dtype: torch.dtype | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = problem_of(device, leading=(150,), hidden=64, vocab=2117, ignored=0.2)
+    """Logits of a few rows at a time, also of a single row."""
+    monkeypatch.setattr(planning, "LENT_RATIO", 10)
+    problem = problem_of(device, leading=(tokens,), hidden=64, vocab=2117, ignored=0.0 if tokens == 1 else 0.2)
     memory = problem.linear_weight.new_zeros(2117 * 64 + 1)
     weight = memory[1:].view(2117, 64).copy_(problem.linear_weight)
-    options = lent(problem, lent_count, logits_dtype=logits_dtype)
+    options = flce.ChunkOptions(skip_ignored=False, logits_dtype=logits_dtype)
+    lends = tokens > 1 or logits_dtype is not None  # one row of logits takes as much as all there is to lend
+    assert plan_of(problem, options).lent_tiles == (lent_count if lends else 0)
     check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
 
 
@@ -452,6 +464,41 @@ def test_who_lends(monkeypatch: pytest.MonkeyPatch) -> None:
         assert plan(4096, 4096, **arguments).lent_tiles == 0
     assert plan(4096, 4096, input_grad=False).lent_tiles == 1
     assert plan(131072, 4096).lent_tiles == 0  # several chunks
+    # Less is lent than the float32 gradient of the inputs takes.
+    assert flce.plan(16384, 8192, 32000, torch.bfloat16, device="cuda").lent_tiles == 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "tokens"])
+def test_given_rows_lend_too(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that the plan without one keeps changes nothing, and the least that the error names suffices."""
+    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
+
+    def plan(budget: int | None) -> ChunkPlan:
+        options = flce.ChunkOptions(chunk_rows=4096, strategy=strategy, max_workspace_bytes=budget)  # type: ignore[arg-type]
+        return flce.plan(4096, 4096, 128256, torch.bfloat16, device="cuda", options=options)
+
+    free = plan(None)
+    assert free.lent_tiles == 1
+    assert plan(900 << 20).workspace_bytes == free.workspace_bytes
+    assert plan(400 << 20).lent_tiles == 3
+    if strategy == "tokens":
+        with pytest.raises(ValueError, match="the least is") as error:
+            plan(100 << 20)
+        least = int(str(error.value).split("the least is ")[1].split()[0])
+        assert plan(least).workspace_bytes == least
+
+
+@pytest.mark.parametrize("tokens", [2048, 4096, 16384])
+@pytest.mark.parametrize("mib", [None, 230, 400, 900, 1500])
+def test_plans_of_symbolic_sizes(tokens: int, mib: int | None) -> None:
+    """While a graph is traced, plans are made by inequalities. Equalities would mean a graph for every few lengths."""
+    env, source = ShapeEnv(), ConstantSource("tokens")
+    symbol = env.create_symbol(tokens, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    size: Any = env.create_symintnode(symbol, hint=tokens, source=source)
+    needs = Needs((True,), (True,), False)
+    shape = CallShape(size, (4096,), 128256, torch.bfloat16, "cuda", "triton", True, LossSpec("mean"), needs)
+    base_plan(shape, flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20))
+    assert not [guard for guard in env.guards if "Eq(" in str(guard.expr)]
 
 
 @given(

@@ -64,6 +64,7 @@ SHAPES = {
     # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
     "both": Shape(4, 8, 4, (8, 16, 32), one_registers=48),
     # 2048 columns have 92 with 40 registers, 80 with 64, 4096 92 and 81, 8192 97 in one block and 93 in several.
+    # Not where rows have edges, which take registers.
     "both, float32": Shape(4, 16, 4, (8, 16, 32), one_registers=40),
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
@@ -376,20 +377,18 @@ def _launch_size(
     elif extras or dtype == torch.float64:
         shape = SHAPES["both, with extras"]
     else:
-        shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 else "both"]
-    registers = MAX_REGISTERS
+        shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 and not edges else "both"]
     vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
     parts = shape.one_parts
     if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * shape.one_warps:
         parts = shape.narrow_parts
-    if vectors <= parts * 32 * shape.one_warps:
+    one_block = vectors <= parts * 32 * shape.one_warps
+    if one_block:
         while parts > 1 and 32 * parts // 2 >= vectors:  # rather one vector for each of more lanes
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
-        if dtype == grad_dtype and not extras:
-            registers = shape.one_registers
         if edges and lanes >= EDGED_LANES and _filled(vectors, parts * lanes) < EDGED_FILLED:
-            parts, lanes = shape.parts, lanes // 2
+            parts, lanes, one_block = shape.parts, lanes // 2, False
     else:
         row_bytes = cols * dtype.itemsize
         if shape.row_bytes:
@@ -401,7 +400,8 @@ def _launch_size(
         # The second: of a row that is long for one block, but not for this one.
         while lanes > FEWEST_LANES and (_filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
             lanes //= 2
-    options = {"num_warps": max(1, lanes // 32), "maxnreg": registers}
+    fewer = one_block and dtype == grad_dtype and not extras
+    options = {"num_warps": max(1, lanes // 32), "maxnreg": shape.one_registers if fewer else MAX_REGISTERS}
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
 
