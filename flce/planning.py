@@ -115,10 +115,9 @@ UNFUSED_SHARE = 128
 # Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
 COMPACTION_ROWS = 256
 # Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time. Large
-# blocks are better off with multiples of more, in times four bare products 1.13 for 1.15 (16384 x 1024 x 151936, 256
-# MiB), 1.02 for 1.03 (8192 x 4096 x 128256), 1.03 for 1.04 (8192 x 2304 x 256000), 1.03 for 1.02 (8192 x 3584 x
-# 152064).
-# Small ones lose too much: 1.34 for 1.30 (16384 x 1024 x 151936, 64 MiB).
+# blocks of one size, of which there are many, are better off with multiples of more, in times four bare products 1.13
+# for 1.15 (16384 x 1024 x 151936, 256 MiB), 1.02 for 1.03 (8192 x 4096 x 128256), 1.03 for 1.04 (8192 x 2304 x 256000),
+# 1.03 for 1.02 (8192 x 3584 x 152064). Small ones lose too much: 1.34 for 1.30 (16384 x 1024 x 151936, 64 MiB).
 BLOCK_MULTIPLE = 256
 LARGE_BLOCK, LARGE_MULTIPLE = 6144, 2048
 
@@ -234,7 +233,7 @@ class Sweep:
     def _lent(self, start: int) -> int:
         # rows * cols entries of a tile in the (stop - start - cols) * lent_cols behind its own classes
         room = (self.stop - start) * self.lent_cols // (max(1, self.rows) + self.lent_cols)
-        return whole_blocks(min(room, self.most_cols))
+        return min(room, self.most_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
 
     @property
     def widest(self) -> int:
@@ -837,12 +836,6 @@ def input_in_freed_memory(rows: int, hidden_size: int, vocab_size: int) -> bool:
     return rows >= 3 * ROW_MULTIPLE and vocab_size >= hidden_size
 
 
-def whole_blocks(cols: int) -> int:
-    """Classes of a block that has room for so many."""
-    multiple = LARGE_MULTIPLE if cols >= LARGE_BLOCK else BLOCK_MULTIPLE
-    return cols // multiple * multiple
-
-
 def halfway(vocab_size: int) -> int:
     """The first of the classes whose weight gradient is summed in memory of its own.
 
@@ -1027,7 +1020,7 @@ def _fit_size(plan: ChunkPlan, budget: int) -> ChunkPlan | None:
     multiple = ROW_MULTIPLE if plan.strategy == "tokens" else BLOCK_MULTIPLE
     size = _largest(lambda size: _with_size(plan, size).workspace_bytes <= budget, _largest_size(plan), multiple)
     if plan.strategy == "vocab" and LARGE_BLOCK <= size < plan.vocab_size:
-        size = whole_blocks(size)
+        size = size // LARGE_MULTIPLE * LARGE_MULTIPLE
     return _with_size(plan, size) if size else None
 
 

@@ -488,6 +488,11 @@ def test_given_rows_lend_too(strategy: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert plan(least).workspace_bytes == least
 
 
+def call_shape(tokens: int, hidden: int, vocab: int) -> CallShape:
+    needs = Needs((True,), (True,), False)
+    return CallShape(tokens, (hidden,), vocab, torch.bfloat16, "cuda", "triton", True, LossSpec("mean"), needs)
+
+
 @pytest.mark.parametrize("tokens", [2048, 4096, 16384])
 @pytest.mark.parametrize("mib", [None, 230, 400, 900, 1500])
 def test_plans_of_symbolic_sizes(tokens: int, mib: int | None) -> None:
@@ -495,9 +500,8 @@ def test_plans_of_symbolic_sizes(tokens: int, mib: int | None) -> None:
     env, source = ShapeEnv(), ConstantSource("tokens")
     symbol = env.create_symbol(tokens, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     size: Any = env.create_symintnode(symbol, hint=tokens, source=source)
-    needs = Needs((True,), (True,), False)
-    shape = CallShape(size, (4096,), 128256, torch.bfloat16, "cuda", "triton", True, LossSpec("mean"), needs)
-    base_plan(shape, flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20))
+    options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20)
+    base_plan(call_shape(size, 4096, 128256), options)
     assert not [guard for guard in env.guards if "Eq(" in str(guard.expr)]
 
 
@@ -509,8 +513,8 @@ def test_plans_of_symbolic_sizes(tokens: int, mib: int | None) -> None:
 )
 def test_where_lent_tiles_lie(tokens: int, hidden: int, vocab: int, count: int) -> None:
     """Where nothing is written before they have been read: behind no class of theirs, and apart."""
-    shape = flce.plan(tokens, hidden, vocab, torch.bfloat16, device="cpu")
-    own, *tiles = replace(shape, lent_tiles=count).exponential_tiles
+    plan = base_plan(call_shape(tokens, hidden, vocab), flce.ChunkOptions())
+    own, *tiles = replace(plan, lent_tiles=count).exponential_tiles
     assert own.start == 0
     assert own.place is None
     assert len(tiles) in (0, count)
