@@ -107,8 +107,8 @@ sanitize() {
         failed=1
         return
     fi
-    for tool in memcheck racecheck; do
-        for group in "${!groups[@]}"; do
+    for group in "${!groups[@]}"; do
+        for tool in memcheck racecheck; do
             while [ "$(jobs -pr | wc -l)" -ge "$AT_A_TIME" ]; do wait -n; done
             outputs+=("$logs/$tool-$group.log")
             names+=("$tool, ${groups[group]}")
