@@ -114,8 +114,8 @@ def _losses_and_gradients(
             inputs = selection.row_inputs(of_part, constants)
             backend.loss_and_gradient(logits, dlogits, inputs, p.spec, tile, out.rows(of_part))
             if few is not buffer:
-                for piece, of_piece in zip(tiles, dlogits.split([t.shape[1] for t in tiles], 1), strict=True):
-                    piece[part] = of_piece
+                for piece, t in zip(tiles, plan.exponential_tiles, strict=True):
+                    piece[part] = dlogits[:, t.columns]
         if plan.late_normalization:
             grads.add_whole_rows(tiles, buffer.behind(rows), xs[0], rows, None)
         else:
@@ -159,7 +159,7 @@ def _whole_rows(plan: ChunkPlan, buffer: _TileBuffer, grads: _GradientSums, rows
     """Memory for rows of all classes, (rows, V): one tile in the buffer, and, where the plan says so, others behind it
     in the memory of the weight gradient."""
     return [
-        buffer.tile(rows, slice(t.start, t.stop), None if t.place is None else grads.unwritten(t.place))[1]
+        buffer.tile(rows, t.columns, None if t.place is None else grads.unwritten(t.place))[1]
         for t in plan.exponential_tiles
     ]
 
@@ -434,16 +434,17 @@ class _TermGradients:
         backend, weight, target = get_backend(x.device), self._term.weight, self._selection.target
         size, hidden = x.shape
         ignore = self._selection.problem.spec.ignore_index
+        columns = [tile.columns for tile in self._plan.exponential_tiles]
         scaled = None
         if self.input is not None:
             total = x.new_empty(size, hidden, dtype=torch.float32)
-            for tile, cols in zip(tiles, _consecutive(tiles), strict=True):
+            for tile, cols in zip(tiles, columns, strict=True):
                 matmul(tile, weight[cols], out=total, accumulate=cols.start > 0)
             of_rows = total.new_ones(2, size) if factors is None else factors
             backend.combine_rows(total, None if factors is None else weight, self.input, target, of_rows, ignore, None)
             scaled = total.view(-1).view(x.dtype)[: x.numel()].view(x.shape)
         assert self.weight is not None
-        grads = [self.weight[cols] for cols in _consecutive(tiles)]
+        grads = [self.weight[cols] for cols in columns]
         if factors is None:
             for grad, tile in zip(reversed(grads), reversed(tiles), strict=True):
                 matmul(tile.t(), x, out=grad)
@@ -556,14 +557,6 @@ class _Count:
         if self._arrived is not None:
             self._arrived.synchronize()
         return int(self._on_host)
-
-
-def _consecutive(tiles: Sequence[Tensor]) -> Iterator[slice]:
-    """The classes of tiles that together have all, in their order."""
-    stop = 0
-    for tile in tiles:
-        start, stop = stop, stop + tile.shape[1]
-        yield slice(start, stop)
 
 
 def _in_freed_memory(tile: Tensor, behind: Tensor, spare: Tensor) -> Iterator[tuple[slice, Tensor]]:

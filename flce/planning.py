@@ -249,6 +249,10 @@ class ExponentialTile(NamedTuple):
     place: int | None
     """The class whose weight gradient will be where they begin; None: in memory of their own."""
 
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class ChunkPlan(CallShape):
@@ -338,8 +342,6 @@ class ChunkPlan(CallShape):
         """
         rows, hidden = self.num_tokens, self.hidden_sizes[0]
         k, vocab_size = self.lent_tiles, self.vocab_size
-        if k == 0:
-            return (ExponentialTile(0, vocab_size, None),)
         most = (vocab_size - k) * hidden // max(k * hidden + rows, hidden + k * rows)
         if most < PRODUCT_BLOCK:
             return (ExponentialTile(0, vocab_size, None),)
@@ -759,12 +761,12 @@ def make_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     base = base_plan(shape, options)
     budget = options.max_workspace_bytes
     if budget is None:
-        return _as_given(base)[0]
+        return _lending(base)[0]
+    room = budget - ALLOCATOR_SLACK.get(shape.device_type, 0)
     if options.chunk_rows is not None and base.strategy == "tokens":
-        plans = _as_given(base)
-        fitted = _first_within(plans, budget - ALLOCATOR_SLACK.get(shape.device_type, 0)) or plans[-1]
+        plans = _lending(base)
+        fitted = _first_within(plans, room) or plans[-1]
     else:
-        room = budget - ALLOCATOR_SLACK.get(shape.device_type, 0)
         fitted = _fit(base, room)
         if fitted.workspace_bytes > room:
             fitted = _fit(base, budget)
@@ -885,7 +887,7 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     assert tokens.max_workspace_bytes is not None
     budget = tokens.max_workspace_bytes - ALLOCATOR_SLACK.get(tokens.device_type, 0)
     if rows_are_given:
-        return vocab if _first_within(_as_given(tokens), budget) is None else tokens
+        return vocab if _first_within(_lending(tokens), budget) is None else tokens
     efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
     # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
     if _with_rows(tokens, efficient_rows).workspace_bytes <= budget or _in_one_chunk(tokens, budget) is not None:
@@ -897,35 +899,35 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     return tokens if _smallest(tokens).workspace_bytes <= _smallest(vocab).workspace_bytes else vocab
 
 
-def _as_given(tokens: ChunkPlan) -> list[ChunkPlan]:
-    """The plan with its rows as they are, and like plans with less workspace, in order of preference."""
-    return _whole(tokens) if tokens.num_tokens <= tokens.max_rows else [tokens]
-
-
 def _with_rows(plan: ChunkPlan, rows: int) -> ChunkPlan:
     return replace(plan, max_rows=min(rows, max(1, plan.num_tokens)), equal_rows=rows >= ROW_MULTIPLE)
 
 
 def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
     """All tokens at once, with some exponentials in lent memory if need be; None if neither fits."""
-    return _first_within(_whole(_with_rows(tokens, tokens.num_tokens)), budget)
+    return _first_within(_lending(_with_rows(tokens, tokens.num_tokens)), budget)
 
 
 def _first_within(plans: Sequence[ChunkPlan], budget: int) -> ChunkPlan | None:
     return next((plan for plan in plans if plan.workspace_bytes <= budget), None)
 
 
-def _whole(whole: ChunkPlan) -> list[ChunkPlan]:
-    """Plans like one of a single chunk, in order of preference, each with less workspace than the one before: as it is,
-    and with exponentials in lent memory; without the first, where the others are as fast."""
-    lends = whole.late_normalization and whole.num_tokens > 0 and whole.needs.weights[0] and not whole.skip_ignored
-    plans = [whole]
+def _lending(plan: ChunkPlan) -> list[ChunkPlan]:
+    """The plan as it is and, if it has a single chunk, with exponentials in lent memory: in order of preference, each
+    with less workspace than the one before; without the first, where the others are as fast."""
+    lends = (
+        plan.late_normalization
+        and 0 < plan.num_tokens <= plan.max_rows
+        and plan.needs.weights[0]
+        and not plan.skip_ignored
+    )
+    plans = [plan]
     for count in LENT_TILES if lends else ():
-        plan = replace(whole, lent_tiles=count)
+        lent = replace(plan, lent_tiles=count)
         # The float32 gradient of the inputs takes memory, too.
-        if len(plan.exponential_tiles) > 1 and plan.workspace_bytes < plans[-1].workspace_bytes:
-            plans.append(plan)
-    in_any_case = len(plans) > 1 and whole.num_tokens <= LENT_RATIO * whole.hidden_sizes[0]
+        if len(lent.exponential_tiles) > 1 and lent.workspace_bytes < plans[-1].workspace_bytes:
+            plans.append(lent)
+    in_any_case = len(plans) > 1 and plan.num_tokens <= LENT_RATIO * plan.hidden_sizes[0]
     return plans[1:] if in_any_case else plans
 
 
@@ -951,7 +953,7 @@ def _smallest(plan: ChunkPlan) -> ChunkPlan:
     most = _largest_size(plan)
     candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
     if plan.strategy == "tokens":
-        candidates += _whole(_with_size(plan, most))
+        candidates += _lending(_with_size(plan, most))
     if _can_lend_input_sum(plan):
         candidates += [replace(c, lent_input_sum=True) for c in candidates if c.block_cols < plan.vocab_size]
     if _can_split(plan):
