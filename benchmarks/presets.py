@@ -41,7 +41,7 @@ def tiny_cases(errors: bool) -> list[Case]:
         for dtype in ("float32", "bfloat16")
         for mode in Mode
     ]
-    skipping = Case(*shape, ignored=0.5, contenders=("ours-keeping", "ours-skipping"), errors=errors)
+    skipping = Case(*shape, ignored=0.5, contenders=("ours-full", "ours-keeping", "ours-skipping"), errors=errors)
     curve = ("ours", budget_name(1), budget_name(1, bfloat16_sums=True))
     return [*whole, skipping, peer_case(Case(*shape), curve)]
 

@@ -22,6 +22,7 @@ class Problem:
     input: torch.Tensor  # (tokens, hidden)
     weight: torch.Tensor  # (vocab, hidden)
     target: torch.Tensor  # (tokens,)
+    full_target: torch.Tensor  # the same before some were ignored
     upstream: torch.Tensor  # float32: 0-d, or (tokens,) with reduction "none"
 
     @property
@@ -56,6 +57,7 @@ def make_problem(case: Case, device: torch.device, seed: int = 0) -> Problem:
     x = normal(case.tokens, case.hidden, 1.0)
     w = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
     y = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
+    full = y.clone()
     if case.ignored:
         order = torch.rand(case.tokens, device=device, generator=generator).argsort()
         y[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
@@ -66,7 +68,7 @@ def make_problem(case: Case, device: torch.device, seed: int = 0) -> Problem:
         upstream = torch.tensor(case.upstream, device=device)
     x.requires_grad_(call.input_grad)
     w.requires_grad_(call.weight_grad)
-    return Problem(case, x, w, y, upstream)
+    return Problem(case, x, w, y, full, upstream)
 
 
 def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:

@@ -25,11 +25,9 @@ from flce import row_vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, TargetTerms, Tile
 from flce.gemm import matmul, padded_cols
-from flce.planning import COMPACTION_ROWS, ROW_MULTIPLE, ChunkPlan, Sweep, halfway, input_in_freed_memory
+from flce.planning import COMPACTION_ROWS, ChunkPlan, Sweep, halfway, input_in_freed_memory, input_piece
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 
-# Entries of a piece of dX, if it cannot be made in one: 132 blocks of 128 x 256, as many as multiprocessors of an H200.
-INPUT_PIECE = 132 * 128 * 256
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
 MIN_IGNORED_SHARE = 1 / 16
 
@@ -562,17 +560,19 @@ class _Count:
 def _in_freed_memory(tile: Tensor, behind: Tensor, spare: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Pieces of the rows of `tile`, (rows, V), and for each float32 memory, (piece, H), for its product with the head.
 
-    The two sums of dX have to meet before they are rounded, as those of dW have, and there is no memory for one of them
-    in float32. But there is `spare`, (rows, H) in half precision: the memory of the result, or what comes before it. In
-    its last two thirds is room for the first third of the rows, or fewer. Their part of the tile is then done with, and
-    has room for more. A few rows (`planning.input_in_freed_memory`) are `behind` the tile, where that has the room.
+    The two sums of dX have to meet before they are rounded, as those of dW have. If rows are few, or there is room
+    `behind` the tile, that is where they do. Otherwise there is `spare`, (rows, H) in half precision: the memory of the
+    result, or what comes before it. In its last two thirds is room for the first third of the rows, or fewer. Their
+    part of the tile is then done with, and has room for more.
     """
     (size, hidden), room = spare.shape, tile.stride(0)
-    if not input_in_freed_memory(size, hidden, tile.shape[1]):
-        memory = behind if behind.numel() >= 2 * size * hidden else spare.new_empty(2 * size, hidden)
+    memory = behind
+    if behind.numel() < 2 * size * hidden and not input_in_freed_memory(size, hidden, tile.shape[1]):
+        memory = spare.new_empty(2 * size, hidden)
+    if memory.numel() >= 2 * size * hidden:
         yield slice(0, size), memory.view(-1).view(torch.float32)[: size * hidden].view(size, hidden)
         return
-    start, stop = 0, _aligned(min(size // 3, max(ROW_MULTIPLE, INPUT_PIECE // hidden)))
+    start, stop = 0, _aligned(min(size // 3, input_piece(hidden)))
     memory = spare[size - 2 * stop :]
     while start < size:
         piece = slice(start, stop)

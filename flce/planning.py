@@ -112,6 +112,8 @@ LENT_TILES = (1, 3, 7)
 LENT_RATIO = 4
 # The share of a chunk, one in so many, that has float32 logits at a time where they are in memory after all.
 UNFUSED_SHARE = 128
+# Entries of a piece of dX, if it cannot be made in one: 132 blocks of 128 x 256, as many as multiprocessors of an H200.
+INPUT_PIECE = 132 * 128 * 256
 # Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
 COMPACTION_ROWS = 256
 # Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time. Large
@@ -832,10 +834,16 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
 def input_in_freed_memory(rows: int, hidden_size: int, vocab_size: int) -> bool:
     """Whether the float32 products for dX of exponentials are made in memory that is free by then.
 
-    That is, a third of the rows at most where gradients will be, the others where exponentials were: 128 rows or more,
-    and after that half as many again, or more, at a time.
+    That is, a third of the rows at most where gradients will be, the others where exponentials were: as many as there
+    is room for, half as many again or more, at a time. Fewer have memory of their own, beside which exponentials are
+    large, since every piece reads the whole head.
     """
-    return rows >= 3 * ROW_MULTIPLE and vocab_size >= hidden_size
+    return rows >= 3 * input_piece(hidden_size) and vocab_size >= hidden_size
+
+
+def input_piece(hidden_size: int) -> int:
+    """Rows of dX that are worth a product of their own."""
+    return max(ROW_MULTIPLE, INPUT_PIECE // hidden_size)
 
 
 def halfway(vocab_size: int) -> int:

@@ -113,7 +113,7 @@ def test_a_target_is_measured():
     shape = (64, 16, 300)
     targets = [
         Target("default", shape, 1e6, reference="stock"),
-        Target("half", shape, 1e6, "ours-skipping", "ours-keeping", ignored=0.5),
+        Target("half", shape, 1e6, "ours-skipping", "ours-full", ignored=0.5),
         Target("impossible", shape, 0.0, reference="stock", mode=Mode.frozen, workspace_mib=1),
     ]
     run = run_of(
