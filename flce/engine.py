@@ -52,13 +52,15 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
     selection = _Selection.of(problem, plan, late)
     rows = row_vectors.allocate(problem, selection.most_rows)
     unit, grads = None, []
-    if late:
-        assert constants is not None
-        grads = _losses_and_late_gradients(problem, plan, selection, constants, rows)
-    elif with_gradients:
+    if with_gradients:
         assert constants is not None
         unit = row_vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
-        grads = _losses_and_gradients(problem, plan, selection, row_vectors.scaled(constants, unit), rows)
+        scaled = row_vectors.scaled(constants, unit)
+        sums = _GradientSums(problem, plan, selection)
+        (_losses_and_late_gradients if late else _losses_and_gradients)(problem, plan, selection, scaled, rows, sums)
+        for sweep in plan.sweeps[1:]:
+            _gradients(problem, plan, sweep, selection, scaled, rows.normalizer, None, sums)
+        grads = sums.result()
     else:
         _statistics(problem, plan, selection, constants, rows)
     rows = selection.scatter(rows)
@@ -90,16 +92,21 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
 
 
 def _losses_and_gradients(
-    p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
-) -> list[Tensor]:
+    p: LinearCrossEntropyProblem,
+    plan: ChunkPlan,
+    selection: _Selection,
+    constants: Tensor,
+    out: RowOutputs,
+    grads: _GradientSums,
+) -> None:
+    """The first of the plan's sweeps, in which losses are made as well."""
     backend = get_backend(p.device)
-    (sweep,) = plan.sweeps
+    sweep = plan.sweeps[0]
     # Where the plan has no room for logits, because they were not to be in memory, they have little. That takes many
     # small products, for operands that lie where few do.
     step = plan.unfused_rows or sweep.rows
     few = _TileBuffer(p, plan, step, sweep.cols)
     buffer = few if plan.unfused_rows is None else _TileBuffer(p, plan, sweep.rows, plan.own_cols, logits=False)
-    grads = _GradientSums(p, plan, selection)
     grads.start(sweep)
     cols = slice(0, plan.vocab_size)
     for rows in _pieces(selection.num_rows, sweep.rows):
@@ -119,17 +126,20 @@ def _losses_and_gradients(
         else:
             grads.add(tiles[0], xs, rows, cols)
         del xs  # gathered rows, before the next are
-    return grads.result()
 
 
 def _losses_and_late_gradients(
-    p: LinearCrossEntropyProblem, plan: ChunkPlan, selection: _Selection, constants: Tensor, out: RowOutputs
-) -> list[Tensor]:
+    p: LinearCrossEntropyProblem,
+    plan: ChunkPlan,
+    selection: _Selection,
+    constants: Tensor,
+    out: RowOutputs,
+    grads: _GradientSums,
+) -> None:
     """The same, with exponentials in the place of the gradient of the logits: normalized after the products."""
     backend, weight = get_backend(p.device), p.terms[0].weight
-    (sweep,) = plan.sweeps
+    sweep = plan.sweeps[0]
     buffer = _TileBuffer(p, plan, sweep.rows, plan.own_cols, logits=False)
-    grads = _GradientSums(p, plan, selection)
     grads.start(sweep)
     # (2, rows) what rows of exponentials are multiplied by, and gradients of the targets' logits
     factors = out.loss.new_empty(2, selection.most_rows)
@@ -150,7 +160,6 @@ def _losses_and_late_gradients(
             grads.add_whole_rows([tile[:size] for tile in exps], buffer.behind(rows), x[:size], rows, factors)
         del x  # gathered rows, before the next are
         start = rows.stop
-    return grads.result()
 
 
 def _whole_rows(plan: ChunkPlan, buffer: _TileBuffer, grads: _GradientSums, rows: slice) -> list[Tensor]:
@@ -490,24 +499,26 @@ class _TermGradients:
         complete: Callable[[Sequence[Tensor]], None] | None,
     ) -> None:
         """Sums in float32, of the first half of the classes in the memory of `grad`, see `planning.halfway`."""
-        half, hidden = halfway(len(grad)), grad.shape[1]
+        half, stop, hidden = halfway(len(grad)), self._sweep.weight_stop, grad.shape[1]
         if first:
-            self._weight_sum = grad.new_empty((len(grad) - half, hidden), dtype=torch.float32)
+            self._weight_sum = grad.new_empty((stop - half, hidden), dtype=torch.float32)
         behind = self._weight_sum
         assert behind is not None
         before = grad.view(-1)[: 2 * half * hidden].view(torch.float32).view(half, hidden)
         matmul(dlogits[:, :half].t(), x, out=before, accumulate=not first)
-        matmul(dlogits[:, half:].t(), x, out=behind, accumulate=not first)
+        if half < stop:
+            matmul(dlogits[:, half:stop].t(), x, out=behind, accumulate=not first)
         if not last:
             return
         if complete is not None:
-            complete([before, behind])
+            complete([before, behind] if half < stop else [before])
         # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
-        start, stop = 0, min(half, COMPACTION_ROWS)
-        while start < half:
-            grad[start:stop] = before[start:stop].to(grad.dtype) if start == 0 else before[start:stop]
-            start, stop = stop, min(half, 2 * stop)
-        grad[half:] = behind
+        done, next_done = 0, min(half, COMPACTION_ROWS)
+        while done < half:
+            piece = before[done:next_done]
+            grad[done:next_done] = piece.to(grad.dtype) if done == 0 else piece
+            done, next_done = next_done, min(half, 2 * next_done)
+        grad[half:stop] = behind
         self._weight_sum = None
 
     def round(self, dtype: torch.dtype) -> None:

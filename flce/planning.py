@@ -11,6 +11,9 @@ The policy, in full:
   takes as much memory again (`halfway`) and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
   at least `MIN_EFFICIENT_ROWS` rows, or all of them, else ``vocab``; if neither gets so much, whichever fits.
+* **In between**: sums over chunks of the weight gradient of half of the classes fit in the memory of that gradient
+  (`halfway`). Where the sums of the others would leave little room for chunks, some or all of these are not summed:
+  their logits are made once more afterwards, of all tokens at once, as in ``vocab`` (`ChunkPlan.remade_cols`).
 * **Loans**: the gradient of the head's weight is written a block of classes after the other, and the memory of those
   that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
   Where the budget leaves less than `EFFICIENT_COLS` classes beside the sum of the input gradient over blocks, N x H
@@ -81,8 +84,14 @@ STATISTICS_COLS = 2112
 # product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
 # a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds. Measured at 8192 x 2304 x 256000,
 # milliseconds: in one chunk 40.6, in 5 of 1664 rows 47.3, in 11 of 768 58.0, `vocab` 55.5 to 56.3. That is 1.6 a chunk,
-# and the two are even at 10 chunks, of 896 rows.
-MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 896}
+# and the two are even at 10 chunks, of 850 rows.
+MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 850}
+# To make the logits of some classes again after the chunks (`ChunkPlan.remade_cols`), in times their share of what
+# `vocab` takes for it. On an H200, milliseconds, with 0, 1, 2, 3 and 4 eighths of the classes made again, and `vocab`:
+# 16384 x 1024 x 151936 in 594 MiB 27.8, 26.6, 25.6, 25.9, 26.2, and 28.2; 8192 x 4096 x 128256 in 800 MiB with 2, 3, 4
+# 40.7, 41.8, 40.6, and 45.2, in 512 MiB with 4 (1,664 rows) 42.1 and 45.2, in 300 MiB (1,024) 41.8 and 43.9, in 256 MiB
+# (896) 46.2 and 44.8; 8192 x 2304 x 256000 in 700 MiB with 4 (1,280) 50.0 and 52.0, in 600 MiB (1,024) 51.5 and 51.7.
+REMAKING = 1.15
 # By the same count, 8NH bytes a block for the input gradient: with fewer classes a fifth product costs less.
 EFFICIENT_COLS = 1024
 ROW_MULTIPLE = 128
@@ -218,6 +227,8 @@ class Sweep:
     start: int
     stop: int
     """Its classes."""
+    weight_stop: int
+    """The classes from there on have no gradient of the weight made."""
     lent_cols: int
     """Columns of the weight gradient whose rows from `stop` of a block to that of the sweep lend their memory; or 0."""
     most_cols: int
@@ -279,6 +290,9 @@ class ChunkPlan(CallShape):
     """Whether the gradient of the head's input is summed in the memory of its weight's."""
     lent_tiles: int = 0
     """How many tiles of exponentials are to be in the memory of the weight gradient, see `exponential_tiles`."""
+    remade_cols: int = 0
+    """Classes, the last, whose weight gradient is not summed over chunks: their logits are made once more, of all
+    tokens at once, when every row's normalizer is known."""
 
     @property
     def chunk_rows(self) -> int:
@@ -300,7 +314,7 @@ class ChunkPlan(CallShape):
     def fused_product(self) -> bool:
         """Whether logits that are wanted for their statistics, or a second time, are not in memory at all."""
         return (
-            (self.deferred or not self.needs.any)
+            (self.deferred or self.remade_cols > 0 or not self.needs.any)
             and self._product_suffices
             and self.logits_dtype == self.grad_dtype == self.dtype
         )
@@ -426,7 +440,12 @@ class ChunkPlan(CallShape):
         if not self.needs.any:
             return ()
         if not self.deferred:
-            return (self._sweep(rows, cols, inputs, weights),)
+            summed = self._sweep(rows, cols, inputs, weights)
+            if not self.remade_cols:
+                return (summed,)
+            start = self.vocab_size - self.remade_cols
+            remade = self._sweep(self.num_tokens, self._remade_block, False, True, start=start)
+            return (replace(summed, weight_stop=start), remade)
         if self.input_tile is not None:
             first = self._sweep(*self.input_tile, True, False)
             return (first, self._sweep(rows, cols, False, True)) if weights else (first,)
@@ -441,6 +460,12 @@ class ChunkPlan(CallShape):
             replace(self._sweep(rows, cols, True, False, start=lender), input_dtype=self._accum, input_sum=None),
             self._sweep(rows, cols, False, True, start=lender),
         )
+
+    @property
+    def _remade_block(self) -> int:
+        """Classes of a block of `remade_cols`: as many as there is room for where the chunks were."""
+        cols = self.chunk_rows * self.vocab_size // max(1, self.num_tokens)
+        return max(BLOCK_MULTIPLE, min(self.remade_cols, _whole_blocks(cols)))
 
     def _sweep(
         self, rows: int, cols: int, inputs: bool, weights: bool, start: int = 0, stop: int | None = None
@@ -468,6 +493,7 @@ class ChunkPlan(CallShape):
             weight_halves=halves,
             start=start,
             stop=self.vocab_size if stop is None else stop,
+            weight_stop=self.vocab_size,
             lent_cols=self.hidden_sizes[0] if lends else 0,
             most_cols=most,
         )
@@ -507,7 +533,7 @@ class ChunkPlan(CallShape):
     def num_matmuls(self) -> int:
         """Matrix products of 2NHV flops each: for each term its logits, perhaps several times, and its gradients.
 
-        What `lent_input_sum` makes again for some classes is not among them.
+        What `lent_input_sum` and `remade_cols` make again for some classes is not among them.
         """
         of_logits = len(self.hidden_sizes) * (1 + self.deferred * (1 + (self.input_tile is not None)))
         return of_logits + sum(self.needs.inputs) + sum(self.needs.weights)
@@ -515,7 +541,7 @@ class ChunkPlan(CallShape):
     @property
     def flops(self) -> int:
         """Of the matrix products of forward and backward."""
-        again = sum(sweep.stop - sweep.start for sweep in self.sweeps) if self.deferred else 0
+        again = sum(sweep.stop - sweep.start for sweep in self.sweeps) if self.deferred else self.remade_cols
         of_logits = sum(self.hidden_sizes) * (self.vocab_size + again)
         of_gradients = (self._input_grad_width + self._weight_grad_width) * self.vocab_size
         return 2 * self.num_tokens * (of_logits + of_gradients)
@@ -577,6 +603,8 @@ class ChunkPlan(CallShape):
                 if number > 0:
                     of_weights = of_bias = 0
                 of_inputs = 0
+            if self.remade_cols and number > 0:
+                of_weights = 0  # they are there
             held += of_inputs * sweep.input_dtype.itemsize + of_weights * sweep.weight_dtype.itemsize
             held += of_bias * accumulation_dtype(self.dtype).itemsize
             sums = 0
@@ -587,9 +615,9 @@ class ChunkPlan(CallShape):
             if sweep.weight_halves:
                 half = halfway(self.vocab_size)
                 first = min(half, COMPACTION_ROWS) * itemsize
-                sums += ((self.vocab_size - half) * self._accum.itemsize + first) * self._weight_grad_width
+                sums += ((sweep.weight_stop - half) * self._accum.itemsize + first) * self._weight_grad_width
             temporaries = max(self._tile_temporaries(sweep.rows, cols, sweep) for cols in (sweep.cols, sweep.widest))
-            if self.late_normalization:
+            if self.late_normalization and number == 0:
                 temporaries += self._late_temporaries(sweep)
             tile = self._logits_bytes(sweep.rows, self.own_cols if self.lent_tiles else sweep.cols) + temporaries
             peak = max(peak, rows + held + tile + sums)
@@ -683,7 +711,8 @@ class ChunkPlan(CallShape):
             f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
             f"{', input gradients apart' if self.input_tile else ''}"
             f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}"
-            f"{f', {self.lent_tiles + 1} tiles, all but one in lent memory' if self.lent_tiles else ''}, "
+            f"{f', {self.lent_tiles + 1} tiles, all but one in lent memory' if self.lent_tiles else ''}"
+            f"{f', the last {self.remade_cols} classes once more' if self.remade_cols else ''}, "
             f"logits {'not in memory' if apart else 'in ' + _name(self.logits_dtype)}, "
             f"{self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
@@ -900,6 +929,11 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
     if _with_rows(tokens, efficient_rows).workspace_bytes <= budget or _in_one_chunk(tokens, budget) is not None:
         return tokens
+    # Chunks that remake half of the classes, of so many rows that they are as fast as `vocab`, see `_more_work`.
+    remaking = replace(tokens, remade_cols=_most_remade(tokens))
+    remaking = _with_rows(remaking, int(efficient_rows / (2.0 - REMAKING)))
+    if _can_remake(remaking) and remaking.workspace_bytes <= budget:
+        return tokens
     if _efficient(vocab, budget) is not None:
         return vocab
     if _with_rows(tokens, efficient_rows // 8).workspace_bytes <= budget:
@@ -914,6 +948,38 @@ def _with_rows(plan: ChunkPlan, rows: int) -> ChunkPlan:
 def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
     """All tokens at once, with some exponentials in lent memory if need be; None if neither fits."""
     return _first_within(_lending(_with_rows(tokens, tokens.num_tokens)), budget)
+
+
+def _in_chunks(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
+    """Some tokens at a time, with as many classes made once more as is best; None if nothing fits."""
+    most = _most_remade(tokens)
+    remade = (0, *(_whole_blocks(most * k // 4) for k in range(1, 4)), most)
+    plans = [_fit_size(replace(tokens, remade_cols=cols), budget) for cols in remade]
+    possible = [plan for plan in plans if plan is not None and (not plan.remade_cols or _can_remake(plan))]
+    return min(possible, key=_more_work, default=None)
+
+
+def _most_remade(tokens: ChunkPlan) -> int:
+    """What has no place for its sums in the memory of the gradient."""
+    return tokens.vocab_size - halfway(tokens.vocab_size)
+
+
+def _more_work(tokens: ChunkPlan) -> float:
+    """What a plan has to do beside three products, in times what `vocab` has to do: to make all logits again."""
+    if tokens.num_chunks <= 1:
+        return 0.0
+    remade = tokens.remade_cols / tokens.vocab_size
+    efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
+    return REMAKING * remade + (1.0 - remade) * efficient_rows / tokens.chunk_rows
+
+
+def _can_remake(plan: ChunkPlan) -> bool:
+    return (
+        plan.late_normalization
+        and plan.in_place  # operands that cannot be fused after all have nothing else for their logits
+        and plan.sweeps[0].weight_halves
+        and not plan.skip_ignored
+    )
 
 
 def _first_within(plans: Sequence[ChunkPlan], budget: int) -> ChunkPlan | None:
@@ -1005,8 +1071,9 @@ def _efficient(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
 
 def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
     """The plan with the largest tiles within the budget, or that with the least workspace if none is."""
-    efficient = _efficient(plan, budget) if plan.strategy == "vocab" else _in_one_chunk(plan, budget)
-    return efficient or _fit_size(plan, budget) or _smallest(plan)
+    if plan.strategy == "vocab":
+        return _efficient(plan, budget) or _fit_size(plan, budget) or _smallest(plan)
+    return _in_one_chunk(plan, budget) or _in_chunks(plan, budget) or _smallest(plan)
 
 
 def _fit_split(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
@@ -1030,8 +1097,14 @@ def _fit_size(plan: ChunkPlan, budget: int) -> ChunkPlan | None:
     multiple = ROW_MULTIPLE if plan.strategy == "tokens" else BLOCK_MULTIPLE
     size = _largest(lambda size: _with_size(plan, size).workspace_bytes <= budget, _largest_size(plan), multiple)
     if plan.strategy == "vocab" and LARGE_BLOCK <= size < plan.vocab_size:
-        size = size // LARGE_MULTIPLE * LARGE_MULTIPLE
+        size = _whole_blocks(size)
     return _with_size(plan, size) if size else None
+
+
+def _whole_blocks(cols: int) -> int:
+    """As many classes, or a few less, that products are best made of."""
+    multiple = LARGE_MULTIPLE if cols >= LARGE_BLOCK else BLOCK_MULTIPLE
+    return cols // multiple * multiple
 
 
 def _largest(fits: Callable[[int], bool], most: int, multiple: int) -> int:

@@ -600,3 +600,70 @@ def test_promise_of_lent_tiles(shape: tuple[int, int, int], lent_count: int, gra
     assert flce.plan(*shape, torch.bfloat16, input_grad="x" in grads, options=options).lent_tiles == lent_count
     settings = {"dtype": torch.bfloat16, "grads": grads}
     assert_kept(*promise_and_peak(*shape, "cuda", settings, {"max_workspace_bytes": budget}))
+
+
+def remaking(problem: Problem, monkeypatch: pytest.MonkeyPatch, classes: int, rows: int, grads: str = "xw") -> Any:
+    """Options of a plan with chunks of so many rows that makes the logits of the last classes again."""
+    options = flce.ChunkOptions(skip_ignored=False, strategy="tokens", chunk_rows=rows)
+    made = replace(plan_of(problem, options, grads), remade_cols=classes)
+    monkeypatch.setattr(planning, "_in_one_chunk", lambda tokens, budget: None)
+    monkeypatch.setattr(planning, "_in_chunks", lambda tokens, budget: replace(made, max_workspace_bytes=budget))
+    options = flce.ChunkOptions(max_workspace_bytes=made.workspace_bytes, skip_ignored=False, strategy="tokens")
+    planning.make_plan.cache_clear()
+    assert plan_of(problem, options, grads).remade_cols == classes
+    return options
+
+
+@pytest.mark.parametrize("classes", [256, 1051], ids=lambda n: f"{n} classes")  # of which several blocks are made
+@pytest.mark.parametrize("extras", ["plain", "all", "num_items", "one gradient"])
+def test_classes_that_are_made_once_more(
+    classes: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Targets among them and among the others; logits beyond the sample."""
+    settings = {**EXTRAS.get(extras, {}), "leading": (150,), "hidden": 64, "vocab": 2099}
+    problem = problem_of(device, **settings)
+    problem.linear_weight[4::9] *= 10
+    grads = "w" if extras == "one gradient" else "xw"
+    options = remaking(problem, monkeypatch, classes, 64, grads)
+    check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+
+
+def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(device, leading=(150,), hidden=64, vocab=2099, ignored=0.2)
+    options = remaking(problem, monkeypatch, 1051, 64)
+    memory = problem.linear_weight.new_zeros(2099 * 64 + 1)
+    weight = memory[1:].view(2099, 64).copy_(problem.linear_weight)
+    check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
+
+
+def test_who_makes_classes_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans on a GPU: between the budgets of `vocab` and those of one chunk, or of sums of all classes."""
+    monkeypatch.setattr(planning, "LATE_CHUNK", 1 << 37)
+    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
+
+    def plan(mib: int, shape: tuple[int, int, int] = (8192, 4096, 128256), **arguments: Any) -> ChunkPlan:
+        options = flce.ChunkOptions(max_workspace_bytes=mib << 20, skip_ignored=arguments.pop("skip", False))
+        made = flce.plan(*shape, torch.bfloat16, device="cuda", options=options, **arguments)
+        assert made.workspace_bytes <= mib << 20
+        return made
+
+    assert [plan(mib).strategy for mib in (256, 280, 1024)] == ["vocab", "tokens", "tokens"]
+    assert [plan(mib).remade_cols for mib in (280, 512, 1500)] == [64128, 64128, 0]
+    assert plan(512).chunk_rows == 1664
+    assert plan(512).flops == pytest.approx(3.5 * 2 * 8192 * 4096 * 128256, rel=0.001)
+    assert "the last 64128 classes once more" in str(plan(512))
+    narrow = plan(594, (16384, 1024, 151936))
+    assert (narrow.chunk_rows, narrow.remade_cols) == (1408, 36864)
+    for arguments in ({"skip": True}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight_grad": False}):
+        assert plan(512, **arguments).remade_cols == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 2048, 128256), (16384, 1024, 151936)], ids=str)
+@pytest.mark.parametrize("grads", ["xw", "w"])
+@pytest.mark.parametrize("mib", [300, 512])
+def test_promise_with_classes_made_once_more(shape: tuple[int, int, int], grads: str, mib: int) -> None:
+    options: dict[str, Any] = {"max_workspace_bytes": mib << 20}
+    made = flce.plan(*shape, torch.bfloat16, input_grad="x" in grads, options=flce.ChunkOptions(**options))
+    assert made.remade_cols > 0 or (mib, shape[1]) == (300, 1024)
+    assert_kept(*promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, options))
