@@ -22,6 +22,7 @@ from flce.backends.triton.launch import (
     Launch,
     build_key,
     build_once,
+    device_facts,
     features,
     fewest_warps,
     overlap,
@@ -78,8 +79,9 @@ FEWEST_LANES = 128
 EDGED_LANES = 512
 EDGED_FILLED = 2 / 3
 SCALE_BLOCK = 4096
-# Enough programs to fill any GPU several times.
-SCALE_PROGRAMS = 2048
+# For each multiprocessor. On an H200 they take 1.6 us to find that there is nothing to do, 8 take 2.1, 2048 in all 3.7;
+# what there is to do takes 1 to 2% longer than with 8, and with 2 4 to 10%.
+SCALE_PROGRAMS = 4
 
 
 class TritonBackend:
@@ -209,7 +211,7 @@ class TritonBackend:
         inner, outer_stride = _outer_level(x)
         num_rows, cols = x.shape[:-1].numel(), x.shape[-1]
         with _device_of(x):
-            scale_rows_kernel[(min(SCALE_PROGRAMS, num_rows),)](
+            scale_rows_kernel[(min(_scale_programs(x), num_rows),)](
                 x, factor, target, x.stride(-2), outer_stride, inner, num_rows, cols, ignore_index,
                 ONE_FACTOR=factor.dim() == 0, TWO_LEVEL=x.dim() == 3, BLOCK=SCALE_BLOCK, num_warps=8,
                 **overlap(x.device),
@@ -417,9 +419,13 @@ def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:
 
 
 def _scale_launch(x: Tensor, out: Tensor, factor: Tensor) -> Launch:
-    programs = min(SCALE_PROGRAMS, triton.cdiv(x.numel(), SCALE_BLOCK))
+    programs = min(_scale_programs(x), triton.cdiv(x.numel(), SCALE_BLOCK))
     options = {"IN_PLACE": x is out, "BLOCK": SCALE_BLOCK, "num_warps": 8, **overlap(x.device)}
     return Launch(scale_kernel, (programs,), (x, out, factor, x.numel()), options)
+
+
+def _scale_programs(x: Tensor) -> int:
+    return SCALE_PROGRAMS * device_facts(x.device).multiprocessors
 
 
 def _device_of(x: Tensor) -> torch.cuda.device:
