@@ -585,7 +585,8 @@ def test_what_is_not_late(device: torch.device) -> None:
 @pytest.mark.parametrize("skip", [False, True])
 def test_promise(shape: tuple[int, int, int], grads: str, mib: int | None, skip: bool) -> None:
     chunking: dict[str, Any] = {"max_workspace_bytes": None if mib is None else mib << 20, "strategy": "tokens"}
-    settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.3 if skip else 0.0}
+    # Few, because the plan has to do for none: where many are dropped, dX needs no memory of its own.
+    settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.01 if skip else 0.0}
     assert_kept(*promise_and_peak(*shape, "cuda", settings, {**chunking, "skip_ignored": skip}))
 
 
