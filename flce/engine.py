@@ -8,8 +8,9 @@ For every tile of `chunk_rows` tokens and `block_cols` classes
 3. for each term ``dx (+)= dlogits W`` and ``dW (+)= dlogits^T x``.
 
 `forward` does all three in one go where the loss is reduced and a tile holds all classes (on some devices with
-exponentials in the place of dlogits, which are normalized after 3: `ChunkPlan.late_normalization`); otherwise it stops
-at the statistics and `backward` makes the tiles again, now knowing every row's normalizer and upstream gradient.
+exponentials in the place of dlogits, which are normalized after 3: `ChunkPlan.late_normalization`), and then, if some
+classes have had no part in 3, makes their tiles again (`ChunkPlan.remade_cols`); otherwise it stops at the statistics
+and `backward` makes the tiles again, now knowing every row's normalizer and upstream gradient.
 """
 
 from __future__ import annotations
@@ -430,7 +431,7 @@ class _TermGradients:
         out = self.input[rows] if index is None else self.input
         of_rows = tile.new_ones(2, len(x), dtype=torch.float32) if factors is None else factors[:, rows]
         of_targets = None if factors is None else weight
-        for part, total in _in_freed_memory(tile, behind, out if index is None else x):
+        for part, total in _in_freed_memory(tile, behind, out if index is None else x, self._sweep.rows):
             matmul(tile[part], weight, out=total)
             result, places = (out[part], None) if index is None else (out, index[part])
             backend.combine_rows(total, of_targets, result, target[part], of_rows[:, part], ignore, places)
@@ -568,17 +569,18 @@ class _Count:
         return int(self._on_host)
 
 
-def _in_freed_memory(tile: Tensor, behind: Tensor, spare: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _in_freed_memory(tile: Tensor, behind: Tensor, spare: Tensor, chunk_rows: int) -> Iterator[tuple[slice, Tensor]]:
     """Pieces of the rows of `tile`, (rows, V), and for each float32 memory, (piece, H), for its product with the head.
 
     The two sums of dX have to meet before they are rounded, as those of dW have. If rows are few, or there is room
     `behind` the tile, that is where they do. Otherwise there is `spare`, (rows, H) in half precision: the memory of the
     result, or what comes before it. In its last two thirds is room for the first third of the rows, or fewer. Their
-    part of the tile is then done with, and has room for more.
+    part of the tile is then done with, and has room for more. `chunk_rows`: of the chunks before, which may be longer
+    than the last. The plan has decided by them whether rows are few.
     """
     (size, hidden), room = spare.shape, tile.stride(0)
     memory = behind
-    if behind.numel() < 2 * size * hidden and not input_in_freed_memory(size, hidden, tile.shape[1]):
+    if behind.numel() < 2 * size * hidden and not input_in_freed_memory(chunk_rows, hidden, tile.shape[1]):
         memory = spare.new_empty(2 * size, hidden)
     if memory.numel() >= 2 * size * hidden:
         yield slice(0, size), memory.view(-1).view(torch.float32)[: size * hidden].view(size, hidden)

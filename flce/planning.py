@@ -10,7 +10,8 @@ The policy, in full:
   tokens. All tokens are one chunk where that fits, because a weight gradient that is summed over chunks in float32
   takes as much memory again (`halfway`) and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
-  at least `MIN_EFFICIENT_ROWS` rows, or all of them, else ``vocab``; if neither gets so much, whichever fits.
+  at least `MIN_EFFICIENT_ROWS` rows, or all of them, or is as fast as ``vocab`` in the way that comes next; else
+  ``vocab``; if neither gets so much, whichever fits.
 * **In between**: sums over chunks of the weight gradient of half of the classes fit in the memory of that gradient
   (`halfway`). Where the sums of the others would leave little room for chunks, some or all of these are not summed:
   their logits are made once more afterwards, of all tokens at once, as in ``vocab`` (`ChunkPlan.remade_cols`).
@@ -228,7 +229,7 @@ class Sweep:
     stop: int
     """Its classes."""
     weight_stop: int
-    """The classes from there on have no gradient of the weight made."""
+    """With `weight_halves`: the classes from there on have no gradient of the weight made."""
     lent_cols: int
     """Columns of the weight gradient whose rows from `stop` of a block to that of the sweep lend their memory; or 0."""
     most_cols: int
@@ -929,10 +930,8 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
     if _with_rows(tokens, efficient_rows).workspace_bytes <= budget or _in_one_chunk(tokens, budget) is not None:
         return tokens
-    # Chunks that remake half of the classes, of so many rows that they are as fast as `vocab`, see `_more_work`.
-    remaking = replace(tokens, remade_cols=_most_remade(tokens))
-    remaking = _with_rows(remaking, int(efficient_rows / (2.0 - REMAKING)))
-    if _can_remake(remaking) and remaking.workspace_bytes <= budget:
+    remaking = _least_remaking(tokens)
+    if _can_remake(remaking) and remaking.workspace_bytes <= budget and _more_work(remaking) <= 1.0:
         return tokens
     if _efficient(vocab, budget) is not None:
         return vocab
@@ -952,16 +951,24 @@ def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
 
 def _in_chunks(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
     """Some tokens at a time, with as many classes made once more as is best; None if nothing fits."""
-    most = _most_remade(tokens)
+    least = _least_remaking(tokens)
+    most = least.remade_cols
     remade = (0, *(_whole_blocks(most * k // 4) for k in range(1, 4)), most)
     plans = [_fit_size(replace(tokens, remade_cols=cols), budget) for cols in remade]
+    # Workspace may be less with more rows, where dX then is in freed memory. The search may have missed that.
+    plans.append(least if least.workspace_bytes <= budget else None)
+    # Whether a plan can make classes once more depends on its rows, too.
     possible = [plan for plan in plans if plan is not None and (not plan.remade_cols or _can_remake(plan))]
     return min(possible, key=_more_work, default=None)
 
 
-def _most_remade(tokens: ChunkPlan) -> int:
-    """What has no place for its sums in the memory of the gradient."""
-    return tokens.vocab_size - halfway(tokens.vocab_size)
+def _least_remaking(tokens: ChunkPlan) -> ChunkPlan:
+    """All classes made once more whose sums have no place in the memory of the gradient, that is half of them, and
+    chunks of so many rows that this is as fast as `vocab` (see `_more_work`)."""
+    most = tokens.vocab_size - halfway(tokens.vocab_size)
+    efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
+    rows = _ceil_div(int(efficient_rows / (2.0 - REMAKING)), ROW_MULTIPLE) * ROW_MULTIPLE
+    return _with_rows(replace(tokens, remade_cols=most), rows)
 
 
 def _more_work(tokens: ChunkPlan) -> float:
@@ -1028,12 +1035,24 @@ def _smallest(plan: ChunkPlan) -> ChunkPlan:
     candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
     if plan.strategy == "tokens":
         candidates += _lending(_with_size(plan, most))
+        remaking = _with_rows(_least_remaking(plan), _least_late_rows(plan))
+        candidates += [remaking] if _can_remake(remaking) else []
     if _can_lend_input_sum(plan):
         candidates += [replace(c, lent_input_sum=True) for c in candidates if c.block_cols < plan.vocab_size]
     if _can_split(plan):
         tile = (1, min(ALIGNMENT, plan.vocab_size))
         candidates += [replace(c, input_tile=tile) for c in candidates if not c.lent_input_sum]
     return min(candidates, key=lambda candidate: candidate.workspace_bytes)
+
+
+def _least_late_rows(plan: ChunkPlan) -> int:
+    """Of the smallest chunks of equal size that are normalized late."""
+    rows = _ceil_div(LATE_CHUNK, plan.vocab_size * plan.hidden_sizes[0])
+    too_few = (rows - 1) // ROW_MULTIPLE * ROW_MULTIPLE
+    if not too_few:
+        return _ceil_div(rows, ALIGNMENT) * ALIGNMENT
+    most_chunks = max(1, (plan.num_tokens - 1) // too_few)  # each of more than so few, to be rounded up
+    return _ceil_div(_ceil_div(plan.num_tokens, most_chunks), ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _can_split(plan: ChunkPlan) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -29,6 +29,8 @@ from tests.test_plan import assert_kept, promise_and_peak
 
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
+# As they are; see `late_normalization`.
+CONSTANTS = {name: getattr(planning, name) for name in ("LATE_HEAD", "LATE_CHUNK", "INPUT_PIECE")}
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +38,7 @@ def late_normalization(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> 
     """Also for small vocabularies and chunks."""
     monkeypatch.setattr(planning, "LATE_HEAD", 1)
     monkeypatch.setattr(planning, "LATE_CHUNK", 1)
+    monkeypatch.setattr(planning, "INPUT_PIECE", 128 * 64)  # dX in pieces from 384 rows on
     if not CUDA:
         interpreted_bfloat16.mend(monkeypatch)
     yield from as_on_hopper(monkeypatch)
@@ -333,23 +336,24 @@ def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool
     assert relative_error(mine, expected) < 1.5 * ULP
 
 
-@pytest.mark.parametrize("rows", [1, 383, 384, 1000, 8190])
+@pytest.mark.parametrize("rows, chunk_rows", [(1, 1), (383, 383), (384, 384), (300, 384), (1000, 1000), (8190, 8190)])
 @pytest.mark.parametrize("shape", [(4096, 128256), (1024, 1030), (64, 5000), (72, 40)], ids=str)
-def test_memory_for_the_gradient_of_the_inputs(rows: int, shape: tuple[int, int]) -> None:
-    """All rows once; nothing is written over what is still needed; all begin where kernels want them to."""
+def test_memory_for_the_gradient_of_the_inputs(rows: int, chunk_rows: int, shape: tuple[int, int]) -> None:
+    """All rows once; nothing is written over what is still needed; all begin where kernels want them to. The chunk may
+    be the last, and shorter."""
     hidden, vocab = shape
     room = -(-vocab // 64) * 64
     exps = torch.empty(rows, room, dtype=torch.bfloat16, device="meta")[:, :vocab]
     spare = torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta")
     done = 0
-    for number, (piece, memory) in enumerate(engine._in_freed_memory(exps, exps[rows:], spare)):
+    for number, (piece, memory) in enumerate(engine._in_freed_memory(exps, exps[rows:], spare, chunk_rows)):
         size = piece.stop - piece.start
         assert piece.start == done
         assert piece.start % 16 == 0
         assert memory.shape == (size, hidden)
         assert memory.dtype == torch.float32
         entries = 2 * memory.numel()  # of 16 bits
-        if not planning.input_in_freed_memory(rows, hidden, vocab):
+        if not planning.input_in_freed_memory(chunk_rows, hidden, vocab):
             assert size == rows
         elif number == 0:
             assert memory.storage_offset() * 2 + entries <= rows * hidden
@@ -506,6 +510,49 @@ def test_plans_of_symbolic_sizes(tokens: int, mib: int | None) -> None:
 
 
 @given(
+    tokens=st.integers(1, 60000),
+    hidden=st.integers(1, 2000).map(lambda n: 8 * n),
+    vocab=st.integers(1, 300_000),
+    grads=st.sampled_from([(True, True), (False, True), (True, False)]),
+    strategy=st.sampled_from(["auto", "tokens"]),
+    share=st.floats(0.01, 1.5),
+)
+@example(48583, 1736, 87617, (False, True), "auto", 188226730 / 17027165422)  # of chunks that just are late
+@example(5655, 15192, 19888, (True, True), "auto", 51678475 / 449866560)  # less workspace with more rows
+@example(8192, 4096, 128256, (True, True), "tokens", 50 / 2004)
+def test_budgets_on_hopper(
+    tokens: int, hidden: int, vocab: int, grads: tuple[bool, bool], strategy: Any, share: float
+) -> None:
+    """A budget is kept, or the least is named that is enough; and where `vocab` keeps it, "auto" does."""
+    shape = replace(call_shape(tokens, hidden, vocab), needs=Needs((grads[0],), (grads[1],), False))
+
+    def plan(budget: int, strategy: Any) -> ChunkPlan:
+        options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget, skip_ignored=False)
+        made = planning.make_plan(shape, options)
+        assert made.workspace_bytes <= budget
+        return made
+
+    budget = 1 + int(share * 2 * tokens * vocab)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CONSTANTS.items():
+            patch.setattr(planning, name, value)
+        planning.make_plan.cache_clear()
+        try:
+            plan(budget, strategy)
+            return
+        except ValueError as error:
+            least = int(str(error).split("the least is ")[1].split()[0])
+        assert least > budget
+        plan(least, strategy)
+        if vocab >= 4 * hidden:  # or else larger chunks may take less, which have a place for dX in float32
+            with pytest.raises(ValueError, match="the least is"):
+                plan(least - 1, strategy)
+        if strategy == "auto":
+            with pytest.raises(ValueError, match="the least is"):
+                plan(budget, "vocab")
+
+
+@given(
     tokens=st.integers(1, 20000),
     hidden=st.integers(1, 1024).map(lambda n: 8 * n),
     vocab=st.integers(1, 300_000),
@@ -639,7 +686,8 @@ def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypa
 
 def test_who_makes_classes_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans on a GPU: between the budgets of `vocab` and those of one chunk, or of sums of all classes."""
-    monkeypatch.setattr(planning, "LATE_CHUNK", 1 << 37)
+    for name, value in CONSTANTS.items():
+        monkeypatch.setattr(planning, name, value)
     monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
 
     def plan(mib: int, shape: tuple[int, int, int] = (8192, 4096, 128256), **arguments: Any) -> ChunkPlan:

@@ -245,7 +245,8 @@ class Backend(Protocol):
         """
 
     def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
-        """`terms` to what is there: `grads`, contiguous, together have a row for each class."""
+        """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
+        some of the last may be missing. Their targets have no part in it."""
 
     def constants(self, p: RowProblem) -> Tensor:
         """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.

@@ -190,7 +190,7 @@ class SortedTargets(NamedTuple):
     """Rows in the order of their targets."""
 
     x: Tensor  # (N, H)
-    target: Tensor  # (rows,) int32, ascending; -1 or V if it is no class
+    target: Tensor  # (rows,) int32, ascending; -1 or behind the last if it is no class
     rows: Tensor  # (rows,) of x
     factor: Tensor  # (rows,) what they are multiplied by
     ignore_index: int
