@@ -144,7 +144,7 @@ def preset_row_effort(preset: RowPreset) -> Effort:
     return {
         RowPreset.tiny: Effort(rounds=2, seconds=1.0),
         RowPreset.cpu: Effort(rounds=5, seconds=1.0),
-        RowPreset.h200_rows: Effort(rounds=8, seconds=0.12),
+        RowPreset.h200_rows: Effort(rounds=6, seconds=0.12),
     }[preset]
 
 
