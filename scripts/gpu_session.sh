@@ -112,7 +112,7 @@ sanitize() {
         "tests/test_exponentials.py -k 'oracle'"
         "tests/test_exponentials.py -k '(range or cancel or where_the or tiles or once_more) and not promise'"
         "tests/test_softmax.py -k 'launches or finite or slices or offsets'"
-        "tests/test_softmax.py -k 'edges'"
+        "tests/test_softmax.py -k 'edges and 100'" # columns, 1000 to 1007
     )
     if [ "$limit" -lt 30 ]; then
         lines+=("FAILED  sanitize: no time was left")
@@ -134,6 +134,7 @@ sanitize() {
         count=$(grep -oE '[0-9]+ passed' "${outputs[job]}" | tail -n 1)
         case $status in
             0) lines+=("ok      ${names[job]}: ${count:-nothing}") ;;
+            vendor) lines+=("ok      ${names[job]}: ${count:-nothing}, races in the vendor's kernels only") && continue ;;
             124) lines+=("FAILED  ${names[job]}: ${count:-none} in time, then no time was left") && failed=1 ;;
             *) lines+=("FAILED  ${names[job]}: exit status $status") && failed=1 ;;
         esac
@@ -145,18 +146,25 @@ sanitize() {
     done >"$out/sanitize.log"
 }
 
+# only_the_vendor_races OUTPUT: of racecheck, and all tests passed.
+only_the_vendor_races() {
+    grep -q 'Race reported' "$1" && grep -qE '^[0-9]+ passed' "$1" &&
+        ! grep -E '(Race reported|=  +and) .*access at' "$1" | grep -qv nvjet
+}
+
 # sanitize_group TOOL SECONDS TESTS OUTPUT
 sanitize_group() {
     [ "$2" -ge 10 ] || { : >"$4" && echo 124 >"$4.status" && return; }
-    local options=()
-    # Of the vendor's kernels, which synchronize in ways that it does not follow, it reports races.
-    [ "$1" = racecheck ] && options=(--kernel-name-exclude kns=nvjet)
     # The caching allocator off: otherwise a read behind a tensor is one within the allocator's block.
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
         timeout --kill-after=20 $(($2 + 60)) \
-        compute-sanitizer --tool "$1" "${options[@]}" --target-processes all --error-exitcode 9 \
+        compute-sanitizer --tool "$1" --target-processes all --error-exitcode 9 \
         bash -c "exec timeout --signal=INT $2 '$python' -m pytest -q --tb=short -p no:cacheprovider $3" >"$4" 2>&1
-    echo $? >"$4.status"
+    local status=$?
+    # Of the vendor's products (nvjet) racecheck reports races; to exclude these kernels makes it abort.
+    if [ "$status" -eq 9 ] && only_the_vendor_races "$4"; then status=vendor; fi
+    grep -q KeyboardInterrupt "$4" && [ "$status" != 9 ] && status=124
+    echo "$status" >"$4.status"
 }
 
 if compgen -G "$wheels/*.whl" >/dev/null; then
