@@ -593,19 +593,19 @@ class ChunkPlan(CallShape):
         itemsize, rows = self.dtype.itemsize, self.num_tokens * self._row_bytes()
         peak = 0
         held = 0  # gradients, those of the sweeps before included
+        weights_held = False
         for number, sweep in enumerate(self.sweeps):
             of_inputs = self.num_tokens * self._input_grad_width if sweep.inputs else 0
-            of_weights = self.vocab_size * self._weight_grad_width if sweep.weights else 0
-            of_bias = self.vocab_size if sweep.weights and self.needs.bias else 0
+            # All of the weight's and the bias's from the first sweep on that makes some.
+            makes_weights = sweep.weights and not weights_held
+            of_weights = self.vocab_size * self._weight_grad_width if makes_weights else 0
+            of_bias = self.vocab_size if makes_weights and self.needs.bias else 0
+            weights_held |= sweep.weights
             if self.lent_input_sum:
-                # The weight's and the bias's from the first sweep on; the input's own memory after the second.
+                # The input's own memory after the second.
                 if number == 1:
                     held += of_inputs * itemsize
-                if number > 0:
-                    of_weights = of_bias = 0
                 of_inputs = 0
-            if self.remade_cols and number > 0:
-                of_weights = 0  # they are there
             held += of_inputs * sweep.input_dtype.itemsize + of_weights * sweep.weight_dtype.itemsize
             held += of_bias * accumulation_dtype(self.dtype).itemsize
             sums = 0
@@ -904,6 +904,10 @@ def _defaults(device_type: str) -> Defaults:
     return DEFAULTS["cpu" if device_type == "cpu" else "other"]
 
 
+def _efficient_rows(device_type: str) -> int:
+    return MIN_EFFICIENT_ROWS["cpu" if device_type == "cpu" else "other"]
+
+
 def _default_rows(tokens: ChunkPlan) -> int:
     """Of a chunk with all classes."""
     defaults = _defaults(tokens.device_type)
@@ -926,7 +930,7 @@ def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: 
     budget = tokens.max_workspace_bytes - ALLOCATOR_SLACK.get(tokens.device_type, 0)
     if rows_are_given:
         return vocab if _first_within(_lending(tokens), budget) is None else tokens
-    efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
+    efficient_rows = _efficient_rows(tokens.device_type)
     # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
     if _with_rows(tokens, efficient_rows).workspace_bytes <= budget or _in_one_chunk(tokens, budget) is not None:
         return tokens
@@ -966,8 +970,7 @@ def _least_remaking(tokens: ChunkPlan) -> ChunkPlan:
     """All classes made once more whose sums have no place in the memory of the gradient, that is half of them, and
     chunks of so many rows that this is as fast as `vocab` (see `_more_work`)."""
     most = tokens.vocab_size - halfway(tokens.vocab_size)
-    efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
-    rows = _ceil_div(int(efficient_rows / (2.0 - REMAKING)), ROW_MULTIPLE) * ROW_MULTIPLE
+    rows = _ceil_div(int(_efficient_rows(tokens.device_type) / (2.0 - REMAKING)), ROW_MULTIPLE) * ROW_MULTIPLE
     return _with_rows(replace(tokens, remade_cols=most), rows)
 
 
@@ -976,8 +979,7 @@ def _more_work(tokens: ChunkPlan) -> float:
     if tokens.num_chunks <= 1:
         return 0.0
     remade = tokens.remade_cols / tokens.vocab_size
-    efficient_rows = MIN_EFFICIENT_ROWS["cpu" if tokens.device_type == "cpu" else "other"]
-    return REMAKING * remade + (1.0 - remade) * efficient_rows / tokens.chunk_rows
+    return REMAKING * remade + (1.0 - remade) * _efficient_rows(tokens.device_type) / tokens.chunk_rows
 
 
 def _can_remake(plan: ChunkPlan) -> bool:
