@@ -912,6 +912,40 @@ def test_nothing_waits_for_the_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_kernels_that_start_early() -> None:
+    """What a kernel reads is what the one before wrote, also where its launch overlaps with that: the same bits as with
+    a wait after each. Targets, and how many of them are ignored, differ from call to call."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(4096, 1000, device="cuda", generator=g)
+    targets = torch.randint(-1, 1000, (20, 4096), device="cuda", generator=g)
+    targets[
+        torch.rand(targets.shape, device="cuda", generator=g) < torch.linspace(0, 0.9, 20, device="cuda")[:, None]
+    ] = -1
+
+    def calls(pause: Callable[[], None]) -> list[Tensor]:
+        target, results = torch.zeros_like(targets[0]), []
+        logits = x.clone().requires_grad_()
+        for chosen in targets:
+            target.copy_(chosen)
+            pause()
+            with torch.no_grad():
+                results.append(loss_of(flce.log_softmax(logits, -1), target, ignore_index=-1))
+            pause()
+            rows = flce.softmax(logits, -1)
+            pause()
+            loss = loss_of(rows * 1, target, ignore_index=-1, inplace=True)
+            pause()
+            (grad,) = torch.autograd.grad(loss, logits)
+            results += [loss.detach(), grad.sum(0)]
+        return results
+
+    expected = calls(torch.cuda.synchronize)
+    for _ in range(5):
+        for mine, waited in zip(calls(lambda: None), expected, strict=True):
+            assert torch.equal(mine, waited)
+
+
+@pytest.mark.gpu
 @cuda_calls
 def test_cuda_graph(name: str) -> None:
     """Captured forward and backward give the same bits as eager, also for values copied in later."""

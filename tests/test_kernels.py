@@ -369,17 +369,25 @@ def test_dtypes(
 
 
 @pytest.mark.parametrize("bad", [float("-inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("block", [(2, 2, 2, 1), (2, 16, 2, 1)], ids=["several blocks", "one block"])
 def test_what_is_not_finite(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, bad: float
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    block: tuple[int, int, int, int],
+    bad: float,
 ) -> None:
-    """In one column, in all of some lanes, in all columns of some blocks, in a whole row."""
-    small_blocks(monkeypatch, kernels, (2, 2, 2, 1))
+    """In one column, in all of some lanes, in all columns of some blocks, in a whole row; beside very small logits."""
+    small_blocks(monkeypatch, kernels, block)
     rows = Rows(12, 37, torch.float64, device, stats=("logprob",))
     rows.logits[4, 20] = bad
     rows.logits[6, ::2] = bad
     rows.logits[8, 8:24] = bad
     rows.logits[10] = bad
     rows.logits[5] = bad  # ignored
+    rows.logits[7] -= 5000
+    rows.logits[7, 8:24] = bad
+    rows.logits[11, 3:] -= 5000
     compare(kernels, rows)
 
 

@@ -64,8 +64,8 @@ SHAPES = {
     # with either. A row that stays 16 bits wide between its uses: 81 to 84 and 87.
     # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
     "both": Shape(4, 8, 4, (8, 16, 32), one_registers=48),
-    # 2048 columns have 92 with 40 registers, 80 with 64, 4096 92 and 81, 8192 97 in one block and 93 in several.
-    # Not where rows have edges, which take registers.
+    # 2048 columns have 92 with 40 registers, 80 with 64, 4096 92 and 81, 8192 97 in one block and 93 in several, 3001
+    # 95 with 40 and 92 with 48.
     "both, float32": Shape(4, 16, 4, (8, 16, 32), one_registers=40),
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
@@ -379,7 +379,7 @@ def _launch_size(
     elif extras or dtype == torch.float64:
         shape = SHAPES["both, with extras"]
     else:
-        shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 and not edges else "both"]
+        shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 else "both"]
     vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
     parts = shape.one_parts
     if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * shape.one_warps:

@@ -120,7 +120,7 @@ def _merge(
     WANT_ARGMAX: tl.constexpr,
     ASCENDING: tl.constexpr,  # what a lane has seen so far are lower columns
 ):
-    """The statistics of every lane after one more block."""
+    """The statistics of every lane after one more block, and its exp(z - m), m the maximum of the lane so far."""
     if HAS_SMOOTHING:
         relative = z - reference
         if mask is not None:
@@ -146,31 +146,33 @@ def _merge(
         carried = tl.where(old_total > 0, decay * (entropy_sum + (old_largest - zero) * old_total), 0.0)
         terms = tl.where(z == float("-inf"), 0.0, exps * (z - over_lanes(zero, LANES, VECTOR)))
         entropy_sum = carried + lane_sum(terms, LANES, VECTOR)
-    return largest, total, entropy_sum, smooth_sum, argmax
+    return largest, total, entropy_sum, smooth_sum, argmax, exps
+
+
+@triton.jit
+def _softmax_term(z, row_max, log_sum, softmax):
+    """Of the gradient: `softmax` exp(z - m) / sum."""
+    # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
+    return softmax * tl.exp2((z - row_max) * LOG2_E - log_sum * LOG2_E)
 
 
 @triton.jit
 def _gradient(
-    z,
+    softmax_term,
     jacobian,
     columns,
     mask,  # which of them are classes; None: all
     class_weight_ptr,
-    row_max,
-    log_sum,
-    softmax,
     uniform,
     one_hot,  # where the column is the target's, else 0
     HAS_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_JACOBIAN: tl.constexpr,
 ):
-    # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
-    p = tl.exp2((z - row_max) * LOG2_E - log_sum * LOG2_E)
-    grad = softmax * p - one_hot
+    grad = softmax_term - one_hot
     if HAS_SMOOTHING:
         if HAS_CLASS_WEIGHT:
-            grad -= uniform * _load(class_weight_ptr + columns, mask, "").to(z.dtype)
+            grad -= uniform * _load(class_weight_ptr + columns, mask, "").to(grad.dtype)
         else:
             grad -= uniform
     if HAS_JACOBIAN:
@@ -390,7 +392,7 @@ def cross_entropy_kernel(
                     tl.load(logits_ptr + columns), bias_ptr, columns, None,
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
-                largest, total, entropy_sum, smooth_sum, argmax = _merge(
+                largest, total, entropy_sum, smooth_sum, argmax, _exps = _merge(
                     z, columns, None, column_start, tile_weight_ptr, reference,
                     largest, total, entropy_sum, smooth_sum, argmax,
                     LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
@@ -402,7 +404,7 @@ def cross_entropy_kernel(
         last_z, last_jacobian = _transform(
             last_a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
         )
-        largest, total, entropy_sum, smooth_sum, argmax = _merge(
+        largest, total, entropy_sum, smooth_sum, argmax, last_exps = _merge(
             tl.where(present, last_z, float("-inf")), last_columns, present, column_start, tile_weight_ptr, reference,
             largest, total, entropy_sum, smooth_sum, argmax,
             LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
@@ -471,8 +473,8 @@ def cross_entropy_kernel(
         tl.debug_barrier()
         if EDGES:
             edge_grad = _gradient(
-                edge_z, tl.where(edge_present, edge_jacobian, 0.0), edge_columns, edge_present,
-                tile_weight_ptr, row_max, log_sum, softmax, uniform, 0.0,
+                _softmax_term(edge_z, row_max, log_sum, softmax), tl.where(edge_present, edge_jacobian, 0.0),
+                edge_columns, edge_present, tile_weight_ptr, uniform, 0.0,
                 HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
             )  # fmt: skip
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
@@ -484,13 +486,14 @@ def cross_entropy_kernel(
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
                 grad = _gradient(
-                    z, jacobian, columns, None, tile_weight_ptr,
-                    row_max, log_sum, softmax, uniform, 0.0,
+                    _softmax_term(z, row_max, log_sum, softmax), jacobian, columns, None, tile_weight_ptr, uniform, 0.0,
                     HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
                 )  # fmt: skip
                 tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
-            z, jacobian = last_z, last_jacobian
+            # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, unless all have not.
+            factor = softmax * tl.exp2((largest - row_max) * LOG2_E - log_sum * LOG2_E)
+            term, jacobian = last_exps * over_lanes(factor, LANES, VECTOR), last_jacobian
         else:
             # In the end and not first, although it was read last: 3 to 5% faster. A single block is not read again,
             # unless what is made of it takes registers.
@@ -501,9 +504,9 @@ def cross_entropy_kernel(
             z, jacobian = _transform(
                 a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
             )
+            term = _softmax_term(tl.where(present, z, float("-inf")), row_max, log_sum, softmax)
         grad = _gradient(
-            tl.where(present, z, float("-inf")), tl.where(present, jacobian, 0.0), last_columns, present,
-            tile_weight_ptr, row_max, log_sum, softmax, uniform, 0.0,
+            term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, uniform, 0.0,
             HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
         )  # fmt: skip
         tl.store(
@@ -513,8 +516,8 @@ def cross_entropy_kernel(
             for start in range(0, tl.where(valid, 0, last), BLOCK):  # of an ignored row
                 tl.store(grad_ptr + start + offsets, tl.zeros((PARTS, LANES * VECTOR), grad_ptr.dtype.element_ty))
         target_grad = _gradient(
-            target_z, target_jacobian, target_column, target_here, tile_weight_ptr,
-            row_max, log_sum, softmax, uniform, one_hot,
+            _softmax_term(target_z, row_max, log_sum, softmax), target_jacobian,
+            target_column, target_here, tile_weight_ptr, uniform, one_hot,
             HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
         )  # fmt: skip
         # All threads have written.

@@ -30,35 +30,35 @@ def reduction_kernel(
     HAS_LOSS: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
+    SETTLED: tl.constexpr,  # the kernel before has itself waited for the targets: they may be counted while it runs
     BLOCK: tl.constexpr,
 ):
-    if OVERLAP:
+    if OVERLAP and not SETTLED:
         gdc_wait()
         gdc_launch_dependents()
+    # Not from the L1 cache, which may be older than that.
+    FROM: tl.constexpr = ".cg" if SETTLED else ""
     offsets = tl.arange(0, BLOCK)
-    valid = tl.zeros((BLOCK,), tl.int32)
-    losses = tl.zeros((BLOCK,), ACCUM)
-    z_losses = tl.zeros((BLOCK,), ACCUM)
-    for start in range(0, rows, BLOCK):
-        row = start + offsets
-        mask = row < rows
-        if MAKE_CONSTANTS and MEAN:
-            valid += (tl.load(target_ptr + row, mask=mask, other=ignore_index) != ignore_index).to(tl.int32)
-        if HAS_LOSS:
-            losses += tl.load(loss_ptr + row, mask=mask, other=0.0)
-        if HAS_Z_LOSS:
-            z_losses += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
-
     if MAKE_CONSTANTS:
         if MEAN:
+            valid = tl.zeros((BLOCK,), tl.int32)
+            for start in range(0, rows, BLOCK):
+                row = start + offsets
+                target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index, cache_modifier=FROM)
+                valid += (target != ignore_index).to(tl.int32)
             items = tl.sum(valid, axis=0).to(tl.float64)
         elif HAS_NUM_ITEMS:
-            items = tl.load(num_items_ptr).to(tl.float64)
+            items = tl.load(num_items_ptr, cache_modifier=FROM).to(tl.float64)
         else:
             items = tl.full((), 1.0, tl.float64)
         # In float64, because a division of float32 is not rounded correctly.
         ce_scale = (1.0 / items).to(ACCUM)
         z_scale = ce_scale
+    if OVERLAP and SETTLED:
+        gdc_wait()
+        gdc_launch_dependents()
+    # Nothing is written before: what has this memory now may still be read.
+    if MAKE_CONSTANTS:
         tl.store(constants_ptr, ce_scale)
         tl.store(constants_ptr + 1, z_scale)
         tl.store(constants_ptr + 2, vocab_size.to(ACCUM))
@@ -67,6 +67,14 @@ def reduction_kernel(
         z_scale = tl.load(constants_ptr + 1)
 
     if HAS_LOSS:
+        losses = tl.zeros((BLOCK,), ACCUM)
+        z_losses = tl.zeros((BLOCK,), ACCUM)
+        for start in range(0, rows, BLOCK):
+            row = start + offsets
+            mask = row < rows
+            losses += tl.load(loss_ptr + row, mask=mask, other=0.0)
+            if HAS_Z_LOSS:
+                z_losses += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
         loss = tl.sum(losses, axis=0) * ce_scale
         if HAS_Z_LOSS:
             z_loss = tl.sum(z_losses, axis=0) * z_scale

@@ -42,7 +42,10 @@ def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[T
     used = rows.loss.new_empty(3) if constants is None else constants
     loss = rows.loss.new_empty(())
     z_loss = None if rows.z_loss is None else rows.loss.new_empty(())
-    launch(p, rows, used, constants is None, loss, z_loss).run()
+    # What comes before statistics without constants has waited for all that was there before the call. A copy of the
+    # targets would be younger.
+    settled = constants is None and p.target.is_contiguous()
+    launch(p, rows, used, constants is None, loss, z_loss, settled).run()
     return loss, z_loss, used
 
 
@@ -57,6 +60,7 @@ def launch(
     make_constants: bool,  # or else they are there
     loss: Tensor,
     z_loss: Tensor | None = None,
+    settled: bool = False,
 ) -> Launch:
     """The arguments are those of `reduction_kernel`."""
 
@@ -83,6 +87,7 @@ def launch(
         "HAS_NUM_ITEMS": p.num_items is not None,
         "HAS_LOSS": rows is not None,
         "HAS_Z_LOSS": z_loss is not None,
+        "SETTLED": settled,
         "BLOCK": BLOCK,
         "num_warps": WARPS,
         **overlap(p.device),

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends.triton.math import LOG2_E, lane_sum, over_lanes, row_head, softmax_merge, softmax_update
 
@@ -143,9 +144,13 @@ def softmax_resident_kernel(
     SLOTS: tl.constexpr,  # of the edges of a row
     FLAT: tl.constexpr,
     NARROW: tl.constexpr,  # the row is kept in the dtype of x
+    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
     ROWS: tl.constexpr,
     COLS: tl.constexpr,  # cols, or those of them in whole vectors, or more
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     outer_index, inner_index, present = _rows(_local(ROWS), num_rows, inner, FLAT, ROWS)
     x_ptr = _start(x_ptr, outer_index, inner_index, x_outer, x_inner, ALIGN, EDGES)
     y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
@@ -214,9 +219,13 @@ def softmax_resident_backward_kernel(
     SLOTS: tl.constexpr,
     FLAT: tl.constexpr,
     NARROW: tl.constexpr,
+    OVERLAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     outer_index, inner_index, present = _rows(_local(ROWS), num_rows, inner, FLAT, ROWS)
     y_ptr = _start(y_ptr, outer_index, inner_index, y_outer, y_inner, ALIGN, EDGES)
     grad_ptr = _start(grad_ptr, outer_index, inner_index, grad_outer, grad_inner, ALIGN, EDGES)
@@ -326,11 +335,15 @@ def softmax_online_kernel(
     EDGES: tl.constexpr,
     FLAT: tl.constexpr,
     LONG: tl.constexpr,  # 2^30 columns or more
+    OVERLAP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
     local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
     if ROWS == 1:
@@ -404,11 +417,15 @@ def softmax_online_backward_kernel(
     EDGES: tl.constexpr,
     FLAT: tl.constexpr,
     LONG: tl.constexpr,  # 2^30 columns or more
+    OVERLAP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR // ROWS
     local, offsets = _tile(ROWS, PARTS, LANES, VECTOR)
     if ROWS == 1:

@@ -19,6 +19,7 @@ from flce.backends.triton.launch import (
     VECTOR_BYTES,
     device_facts,
     fewest_warps,
+    overlap,
 )
 from flce.backends.triton.softmax import (
     softmax_online_backward_kernel,
@@ -211,6 +212,7 @@ def _launch(
         FLAT=flat,
         ROWS=rows,
         num_warps=launch.warps,
+        **overlap(tensors[0].device),
         **block,
     )
 
