@@ -15,6 +15,7 @@ from flce.backends.contract import RowInputs, RowOutputs, RowProblem, TargetTerm
 from flce.backends.triton import exponentials_launch, product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.launch import (
+    FILLED,
     LINE_BYTES,
     MAX_REGISTERS,
     SECTOR_BYTES,
@@ -25,6 +26,7 @@ from flce.backends.triton.launch import (
     device_facts,
     features,
     fewest_warps,
+    filled,
     overlap,
 )
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
@@ -70,9 +72,8 @@ SHAPES = {
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
 }
-# Where several blocks are filled to less than this, others of half as many lanes, to FEWEST_LANES. Both passes: 10007
+# Where several blocks are filled to less than FILLED, others of half as many lanes, to these. Both passes: 10007
 # columns, 61% of two blocks or 81% of three, have 66 and 82, 12000 76 and 87, 5003 of float32 79 and 89.
-FILLED = 3 / 4
 FEWEST_LANES = 128
 # One block of so many lanes, where rows have edges and fill it to less than two thirds, gives way to several: 10007
 # columns, gradient, 87 for 72. Without edges 20000 have 97 in such a block.
@@ -389,7 +390,7 @@ def _launch_size(
         while parts > 1 and 32 * parts // 2 >= vectors:  # rather one vector for each of more lanes
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
-        if edges and lanes >= EDGED_LANES and _filled(vectors, parts * lanes) < EDGED_FILLED:
+        if edges and lanes >= EDGED_LANES and filled(vectors, parts * lanes) < EDGED_FILLED:
             parts, lanes, one_block = shape.parts, lanes // 2, False
     else:
         row_bytes = cols * dtype.itemsize
@@ -400,16 +401,11 @@ def _launch_size(
             warps = fewest_warps(shape.warps, row_bytes, device)
         parts, lanes = shape.parts, 32 * warps
         # The second: of a row that is long for one block, but not for this one.
-        while lanes > FEWEST_LANES and (_filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
+        while lanes > FEWEST_LANES and (filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
             lanes //= 2
     fewer = one_block and dtype == grad_dtype and not extras
     options = {"num_warps": max(1, lanes // 32), "maxnreg": shape.one_registers if fewer else MAX_REGISTERS}
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
-
-
-def _filled(vectors: int, block: int) -> float:
-    """The share of as many blocks as it takes."""
-    return vectors / (triton.cdiv(vectors, block) * block)
 
 
 def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:

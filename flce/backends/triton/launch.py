@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from flce.backends.contract import RowInputs
@@ -19,6 +20,8 @@ LINE_BYTES = 128
 SECTOR_BYTES = 32
 # Of a thread, so that a multiprocessor with 65,536 of them has 1,024 threads to hide the latency of memory.
 MAX_REGISTERS = 64
+# Blocks that a row fills to less than this are too large for it: what is not there takes its time all the same.
+FILLED = 3 / 4
 
 
 class Launch(NamedTuple):
@@ -97,6 +100,11 @@ def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) ->
     threads = facts.registers // MAX_REGISTERS
     fitting = [w for w in choice if facts.multiprocessors * (threads // (32 * w)) * row_bytes <= facts.cache]
     return min(fitting, default=max(choice))
+
+
+def filled(columns: int, block: int) -> float:
+    """Their share of as many blocks as they take."""
+    return columns / (triton.cdiv(columns, block) * block)
 
 
 def features(rows: RowInputs, spec: LossSpec, upstream: Tensor | None) -> dict[str, bool]:

@@ -13,12 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.triton.launch import (
+    FILLED,
     LINE_BYTES,
     MAX_REGISTERS,
     SECTOR_BYTES,
     VECTOR_BYTES,
     device_facts,
     fewest_warps,
+    filled,
     overlap,
 )
 from flce.backends.triton.softmax import (
@@ -41,8 +43,10 @@ RESIDENT_SHARE = 0.5
 VALUES = 32
 # Rows shorter than SHORT_TILE columns share a program, which has as many columns of all its rows, and 2 warps (4 in
 # backward): of programs of one warp, a multiprocessor runs half as many warps as it could. 512 columns in backward, 2
-# warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%. Of very
-# short rows of float32 half as many share one: 128 columns, 4 rows for 8: 74% for 57%, backward 113% for 98%.
+# warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%.
+# Very short rows of float32, backward, half as many: 128 columns, 4 rows for 8: 113% for 98%. Forward, very short rows
+# and those up to twice as long, 8 in twice the warps: log-softmax of 128, 129 and 200 columns 72, 59 and 67% for 57, 55
+# and 51%, of float32 77, 60 and 68% for 74, 56 and 67%.
 SHORT_TILE = 1024
 SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
 VERY_SHORT = 128
@@ -51,7 +55,8 @@ VERY_SHORT = 128
 # (8192: 103% for 104%).
 NARROW_COLUMNS = 8192
 # What is longer than this is online in forward: 32768 90% for 76%, 65536 142% for 122%. In backward 32768 is the same,
-# 101%, in either kernel.
+# 101%, in either kernel. So is, beyond NARROW_COLUMNS, what fills less than FILLED of a resident row: 10007 82% for
+# 71%, 12001 88% for 82%.
 RESIDENT_COLUMNS = 16384
 # Bytes of a row from which its edges are treated apart (`softmax`). Those of shorter ones are much of the row. Online
 # they go to the first cache line, so that no two rows write to parts of one with their vectors: 50257, 82% for 80%. A
@@ -62,6 +67,9 @@ EDGES_FROM = 128
 # everywhere (50257: 95% for 76%, 32768 of float32 154% for 108%).
 ONLINE_WARPS = (16, 32)
 ONLINE_BACKWARD_WARPS = (32,)
+# Forward, half of the warps, down to these, as long as blocks are filled to less than FILLED: 20001 columns of 16
+# bits, 81% of three blocks or 61% of two, have 82% and 64%.
+FEWEST_ONLINE_WARPS = 4
 # Vectors of a thread and tensor in one block. Backward, 2 for 4: 142% for 158% (65536 columns of 16 bits), elsewhere
 # 2% worse to 1% better.
 ONLINE_PARTS = 4
@@ -142,7 +150,11 @@ def _choose(
         room = triton.next_power_of_2(whole)
     float64 = torch.float64 in (read, written)
     size = 8 if float64 else read.itemsize  # of an element, in registers
-    tile = SHORT_TILE // 2 if size > 2 and room <= VERY_SHORT and neighbours == 1 else SHORT_TILE
+    tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
+    if neighbours == 1 and not backward and room <= 2 * VERY_SHORT:
+        tile, short_warps = SHORT_TILE if room <= VERY_SHORT else 2 * SHORT_TILE, 2 * SHORT_WARPS
+    elif neighbours == 1 and backward and room <= VERY_SHORT and size > 2:
+        tile = SHORT_TILE // 2
     packed = max(1, tile // room)
     # Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
     wanted, least = (
@@ -152,19 +164,23 @@ def _choose(
     rows = max(packed, wanted)
     while rows > max(packed, least) and rows * room * size * tensors > most:
         rows //= 2
-    long, too_long = size == 2 and room >= NARROW_COLUMNS, size == 2 and room > RESIDENT_COLUMNS and not backward
-    if rows * room * size * tensors <= most and not too_long:
+    empty = room > NARROW_COLUMNS and neighbours == 1 and filled(cols, room) < FILLED
+    online = size == 2 and not backward and (room > RESIDENT_COLUMNS or empty)
+    if rows * room * size * tensors <= most and not online:
         values = rows * room * tensors * (2 if float64 else 1)  # of 32 bits, but for those that are narrow
         needed = triton.cdiv(values, 32 * VALUES)
         if rows == packed > 1:
-            needed = (SHORT_BACKWARD_WARPS if backward else SHORT_WARPS) * (2 if float64 else 1)
+            needed = short_warps * (2 if float64 else 1)
         # Twice as many warps as there can be are needed at most, and only for values of 16 bits.
-        narrow = long or needed > MAX_WARPS
+        narrow = (size == 2 and room >= NARROW_COLUMNS) or needed > MAX_WARPS
         return RowLaunch(True, triton.cdiv(needed, 2) if narrow else needed, rows, narrow=narrow)
 
     vector = 1 if wanted > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
     row_bytes = cols * wanted * read.itemsize * tensors
     warps = fewest_warps(ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS, row_bytes, device)
+    block = ONLINE_PARTS * 32 * vector  # of a warp
+    while not backward and wanted == 1 and warps > FEWEST_ONLINE_WARPS and filled(cols, warps * block) < FILLED:
+        warps //= 2
     return RowLaunch(False, warps, wanted, parts=ONLINE_PARTS, vector=vector, registers=MAX_REGISTERS)
 
 
