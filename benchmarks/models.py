@@ -139,7 +139,7 @@ def preset_models(preset: ModelPreset) -> list[ModelCase]:
         return [tiny, replace(tiny, batch=1, sequence=128, warm_up_sequence=32)]
     models = ("Llama-3.2-1B", "Qwen3-0.6B")
     if preset is ModelPreset.h200_short:
-        contenders = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
+        contenders = ("ours", "ours-budget", "liger-loss", "stock")
         return [ModelCase(model, 4, 8192, budgets_mib=(384,), contenders=contenders) for model in models]
     short = [ModelCase(model, 4, 8192, budgets_mib=(384, 1024)) for model in models]
     # A step takes some 20 s, nearly all of it attention: memory is what differs here.

@@ -23,7 +23,7 @@
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
 #   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --model Qwen3-0.6B"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
-#   SECONDS_ALL  seconds after which all parts are to be done (520)
+#   SECONDS_ALL  seconds after which all parts are to be done (525)
 #   SANITIZE_SECONDS  of them for the tests under compute-sanitizer (500)
 #   SANITIZE_ONLY  of their groups those whose "tool, tests" this regular expression matches
 set -uo pipefail
@@ -36,7 +36,7 @@ workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
 parts=${*:-gpu-tests operator rows kernels model-short}
-all=${SECONDS_ALL:-520}
+all=${SECONDS_ALL:-525}
 
 mkdir -p "$out" || exit
 unset TRITON_INTERPRET
@@ -80,7 +80,7 @@ benchmark() {
     limit=$(within "$3")
     [ "$preset" = tiny ] && name=tiny
     shift 3
-    part "$command" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 30)) \
+    part "$command" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 20)) \
         --out "$out/$command.json" "$@"
 }
 
@@ -199,7 +199,8 @@ for name in $parts; do
             part first-call-tests "$(within 60)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
                 tests/test_first_call.py
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
-                "$python" -m pytest -q --tb=short --maxfail=30 -p no:cacheprovider -n "$workers" --dist worksteal \
+                "$python" -m pytest -q --tb=short --maxfail=30 --durations=8 -p no:cacheprovider -n "$workers" \
+                --dist worksteal \
                 "${select[@]}" --ignore tests/test_first_call.py "${files[@]}"
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
