@@ -18,7 +18,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import flce
-from flce import engine, planning
+from flce import gradient_sums, planning
 from flce.backends import get_backend
 from flce.planning import CallShape, ChunkPlan, base_plan
 from flce.problem import LossSpec, Needs
@@ -346,7 +346,7 @@ def test_memory_for_the_gradient_of_the_inputs(rows: int, chunk_rows: int, shape
     exps = torch.empty(rows, room, dtype=torch.bfloat16, device="meta")[:, :vocab]
     spare = torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta")
     done = 0
-    for number, (piece, memory) in enumerate(engine._in_freed_memory(exps, exps[rows:], spare, chunk_rows)):
+    for number, (piece, memory) in enumerate(gradient_sums._in_freed_memory(exps, exps[rows:], spare, chunk_rows)):
         size = piece.stop - piece.start
         assert piece.start == done
         assert piece.start % 16 == 0

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flce
-from flce import autograd, engine, planning
+from flce import autograd, gradient_sums, planning
 from flce.planning import BLOCK_MULTIPLE, ChunkPlan
 from tests.helpers import ALL_GRADS, Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
 from tests.test_plan import assert_kept, promise_and_peak
@@ -123,7 +123,7 @@ def test_no_loans_where_the_memory_has_another_dtype() -> None:
 def test_a_float32_sum_half_in_its_gradients_memory(
     vocab: int, dtype: torch.dtype, extras: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
+    monkeypatch.setattr(gradient_sums, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
     problem = make_problem((3, 8), 24, vocab, dtype=dtype, **extras)
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=5, skip_ignored=False)
     (sweep,) = plan_for(problem, options).sweeps

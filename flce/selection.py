@@ -1,0 +1,117 @@
+"""Which tokens are worked on, and what belongs to them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import RowInputs, RowOutputs
+from flce.planning import ChunkPlan
+from flce.problem import LinearCrossEntropyProblem
+
+# Gathering the rows that are not ignored pays if at least this share of them is dropped.
+MIN_IGNORED_SHARE = 1 / 16
+
+
+class _Count:
+    """A number on the device, which is on its way to the host while the device goes on."""
+
+    def __init__(self, count: Tensor) -> None:
+        self.on_device = count
+        self._on_host, self._arrived = count, None
+        if count.is_cuda:
+            self._on_host = torch.empty((), dtype=count.dtype, pin_memory=True)
+            self._on_host.copy_(count, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(count.device).record_event()
+
+    def wait(self) -> int:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._on_host)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that are worked on: all of them, or those that are not ignored."""
+
+    problem: LinearCrossEntropyProblem
+    index: Tensor | None  # (rows,) into the N rows; None: all of them
+    # If the host does not know it yet: how many of `index`, which then has all N rows, are worked on. They come first.
+    count: _Count | None = None
+
+    @staticmethod
+    def of(p: LinearCrossEntropyProblem, plan: ChunkPlan, counted_later: bool) -> Selection:
+        if not plan.skip_ignored or p.num_tokens == 0:
+            return Selection(p, None)
+        valid = p.target != p.spec.ignore_index
+        if counted_later:
+            numbers = torch.arange(p.num_tokens, device=p.device)
+            before = valid.cumsum(0)
+            count = before[-1].clone()  # a kernel is built for addresses that are aligned
+            place = torch.where(valid, before - 1, count + numbers - before)
+            return Selection(p, torch.empty_like(place).scatter_(0, place, numbers), _Count(count))
+        # The host needs the number of rows, and the device has nothing to do meanwhile. What it then waits for should
+        # be as little as possible, so vectors and gradients are made after the first logits.
+        index = valid.nonzero()[:, 0]
+        enough = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
+        return Selection(p, index if enough else None)
+
+    @property
+    def most_rows(self) -> int:
+        """Of which there may be something to keep."""
+        return self.problem.num_tokens if self.index is None else self.index.numel()
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return self.most_rows if self.count is None else self.count.wait()
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """(rows,)"""
+        return self.take(self.problem.target)
+
+    @functools.cached_property
+    def token_weight(self) -> Tensor | None:
+        """(rows,)"""
+        weight = self.problem.token_weight
+        return None if weight is None else self.take(weight)
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x if self.index is None else x.index_select(dim, self.index)
+
+    def inputs(self, rows: slice) -> list[Tensor]:
+        """Of each term, (rows, H_k)."""
+        if self.index is None:
+            return [term.input[rows] for term in self.problem.terms]
+        return [term.input.index_select(0, self.index[rows]) for term in self.problem.terms]
+
+    def row_inputs(self, rows: slice, constants: Tensor | None) -> RowInputs:
+        p = self.problem
+        weight = None if self.token_weight is None else self.token_weight[rows]
+        return RowInputs(self.target[rows], weight, p.class_weight, p.linear_bias, constants)
+
+    def scatter(self, out: RowOutputs) -> RowOutputs:
+        """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
+        if self.index is None:
+            return out
+        index, n = self.index[: self.num_rows], self.problem.num_tokens
+        out = out.rows(slice(0, self.num_rows))
+
+        def put(values: Tensor, fill: float = 0) -> Tensor:
+            full = values.new_full((*values.shape[:-1], n), fill)
+            return full.index_copy_(-1, index, values)
+
+        def put_optional(values: Tensor | None, fill: float = 0) -> Tensor | None:
+            return None if values is None else put(values, fill)
+
+        return RowOutputs(
+            put(out.loss),
+            put_optional(out.z_loss),
+            put(out.normalizer),
+            put_optional(out.logprob),
+            put_optional(out.entropy),
+            put_optional(out.argmax, -1),
+        )
