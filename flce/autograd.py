@@ -20,7 +20,8 @@ from torch.autograd import forward_ad
 
 from flce import engine
 from flce.backends import backend_name, get_backend, has_product
-from flce.planning import CallShape, ChunkOptions, ChunkPlan, base_plan, make_plan
+from flce.chunk_plan import CallShape, ChunkPlan
+from flce.planning import ChunkOptions, base_plan, make_plan
 from flce.problem import SPEC_SCHEMA, LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
 
 # Of _ARGUMENTS: the tensors and lists of them, and the fields of LossSpec that follow.

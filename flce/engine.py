@@ -24,9 +24,9 @@ from torch import Tensor
 from flce import row_vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowOutputs, Tile
+from flce.chunk_plan import ChunkPlan, Sweep
 from flce.gemm import matmul, padded_cols
 from flce.gradient_sums import GradientSums
-from flce.planning import ChunkPlan, Sweep
 from flce.problem import LinearCrossEntropyProblem
 from flce.selection import Selection
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
+from flce.chunk_plan import COMPACTION_ROWS, ChunkPlan, Sweep, halfway, input_in_freed_memory, input_piece
 from flce.gemm import matmul
-from flce.planning import COMPACTION_ROWS, ChunkPlan, Sweep, halfway, input_in_freed_memory, input_piece
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.selection import Selection
 
@@ -225,7 +225,7 @@ class _TermGradients:
         last: bool,
         complete: Callable[[Sequence[Tensor]], None] | None,
     ) -> None:
-        """Sums in float32, of the first half of the classes in the memory of `grad`, see `planning.halfway`."""
+        """Sums in float32, of the first half of the classes in the memory of `grad`, see `chunk_plan.halfway`."""
         half, stop, hidden = halfway(len(grad)), self._sweep.weight_stop, grad.shape[1]
         if first:
             self._weight_sum = grad.new_empty((stop - half, hidden), dtype=torch.float32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import RowInputs, RowOutputs
-from flce.planning import ChunkPlan
+from flce.chunk_plan import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem
 
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.

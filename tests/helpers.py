@@ -15,7 +15,8 @@ from torch import Tensor
 
 import flce
 from flce.backends import backend_name, has_product
-from flce.planning import CallShape, make_plan
+from flce.chunk_plan import CallShape
+from flce.planning import make_plan
 from flce.problem import LossSpec, Needs
 from tests.oracle import OracleResult, dense_logits, oracle
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import planning
+from flce import chunk_plan, planning
 from tests.helpers import ALL_GRADS, STATS, make_problem, run_fused
 
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -538,8 +538,8 @@ def normalization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.param == "late":
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("exponentials are for Hopper")
-        monkeypatch.setattr(planning, "LATE_HEAD", 1)
-        monkeypatch.setattr(planning, "LATE_CHUNK", 1)
+        monkeypatch.setattr(chunk_plan, "LATE_HEAD", 1)
+        monkeypatch.setattr(chunk_plan, "LATE_CHUNK", 1)
     planning.make_plan.cache_clear()
     yield request.param
     planning.make_plan.cache_clear()

@@ -18,9 +18,10 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import flce
-from flce import gradient_sums, planning
+from flce import chunk_plan, gradient_sums, planning
 from flce.backends import get_backend
-from flce.planning import CallShape, ChunkPlan, base_plan
+from flce.chunk_plan import CallShape, ChunkPlan
+from flce.planning import base_plan
 from flce.problem import LossSpec, Needs
 from tests import interpreted_bfloat16
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle, run_stock
@@ -30,15 +31,15 @@ from tests.test_plan import assert_kept, promise_and_peak
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
 # As they are; see `late_normalization`.
-CONSTANTS = {name: getattr(planning, name) for name in ("LATE_HEAD", "LATE_CHUNK", "INPUT_PIECE")}
+CONSTANTS = {name: getattr(chunk_plan, name) for name in ("LATE_HEAD", "LATE_CHUNK", "INPUT_PIECE")}
 
 
 @pytest.fixture(autouse=True)
 def late_normalization(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
     """Also for small vocabularies and chunks."""
-    monkeypatch.setattr(planning, "LATE_HEAD", 1)
-    monkeypatch.setattr(planning, "LATE_CHUNK", 1)
-    monkeypatch.setattr(planning, "INPUT_PIECE", 128 * 64)  # dX in pieces from 384 rows on
+    monkeypatch.setattr(chunk_plan, "LATE_HEAD", 1)
+    monkeypatch.setattr(chunk_plan, "LATE_CHUNK", 1)
+    monkeypatch.setattr(chunk_plan, "INPUT_PIECE", 128 * 64)  # dX in pieces from 384 rows on
     if not CUDA:
         interpreted_bfloat16.mend(monkeypatch)
     yield from as_on_hopper(monkeypatch)
@@ -353,7 +354,7 @@ def test_memory_for_the_gradient_of_the_inputs(rows: int, chunk_rows: int, shape
         assert memory.shape == (size, hidden)
         assert memory.dtype == torch.float32
         entries = 2 * memory.numel()  # of 16 bits
-        if not planning.input_in_freed_memory(chunk_rows, hidden, vocab):
+        if not chunk_plan.input_in_freed_memory(chunk_rows, hidden, vocab):
             assert size == rows
         elif number == 0:
             assert memory.storage_offset() * 2 + entries <= rows * hidden
@@ -535,7 +536,7 @@ def test_budgets_on_hopper(
     budget = 1 + int(share * 2 * tokens * vocab)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in CONSTANTS.items():
-            patch.setattr(planning, name, value)
+            patch.setattr(chunk_plan, name, value)
         planning.make_plan.cache_clear()
         try:
             plan(budget, strategy)
@@ -590,8 +591,8 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
 
 def test_small_work_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan on a GPU, from shapes: one chunk depends on the head alone, several also on their own size."""
-    monkeypatch.setattr(planning, "LATE_HEAD", 1 << 25)
-    monkeypatch.setattr(planning, "LATE_CHUNK", 1 << 37)
+    monkeypatch.setattr(chunk_plan, "LATE_HEAD", 1 << 25)
+    monkeypatch.setattr(chunk_plan, "LATE_CHUNK", 1 << 37)
 
     def late(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
         options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20)
@@ -687,7 +688,7 @@ def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypa
 def test_who_makes_classes_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans on a GPU: between the budgets of `vocab` and those of one chunk, or of sums of all classes."""
     for name, value in CONSTANTS.items():
-        monkeypatch.setattr(planning, name, value)
+        monkeypatch.setattr(chunk_plan, name, value)
     monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
 
     def plan(mib: int, shape: tuple[int, int, int] = (8192, 4096, 128256), **arguments: Any) -> ChunkPlan:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import flce
 from flce import autograd, gradient_sums, planning
-from flce.planning import BLOCK_MULTIPLE, ChunkPlan
+from flce.chunk_plan import BLOCK_MULTIPLE, ChunkPlan
 from tests.helpers import ALL_GRADS, Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
 from tests.test_plan import assert_kept, promise_and_peak
 

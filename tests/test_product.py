@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import flce
-from flce import autograd, planning
+from flce import autograd, chunk_plan
 from flce.backends import get_backend
-from flce.planning import ChunkPlan
+from flce.chunk_plan import ChunkPlan
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
 from tests.hopper import as_on_hopper
 from tests.test_plan import assert_kept, promise_and_peak
@@ -72,7 +72,7 @@ def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, m
     if strategy == "vocab":
         original = autograd._plan
         monkeypatch.setattr(autograd, "_plan", lambda p, o: replace(original(p, o), block_cols=136))
-    monkeypatch.setattr(planning, "PRODUCT_ROWS", 64)
+    monkeypatch.setattr(chunk_plan, "PRODUCT_ROWS", 64)
     check(problem, options=options, grad_output=1.7, tolerance=3 * HALF_ULP[DTYPES[0]])
 
 
