@@ -912,35 +912,41 @@ def test_nothing_waits_for_the_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_that_start_early() -> None:
+@pytest.mark.parametrize("columns", [512, 20001], ids=lambda n: f"{n} columns")  # softmaxes resident, and online
+def test_kernels_that_start_early(columns: int) -> None:
     """What a kernel reads is what the one before wrote, also where its launch overlaps with that: the same bits as with
-    a wait after each. Targets, and how many of them are ignored, differ from call to call."""
+    a wait after each. Softmaxes, losses and their targets, which are the argmax of others, follow directly on kernels
+    that let their successor begin before they are done. How many targets are ignored differs from call to call."""
+    num_rows = 2**23 // columns
     g = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(4096, 1000, device="cuda", generator=g)
-    targets = torch.randint(-1, 1000, (20, 4096), device="cuda", generator=g)
-    targets[
-        torch.rand(targets.shape, device="cuda", generator=g) < torch.linspace(0, 0.9, 20, device="cuda")[:, None]
-    ] = -1
+    x = torch.randn(num_rows, columns, device="cuda", generator=g)
+    scores = torch.randn(6, num_rows, columns, device="cuda", generator=g)
+    for number, of_call in enumerate(scores):
+        of_call[:: number + 2, 0] = 100.0  # the class that is ignored
+    some = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
 
     def calls(pause: Callable[[], None]) -> list[Tensor]:
-        target, results = torch.zeros_like(targets[0]), []
-        logits = x.clone().requires_grad_()
-        for chosen in targets:
-            target.copy_(chosen)
-            pause()
+        logits, results = x.clone().requires_grad_(), []
+        for of_call in scores:
             with torch.no_grad():
-                results.append(loss_of(flce.log_softmax(logits, -1), target, ignore_index=-1))
+                out: Any = flce.cross_entropy(of_call, some, reduction="none", stats=("argmax",))
+                target = out.argmax
+                pause()
+                results.append(loss_of(logits, target, ignore_index=0))
             pause()
-            rows = flce.softmax(logits, -1)
+            inner = flce.softmax(logits, -1)
             pause()
-            loss = loss_of(rows * 1, target, ignore_index=-1, inplace=True)
+            rows = flce.log_softmax(inner, -1)
             pause()
-            (grad,) = torch.autograd.grad(loss, logits)
-            results += [loss.detach(), grad.sum(0)]
+            (grad,) = torch.autograd.grad(loss_of(rows, target, ignore_index=0), logits)
+            pause()
+            loss = loss_of(flce.softmax(logits, -1) * 1, target, ignore_index=0, inplace=True)
+            pause()
+            results += [grad, loss.detach(), *torch.autograd.grad(loss, logits)]
         return results
 
     expected = calls(torch.cuda.synchronize)
-    for _ in range(5):
+    for _ in range(3):
         for mine, waited in zip(calls(lambda: None), expected, strict=True):
             assert torch.equal(mine, waited)
 

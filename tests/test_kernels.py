@@ -322,6 +322,25 @@ def test_constants_and_sums(
         torch.testing.assert_close(backend.constants(p), constants, rtol=1e-12, atol=0)
 
 
+def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Targets only if a kernel of ours comes before, and what they lie in is older than that."""
+    launch, settled = kernels.reduction_launch.launch, []
+
+    def record(*args: Any) -> Any:
+        made = launch(*args)
+        settled.append(made.options["SETTLED"])
+        return made
+
+    monkeypatch.setattr(kernels.reduction_launch, "launch", record)
+    for rows, step, given in ((4, 1, False), (0, 1, False), (4, 2, False), (4, 1, True)):
+        target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
+        p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
+        loss = torch.zeros(rows, dtype=torch.float64, device=device)
+        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+        kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
+    assert settled == [True, False, False, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4095, 4096, 16384, 65536, 65537])
 def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:

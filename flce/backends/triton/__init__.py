@@ -72,7 +72,7 @@ SHAPES = {
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
 }
-# Where several blocks are filled to less than FILLED, others of half as many lanes, to these. Both passes: 10007
+# Where several blocks are filled to less than FILLED, others of half as many lanes, down to these. Both passes: 10007
 # columns, 61% of two blocks or 81% of three, have 66 and 82, 12000 76 and 87, 5003 of float32 79 and 89.
 FEWEST_LANES = 128
 # One block of so many lanes, where rows have edges and fill it to less than two thirds, gives way to several: 10007

@@ -491,7 +491,7 @@ def cross_entropy_kernel(
                 )  # fmt: skip
                 tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
-            # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, unless all have not.
+            # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, a row of it is NaN.
             factor = softmax * tl.exp2((largest - row_max) * LOG2_E - log_sum * LOG2_E)
             term, jacobian = last_exps * over_lanes(factor, LANES, VECTOR), last_jacobian
         else:

@@ -102,9 +102,9 @@ def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) ->
     return min(fitting, default=max(choice))
 
 
-def filled(columns: int, block: int) -> float:
-    """Their share of as many blocks as they take."""
-    return columns / (triton.cdiv(columns, block) * block)
+def filled(row: int, block: int) -> float:
+    """How much of the blocks that it takes a row fills, both in columns or both in vectors."""
+    return row / (triton.cdiv(row, block) * block)
 
 
 def features(rows: RowInputs, spec: LossSpec, upstream: Tensor | None) -> dict[str, bool]:

@@ -30,25 +30,25 @@ def reduction_kernel(
     HAS_LOSS: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
-    SETTLED: tl.constexpr,  # the kernel before has itself waited for the targets: they may be counted while it runs
+    SETTLED: tl.constexpr,  # targets and num_items are older than the kernel before: they may be read while it runs
     BLOCK: tl.constexpr,
 ):
     if OVERLAP and not SETTLED:
         gdc_wait()
         gdc_launch_dependents()
-    # Not from the L1 cache, which may be older than that.
-    FROM: tl.constexpr = ".cg" if SETTLED else ""
+    # Past the L1 cache, which may be older still.
+    CACHE: tl.constexpr = ".cg" if SETTLED else ""
     offsets = tl.arange(0, BLOCK)
     if MAKE_CONSTANTS:
         if MEAN:
             valid = tl.zeros((BLOCK,), tl.int32)
             for start in range(0, rows, BLOCK):
                 row = start + offsets
-                target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index, cache_modifier=FROM)
+                target = tl.load(target_ptr + row, mask=row < rows, other=ignore_index, cache_modifier=CACHE)
                 valid += (target != ignore_index).to(tl.int32)
             items = tl.sum(valid, axis=0).to(tl.float64)
         elif HAS_NUM_ITEMS:
-            items = tl.load(num_items_ptr, cache_modifier=FROM).to(tl.float64)
+            items = tl.load(num_items_ptr, cache_modifier=CACHE).to(tl.float64)
         else:
             items = tl.full((), 1.0, tl.float64)
         # In float64, because a division of float32 is not rounded correctly.

@@ -42,9 +42,9 @@ def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[T
     used = rows.loss.new_empty(3) if constants is None else constants
     loss = rows.loss.new_empty(())
     z_loss = None if rows.z_loss is None else rows.loss.new_empty(())
-    # What comes before statistics without constants has waited for all that was there before the call. A copy of the
-    # targets would be younger.
-    settled = constants is None and p.target.is_contiguous()
+    # Losses without constants come from kernels that have waited for all that was there before the call, or let nobody
+    # begin early. No rows have no such kernel; and a copy of the targets would be younger than the call.
+    settled = constants is None and rows.loss.numel() > 0 and p.target.is_contiguous()
     launch(p, rows, used, constants is None, loss, z_loss, settled).run()
     return loss, z_loss, used
 

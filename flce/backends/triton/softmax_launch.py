@@ -45,18 +45,18 @@ VALUES = 32
 # backward): of programs of one warp, a multiprocessor runs half as many warps as it could. 512 columns in backward, 2
 # warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%.
 # Very short rows of float32, backward, half as many: 128 columns, 4 rows for 8: 113% for 98%. Forward, very short rows
-# and those up to twice as long, 8 in twice the warps, or, of 32 bits, what is two vectors for a thread: log-softmax of
-# 128, 129 and 200 columns 72, 59 and 67% for 57, 55 and 51%, of float32 77, 58 and 70% for 74, 56 and 67%, 256 76 to
-# 80% (8 rows 75 to 77) for 74.
+# and those up to twice as long have twice the warps, and 8 rows of 128 or 256 columns, or those that are two vectors
+# for a thread: log-softmax of 128, 129 and 200 columns 72, 59 and 67% for 57, 55 and 51%, of float32 77, 58 and 70% for
+# 74, 56 and 67%, 256 76 to 80% (8 rows 75 to 77) for 74.
 SHORT_TILE = 1024
 SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
-VERY_SHORT, VERY_SHORT_BYTES = 128, 4096
+VERY_SHORT, VERY_SHORT_TILE_BYTES = 128, 4096
 # Rows of 16 bits of more than half so many columns: half the warps, with twice the values, which fit as long as they
 # stay 16 bits wide, for more rows in flight. 16384: 96% for 91%, backward 102% for 96%; 5003, backward: 99% for 81%
 # (8192: 103% for 104%).
 NARROW_COLUMNS = 8192
-# What is longer than this is online in forward: 32768 90% for 76%, 65536 142% for 122%. In backward 32768 is the same,
-# 101%, in either kernel. So is, beyond NARROW_COLUMNS, what fills less than FILLED of a resident row: 10007 82% for
+# Rows of 16 bits, forward, are online if longer than this, 32768 90% for 76%, 65536 142% for 122% (backward 32768 has
+# 101% in either kernel), and, beyond NARROW_COLUMNS, if they fill less than FILLED of a resident row: 10007 82% for
 # 71%, 12001 88% for 82%.
 RESIDENT_COLUMNS = 16384
 # Bytes of a row from which its edges are treated apart (`softmax`). Those of shorter ones are much of the row. Online
@@ -153,7 +153,7 @@ def _choose(
     size = 8 if float64 else read.itemsize  # of an element, in registers
     tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
     if neighbours == 1 and not backward and room <= 2 * VERY_SHORT:
-        tile, short_warps = min(8 * max(room, VERY_SHORT), VERY_SHORT_BYTES // size), 2 * SHORT_WARPS
+        tile, short_warps = min(8 * max(room, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
     elif neighbours == 1 and backward and room <= VERY_SHORT and size > 2:
         tile = SHORT_TILE // 2
     packed = max(1, tile // room)
@@ -165,8 +165,8 @@ def _choose(
     rows = max(packed, wanted)
     while rows > max(packed, least) and rows * room * size * tensors > most:
         rows //= 2
-    empty = room > NARROW_COLUMNS and neighbours == 1 and filled(cols, room) < FILLED
-    online = size == 2 and not backward and (room > RESIDENT_COLUMNS or empty)
+    underfilled = room > NARROW_COLUMNS and neighbours == 1 and filled(cols, room) < FILLED
+    online = size == 2 and not backward and (room > RESIDENT_COLUMNS or underfilled)
     if rows * room * size * tensors <= most and not online:
         values = rows * room * tensors * (2 if float64 else 1)  # of 32 bits, but for those that are narrow
         needed = triton.cdiv(values, 32 * VALUES)
