@@ -48,7 +48,7 @@ class GradientSums:
     def add_whole_rows(
         self, tiles: Sequence[Tensor], behind: Tensor, x: Tensor, rows: slice, factors: Tensor | None
     ) -> None:
-        """`add` for `_whole_rows` of a plan with `ChunkPlan.late_normalization`. They are what
+        """`add` for `engine._whole_rows` of a plan with `ChunkPlan.late_normalization`. They are what
         `Backend.product_exponentials` left, or, without `factors`, the gradient of the logits."""
         if len(tiles) > 1:
             self._terms[0].add_lent_rows(tiles, x, factors)

@@ -5,9 +5,9 @@ The policy, in full:
 * **Strategy** ``tokens`` unless a budget rules it out: the logits of `chunk_rows` tokens and all classes at
   a time, three matrix products in all. ``vocab`` takes all tokens and `block_cols` classes at a time and
   multiplies a fourth time, but needs no float32 copy of the weight gradient.
-* **Without a budget** the logits take at most the bytes of `DEFAULTS`, absolute figures (twice that for chunks of
-  float32 logits with a gradient of half precision beside them): the workspace does not grow with the number of
-  tokens. All tokens are one chunk where that fits, because a weight gradient that is summed over chunks in float32
+* **Without a budget** the logits take at most the bytes of `chunk_plan.DEFAULTS`, absolute figures (twice that for
+  chunks of float32 logits with a gradient of half precision beside them): the workspace does not grow with the number
+  of tokens. All tokens are one chunk where that fits, because a weight gradient that is summed over chunks in float32
   takes as much memory again (`halfway`) and its traffic.
 * **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
   at least `MIN_EFFICIENT_ROWS` rows, or all of them, or is as fast as ``vocab`` in the way that comes next; else
@@ -29,7 +29,8 @@ The policy, in full:
   they do not make (`ChunkPlan.fused_product`), logits that are wanted for their statistics, or a second time for their
   gradient, are never in memory; the tile then holds their gradient only.
 * **Normalized late**: where the device has those products and gradients are made in forward, from bfloat16 and for a
-  head of `LATE_HEAD` entries or more, a tile holds exponentials (`ChunkPlan.late_normalization`) and no logits.
+  head of `chunk_plan.LATE_HEAD` entries or more, a tile holds exponentials (`ChunkPlan.late_normalization`) and no
+  logits.
 * Chunks are of equal size, a multiple of `ROW_MULTIPLE` rows where they can be.
 
 Nothing here depends on anything but the arguments, so every call of one shape has the same plan.

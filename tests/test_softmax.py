@@ -247,8 +247,7 @@ def test_choice_of_launch(triton_backend: str) -> None:
                 was_resident = True
                 for cols in sorted([*(2**k for k in range(19)), *(3**k for k in range(12))]):
                     chosen = launch(cols, dtype, backward, inner)
-                    underfilled = cols > 8192 and dtype.itemsize == 2 and inner == 1 and not backward
-                    assert was_resident or not chosen.resident or underfilled, "from some size on online"
+                    assert was_resident or not chosen.resident, "from some size on online"  # but see below
                     was_resident = chosen.resident
                     assert 1 <= chosen.warps <= 32
                     assert chosen.rows & (chosen.rows - 1) == 0

@@ -150,7 +150,7 @@ def _merge(
 
 
 @triton.jit
-def _softmax_term(z, row_max, log_sum, softmax):
+def softmax_term(z, row_max, log_sum, softmax):
     """Of the gradient: `softmax` exp(z - m) / sum."""
     # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
     return softmax * tl.exp2((z - row_max) * LOG2_E - log_sum * LOG2_E)
@@ -158,7 +158,7 @@ def _softmax_term(z, row_max, log_sum, softmax):
 
 @triton.jit
 def _gradient(
-    softmax_term,
+    term,  # `softmax_term`
     jacobian,
     columns,
     mask,  # which of them are classes; None: all
@@ -169,7 +169,7 @@ def _gradient(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_JACOBIAN: tl.constexpr,
 ):
-    grad = softmax_term - one_hot
+    grad = term - one_hot
     if HAS_SMOOTHING:
         if HAS_CLASS_WEIGHT:
             grad -= uniform * _load(class_weight_ptr + columns, mask, "").to(grad.dtype)
@@ -473,7 +473,7 @@ def cross_entropy_kernel(
         tl.debug_barrier()
         if EDGES:
             edge_grad = _gradient(
-                _softmax_term(edge_z, row_max, log_sum, softmax), tl.where(edge_present, edge_jacobian, 0.0),
+                softmax_term(edge_z, row_max, log_sum, softmax), tl.where(edge_present, edge_jacobian, 0.0),
                 edge_columns, edge_present, tile_weight_ptr, uniform, 0.0,
                 HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
             )  # fmt: skip
@@ -486,13 +486,13 @@ def cross_entropy_kernel(
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
                 grad = _gradient(
-                    _softmax_term(z, row_max, log_sum, softmax), jacobian, columns, None, tile_weight_ptr, uniform, 0.0,
+                    softmax_term(z, row_max, log_sum, softmax), jacobian, columns, None, tile_weight_ptr, uniform, 0.0,
                     HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
                 )  # fmt: skip
                 tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
             # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, a row of it is NaN.
-            factor = softmax * tl.exp2((largest - row_max) * LOG2_E - log_sum * LOG2_E)
+            factor = softmax_term(largest, row_max, log_sum, softmax)
             term, jacobian = last_exps * over_lanes(factor, LANES, VECTOR), last_jacobian
         else:
             # In the end and not first, although it was read last: 3 to 5% faster. A single block is not read again,
@@ -504,7 +504,7 @@ def cross_entropy_kernel(
             z, jacobian = _transform(
                 a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
             )
-            term = _softmax_term(tl.where(present, z, float("-inf")), row_max, log_sum, softmax)
+            term = softmax_term(tl.where(present, z, float("-inf")), row_max, log_sum, softmax)
         grad = _gradient(
             term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, uniform, 0.0,
             HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
@@ -516,7 +516,7 @@ def cross_entropy_kernel(
             for start in range(0, tl.where(valid, 0, last), BLOCK):  # of an ignored row
                 tl.store(grad_ptr + start + offsets, tl.zeros((PARTS, LANES * VECTOR), grad_ptr.dtype.element_ty))
         target_grad = _gradient(
-            _softmax_term(target_z, row_max, log_sum, softmax), target_jacobian,
+            softmax_term(target_z, row_max, log_sum, softmax), target_jacobian,
             target_column, target_here, tile_weight_ptr, uniform, one_hot,
             HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
         )  # fmt: skip

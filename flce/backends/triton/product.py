@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends.triton.cross_entropy import _transform
+from flce.backends.triton.cross_entropy import _transform, softmax_term
 from flce.backends.triton.math import LOG2_E, balanced_group, block_in_groups, softmax_merge
 
 # Exponentials beyond 2^this are out of range. Sums of 2^18 of them, times weights, are far from the end of float32 and
@@ -141,9 +141,7 @@ def product_kernel(
             if HAS_Z_LOSS:
                 z_scale = tl.load(constants_ptr + 1).to(tl.float32)
                 softmax += row_scale * z_scale * 2.0 * z_loss * (row_max + log_sum)
-            # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
-            p = tl.exp2((z - row_max[:, None]) * LOG2_E - (log_sum * LOG2_E)[:, None])
-            grad = softmax[:, None] * p
+            grad = softmax_term(z, row_max[:, None], log_sum[:, None], softmax[:, None])
             grad = tl.where(columns == target_column[:, None], grad - one_hot[:, None], grad)
             if HAS_SCALE or HAS_SOFTCAP:
                 grad *= jacobian

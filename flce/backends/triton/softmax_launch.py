@@ -154,7 +154,7 @@ def _choose(
     tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
     if neighbours == 1 and not backward and room <= 2 * VERY_SHORT:
         tile, short_warps = min(8 * max(room, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
-    elif neighbours == 1 and backward and room <= VERY_SHORT and size > 2:
+    elif neighbours == 1 and room <= VERY_SHORT and size > 2:
         tile = SHORT_TILE // 2
     packed = max(1, tile // room)
     # Neighbouring rows of a program whose columns lie apart: a cache line of them; the least, a sector of memory.
