@@ -200,7 +200,11 @@ def test_which_rows_have_edges(triton_backend: str, device: torch.device, monkey
     assert edges(zeros(5, 1009)[:, :1001]) == 8
     assert edges(zeros(5, 1002)[:, 1:]) == 0  # other strides
     assert edges(zeros(6, 1001)[1:]) == 0  # another beginning
-    assert edges(zeros(5, 33)) == 0  # hardly more than edges
+    assert edges(zeros(5, 1003)) == 8
+    for dtype in (f16, f32, f64):
+        some = {cols: edges(zeros(5, cols, dtype=dtype)) > 0 for cols in (33, 129, 201, 257, 265, 511, 513)}
+        little_more = dtype == f16  # than a power of two
+        assert some == {33: False, 129: little_more, 201: False, 257: little_more, 265: False, 511: False, 513: True}
 
 
 @BOTH
@@ -228,7 +232,7 @@ def test_launches_on_what_is_not_finite(
     assert_near(mine(x.t(), 0), stock(x.t().double(), 0), 1e-2, "result")
     x = x.t().contiguous()
     assert_near(mine(x, 0), stock(x.double(), 0), 1e-2, "result")
-    x = not_finite(133).to(x)  # rows with edges
+    x = not_finite(517).to(x)  # rows with edges
     assert_near(mine(x), stock(x.double(), -1), 1e-2, "result")
 
 
@@ -266,16 +270,22 @@ def test_choice_of_launch(triton_backend: str) -> None:
     assert not launch(32768, bf16).resident
     assert launch(32768, bf16, backward=True).narrow
     assert launch(256, bf16, backward=True) == softmax_launch.RowLaunch(True, 4, 4)
-    # Forward: very short rows, and rows that would leave more than a quarter of a resident row empty.
-    for dtype, cols, rows in (
-        (bf16, 128, 8),
-        (bf16, 256, 8),
-        (bf16, 257, 2),
-        (f32, 128, 8),
-        (f32, 129, 4),
-        (f32, 257, 2),
+    # Very short rows, and short ones that begin anywhere: without edges, but for a few elements of 16 bits.
+    for dtype, cols, forward, backward in (
+        (bf16, 128, (8, 4), (8, 4)),
+        (bf16, 129, (8, 4), (8, 4)),
+        (bf16, 257, (8, 4), (4, 4)),
+        (bf16, 265, (4, 2), (2, 4)),
+        (f32, 67, (4, 1), (4, 1)),
+        (f32, 128, (8, 4), (4, 4)),
+        (f32, 129, (4, 2), (2, 4)),
+        (f32, 257, (4, 2), (2, 4)),
+        (f32, 511, (4, 2), (2, 4)),
+        (f32, 513, (1, 1), (2, 4)),
     ):
-        assert (launch(cols, dtype).rows, launch(cols, dtype).warps) == (rows, 4 if cols < 257 else 2)
+        launches = [launch(cols, dtype), launch(cols, dtype, backward=True)]
+        assert [(each.rows, each.warps) for each in launches] == [forward, backward], (cols, dtype)
+    # Rows that would leave more than a quarter of a resident row empty.
     online = {cols: not launch(cols, bf16).resident for cols in (8192, 8193, 12287, 12288, 16384, 16385)}
     assert online == {8192: False, 8193: True, 12287: True, 12288: False, 16384: False, 16385: True}
     assert launch(10007, f32).resident

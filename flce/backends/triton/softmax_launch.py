@@ -46,8 +46,8 @@ VALUES = 32
 # warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%.
 # Very short rows of float32, backward, half as many: 128 columns, 4 rows for 8: 113% for 98%. Forward, very short rows
 # and those up to twice as long have twice the warps, and 8 rows of 128 or 256 columns, or those that are two vectors
-# for a thread: log-softmax of 128, 129 and 200 columns 72, 59 and 67% for 57, 55 and 51%, of float32 77, 58 and 70% for
-# 74, 56 and 67%, 256 76 to 80% (8 rows 75 to 77) for 74.
+# for a thread: log-softmax of 128, 129 and 200 columns 72, 59 and 67% for 57, 55 and 51%, of float32 128, 200 and 256
+# columns 77, 70 and 76 to 80% (8 rows 75 to 77) for 74, 67 and 74%.
 SHORT_TILE = 1024
 SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
 VERY_SHORT, VERY_SHORT_TILE_BYTES = 128, 4096
@@ -59,10 +59,13 @@ NARROW_COLUMNS = 8192
 # 101% in either kernel), and, beyond NARROW_COLUMNS, if they fill less than FILLED of a resident row: 10007 82% for
 # 71%, 12001 88% for 82%.
 RESIDENT_COLUMNS = 16384
-# Bytes of a row from which its edges are treated apart (`softmax`). Those of shorter ones are much of the row. Online
-# they go to the first cache line, so that no two rows write to parts of one with their vectors: 50257, 82% for 80%. A
-# resident row is slower for so many edges: 10007, backward 80% for 90%.
-EDGES_FROM = 128
+# Columns of a row up to which its edges are not treated apart (`softmax`). Microseconds of log-softmax, forward and
+# backward, so, with edges at best, and in eager PyTorch: 67 bfloat16 columns 2.25 and 2.22, 2.28 and 2.35, 2.59 and
+# 3.10; 201 3.22 and 2.99, 3.25 and 3.16, 3.05 and 3.54, of float32 3.51 and 3.89, 3.89 and 3.93, 3.60 and 4.45; 385
+# 4.32 and 4.58, 4.95 and 4.58, 4.66 and 5.34. Not so 16 bits just beyond a power of two: 129 2.92 and 2.79, 2.57 and 2.58;
+# 257 3.77 and 3.71, 3.37 and 3.43. Online edges go to the first cache line, so that no two rows write to parts of one
+# with their vectors: 50257, 82% for 80%. A resident row is slower for so many edges: 10007, backward 80% for 90%.
+EDGES_FROM = 512
 # Of the online kernels, for `fewest_warps`. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
 # for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%). Backward is best with 32
 # everywhere (50257: 95% for 76%, 32768 of float32 154% for 108%).
@@ -145,14 +148,20 @@ def _choose(
 ) -> RowLaunch:
     tensors = 2 if backward else 1
     room = triton.next_power_of_2(cols)
-    # Vectors, where there are edges beside them. Backward, 129 columns as 128: 83% for 66%; forward it is worse.
-    whole = cols - cols % (VECTOR_BYTES // read.itemsize)
-    if backward and neighbours == 1 and cols * read.itemsize >= EDGES_FROM and whole <= SHORT_TILE:
+    whole = _whole(cols, read.itemsize)
+    anywhere = neighbours == 1 and whole < cols
+    edges = anywhere and _has_edges(cols, read.itemsize)
+    # Vectors, where there are edges beside them. Backward, 129 columns as 128: 83% for 66%; forward, 257 as 256 72% for
+    # 67%, but 515 of float32 as 512 87% for 103%.
+    if edges and whole <= (SHORT_TILE if backward else 2 * VERY_SHORT):
         room = triton.next_power_of_2(whole)
     float64 = torch.float64 in (read, written)
     size = 8 if float64 else read.itemsize  # of an element, in registers
     tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
-    if neighbours == 1 and not backward and room <= 2 * VERY_SHORT:
+    if anywhere and not edges:
+        tile = max(4 * VERY_SHORT, 2 * room) if backward else 4 * max(VERY_SHORT, room)
+        short_warps = 1 if room <= VERY_SHORT else short_warps
+    elif neighbours == 1 and not backward and room <= 2 * VERY_SHORT:
         tile, short_warps = min(8 * max(room, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
     elif neighbours == 1 and room <= VERY_SHORT and size > 2:
         tile = SHORT_TILE // 2
@@ -234,13 +243,24 @@ def _launch(
     )
 
 
+def _whole(cols: int, size: int) -> int:
+    """Of the columns, with elements of so many bytes, those in whole vectors."""
+    return cols - cols % (VECTOR_BYTES // size)
+
+
+def _has_edges(cols: int, size: int) -> bool:
+    """Of rows that begin anywhere, see `EDGES_FROM`."""
+    little_more = size == 2 and cols > VERY_SHORT and 2 * _whole(cols, size) <= triton.next_power_of_2(cols)
+    return cols > EDGES_FROM or little_more
+
+
 def _edges(
     tensors: tuple[Tensor, ...], strides: tuple[tuple[int, int, int], ...], cols: int, align: int, slots: int
 ) -> int:
     """Elements of the vectors that rows of adjacent columns consist of between their edges; or of cache lines, where
     the edges then have room in `slots`; 0 where there are no edges, or where those of the tensors would differ."""
     smallest = min(t.element_size() for t in tensors)
-    if align % (VECTOR_BYTES // smallest) == 0 or cols * smallest < EDGES_FROM:
+    if align % (VECTOR_BYTES // smallest) == 0 or not _has_edges(cols, smallest):
         return 0
     outer, _, inner = strides[0]
     for size in (LINE_BYTES, VECTOR_BYTES):
