@@ -158,6 +158,38 @@ def test_what_is_not_fused(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [100, 1408])
+def test_products_beside_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last classes are made where the product of the others leaves room, and what comes then waits for both: the
+    same bits as one after the other."""
+    from flce.backends.triton import product_launch
+
+    g = torch.Generator("cuda").manual_seed(0)
+    w = torch.randn(33000, 1024, device="cuda", generator=g).mul(0.05).bfloat16().requires_grad_()
+    xs = torch.randn(12, tokens, 1024, device="cuda", generator=g).bfloat16()
+    y = torch.randint(33000, (tokens,), device="cuda", generator=g)
+    assert flce.plan(tokens, 1024, 33000, w.dtype).late_normalization
+
+    def results() -> list[torch.Tensor]:
+        made: list[Any] = []
+        for x in xs:
+            with torch.no_grad():
+                made.append(flce.fused_linear_cross_entropy(x, w, y, reduction="none"))
+            made += torch.autograd.grad(flce.fused_linear_cross_entropy(x, w, y), w)
+        return made
+
+    def one_by_one(device: torch.device, beside: bool) -> dict[str, bool]:
+        return {"OVERLAP": False, "BESIDE": False}
+
+    assert product_launch._overlap(w.device, True)["launch_pdl"]
+    overlapping = [results() for _ in range(3)]
+    monkeypatch.setattr(product_launch, "_overlap", one_by_one)
+    expected = results()
+    for made in overlapping:
+        assert all(torch.equal(mine, other) for mine, other in zip(made, expected, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 1024, 32000), (4096, 512, 50257)], ids=str)
 @pytest.mark.parametrize("settings_", [{"grads": ""}, {"reduction": "none"}, {}], ids=str)
 @pytest.mark.parametrize("mib", [None, 32, 64])

@@ -130,12 +130,13 @@ def _launches(
     ]  # fmt: skip
     for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
-        for tile, of_tile in _tiles(exps, vocab_size, whole):
+        for tile, of_tile, beside in _tiles(exps, vocab_size, whole):
             launches.append(
                 product_launch.launch(
-                    x, weight[tile.columns], of_tile, rows, spec, tile, partial, reference=reference, work=todo
+                    x, weight[tile.columns], of_tile, rows, spec, tile, partial, reference=reference, work=todo,
+                    beside=beside,
                 )
-            )
+            )  # fmt: skip
         launches += [
             Launch(
                 finish_kernel,
@@ -157,14 +158,15 @@ def _launches(
     return launches
 
 
-def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool) -> Iterator[tuple[Tile, Tensor]]:
-    """What is launched by itself. `whole`: as little as can be, of something that is rarely done."""
+def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool) -> Iterator[tuple[Tile, Tensor, bool]]:
+    """What is launched by itself, and whether beside the one before. `whole`: as little as can be, of something that is
+    rarely done."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
         one = [Tile(start, stop - start, vocab_size, stop - start)]
         for tile in one if whole else product_launch.tiles(start, stop, vocab_size):
-            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
+            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols], tile.start > start
         start = stop
 
 

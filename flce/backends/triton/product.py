@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flce.backends.triton.cross_entropy import _transform, softmax_term
 from flce.backends.triton.math import LOG2_E, balanced_group, block_in_groups, softmax_merge
@@ -67,12 +68,16 @@ def product_kernel(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # what is launched next may begin where this one leaves multiprocessors idle
+    BESIDE: tl.constexpr,  # begins there itself. It needs nothing of the launch before, and ends after it.
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
     scale = tl.full((), scale, tl.float32)
     cap = tl.full((), cap, tl.float32)
     z_loss = tl.full((), z_loss, tl.float32)
@@ -159,6 +164,8 @@ def product_kernel(
             tl.store(partial_ptr + place, largest, mask=exists)
             plane = tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
             tl.store(partial_ptr + plane + place, total, mask=exists)
+    if BESIDE:
+        gdc_wait()
 
 
 @triton.jit

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import PRODUCT_BLOCK, RowInputs, RowOutputs, Tile
-from flce.backends.triton.launch import Launch, build_key, build_once, device_facts, features
+from flce.backends.triton.launch import Launch, build_key, build_once, device_facts, features, overlap
 from flce.backends.triton.product import finish_statistics_kernel, product_kernel
 from flce.problem import LossSpec
 
@@ -32,7 +33,7 @@ class ProductLaunch:
 # more. Both kernels have to sum in the same order: one launch for both.
 LAUNCH = ProductLaunch(rows=128, cols=PRODUCT_BLOCK, depth=64, group=16, num_stages=3, num_warps=8)
 # Of what finishes: rows for a program, and blocks of their sums at a time.
-FINISH_ROWS, FINISH_BLOCKS = 32, 32
+FINISH_ROWS, FINISH_BLOCKS = 8, 128
 # Descriptors ask for addresses and strides that are multiples of this many bytes.
 DESCRIPTOR_BYTES = 16
 
@@ -52,7 +53,17 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
     target_logit = out.loss.new_empty(num_rows)
     launches = [
         *(
-            launch(x, weight[tile.columns], None, rows, spec, tile, partial, target_logit=target_logit)
+            launch(
+                x,
+                weight[tile.columns],
+                None,
+                rows,
+                spec,
+                tile,
+                partial,
+                target_logit=target_logit,
+                beside=tile.start > 0,
+            )
             for tile in tiles(0, vocab_size, vocab_size)
         ),
         _finish_statistics(partial, target_logit, rows, spec, vocab_size, out),
@@ -117,6 +128,7 @@ def launch(
     upstream: Tensor | None = None,
     reference: Tensor | None = None,  # makes it exponentials
     work: Tensor | None = None,
+    beside: bool = False,  # the launch before, which was of other classes for the same rows
 ) -> Launch:
     """The arguments are those of `product_kernel`."""
     bias = rows.tile_bias(tile)
@@ -167,5 +179,12 @@ def launch(
         **features(rows, spec, upstream),
         "num_stages": LAUNCH.num_stages,
         "num_warps": LAUNCH.num_warps,
+        **_overlap(x.device, beside),
     }
     return Launch(product_kernel, (programs,), args, options)
+
+
+def _overlap(device: torch.device, beside: bool) -> dict[str, bool]:
+    """Options of a launch. The last wave of a product leaves multiprocessors idle, for the few blocks of the next."""
+    options = overlap(device)
+    return options | {"BESIDE": options["OVERLAP"]} if beside else {"OVERLAP": options["OVERLAP"], "BESIDE": False}
