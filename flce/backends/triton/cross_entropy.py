@@ -243,9 +243,6 @@ def cross_entropy_kernel(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
     EDGES: tl.constexpr = HEAD_BYTES > 0
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
@@ -263,6 +260,9 @@ def cross_entropy_kernel(
         tile_weight_ptr = class_weight_ptr + column_start
     else:
         tile_weight_ptr = class_weight_ptr
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     if EDGES:
         # Lanes begin with an edge, and there the first one would begin with a state.
         tl.static_assert(not (STATISTICS and LOAD_STATE))
