@@ -62,9 +62,9 @@ RESIDENT_COLUMNS = 16384
 # Columns of a row up to which its edges are not treated apart (`softmax`). Microseconds of log-softmax, forward and
 # backward, so, with edges at best, and in eager PyTorch: 67 bfloat16 columns 2.25 and 2.22, 2.28 and 2.35, 2.59 and
 # 3.10; 201 3.22 and 2.99, 3.25 and 3.16, 3.05 and 3.54, of float32 3.51 and 3.89, 3.89 and 3.93, 3.60 and 4.45; 385
-# 4.32 and 4.58, 4.95 and 4.58, 4.66 and 5.34. Not so 16 bits just beyond a power of two: 129 2.92 and 2.79, 2.57 and 2.58;
-# 257 3.77 and 3.71, 3.37 and 3.43. Online edges go to the first cache line, so that no two rows write to parts of one
-# with their vectors: 50257, 82% for 80%. A resident row is slower for so many edges: 10007, backward 80% for 90%.
+# 4.32 and 4.58, 4.95 and 4.58, 4.66 and 5.34. Not so 16 bits just beyond a power of two: 129 2.92 and 2.79, 2.57 and
+# 2.58; 257 3.77 and 3.71, 3.37 and 3.43. Online edges go to the first cache line, so that no two rows write to parts of
+# one with their vectors: 50257, 82% for 80%. A resident row is slower for so many edges: 10007, backward 80% for 90%.
 EDGES_FROM = 512
 # Of the online kernels, for `fewest_warps`. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
 # for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%). Backward is best with 32
