@@ -18,11 +18,11 @@ from benchmarks.measure import release
 from benchmarks.row_contenders import RowContender, make_calls, row_contenders
 from benchmarks.rows import TASKS, RowCase, RowProblem, Task, make_rows
 
-MOST_WORKERS = 12
+MOST_WORKERS = 16
 
 
 def default_workers(device: torch.device) -> int:
-    return min(MOST_WORKERS, 3 * (os.cpu_count() or 1) // 4) if device.type == "cuda" else 0
+    return min(MOST_WORKERS, os.cpu_count() or 1) if device.type == "cuda" else 0
 
 
 def build_ahead(

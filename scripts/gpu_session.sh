@@ -84,13 +84,13 @@ benchmark() {
         --out "$out/$command.json" "$@"
 }
 
-# report COMMAND OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary. In
-# the background: most of their time is that of libraries to start.
+# report COMMAND OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary,
+# once. In the background: most of their time is that of libraries to start.
 reports=()
 report() {
     local command=$1 result=$out/$1.json
     shift
-    [ -f "$result" ] || return 0
+    [ -f "$result" ] && [ ! -f "$logs/$command.summary" ] || return 0
     "$python" -m benchmarks table "$result" --out "$out/$command.md" &
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
@@ -98,6 +98,13 @@ report() {
     [ "$command" = kernels ] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
+}
+
+# report_all: of what there is by now
+report_all() {
+    report kernels --brief
+    report rows --targets --brief
+    report operator --targets --dominance
 }
 
 # sanitize SECONDS: the tests of kernels in groups, each under each tool, AT_A_TIME at the same time (more take longer:
@@ -207,8 +214,11 @@ for name in $parts; do
         operator) benchmark operator h200 260 --errors ;;
         targets) benchmark operator targets 240 ;;
         peers) benchmark operator peers 500 --errors ;;
-        # shellcheck disable=SC2086  # several arguments
-        model-short) benchmark model h200-short 100 ${ARGS:-} ;;
+        model-short)
+            report_all # while the model is made
+            # shellcheck disable=SC2086  # several arguments
+            benchmark model h200-short 100 ${ARGS:-}
+            ;;
         # shellcheck disable=SC2086
         model) benchmark model h200 500 ${ARGS:-} ;;
         kernels)
@@ -227,9 +237,7 @@ for name in $parts; do
 done
 
 report model --brief
-report kernels --brief
-report rows --targets --brief
-report operator --targets --dominance
+report_all
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
 # Last what a reader wants first.

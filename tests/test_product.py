@@ -175,7 +175,8 @@ def test_products_beside_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch
         for x in xs:
             with torch.no_grad():
                 made.append(flce.fused_linear_cross_entropy(x, w, y, reduction="none"))
-            made += torch.autograd.grad(flce.fused_linear_cross_entropy(x, w, y), w)
+            loss: Any = flce.fused_linear_cross_entropy(x, w, y)
+            made += torch.autograd.grad(loss, w)
         return made
 
     def one_by_one(device: torch.device, beside: bool) -> dict[str, bool]:

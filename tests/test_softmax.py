@@ -271,20 +271,20 @@ def test_choice_of_launch(triton_backend: str) -> None:
     assert launch(32768, bf16, backward=True).narrow
     assert launch(256, bf16, backward=True) == softmax_launch.RowLaunch(True, 4, 4)
     # Very short rows, and short ones that begin anywhere: without edges, but for a few elements of 16 bits.
-    for dtype, cols, forward, backward in (
+    for dtype, cols, forward, back in (
         (bf16, 128, (8, 4), (8, 4)),
         (bf16, 129, (8, 4), (8, 4)),
         (bf16, 257, (8, 4), (4, 4)),
-        (bf16, 265, (4, 2), (2, 4)),
+        (bf16, 265, (2, 4), (2, 4)),
         (f32, 67, (4, 1), (4, 1)),
         (f32, 128, (8, 4), (4, 4)),
-        (f32, 129, (4, 2), (2, 4)),
-        (f32, 257, (4, 2), (2, 4)),
-        (f32, 511, (4, 2), (2, 4)),
+        (f32, 129, (2, 1), (2, 1)),
+        (f32, 257, (2, 4), (2, 4)),
+        (f32, 511, (2, 4), (2, 4)),
         (f32, 513, (1, 1), (2, 4)),
     ):
         launches = [launch(cols, dtype), launch(cols, dtype, backward=True)]
-        assert [(each.rows, each.warps) for each in launches] == [forward, backward], (cols, dtype)
+        assert [(each.rows, each.warps) for each in launches] == [forward, back], (cols, dtype)
     # Rows that would leave more than a quarter of a resident row empty.
     online = {cols: not launch(cols, bf16).resident for cols in (8192, 8193, 12287, 12288, 16384, 16385)}
     assert online == {8192: False, 8193: True, 12287: True, 12288: False, 16384: False, 16385: True}

@@ -32,8 +32,8 @@ class ProductLaunch:
 # (8192 x 2304 x 256000) and 1.02 (16384 x 1024 x 151936); with blocks of 128 x 128 0.97 and more, 256 x 128 1.0 and
 # more. Both kernels have to sum in the same order: one launch for both.
 LAUNCH = ProductLaunch(rows=128, cols=PRODUCT_BLOCK, depth=64, group=16, num_stages=3, num_warps=8)
-# Of what finishes: rows for a program, and blocks of their sums at a time. With 32 and 32 a call in twelve chunks of 1,408
-# rows takes 0.1 to 0.2 ms more (16384 x 1024 x 151936).
+# Of what finishes: rows for a program, and blocks of their sums at a time. With 32 and 32 a call in twelve chunks of
+# 1,408 rows takes 0.1 to 0.2 ms more (16384 x 1024 x 151936).
 FINISH_ROWS, FINISH_BLOCKS = 8, 128
 # Descriptors ask for addresses and strides that are multiples of this many bytes.
 DESCRIPTOR_BYTES = 16

@@ -59,12 +59,12 @@ NARROW_COLUMNS = 8192
 # 101% in either kernel), and, beyond NARROW_COLUMNS, if they fill less than FILLED of a resident row: 10007 82% for
 # 71%, 12001 88% for 82%.
 RESIDENT_COLUMNS = 16384
-# Columns of a row up to which its edges are not treated apart (`softmax`). Microseconds of log-softmax, forward and
-# backward, so, with edges at best, and in eager PyTorch: 67 bfloat16 columns 2.25 and 2.22, 2.28 and 2.35, 2.59 and
-# 3.10; 201 3.22 and 2.99, 3.25 and 3.16, 3.05 and 3.54, of float32 3.51 and 3.89, 3.89 and 3.93, 3.60 and 4.45; 385
-# 4.32 and 4.58, 4.95 and 4.58, 4.66 and 5.34. Not so 16 bits just beyond a power of two: 129 2.92 and 2.79, 2.57 and
-# 2.58; 257 3.77 and 3.71, 3.37 and 3.43. Online edges go to the first cache line, so that no two rows write to parts of
-# one with their vectors: 50257, 82% for 80%. A resident row is slower for so many edges: 10007, backward 80% for 90%.
+# Columns of a row up to which its edges are not treated apart (`softmax`). Microseconds of log-softmax so, with edges
+# at best, and in eager PyTorch: 67 bfloat16 columns (4 rows in 1 warp) 2.05, 2.36 and 2.64; 201 (2 in 1; 4 in 2: 3.30)
+# 3.15, 3.29 and 3.10, of float32 3.58 (4.21), 3.79 and 3.63; 385 (2 in 4) 4.30, 5.00 and 4.69, of float32 4.79, 5.42
+# and 5.07. Not so 16 bits just beyond a power of two: 129 3.05 and 2.70, 257 3.87 and 3.41. Backward one or the other
+# is 3% faster. Online edges go to the first cache line, so that no two rows write to parts of one with their vectors:
+# 50257, 82% for 80%. A resident row is slower for so many edges: 10007, backward 80% for 90%.
 EDGES_FROM = 512
 # Of the online kernels, for `fewest_warps`. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
 # for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%). Backward is best with 32
@@ -159,8 +159,7 @@ def _choose(
     size = 8 if float64 else read.itemsize  # of an element, in registers
     tile, short_warps = SHORT_TILE, SHORT_BACKWARD_WARPS if backward else SHORT_WARPS
     if anywhere and not edges:
-        tile = max(4 * VERY_SHORT, 2 * room) if backward else 4 * max(VERY_SHORT, room)
-        short_warps = 1 if room <= VERY_SHORT else short_warps
+        tile, short_warps = max(SHORT_TILE // 2, 2 * room), 1 if room <= 2 * VERY_SHORT else 4
     elif neighbours == 1 and not backward and room <= 2 * VERY_SHORT:
         tile, short_warps = min(8 * max(room, VERY_SHORT), VERY_SHORT_TILE_BYTES // size), 2 * SHORT_WARPS
     elif neighbours == 1 and room <= VERY_SHORT and size > 2:
