@@ -23,7 +23,7 @@
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
 #   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --model Qwen3-0.6B"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
-#   SECONDS_ALL  seconds after which all parts are to be done (525)
+#   SECONDS_ALL  seconds after which all parts are to be done (530)
 #   SANITIZE_SECONDS  of them for the tests under compute-sanitizer (500)
 #   SANITIZE_ONLY  of their groups those whose "tool, tests" this regular expression matches
 set -uo pipefail
@@ -36,7 +36,7 @@ workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
 parts=${*:-gpu-tests operator rows kernels model-short}
-all=${SECONDS_ALL:-525}
+all=${SECONDS_ALL:-530}
 
 mkdir -p "$out" || exit
 unset TRITON_INTERPRET
