@@ -41,11 +41,13 @@ RULES = [
 PEERS = tuple(dict.fromkeys(rule.peer for rule in RULES))
 # 592: half of a MiB less than the float32 sums of a head of 151936 x 1024, what Liger's take there.
 BUDGETS_MIB = (64, 128, 256, 592, 768, 1024, 1536, 2048)
-CURVE = ("ours", *(budget_name(mib) for mib in BUDGETS_MIB), budget_name(64, bfloat16_sums=True))
-# What Liger's default takes where it takes more than 64 MiB, and blocks of classes that make whole waves of dW.
-MORE_SETTINGS = {
-    (8192, 3584, 152064): (budget_name(60, bfloat16_sums=True), budget_name(75, bfloat16_sums=True)),
-}
+# 60: blocks of 3,584 classes, whose products fill the device more evenly than those of 3,840.
+BFLOAT16_BUDGETS_MIB = (60, 64)
+CURVE = (
+    "ours",
+    *(budget_name(mib) for mib in BUDGETS_MIB),
+    *(budget_name(mib, bfloat16_sums=True) for mib in BFLOAT16_BUDGETS_MIB),
+)
 SHAPES = [
     (8192, 4096, 128256),
     (16384, 1024, 151936),
@@ -59,7 +61,7 @@ PEERS_LABEL = "peers"
 
 def peer_case(case: Case, curve: Sequence[str] = CURVE) -> Case:
     """The problem of `case` with our settings and everybody else."""
-    names = ("floor", "floor-aligned", *curve, *MORE_SETTINGS.get(case.shape, ()), "stock", *PEERS)
+    names = ("floor", "floor-aligned", *curve, "stock", *PEERS)
     return Case(*case.shape, dtype=case.dtype, contenders=names, label=PEERS_LABEL)
 
 

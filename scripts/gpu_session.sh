@@ -9,7 +9,7 @@
 #     operator      the operator: what it promises, its exactness, and the peers; about five minutes
 #     targets       only the first of these three, without peers
 #     peers         only the last
-#     model-short   training steps of whole models, 4 x 8192 tokens
+#     model-short   training steps of a whole model, 4 x 8192 tokens
 #     kernels       the pass over the logits by itself
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
 #     rows          losses and softmaxes of rows in memory, over their length; about three minutes
@@ -21,7 +21,7 @@
 #             transformers as well
 #   WORKERS   processes that the tests run in (as many as cores, 16 at most)
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
-#   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --model Qwen3-0.6B"
+#   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --optimizer sgd"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
 #   SECONDS_ALL  seconds after which all parts are to be done (530)
 #   SANITIZE_SECONDS  of them for the tests under compute-sanitizer (500)
@@ -78,6 +78,10 @@ within() {
 benchmark() {
     local command=$1 name=$2 limit
     limit=$(within "$3")
+    if [ -f "$logs/$command.summary" ]; then # of another run
+        await_reports
+        rm "$logs/$command.summary"
+    fi
     [ "$preset" = tiny ] && name=tiny
     shift 3
     part "$command" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 20)) \
@@ -98,6 +102,12 @@ report() {
     [ "$command" = kernels ] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
+}
+
+await_reports() {
+    local process
+    for process in "${reports[@]}"; do wait "$process" || failed=1; done
+    reports=()
 }
 
 # report_all: of what there is by now
@@ -121,6 +131,7 @@ sanitize() {
         "tests/test_softmax.py -k 'launches or finite or slices or offsets'"
         "tests/test_softmax.py -k 'edges and 100'" # columns, 1000 to 1007
     )
+    await_reports # here it waits for jobs of its own
     if [ "$limit" -lt 30 ]; then
         lines+=("FAILED  sanitize: no time was left")
         failed=1
@@ -238,7 +249,7 @@ done
 
 report model --brief
 report_all
-for process in "${reports[@]}"; do wait "$process" || failed=1; done
+await_reports
 
 # Last what a reader wants first.
 {

@@ -143,6 +143,40 @@ def test_operands_without_descriptors(device: torch.device) -> None:
     assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-3)
 
 
+def test_who_is_launched_beside_whom(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Only the classes behind the last whole block, beside the product of the whole blocks before: their launch may
+    follow that, and nothing else, without waiting."""
+    from flce.backends.triton import exponentials_launch, product_launch
+
+    def exponentials(*classes: int, whole: bool = False) -> list[tuple[int, int, bool]]:
+        pieces = [torch.empty(1, count) for count in classes]
+        found = list(exponentials_launch._tiles(pieces, sum(classes), whole))
+        assert [of_tile.shape[1] for _, of_tile, _ in found] == [tile.cols for tile, _, _ in found]
+        return [(tile.start, tile.cols, beside) for tile, _, beside in found]
+
+    assert exponentials(600) == [(0, 512, False), (512, 88, True)]
+    assert exponentials(512) == [(0, 512, False)]
+    assert exponentials(88) == [(0, 88, False)]
+    assert exponentials(256, 88) == [(0, 256, False), (256, 88, False)]  # of another piece
+    assert exponentials(256, 300) == [(0, 256, False), (256, 256, False), (512, 44, True)]
+    assert exponentials(600, whole=True) == [(0, 600, False)]
+
+    made: list[tuple[int, bool]] = []
+    launch = product_launch.launch
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        made.append((args[5].start, kwargs["beside"]))
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(product_launch, "launch", spy)
+    for vocab in (600, 512, 88):
+        problem = problem_of(device, DTYPES[0], leading=(3,), vocab=vocab)
+        flce.fused_linear_cross_entropy(problem.input, problem.linear_weight, problem.target)
+    assert made == [(0, False), (512, True), (0, False), (0, False)]
+    options = product_launch._overlap(torch.device("cpu"), True)
+    assert options == {"OVERLAP": False, "BESIDE": False}
+
+
 def test_what_is_not_fused(device: torch.device) -> None:
     def plan(problem: Problem, grads: str = "xwb", stats: tuple[str, ...] = (), **options: Any) -> ChunkPlan:
         return plan_for(problem, flce.ChunkOptions(**options), grads, stats)

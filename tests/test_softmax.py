@@ -209,7 +209,7 @@ def test_which_rows_have_edges(triton_backend: str, device: torch.device, monkey
 
 @BOTH
 @pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("width", [200, 203, 204])
+@pytest.mark.parametrize("width", [200, 203, 603, 604])  # from 513 columns on with edges
 def test_slices_that_begin_anywhere(
     width: int, dtype: torch.dtype, name: str, triton_backend: str, device: torch.device
 ) -> None:
@@ -218,6 +218,7 @@ def test_slices_that_begin_anywhere(
         both(name, x[:, first:])
         both(name, x[:, first : width - 8 + first])
     both(name, x.flatten()[3 : 3 + 6 * 129].view(6, 129))
+    both(name, x.flatten()[3 : 3 + 2 * 517].view(2, 517))
 
 
 @BOTH

@@ -69,7 +69,9 @@ def product_kernel(
     HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # what is launched next may begin where this one leaves multiprocessors idle
-    BESIDE: tl.constexpr,  # begins there itself. It needs nothing of the launch before, and ends after it.
+    # This one began there itself. It needs nothing of the launch before, and ends after it. What came before that is
+    # complete, also in the caches: the launch before waited for it, and this one came later.
+    BESIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,

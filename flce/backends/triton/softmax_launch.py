@@ -42,12 +42,12 @@ RESIDENT_SHARE = 0.5
 # that such rows make.
 VALUES = 32
 # Rows shorter than SHORT_TILE columns share a program, which has as many columns of all its rows, and 2 warps (4 in
-# backward): of programs of one warp, a multiprocessor runs half as many warps as it could. 512 columns in backward, 2
-# warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns of float32, 16 values for 32: 86% for 78%.
-# Very short rows of float32, backward, half as many: 128 columns, 4 rows for 8: 113% for 98%. Forward, very short rows
-# and those up to twice as long have twice the warps, and 8 rows of 128 or 256 columns, or those that are two vectors
-# for a thread: log-softmax of 128, 129 and 200 columns 72, 59 and 67% for 57, 55 and 51%, of float32 128, 200 and 256
-# columns 77, 70 and 76 to 80% (8 rows 75 to 77) for 74, 67 and 74%.
+# backward), but for those that begin anywhere (see EDGES_FROM): of programs of one warp, a multiprocessor runs half as
+# many warps as it could. 512 columns in backward, 2 warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns
+# of float32, 16 values for 32: 86% for 78%. Very short rows of float32, backward, half as many: 128 columns, 4 rows for
+# 8: 113% for 98%. Forward, very short rows and those up to twice as long have twice the warps, and 8 rows of 128 or 256
+# columns, or those that are two vectors for a thread: log-softmax of 128, 129 and 200 columns 72, 59 and 67% for 57, 55
+# and 51%, of float32 128, 200 and 256 columns 77, 70 and 76 to 80% (8 rows 75 to 77) for 74, 67 and 74%.
 SHORT_TILE = 1024
 SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
 VERY_SHORT, VERY_SHORT_TILE_BYTES = 128, 4096
@@ -148,9 +148,10 @@ def _choose(
 ) -> RowLaunch:
     tensors = 2 if backward else 1
     room = triton.next_power_of_2(cols)
-    whole = _whole(cols, read.itemsize)
+    smallest = min(read.itemsize, written.itemsize)
+    whole = _whole(cols, smallest)
     anywhere = neighbours == 1 and whole < cols
-    edges = anywhere and _has_edges(cols, read.itemsize)
+    edges = anywhere and _has_edges(cols, smallest)
     # Vectors, where there are edges beside them. Backward, 129 columns as 128: 83% for 66%; forward, 257 as 256 72% for
     # 67%, but 515 of float32 as 512 87% for 103%.
     if edges and whole <= (SHORT_TILE if backward else 2 * VERY_SHORT):
