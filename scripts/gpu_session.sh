@@ -23,7 +23,7 @@
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
 #   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --optimizer sgd"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
-#   SECONDS_ALL  seconds after which all parts are to be done (530)
+#   SECONDS_ALL  seconds after which all parts are to be done (525)
 #   SANITIZE_SECONDS  of them for the tests under compute-sanitizer (500)
 #   SANITIZE_ONLY  of their groups those whose "tool, tests" this regular expression matches
 set -uo pipefail
@@ -36,7 +36,7 @@ workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
 parts=${*:-gpu-tests operator rows kernels model-short}
-all=${SECONDS_ALL:-530}
+all=${SECONDS_ALL:-525}
 
 mkdir -p "$out" || exit
 unset TRITON_INTERPRET
@@ -78,23 +78,19 @@ within() {
 benchmark() {
     local command=$1 name=$2 limit
     limit=$(within "$3")
-    if [ -f "$logs/$command.summary" ]; then # of another run
-        await_reports
-        rm "$logs/$command.summary"
-    fi
     [ "$preset" = tiny ] && name=tiny
     shift 3
     part "$command" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 20)) \
         --out "$out/$command.json" "$@"
 }
 
-# report COMMAND OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary,
-# once. In the background: most of their time is that of libraries to start.
+# report COMMAND OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary. In
+# the background: most of their time is that of libraries to start.
 reports=()
 report() {
     local command=$1 result=$out/$1.json
     shift
-    [ -f "$result" ] && [ ! -f "$logs/$command.summary" ] || return 0
+    [ -f "$result" ] || return 0
     "$python" -m benchmarks table "$result" --out "$out/$command.md" &
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
@@ -102,19 +98,6 @@ report() {
     [ "$command" = kernels ] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
-}
-
-await_reports() {
-    local process
-    for process in "${reports[@]}"; do wait "$process" || failed=1; done
-    reports=()
-}
-
-# report_all: of what there is by now
-report_all() {
-    report kernels --brief
-    report rows --targets --brief
-    report operator --targets --dominance
 }
 
 # sanitize SECONDS: the tests of kernels in groups, each under each tool, AT_A_TIME at the same time (more take longer:
@@ -131,7 +114,6 @@ sanitize() {
         "tests/test_softmax.py -k 'launches or finite or slices or offsets'"
         "tests/test_softmax.py -k 'edges and 100'" # columns, 1000 to 1007
     )
-    await_reports # here it waits for jobs of its own
     if [ "$limit" -lt 30 ]; then
         lines+=("FAILED  sanitize: no time was left")
         failed=1
@@ -225,11 +207,8 @@ for name in $parts; do
         operator) benchmark operator h200 260 --errors ;;
         targets) benchmark operator targets 240 ;;
         peers) benchmark operator peers 500 --errors ;;
-        model-short)
-            report_all # while the model is made
-            # shellcheck disable=SC2086  # several arguments
-            benchmark model h200-short 100 ${ARGS:-}
-            ;;
+        # shellcheck disable=SC2086  # several arguments
+        model-short) benchmark model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
         model) benchmark model h200 500 ${ARGS:-} ;;
         kernels)
@@ -248,8 +227,10 @@ for name in $parts; do
 done
 
 report model --brief
-report_all
-await_reports
+report kernels --brief
+report rows --targets --brief
+report operator --targets --dominance
+for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
 # Last what a reader wants first.
 {

@@ -159,14 +159,14 @@ def _launches(
 
 
 def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool) -> Iterator[tuple[Tile, Tensor, bool]]:
-    """What is launched by itself, and whether beside the one before. `whole`: as little as can be, of something that is
-    rarely done."""
+    """What is launched by itself, and whether beside the one before (`product_launch.tiles`). `whole`: as little as can
+    be, of something that is rarely done."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
-        one = [Tile(start, stop - start, vocab_size, stop - start)]
-        for tile in one if whole else product_launch.tiles(start, stop, vocab_size):
-            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols], tile.start > start
+        one = [(Tile(start, stop - start, vocab_size, stop - start), False)]
+        for tile, beside in one if whole else product_launch.tiles(start, stop, vocab_size):
+            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols], beside
         start = stop
 
 

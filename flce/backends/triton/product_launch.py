@@ -63,9 +63,9 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
                 tile,
                 partial,
                 target_logit=target_logit,
-                beside=tile.start > 0,
+                beside=beside,
             )
-            for tile in tiles(0, vocab_size, vocab_size)
+            for tile, beside in tiles(0, vocab_size, vocab_size)
         ),
         _finish_statistics(partial, target_logit, rows, spec, vocab_size, out),
     ]
@@ -95,10 +95,11 @@ def _finish_statistics(
     return Launch(finish_statistics_kernel, (triton.cdiv(num_rows, FINISH_ROWS),), args, options)
 
 
-def tiles(first: int, end: int, vocab_size: int) -> list[Tile]:
-    """Of these classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%."""
+def tiles(first: int, end: int, vocab_size: int) -> list[tuple[Tile, bool]]:
+    """Of these classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%.
+    With each, whether it is launched beside the one before."""
     borders = sorted({first, first + (end - first) // LAUNCH.cols * LAUNCH.cols, end})
-    return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
+    return [(Tile(start, stop - start, vocab_size, stop - start), start > first) for start, stop in pairwise(borders)]
 
 
 def gradient(
