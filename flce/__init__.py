@@ -12,7 +12,7 @@ from flce.planning import ChunkOptions, plan
 from flce.problem import LinearCrossEntropyOutput
 
 if TYPE_CHECKING:
-    from flce.huggingface import is_patched, patch_model, unpatch_model
+    from flce.huggingface import is_patched, patch_model, report, unpatch_model
 
 __version__ = "0.1.0"
 
@@ -29,6 +29,7 @@ __all__ = [
     "log_softmax",
     "patch_model",
     "plan",
+    "report",
     "softmax",
     "unpatch_model",
 ]
@@ -36,7 +37,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Loaded when first used: most who import the operator have no model to patch.
-    if name in ("is_patched", "patch_model", "unpatch_model"):
+    if name in ("is_patched", "patch_model", "report", "unpatch_model"):
         from flce import huggingface
 
         return getattr(huggingface, name)

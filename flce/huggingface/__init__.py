@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flce.huggingface.lazy_logits import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
-from flce.huggingface.patch import is_patched, patch_model, unpatch_model
+from flce.huggingface.patch import is_patched, patch_model, report, unpatch_model
+from flce.huggingface.usage import NotFusedWarning, Report
 
 if TYPE_CHECKING:
     from flce.huggingface.callback import FlceCallback
@@ -15,8 +16,11 @@ __all__ = [
     "LazyLogits",
     "MaterializedLogitsError",
     "MaterializedLogitsWarning",
+    "NotFusedWarning",
+    "Report",
     "is_patched",
     "patch_model",
+    "report",
     "unpatch_model",
 ]
 

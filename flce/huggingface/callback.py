@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from flce.functional import check_options
 from flce.huggingface.lazy_state import OnMaterialize
-from flce.huggingface.patch import patch_model, unpatch_model
+from flce.huggingface.patch import patch_model, unpatch_model, usages_of
 from flce.planning import ChunkOptions
 
 
@@ -27,6 +27,7 @@ class FlceCallback(TrainerCallback):
     Args:
         options: ``flce.ChunkOptions`` for the fused loss, see :func:`flce.patch_model`.
         on_materialize: what happens where something reads the logits, see :func:`flce.patch_model`.
+        keep_logits: whether logits may be read after an optimizer step, see :func:`flce.patch_model`.
         unpatch: restore the stock model when training ends.
 
     Raises:
@@ -34,11 +35,17 @@ class FlceCallback(TrainerCallback):
     """
 
     def __init__(
-        self, *, options: ChunkOptions | None = None, on_materialize: OnMaterialize = "warn", unpatch: bool = False
+        self,
+        *,
+        options: ChunkOptions | None = None,
+        on_materialize: OnMaterialize = "warn",
+        keep_logits: bool = False,
+        unpatch: bool = False,
     ) -> None:
         check_options(options)
         self.options = options
         self.on_materialize = on_materialize
+        self.keep_logits = keep_logits
         self.unpatch = unpatch
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
@@ -47,10 +54,15 @@ class FlceCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
         self._patch(model)
 
+    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
+        """Says, after the first step, if the trainer's loss does not go through flce."""
+        for usage in [] if model is None else usages_of(model):
+            usage.warn_if_not_fused()
+
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
         if self.unpatch and model is not None:
             unpatch_model(model)
 
     def _patch(self, model: nn.Module | None) -> None:
         if model is not None:
-            patch_model(model, options=self.options, on_materialize=self.on_materialize)
+            patch_model(model, options=self.options, on_materialize=self.on_materialize, keep_logits=self.keep_logits)

@@ -24,9 +24,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +31,10 @@ import torch
 from torch import Tensor
 
 from flce.huggingface import lazy_ops
+from flce.huggingface.head_call import keep_until_read, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_state import LazyState, StackState, State
+from flce.huggingface.usage import ASKED_FOR, caller
+from flce.huggingface.wrappers import ddp_hook, is_wrapper_hook
 
 
 class MaterializedLogitsWarning(UserWarning):
@@ -62,6 +62,7 @@ class LazyBase:
     _written: bool  # on the root of a family of views: written to in place
     _follows_source: bool  # on a view: `_real` is a view of the parent's real logits
     _viewed: bool  # has views
+    _adopted: bool  # has the state of what it is a copy of, see `LazyLogits._adopt`
     # Of the shape and strides that stock's logits would have, without data: tells views from copies.
     _shadow: Tensor | None
 
@@ -72,7 +73,7 @@ class LazyBase:
         shadow: Tensor | None = None,
     ) -> None:
         self._state, self._source, self._shadow = state, source, shadow
-        self._real, self._written, self._follows_source, self._viewed = None, False, False, False
+        self._real, self._written, self._follows_source, self._viewed, self._adopted = None, False, False, False, False
         if source is not None:
             source[0]._viewed = True
 
@@ -88,8 +89,13 @@ class LazyBase:
             the head in the autograd graph as stock logits are.
 
         Raises:
-            RuntimeError: the hidden states or the head were modified in place since the model ran.
+            RuntimeError: the hidden states or the head were changed since the model ran.
         """
+        if self._existing() is None and self._state.calls:
+            self._state.calls[0].usage.materialized[ASKED_FOR] += 1
+        return self._make_real()
+
+    def _make_real(self) -> Tensor:
         real = self._existing()
         if real is None:
             real = self._compute()
@@ -97,7 +103,8 @@ class LazyBase:
         return real
 
     def _compute(self) -> Tensor:
-        return self._state.logits()
+        with weights_of(self._state.calls):
+            return watch_gradient(self._state.logits(), self._state.calls)
 
     @property
     def is_materialized(self) -> bool:
@@ -109,7 +116,7 @@ class LazyBase:
             parent, repeat = self._source
             # A view of real logits is one of theirs; one that was read before they were written to, as well.
             if self._root()._written or (self._real is None and parent._existing() is not None):
-                self._real, self._follows_source = repeat(parent.materialize()), True
+                self._real, self._follows_source = repeat(parent._make_real()), True
         return self._real
 
     def _is_foreign(self) -> bool:
@@ -127,7 +134,7 @@ class LazyBase:
         root = self._root()
         if root._existing() is None:
             _say_materialized(func, root._state)
-        root.materialize()
+        root._make_real()
         root._written = True
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -155,15 +162,31 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return lazy
 
     def _is_foreign(self) -> bool:
-        # Code below __torch_function__ (an autograd.Function, DDP) has put another node behind a copy of ours.
+        # Code below __torch_function__ (an autograd.Function) has put another node behind a copy of ours.
         with torch._C.DisableTorchFunctionSubclass():
             node, requires_grad = self.grad_fn, self.requires_grad
-        return requires_grad if node is None else not isinstance(node, _InGraph._backward_cls)
+        if node is None:
+            return requires_grad
+        return not (self._adopted or isinstance(node, _InGraph._backward_cls) or self._adopt(node))
+
+    def _adopt(self, node: Any) -> bool:
+        """Take the state of what DDP has copied without gradients; its part of backward becomes a hook."""
+        hook = ddp_hook(node)
+        if hook is None:
+            return False
+        copied: Any = node.next_functions[self.output_nr][0]
+        if not isinstance(copied, _InGraph._backward_cls):
+            return False
+        self._state, self._adopted = getattr(copied, "state"), True  # noqa: B009  # an attribute of its ctx
+        if self._state.calls:
+            self._state.calls[0].add_hook(hook)
+        return True
 
     def _compute(self) -> Tensor:
-        real = self._state.logits()
         if not self._is_foreign():
-            return real
+            return super()._compute()
+        with weights_of(self._state.calls):
+            real = self._state.logits()
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             behind: Tensor = _Behind.apply(self, real.detach())
         return behind
@@ -194,6 +217,7 @@ class _InGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits | None, state: State, shadow: Any, *tensors: Tensor) -> Tensor:
         ctx.state = state
+        ctx.set_materialize_grads(False)
         if lazy is not None:  # changed in place: from here on this is where it stands
             ctx.mark_dirty(lazy)
             return lazy
@@ -209,11 +233,15 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[3:]
-        leaves = [t.detach().requires_grad_(need) for t, need in zip(ctx.state.tensors, wanted, strict=True)]
-        logits = ctx.state.with_tensors(leaves).logits()
-        grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted, state = ctx.needs_input_grad[3:], ctx.state
+        if grad is None:
+            return None, None, None, *(None for _ in wanted)
+        grad = pass_gradient(grad, state.calls)
+        with weights_of(state.calls):
+            leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, wanted, strict=True)]
+            logits = state.with_tensors(leaves).logits()
+            grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
         return None, None, None, *(next(grads) if need else None for need in wanted)
 
 
@@ -330,7 +358,10 @@ def make_lazy(state: State, source: Any = None, shadow: Tensor | None = None) ->
         state = state.detach()
     if torch.compiler.is_compiling():
         return TracedLazyLogits._wrap(state, source)  # no shadow: graphs have no writes that would show
-    return LazyLogits._wrap(state, source, shadow)
+    lazy = LazyLogits._wrap(state, source, shadow)
+    if source is None and state.settings.keep_logits:
+        keep_until_read(lazy)
+    return lazy
 
 
 # ------------------------------------------------------------------------------------------------- dispatch
@@ -344,8 +375,10 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     if name in lazy_ops.COMMUTES and len(args) == 2 and not kwargs and not is_lazy(args[0]):
         args = (args[1], args[0])
     lazy = args[0] if args and is_lazy(args[0]) else None
+    if lazy is not None and name == "register_hook" and lazy._state.calls and is_wrapper_hook(args[1]):
+        return lazy._state.calls[0].add_hook(args[1])
     by_itself = isinstance(lazy, LazyLogits) and (lazy._existing() is None or lazy._is_foreign())
-    if by_itself and (name in lazy_ops.METADATA or _is_hook_of_torch(name, args)):
+    if by_itself and name in lazy_ops.METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if lazy is not None and lazy._existing() is None:
@@ -357,7 +390,8 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
             return iter(torch.unbind(lazy))
         result = NotImplemented if lazy._is_foreign() else _run_lazily(lazy, func, name, args[1:], kwargs)
         if result is not NotImplemented:
-            return result
+            leaves = isinstance(result, Tensor) and not is_lazy(result)
+            return watch_gradient(result, lazy._state.calls) if leaves else result
         if _writes(name):
             lazy._prepare_write(func)
     elif name in lazy_ops.JOINS and args and isinstance(args[0], Sequence):
@@ -374,6 +408,13 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _run_lazily(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not lazy._state.calls:
+        return _run_on_weights(lazy, func, name, args, kwargs)
+    with weights_of(lazy._state.calls):
+        return _run_on_weights(lazy, func, name, args, kwargs)
+
+
+def _run_on_weights(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs, state = _states(args), _states(kwargs), lazy._state
     if isinstance(state, StackState):
         if name not in lazy_ops.STACK_OPERATIONS:
@@ -411,7 +452,7 @@ def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _states(value: Any) -> Any:
     """Arguments with lazy logits replaced by their states; by the real ones where they exist."""
     if is_lazy(value):
-        real = value.materialize() if value._is_foreign() else value._existing()
+        real = value._make_real() if value._is_foreign() else value._existing()
         return value._state if real is None else real
     if type(value) in (tuple, list):
         return type(value)(_states(item) for item in value)
@@ -456,14 +497,9 @@ def _copies(index: Any) -> bool:
     return any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
 
 
-def _is_hook_of_torch(name: str, args: tuple[Any, ...]) -> bool:
-    """FSDP registers hooks on a model's outputs, the loss among them, to be told when backward begins."""
-    return name == "register_hook" and len(args) > 1 and str(getattr(args[1], "__module__", "")).startswith("torch.")
-
-
 def _check_hooks(lazy: LazyBase, name: str) -> None:
     """RuntimeError for a hook that would wait in vain for a gradient that is computed without these logits."""
-    if isinstance(lazy._state, LazyState) and lazy._state.trace is not None and lazy._state.trace.loss_computed:
+    if any(call.loss_computed for call in lazy._state.calls):
         raise RuntimeError(
             f"logits.{name}() after the loss: it was computed without these logits, and its gradient does not pass "
             "through them. Call logits.materialize() before the loss, and use what it returns."
@@ -488,7 +524,7 @@ def _realise(value: Any, func: Any, detach: bool = False) -> Any:
     if is_lazy(value):
         if value._existing() is None:
             _say_materialized(func, value._state)
-        real = value.materialize()
+        real = value._make_real()
         return real.detach() if detach else real
     if isinstance(value, (tuple, list)):
         items = [_realise(item, func, detach) for item in value]
@@ -510,30 +546,31 @@ def _stand_ins(value: Any) -> Any:
     return value
 
 
-_INTERNAL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
-
-
 def _say_materialized(func: Any, state: State) -> None:
-    """Warn, or raise, as ``patch_model`` was told to."""
-    if torch.compiler.is_compiling() or state.settings.on_materialize == "ignore":
+    """Count, and warn or raise, as ``patch_model`` was told to."""
+    if torch.compiler.is_compiling():
         return  # the compiler has no frames to look at, and would have to break the graph for a warning
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    where = f"{_qualified_name(func)} at {file}:{line} needs the logits themselves"
+    by = caller()
+    where = f"{_qualified_name(func)} at {by.line}"
+    if by.via is not None:
+        where += f" (in {by.via})"
+    if state.calls:
+        state.calls[0].usage.materialized[where] += 1
+    if state.settings.on_materialize == "ignore":
+        return
+    hint = ""
+    if by.in_evaluation:
+        hint = " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) does without them."
     if state.settings.on_materialize == "raise":
         raise MaterializedLogitsError(
-            f"{where}, which patch_model(..., on_materialize='raise') forbids. Call logits.materialize() to ask for "
-            "them all the same."
+            f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
+            "logits.materialize() to ask for them all the same."
         )
-    message = (
-        f"{where}, so they were computed and no memory is saved here. Call logits.materialize() to ask for "
-        "them without this warning."
+    by.warn(
+        f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
+        "logits.materialize() to ask for them without this warning.",
+        MaterializedLogitsWarning,
     )
-    # With the registry of the calling module Python's own filter shows each line once.
-    registry = frame.f_globals.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, MaterializedLogitsWarning, file, line, registry=registry)
 
 
 def _qualified_name(func: Any) -> str:

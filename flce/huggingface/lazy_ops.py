@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy_state import BiasTerm, LazyState, StackState, State, Term, versions_of
+from flce.huggingface.lazy_state import BiasTerm, LazyState, StackState, State, Term, merged_calls, versions_of
 
 _STATES = (LazyState, StackState)
 
@@ -67,7 +67,7 @@ def _add_terms(state: LazyState, other: LazyState, sign: int) -> Any:
         return NotImplemented
     signed = other if sign == 1 else other.with_op("mul", sign)
     right = None if signed is None else _as_terms(signed)
-    return _with_terms(state, right)
+    return _with_terms(replace(state, calls=merged_calls(state, other)), right)
 
 
 def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
@@ -108,6 +108,7 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
     number = torch.tensor(value, dtype=state.dtype).double()
     if any(name != "to" for name, _ in (*state.ops, *head.ops)) or number.to(dtype).double() != number:
         return NotImplemented  # the sum of the products would not be that number
+    state.check_unchanged()  # before its weight is copied
     mask = torch.zeros(state.vocab_size, dtype=torch.bool, device=state.home)
     mask[columns] = True
     terms: list[Term] = []
@@ -548,8 +549,9 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
     if any(replace(p, terms=first.terms) != first or p.head.ops != first.head.ops for p in parts):
         return NotImplemented
     terms = [part.head for part in parts]
-    for term in terms:
-        term.check_unchanged()
+    for part in parts:
+        part.check_unchanged()
+    first = replace(first, calls=merged_calls(*parts))
     if _dim(first, dim) != first.class_dim:
         if any(term.weight is not terms[0].weight or term.bias is not terms[0].bias for term in terms):
             return NotImplemented

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.functional import fused_linear_cross_entropy
+from flce.huggingface.head_call import HeadCall
 from flce.planning import ChunkOptions
 from flce.problem import accumulation_dtype
 
@@ -225,8 +226,9 @@ def _check_versions(versions: tuple[int, ...] | None, tensors: tuple[Tensor, ...
     if versions is not None and versions != versions_of(*tensors):
         raise RuntimeError(
             "these lazy logits can no longer be computed: the hidden states or the output embedding were "
-            "modified in place since the model ran (an optimizer step?). Before that, call "
-            "outputs.logits.materialize()."
+            "modified in place since the model ran (an optimizer step?). Read them before that, call "
+            "outputs.logits.materialize() before it, or use patch_model(..., keep_logits=True), which computes the "
+            "logits of outputs that are still referenced right before each optimizer step."
         )
 
 
@@ -245,14 +247,7 @@ class Settings:
 
     options: ChunkOptions | None = None
     on_materialize: OnMaterialize = "warn"
-
-
-@dataclass
-class Trace:
-    """Mutable: shared by all lazy logits that come from one call of the head."""
-
-    loss_computed: bool = False
-    """Whether a gradient will pass by the logits, which hooks on them would not see."""
+    keep_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -266,7 +261,7 @@ class LazyState:
             Always such that :func:`fold` accepts them.
         autocast_dtype: what the head ran under, None for no autocast.
         device: where the logits are wanted.
-        trace: what has become of the logits of this call of the head, in all their forms.
+        calls: of the head and its adapters, from which the terms come; none under the compiler.
     """
 
     terms: tuple[Term, ...]
@@ -275,7 +270,7 @@ class LazyState:
     device: torch.device
     settings: Settings
     ops: tuple[Op, ...] = ()
-    trace: Trace | None = field(default=None, compare=False, repr=False)
+    calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
 
     # -- what it looks like
 
@@ -351,8 +346,20 @@ class LazyState:
 
     # -- what it is for
 
+    def check_unchanged(self, waiting_is_fine: bool = False) -> None:
+        """Raises RuntimeError where something that the logits are made from has changed since the model ran.
+
+        Args:
+            waiting_is_fine: wait for a GPU to compare values, even if nothing points to a change.
+        """
+        for term in self.terms:
+            term.check_unchanged()
+        for call in self.calls:
+            call.check_unchanged(waiting_is_fine)
+
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
+        self.check_unchanged(waiting_is_fine=True)
         # What the logits depend on was decided when the head ran, not by the grad mode of whoever reads
         # them first.
         with torch.set_grad_enabled(self.requires_grad):
@@ -362,6 +369,7 @@ class LazyState:
     def picked(self, index: Tensor) -> Tensor:
         """One logit of each token: ``index`` is of the tokens' shape, and so is the result."""
         index = index.to(self.home)
+        self.check_unchanged()
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             z = torch.matmul(F.embedding(index, weight).unsqueeze(-2), hidden.unsqueeze(-1))[..., 0, 0]
@@ -376,7 +384,6 @@ class LazyState:
     ) -> Tensor:
         total = None
         for term in self.terms:
-            term.check_unchanged()
             if isinstance(term, LinearTerm):
                 hidden = term.hidden.movedim(self.class_dim, -1)
                 z = self._in_head_autocast(product, hidden, term.weight, term.bias)
@@ -396,6 +403,7 @@ class LazyState:
 
     def statistics(self, *names: str) -> tuple[Tensor, ...]:
         """``"argmax"`` and ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
+        self.check_unchanged(waiting_is_fine="lse" not in names)
         state = self.detach()
         tokens = [size for dim, size in enumerate(state.shape) if dim != state.class_dim]
         target = torch.zeros(tokens, dtype=torch.int64, device=self.home)
@@ -403,10 +411,10 @@ class LazyState:
         return tuple(getattr(output, name).to(self.device) for name in names)
 
     def _fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
+        self.check_unchanged()
         products, biases = [], []
         dtype = self.head.weight.dtype
         for term in self.terms:
-            term.check_unchanged()
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
                 biases.append(bias if term.factor == 1.0 else bias * term.factor)
@@ -418,8 +426,9 @@ class LazyState:
                 products.append((hidden, weights))
         if len(products) > 1:  # not an argument otherwise: one product is what most models have
             spec["adapters"] = tuple(products[1:])
-        if self.trace is not None and torch.is_grad_enabled() and self.requires_grad:
-            self.trace.loss_computed = True
+        for call in self.calls:
+            call.usage.fused += call is self.calls[0]
+            call.loss_computed |= torch.is_grad_enabled() and self.requires_grad
         folded = self.folded
         return self._in_head_autocast(
             fused_linear_cross_entropy,
@@ -450,7 +459,13 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 
 
-def head_state(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Settings | None = None) -> LazyState:
+def head_state(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: Settings | None = None,
+    call: HeadCall | None = None,
+) -> LazyState:
     """The state of ``F.linear(hidden, weight, bias)``, called now.
 
     Args:
@@ -458,6 +473,7 @@ def head_state(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Se
         weight: ``(V, H)``.
         bias: ``(V,)`` or None.
         settings: what ``patch_model`` was called with.
+        call: what wrappers and weights are watched by; None under the compiler.
     """
     kind = hidden.device.type
     autocast = _autocast_dtype(kind)
@@ -466,7 +482,13 @@ def head_state(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: Se
     versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
     term = LinearTerm(hidden, weight, bias, dtype, versions)
     settings = Settings() if settings is None else settings
-    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, settings, (), Trace())
+    calls = () if call is None else (call,)
+    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, settings, (), calls)
+
+
+def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:
+    """The calls that several states come from, each once."""
+    return tuple({id(call): call for state in states for call in state.calls}.values())
 
 
 @dataclass(frozen=True)
@@ -508,6 +530,10 @@ class StackState:
     @property
     def settings(self) -> Settings:
         return self.parts[0].settings
+
+    @property
+    def calls(self) -> tuple[HeadCall, ...]:
+        return merged_calls(*self.parts)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -22,9 +22,10 @@ import contextlib
 import functools
 import inspect
 import re
-import sys
 import threading
 import types
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar, get_args
@@ -35,8 +36,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
-from flce.huggingface.lazy_logits import make_lazy
+from flce.huggingface.head_call import HeadCall, watch_optimizers
+from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
+from flce.huggingface.usage import EVALUATION, Report, Usage
+from flce.huggingface.wrappers import is_data_parallel_replica, why_not_lazy
 from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -52,6 +56,13 @@ class _Patch:
     watch_products: bool | None = None
     """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
     head_called: bool = field(default=False, repr=False)
+    usage: Usage = field(default_factory=Usage, repr=False)
+    replicas_warned: bool = field(default=False, repr=False)
+
+    def count_forward(self, backbone: nn.Module, args: Any) -> None:
+        """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
+        if not torch.compiler.is_compiling() and backbone.training and torch.is_grad_enabled():
+            self.usage.forward_begins()
 
     def loss_expected(self) -> bool:
         """Whether the model is being called with labels."""
@@ -68,6 +79,16 @@ class _Patch:
             yield
         finally:
             _calls.with_labels = before
+
+    @contextlib.contextmanager
+    def running(self, owner: nn.Module) -> Iterator[None]:
+        """Around a call of ``owner``."""
+        before = getattr(_calls, "owner", None)
+        _calls.owner = owner
+        try:
+            yield
+        finally:
+            _calls.owner = before
 
 
 _calls = threading.local()
@@ -86,15 +107,39 @@ def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if patch is None:
             return forward(self, input)
         patch.head_called = True
-        expected = patch.loss_expected() or (self.training and torch.is_grad_enabled())
-        if not expected or (not torch.compiler.is_compiling() and _is_sharded(self)):
-            return forward(self, input)
+        compiling = torch.compiler.is_compiling()
+        if not (patch.loss_expected() or (self.training and torch.is_grad_enabled())):
+            logits = forward(self, input)
+            if not compiling and torch.is_grad_enabled():
+                patch.usage.ran_stock(logits, EVALUATION)
+            return logits
         weight, bias = self.weight, self.bias  # read once: a parametrised weight is made when it is read
-        if not _can_be_lazy(input, weight, bias):
-            return forward(self, input)
-        return make_lazy(head_state(input, weight, bias, patch.settings))
+        if compiling:
+            if _obstacle(input, weight, bias) is not None:
+                return forward(self, input)
+            return make_lazy(head_state(input, weight, bias, patch.settings))
+        owner: Any = getattr(_calls, "owner", None)
+        reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight)
+        reason = reason or _obstacle(input, weight, bias)
+        if reason is not None:
+            return _stock(patch, lambda: forward(self, input), reason)
+        call = HeadCall(weight, bias, patch.usage, self, owner)
+        return make_lazy(head_state(input, weight, bias, patch.settings, call))
 
     return lazy_forward
+
+
+def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
+    """Run the head as it is, where lazy logits were expected."""
+    if torch.is_grad_enabled():
+        if patch.settings.on_materialize == "raise":
+            raise MaterializedLogitsError(
+                f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
+            )
+        logits = forward()
+        patch.usage.ran_stock(logits, reason)
+        return logits
+    return forward()
 
 
 def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,13 +162,37 @@ def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
                 patch.compiled_call_has_labels = before
         _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
         with contextlib.ExitStack() as stack:
+            stack.enter_context(patch.running(self))
             if labels is not None:
                 stack.enter_context(patch.expecting())
             if patch.loss_expected() or (self.training and torch.is_grad_enabled()):
                 stack.enter_context(_looking_for_the_head(self, patch))
-            return forward(self, *args, **kwargs)
+            outputs = forward(self, *args, **kwargs)
+        gathered = is_data_parallel_replica(self) and labels is not None and torch.is_grad_enabled()
+        return _without_logits(outputs, patch) if gathered else outputs
 
     return watching_forward
+
+
+def _without_logits(outputs: Any, patch: _Patch) -> Any:
+    """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
+    if isinstance(outputs, dict):
+        names = [name for name, value in outputs.items() if is_lazy(value)]
+        kept: Any = type(outputs)(**{name: value for name, value in outputs.items() if name not in names})
+    elif type(outputs) in (tuple, list):
+        names = ["logits" for value in outputs if is_lazy(value)]
+        kept = type(outputs)(None if is_lazy(value) else value for value in outputs)
+    else:
+        return outputs
+    if names and not patch.replicas_warned:
+        patch.replicas_warned = True
+        warnings.warn(
+            "nn.DataParallel would gather the logits of all GPUs on one. A model patched by flce leaves them out of "
+            "its outputs when it is called with labels and trained. Use torchrun or accelerate launch to train on "
+            "several GPUs",
+            stacklevel=2,
+        )
+    return kept
 
 
 @contextlib.contextmanager
@@ -157,7 +226,7 @@ class _Products(TorchFunctionMode):
 
     def __init__(self, owner: Any, patch: _Patch) -> None:
         super().__init__()
-        self.patch, self.sizes = patch, _vocabulary_sizes(owner)
+        self.owner, self.patch, self.sizes = owner, patch, _vocabulary_sizes(owner)
         # Where the model has a proper output embedding, another layer's parameter is none of its logits'.
         self.heads = [] if patch.watch_products else [_own_weight(layer) for layer in _layers(owner)]
         self.caught: list[Tensor] = []  # inputs of such products: of others with them logits are made as well
@@ -170,9 +239,11 @@ class _Products(TorchFunctionMode):
             wide = weight.shape[0] in self.sizes or any(hidden is other for other in self.caught)
             source = weight if weight._base is None else weight._base
             foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self.heads)
-            if wide and not (self.heads and foreign) and hidden.dim() > 1 and _can_be_lazy(hidden, weight, bias):
+            wide = wide and hidden.dim() > 1 and not (self.heads and foreign)
+            if wide and _obstacle(hidden, weight, bias) is None:
                 self.caught.append(hidden)
-                return make_lazy(head_state(hidden, weight, bias, self.patch.settings))
+                call = HeadCall(weight, bias, self.patch.usage, None, self.owner)
+                return make_lazy(head_state(hidden, weight, bias, self.patch.settings, call))
         return func(*args, **kwargs)
 
 
@@ -200,28 +271,34 @@ def _linear_arguments(
     return input, weight, bias
 
 
-def _can_be_lazy(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the fused loss can stand for this call. If not, stock code runs, and reports what is wrong."""
-    if type(hidden) is not Tensor or type(weight) not in (Tensor, nn.Parameter):
-        return False  # DTensor, fake and quantised tensors
+def _obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the fused loss cannot stand for this call: stock code runs, and reports errors. None: it can."""
+    if type(hidden) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # fake and quantised tensors
+        return f"hidden states are a {type(hidden).__name__}, the head's weight is a {type(weight).__name__}"
     if not hidden.is_floating_point() or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1]:
-        return False
+        return f"the head {tuple(weight.shape)} does not fit hidden states {tuple(hidden.shape)} of {hidden.dtype}"
     if hidden.device != weight.device:
-        return False
+        return f"hidden states are on {hidden.device}, the head's weight is on {weight.device}"
     same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
     if not same_dtype and not torch.is_autocast_enabled(hidden.device.type):
-        return False
+        return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
     if torch.compiler.is_compiling():
-        return True
-    # A transform (torch.func) or a tracer records what it sees and could not replay our objects.
-    return torch._C._functorch.peek_interpreter_stack() is None and not torch._C._get_tracing_state()
+        return None
+    # A transform or a tracer records what it sees and could not replay our objects.
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "the model runs in a transform of torch.func"
+    return "the model is being traced" if torch._C._get_tracing_state() else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
 
 
 def patch_model(
-    model: ModelT, *, options: ChunkOptions | None = None, on_materialize: OnMaterialize = "warn"
+    model: ModelT,
+    *,
+    options: ChunkOptions | None = None,
+    on_materialize: OnMaterialize = "warn",
+    keep_logits: bool = False,
 ) -> ModelT:
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
@@ -239,20 +316,27 @@ def patch_model(
         on_materialize: what happens when an operation needs the logits themselves, and all of them are
             computed. "warn": a :class:`~flce.huggingface.MaterializedLogitsWarning` names the operation and the
             line that called it. "ignore": nothing. "raise": a
-            :class:`~flce.huggingface.MaterializedLogitsError` does, instead of the logits.
-            ``outputs.logits.materialize()`` is always allowed.
+            :class:`~flce.huggingface.MaterializedLogitsError` does, instead of the logits, and also where the head
+            would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
+        keep_logits: logits may be read after an optimizer step, as in ``outputs.logits.argmax(-1)`` behind
+            ``optimizer.step()``. Right before each step the logits of outputs that are still referenced are computed,
+            which takes their product and their memory, of (N, V) entries. By default reading them then is an error.
 
     Returns:
         ``model``. Patching a patched model only replaces its options.
 
     Raises:
-        TypeError: the model has no output embedding, or one that is quantised or not linear.
+        TypeError: the model has no output embedding, or one that is quantised or not linear; ``keep_logits`` is no
+            bool.
         ValueError: another ``on_materialize``.
     """
     check_options(options)
     if on_materialize not in get_args(OnMaterialize):
         raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {on_materialize!r}")
-    settings = Settings(options, on_materialize)
+    if not isinstance(keep_logits, bool):
+        raise TypeError(f"keep_logits must be True or False, got {keep_logits!r}")
+    settings = Settings(options, on_materialize, keep_logits)
+    watch_optimizers()
     owners = _owners(model)
     for owner in owners:
         if "_flce" not in owner.__dict__:
@@ -263,6 +347,7 @@ def patch_model(
         patch.settings = settings
         if "_flce" not in owner.__dict__:
             _change(owner, _watching_forward, patch)
+            _backbone(owner).register_forward_pre_hook(patch.count_forward)
         _change_layers(owner, patch)
     return model
 
@@ -277,12 +362,43 @@ def unpatch_model(model: ModelT) -> ModelT:
     for module in model.modules():
         if "_flce" in module.__dict__:
             _change_back(module)
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), _Patch):
+                del module._forward_pre_hooks[key]
     return model
 
 
 def is_patched(model: nn.Module) -> bool:
     """Whether :func:`patch_model` was applied to ``model`` or to a model that it wraps."""
     return any("_flce" in module.__dict__ for module in model.modules())
+
+
+def report(model: nn.Module) -> Report:
+    """What :func:`patch_model` has changed in ``model``, and what has become of its logits since.
+
+    Calls under ``torch.compile`` are not counted.
+
+    Args:
+        model: any module; what it wraps is looked at too.
+
+    Returns:
+        A :class:`~flce.huggingface.Report`; ``print`` shows it as text.
+    """
+    patched = {name: module for name, module in model.named_modules() if "_flce" in module.__dict__}
+    usages = usages_of(model)
+    return Report(
+        patched=tuple(patched),
+        forwards=sum(usage.forwards for usage in usages),
+        fused=sum(usage.fused for usage in usages),
+        materialized=sum((usage.materialized for usage in usages), Counter()),
+        stock=sum((usage.stock for usage in usages), Counter()),
+    )
+
+
+def usages_of(model: nn.Module) -> list[Usage]:
+    """The counts of the patched models in ``model``."""
+    patches = (module.__dict__.get("_flce") for module in model.modules())
+    return list({id(patch): patch.usage for patch in patches if patch is not None}.values())
 
 
 # ------------------------------------------------------------------------------------------- what is to be changed
@@ -334,10 +450,10 @@ def _is_plain(weight: Tensor) -> bool:
     return weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _is_sharded(layer: nn.Module) -> bool:
-    """Whether FSDP2 gives back the layer's weight after its forward, when the loss has yet to be computed."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded by what was never imported
-    return fsdp is not None and isinstance(layer, fsdp.FSDPModule)
+def _backbone(owner: Any) -> nn.Module:
+    """The model below the head; the model itself where it does not name one."""
+    backbone = getattr(owner, "base_model", owner)
+    return backbone if isinstance(backbone, nn.Module) else owner
 
 
 def _check_head(owner: Any) -> None:

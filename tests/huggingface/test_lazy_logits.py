@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.huggingface import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
+from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy_state import Folded, LazyState, Settings, fold, head_state
+from flce.huggingface.usage import Usage
 
 B, T, H, V = 2, 5, 8, 11
 BIAS = torch.linspace(-1, 2, V, dtype=torch.float64)
@@ -38,7 +40,9 @@ class Pair:
         self.lazy_leaves = [v.clone().requires_grad_() for v in values]
         self.stock = F.linear(*self.stock_leaves)
         hidden, weight, *rest = self.lazy_leaves
-        state = head_state(hidden, weight, rest[0] if rest else None)
+        bias_leaf = rest[0] if rest else None
+        call = HeadCall(weight, bias_leaf, Usage(), None, None)
+        state = head_state(hidden, weight, bias_leaf, call=call)
         shadow = torch.empty(state.shape, dtype=state.dtype, device="meta")
         self.lazy: Any = TracedLazyLogits._wrap(state, None, shadow) if kind == "plain" else make_lazy(state)
         self.target = torch.randint(V, (B, T), generator=generator)

@@ -1,0 +1,217 @@
+"""One call of the output embedding: what all lazy logits that come from it share.
+
+Lazy logits are computed late, from a weight that may have changed or been taken away since, and their gradients do not
+pass by the logits. A :class:`HeadCall` knows who waits for those gradients, how to get the weight back, and whether it
+still is what the model ran with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from flce.huggingface.usage import Usage
+from flce.huggingface.wrappers import Hook, fsdp2_unit, is_freed, quiet
+
+# Entries of a weight that are compared when logits are read late: up to this many rows and as many columns.
+_SAMPLE = 64
+
+
+class HeadCall:
+    """One call of one linear layer.
+
+    Args:
+        weight: ``(V, H)`` of the layer.
+        bias: ``(V,)`` or None.
+        usage: where to count what becomes of the logits.
+        layer: None where the product is made by no layer.
+        owner: the model whose forward is running.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, usage: Usage, layer: nn.Module | None, owner: nn.Module | None
+    ) -> None:
+        self.usage = usage
+        self.hooks: OrderedDict[int, Hook] = OrderedDict()
+        self.loss_computed = False
+        """Whether a gradient will pass by the logits, which hooks of users would not see."""
+        self.backward_began = False
+        self._layer = None if layer is None else weakref.ref(layer)
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._parameters = [_Watched(tensor) for tensor in (weight, bias) if tensor is not None]
+        self._step = _steps.count
+
+    def add_hook(self, hook: Hook) -> RemovableHandle:
+        """A wrapper's hook, for every gradient that leaves these logits."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+    # -- the weight
+
+    def unit(self) -> Any:
+        """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
+        if not any(is_freed(watched.tensor) for watched in self._parameters):
+            return None
+        layer = None if self._layer is None else self._layer()
+        owner = None if self._owner is None else self._owner()
+        return fsdp2_unit(layer, owner, self.hooks.values())
+
+    def may_be_changed_by(self, optimizer: Optimizer) -> bool:
+        """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
+        return any(watched.may_be_changed_by(optimizer, self._registered()) for watched in self._parameters)
+
+    def check_unchanged(self, waiting_is_fine: bool) -> None:
+        """Raises RuntimeError where the weight is no longer what the model ran with.
+
+        Args:
+            waiting_is_fine: compare values, for which a GPU is waited for, also where nothing points to a change.
+        """
+        if any(is_freed(watched.tensor) for watched in self._parameters):
+            raise RuntimeError(
+                "these lazy logits can no longer be computed: the wrapper that shards the head has freed its weight. "
+                "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
+            )
+        stepped = _steps.since(self._step)
+        if any(self.may_be_changed_by(optimizer) for optimizer in stepped):
+            raise _stale("by an optimizer step")
+        for watched in self._parameters:
+            watched.check_unchanged(waiting_is_fine or self.backward_began or bool(stepped))
+
+    def _registered(self) -> bool:
+        """Whether the layer has these very parameters, rather than shards of them."""
+        layer = None if self._layer is None else self._layer()
+        own = () if layer is None else tuple(layer.parameters(recurse=False))
+        return all(any(watched.source is parameter for parameter in own) for watched in self._parameters)
+
+
+class _Watched:
+    """A parameter as it was when the head was called."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.source = tensor if tensor._base is None else tensor._base
+        self._place, self._sample = self._look()
+
+    def may_be_changed_by(self, optimizer: Optimizer, registered: bool) -> bool:
+        if not self.tensor.requires_grad:
+            return False
+        held = any(parameter is self.source for group in optimizer.param_groups for parameter in group["params"])
+        return held or not registered
+
+    def check_unchanged(self, compare: bool) -> None:
+        tensor = self.tensor
+        if (tensor.shape, tensor.dtype, tensor.device) != self._place[:3]:
+            raise _stale(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
+        # On a CPU a comparison waits for nothing.
+        compare = compare or tensor.device.type == "cpu" or tensor.data_ptr() != self._place[3]
+        if not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        if not torch.equal(self._look()[1], self._sample):
+            raise _stale("through .data, by an exchange of weights, or by merging an adapter")
+
+    def _look(self) -> tuple[tuple[Any, ...], Tensor]:
+        tensor = quiet(self.tensor)
+        steps = [max(1, size // _SAMPLE) for size in tensor.shape]
+        sample = tensor[tuple(slice(None, None, step) for step in steps)]
+        # As bytes: NaN equals itself.
+        values = sample.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), values
+
+
+def _stale(how: str) -> RuntimeError:
+    return RuntimeError(
+        f"these lazy logits can no longer be computed: the output embedding was changed {how} since the model ran. "
+        "Read them before that, call outputs.logits.materialize() before it, or use patch_model(..., "
+        "keep_logits=True), which computes the logits of outputs that are still referenced right before each "
+        "optimizer step."
+    )
+
+
+# --------------------------------------------------------------------------------------------------- several calls
+
+
+@contextlib.contextmanager
+def weights_of(calls: Sequence[HeadCall]) -> Iterator[None]:
+    """Unshards the weights that FSDP2 has freed, and reshards them at the end. Costs one all-gather for each unit."""
+    units = []
+    for call in calls:
+        unit = call.unit()
+        if unit is not None:
+            unit.unshard()
+            units.append(unit)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+
+
+def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
+    """Run the wrappers' hooks when a gradient arrives at ``value``, which was made from lazy logits."""
+    if calls and value.requires_grad:
+        value.register_hook(lambda grad: pass_gradient(grad, calls))
+    return value
+
+
+def pass_gradient(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
+    """The gradient as the wrappers' hooks leave it. One that is registered in several calls runs once."""
+    for call in calls:
+        call.backward_began = True
+    for hook in {id(hook): hook for call in calls for hook in call.hooks.values()}.values():
+        result = hook(grad)
+        grad = grad if result is None else result
+    return grad
+
+
+# ------------------------------------------------------------------------------------------------- optimizer steps
+
+
+class _Steps:
+    """Optimizer steps in this process: optimizers change weights without raising a tensor's version."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+        # By id, as tensors compare by value. Only those that are to be kept.
+        self.keep: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def watch(self) -> None:
+        """From now on. Once a process."""
+        if not self._handles:
+            self._handles.append(register_optimizer_step_pre_hook(self._before))
+            self._handles.append(register_optimizer_step_post_hook(self._after))
+
+    def since(self, count: int) -> list[Optimizer]:
+        return [optimizer for optimizer, last in self._last.items() if last > count]
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        for lazy in list(self.keep.values()):
+            if any(call.may_be_changed_by(optimizer) for call in lazy._state.calls):
+                lazy._make_real()
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.count += 1
+        self._last[optimizer] = self.count
+
+
+_steps = _Steps()
+
+
+def watch_optimizers() -> None:
+    """Note optimizer steps, after which lazy logits can no longer be computed."""
+    _steps.watch()
+
+
+def keep_until_read(lazy: Any) -> None:
+    """Compute these lazy logits before the next optimizer step, if they are referenced then."""
+    _steps.keep[id(lazy)] = lazy

@@ -1,0 +1,139 @@
+"""What became of a patched model's logits: counted, reported, and said where nothing is fused."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+ASKED_FOR = "materialize()"
+
+EVALUATION = (
+    "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
+    "or pass labels"
+)
+_UNUSED = (
+    "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
+    "do since version 1.16 (docs/trainers.md says what to do there), or the loss may come from hidden states"
+)
+
+
+class NotFusedWarning(UserWarning):
+    """A patched model is trained, and its loss is not computed by flce."""
+
+
+@dataclass
+class Usage:
+    """Counts of one patched model."""
+
+    forwards: int = 0
+    """Training forwards: in training mode, with gradients enabled."""
+    fused: int = 0
+    materialized: Counter[str] = field(default_factory=Counter)
+    stock: Counter[str] = field(default_factory=Counter)
+    trained_stock: str | None = None
+    """Why logits through which a gradient came back were stock's."""
+    warned: bool = False
+
+    def forward_begins(self) -> None:
+        """At the start of every training forward."""
+        if self.trained_stock is not None or self.forwards >= 2:
+            self.warn_if_not_fused()
+        self.forwards += 1
+
+    def warn_if_not_fused(self) -> None:
+        """Warn, once a model, if it was trained and its loss did not go through flce."""
+        reason = self.trained_stock
+        if reason is None and self.forwards and not (self.fused or self.materialized or self.stock):
+            reason = _UNUSED
+        if reason is None or self.warned:
+            return
+        self.warned = True
+        caller().warn(
+            f"the loss of this model, which flce has patched, is not fused, and no memory is saved: {reason}. "
+            "flce.report(model) counts what happened.",
+            NotFusedWarning,
+        )
+
+    def ran_stock(self, logits: Any, reason: str) -> None:
+        """The head ran stock code with gradients enabled; whether that is training shows when a gradient comes back."""
+        self.stock[reason] += 1
+        if not isinstance(logits, Tensor) or not logits.requires_grad or self.warned:
+            return
+
+        def note(grad: Tensor) -> None:
+            self.trained_stock = reason
+
+        logits.register_hook(note)
+
+
+class Caller(NamedTuple):
+    """A line of the user's, and what led from there to flce."""
+
+    frame: Any
+    via: str | None
+    """``file:line`` of the library that called flce; None: the user did."""
+    in_evaluation: bool
+    """Whether Transformers' ``Trainer`` was evaluating."""
+
+    @property
+    def line(self) -> str:
+        return f"{self.frame.f_code.co_filename}:{self.frame.f_lineno}"
+
+    def warn(self, message: str, category: type[Warning]) -> None:
+        """Warn as if that line did. With the registry of its module Python's own filter shows each line once."""
+        registry = self.frame.f_globals.setdefault("__warningregistry__", {})
+        file, line = self.frame.f_code.co_filename, self.frame.f_lineno
+        warnings.warn_explicit(message, category, file, line, registry=registry)
+
+
+def caller() -> Caller:
+    """The innermost line outside of flce, torch, transformers, accelerate and trl; the outermost if there is none."""
+    modules = [sys.modules.get(name) for name in ("torch", "transformers", "accelerate", "trl")]
+    silent, *libraries = (
+        os.path.dirname(os.path.abspath(file)) + os.sep
+        for file in (__file__, *(getattr(module, "__file__", None) for module in modules))
+        if file
+    )
+    frame, via, in_evaluation = sys._getframe(1), None, False
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((silent, *libraries)):
+        if via is None and frame.f_code.co_filename.startswith(tuple(libraries[1:])):
+            via = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        in_evaluation = in_evaluation or frame.f_code.co_name == "prediction_step"
+        frame = frame.f_back
+    return Caller(frame, via, in_evaluation)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`flce.report` returns.
+
+    Attributes:
+        patched: the changed modules, by their names in the model; empty if the model is not patched.
+        forwards: forwards in training mode with gradients enabled.
+        fused: losses and values that were computed without the logits, with or without gradients.
+        materialized: how often the logits were computed after all, by the operation and line that needed them;
+            "materialize()" where they were asked for.
+        stock: how often the head ran stock code with gradients enabled, by reason.
+    """
+
+    patched: tuple[str, ...]
+    forwards: int
+    fused: int
+    materialized: Mapping[str, int]
+    stock: Mapping[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"patched: {', '.join(name or '(the model)' for name in self.patched) or 'nothing'}"]
+        lines.append(f"training forwards: {self.forwards}")
+        lines.append(f"fused: {self.fused}")
+        for title, counts in (("materialized", self.materialized), ("stock", self.stock)):
+            lines.append(f"{title}: {sum(counts.values())}")
+            lines += [f"  {count} x {reason}" for reason, count in counts.items()]
+        return "\n".join(lines)

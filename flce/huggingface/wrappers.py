@@ -1,0 +1,122 @@
+"""What the wrappers of distributed training do to a model, as far as lazy logits have to take part in it.
+
+FSDP and DeepSpeed register hooks on a model's outputs, to be told that backward begins; DDP puts an autograd function
+behind them; FSDP and DeepSpeed free a weight after its layer's forward. All of them are recognised by identity, and
+only where their module has been imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+def _imported(module: str, name: str) -> Any:
+    """An attribute of a module, None where nothing has imported it."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+# ---------------------------------------------------------------------------------------------------------- hooks
+
+
+def is_wrapper_hook(hook: Any) -> bool:
+    """Whether a wrapper made this hook of a tensor.
+
+    Such a hook does not look at the gradient's values. It returns the gradient, or a multiple of it, so it may be given
+    the gradient of a loss in place of that of the logits.
+    """
+    return _fsdp2_state(hook) is not None or _is_fsdp1_hook(hook) or _is_deepspeed_hook(hook)
+
+
+def _fsdp2_state(hook: Any) -> Any:
+    """The ``FSDPState`` whose method a hook is, else None."""
+    state = _imported("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
+    owner = getattr(hook, "__self__", None)
+    return owner if state is not None and isinstance(owner, state) else None
+
+
+def _is_fsdp1_hook(hook: Any) -> bool:
+    function = _imported("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook")
+    return function is not None and isinstance(hook, functools.partial) and hook.func is function
+
+
+def _is_deepspeed_hook(hook: Any) -> bool:
+    manager = _imported("deepspeed.runtime.utils", "OutputBackwardHookManager")
+    code = getattr(hook, "__code__", None)
+    return manager is not None and code is not None and code in manager._make_backward_hook.__code__.co_consts
+
+
+def ddp_hook(node: Any) -> Hook | None:
+    """What DDP's autograd function behind an output does in backward, as a hook; None for another function."""
+    sink = _imported("torch.nn.parallel.distributed", "_DDPSink")
+    if sink is None or not isinstance(node, sink._backward_cls):
+        return None
+    context = SimpleNamespace(ddp_weakref=node.ddp_weakref)  # not the node, which holds the logits' place in the graph
+
+    def hook(grad: Tensor) -> None:
+        sink.backward(context)
+
+    return hook
+
+
+# -------------------------------------------------------------------------------------------------------- weights
+
+
+def is_freed(weight: Tensor) -> bool:
+    """Whether a wrapper has taken the memory of a weight away, until it is needed again."""
+    return weight.numel() > 0 and weight.device.type != "meta" and weight.untyped_storage().size() == 0
+
+
+def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
+    """The innermost unit of FSDP2 that has ``layer`` in it; None where there is none.
+
+    Args:
+        layer: whose weight is wanted.
+        owner: a module that contains it.
+        hooks: of wrappers on its output. Units around ``owner`` are only known by these.
+    """
+    kind = _imported("torch.distributed.fsdp", "FSDPModule")
+    if kind is None or layer is None:
+        return None
+    around = [module for hook in hooks for module in getattr(_fsdp2_state(hook), "_modules", ())]
+    inside = [] if owner is None else [module for module in owner.modules() if isinstance(module, kind)]
+    units = [unit for unit in (*inside, *around) if any(module is layer for module in unit.modules())]
+    return min(units, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
+
+
+def why_not_lazy(head: nn.Module | None, weight: Tensor) -> str | None:
+    """Why a wrapper's weight cannot be had when the loss is computed; None: it can."""
+    if hasattr(weight, "ds_id"):
+        return (
+            "DeepSpeed ZeRO-3 partitions the head's weight and takes it away before the loss is computed; use ZeRO-2, "
+            "or FSDP2"
+        )
+    fsdp1 = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if fsdp1 is not None and isinstance(head, fsdp1):
+        return "the head is an FSDP1 unit of its own, whose weight is freed before the loss; leave it in the root unit"
+    dtensor = _imported("torch.distributed.tensor", "DTensor")
+    if dtensor is not None and isinstance(weight, dtensor):
+        return (
+            "the head's weight is a DTensor when it is called (tensor parallelism); flce.cross_entropy computes the "
+            "loss of logits that are split over the vocabulary"
+        )
+    return None
+
+
+def is_data_parallel_replica(module: nn.Module) -> bool:
+    """Whether ``torch.nn.DataParallel`` made this module for one call."""
+    return bool(getattr(module, "_is_replica", False))
+
+
+def quiet(tensor: Tensor) -> Tensor:
+    """The tensor without its place in the autograd graph, in inference mode as well."""
+    with torch.no_grad():
+        return tensor.detach()

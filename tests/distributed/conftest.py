@@ -1,0 +1,20 @@
+"""The processes, started when the first test needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.pair import World
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[World]:
+    pytest.importorskip("transformers")
+    if not dist.is_available():
+        pytest.skip("PyTorch without torch.distributed")
+    world = World(2)
+    yield world
+    world.close()

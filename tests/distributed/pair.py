@@ -1,0 +1,87 @@
+"""Processes that talk over gloo (or NCCL), started once, in which tests run their functions.
+
+A test gives a :class:`World` a function of a module and its arguments. Every process calls it; the results come back in
+the order of the ranks. A failure in one process is raised in the test, with that process's traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SECONDS = 120  # for one call
+
+
+class World:
+    """``size`` processes with one process group.
+
+    Args:
+        size: number of processes.
+        backend: "gloo", or "nccl" with a GPU for each process.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
+        self._processes: list[Any] = []
+        self._ends: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a module-level function in every process."""
+        if not self._processes:
+            self._start()
+        for end in self._ends:
+            end.send((function.__module__, function.__qualname__, args, kwargs))
+        results = [end.recv() if end.poll(SECONDS) else ("no answer", None) for end in self._ends]
+        failures = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(results) if text is not None]
+        if failures:
+            self.close()  # the others may wait for the one that failed
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in results]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._ends = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp()) / "store"
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.size, self.backend, str(store)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._ends.append(mine)
+
+
+def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), FLCE_BACKEND="torch"
+    )
+    if backend == "nccl":
+        del os.environ["FLCE_BACKEND"]
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    while True:
+        module, name, args, kwargs = end.recv()
+        try:
+            function = getattr(importlib.import_module(module), name)
+            end.send((None, function(*args, **kwargs)))
+        except BaseException:
+            end.send((traceback.format_exc(), None))
