@@ -61,13 +61,12 @@ class HeadCall:
         """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
         if not any(is_freed(watched.tensor) for watched in self._parameters):
             return None
-        layer = None if self._layer is None else self._layer()
-        owner = None if self._owner is None else self._owner()
-        return fsdp2_unit(layer, owner, self.hooks.values())
+        return self._unit_of_the_layer()
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
-        return any(watched.may_be_changed_by(optimizer, self._registered()) for watched in self._parameters)
+        by_identity = self._trained_as_they_are()
+        return any(watched.may_be_changed_by(optimizer, by_identity) for watched in self._parameters)
 
     def check_unchanged(self, waiting_is_fine: bool) -> None:
         """Raises RuntimeError where the weight is no longer what the model ran with.
@@ -86,11 +85,17 @@ class HeadCall:
         for watched in self._parameters:
             watched.check_unchanged(waiting_is_fine or self.backward_began or bool(stepped))
 
-    def _registered(self) -> bool:
-        """Whether the layer has these very parameters, rather than shards of them."""
+    def _unit_of_the_layer(self) -> Any:
+        layer = None if self._layer is None else self._layer()
+        owner = None if self._owner is None else self._owner()
+        return fsdp2_unit(layer, owner, self.hooks.values())
+
+    def _trained_as_they_are(self) -> bool:
+        """Whether an optimizer that changes these parameters holds them, rather than shards of them."""
         layer = None if self._layer is None else self._layer()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
-        return all(any(watched.source is parameter for parameter in own) for watched in self._parameters)
+        registered = all(any(watched.source is parameter for parameter in own) for watched in self._parameters)
+        return registered and self._unit_of_the_layer() is None
 
 
 class _Watched:
@@ -101,11 +106,11 @@ class _Watched:
         self.source = tensor if tensor._base is None else tensor._base
         self._place, self._sample = self._look()
 
-    def may_be_changed_by(self, optimizer: Optimizer, registered: bool) -> bool:
+    def may_be_changed_by(self, optimizer: Optimizer, by_identity: bool) -> bool:
         if not self.tensor.requires_grad:
             return False
         held = any(parameter is self.source for group in optimizer.param_groups for parameter in group["params"])
-        return held or not registered
+        return held or not by_identity
 
     def check_unchanged(self, compare: bool) -> None:
         tensor = self.tensor

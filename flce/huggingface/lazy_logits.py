@@ -103,8 +103,7 @@ class LazyBase:
         return real
 
     def _compute(self) -> Tensor:
-        with weights_of(self._state.calls):
-            return watch_gradient(self._state.logits(), self._state.calls)
+        return watch_gradient(self._state.logits(), self._state.calls)
 
     @property
     def is_materialized(self) -> bool:
@@ -185,8 +184,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     def _compute(self) -> Tensor:
         if not self._is_foreign():
             return super()._compute()
-        with weights_of(self._state.calls):
-            real = self._state.logits()
+        real = self._state.logits()
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             behind: Tensor = _Behind.apply(self, real.detach())
         return behind
@@ -408,13 +406,6 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _run_lazily(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not lazy._state.calls:
-        return _run_on_weights(lazy, func, name, args, kwargs)
-    with weights_of(lazy._state.calls):
-        return _run_on_weights(lazy, func, name, args, kwargs)
-
-
-def _run_on_weights(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs, state = _states(args), _states(kwargs), lazy._state
     if isinstance(state, StackState):
         if name not in lazy_ops.STACK_OPERATIONS:

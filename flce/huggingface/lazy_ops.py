@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy_state import BiasTerm, LazyState, StackState, State, Term, merged_calls, versions_of
+from flce.huggingface.lazy_state import (
+    BiasTerm,
+    LazyState,
+    LinearTerm,
+    StackState,
+    State,
+    Term,
+    merged_calls,
+    versions_of,
+)
 
 _STATES = (LazyState, StackState)
 
@@ -40,11 +49,12 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
         return NotImplemented
     scale = torch.mul if name == "mul" else torch.div
     terms: list[Term] = []
-    for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
-        if isinstance(term, BiasTerm):
-            terms.append(BiasTerm(scale(term.bias, other), None, term.ops))
-        else:
-            terms.append(term if term.bias is None else term.with_bias(scale(term.bias, other)))
+    with state.weights():
+        for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
+            if isinstance(term, BiasTerm):
+                terms.append(BiasTerm(scale(term.bias, other), None, term.ops))
+            else:
+                terms.append(term if term.bias is None else term.with_bias(scale(term.bias, other)))
     return replace(state, terms=tuple(terms))
 
 
@@ -108,9 +118,14 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
     number = torch.tensor(value, dtype=state.dtype).double()
     if any(name != "to" for name, _ in (*state.ops, *head.ops)) or number.to(dtype).double() != number:
         return NotImplemented  # the sum of the products would not be that number
-    state.check_unchanged()  # before its weight is copied
     mask = torch.zeros(state.vocab_size, dtype=torch.bool, device=state.home)
     mask[columns] = True
+    with state.weights():
+        return replace(state, terms=_filled_terms(state, mask, value))
+
+
+def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Term, ...]:
+    head = state.head
     terms: list[Term] = []
     for term in state.terms:
         if isinstance(term, BiasTerm):
@@ -122,7 +137,7 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
         if bias is not None:
             filled = filled.with_bias(bias.masked_fill(mask, value if term is head else 0.0))
         terms.append(filled)
-    return replace(state, terms=tuple(terms))
+    return tuple(terms)
 
 
 def _set_item(state: LazyState, index: Any, value: Any) -> Any:
@@ -438,11 +453,12 @@ def _logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
     """Its gradient is that of ``(lse - z_k) + z_k``, a fused loss and one logit of each token: the largest."""
     if not isinstance(dim, int) or _dim(state, dim) != state.class_dim or state.folded.normalised:
         return NotImplemented
-    lse, largest = state.statistics("lse", "argmax")
-    if torch.is_grad_enabled() and state.requires_grad:
-        for part in (state.cross_entropy(largest, reduction="none"), state.picked(largest)):
-            # Nothing but a gradient: the values are rounded in other places than the sum that they make.
-            lse = lse + (part - part.detach()).to(lse.dtype)
+    with state.weights():
+        lse, largest = state.statistics("lse", "argmax")
+        if torch.is_grad_enabled() and state.requires_grad:
+            for part in (state.cross_entropy(largest, reduction="none"), state.picked(largest)):
+                # Nothing but a gradient: the values are rounded in other places than the sum that they make.
+                lse = lse + (part - part.detach()).to(lse.dtype)
     return _tokens(state, lse.to(state.dtype), keepdim)
 
 
@@ -549,9 +565,12 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
     if any(replace(p, terms=first.terms) != first or p.head.ops != first.head.ops for p in parts):
         return NotImplemented
     terms = [part.head for part in parts]
-    for part in parts:
-        part.check_unchanged()
-    first = replace(first, calls=merged_calls(*parts))
+    first = replace(first, terms=tuple(terms), calls=merged_calls(*parts))
+    with first.weights():
+        return _joined(replace(first, terms=(terms[0],)), terms, dim)
+
+
+def _joined(first: LazyState, terms: Sequence[LinearTerm], dim: int) -> Any:
     if _dim(first, dim) != first.class_dim:
         if any(term.weight is not terms[0].weight or term.bias is not terms[0].bias for term in terms):
             return NotImplemented

@@ -7,8 +7,9 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.functional import fused_linear_cross_entropy
-from flce.huggingface.head_call import HeadCall
+from flce.huggingface.head_call import HeadCall, weights_of
 from flce.planning import ChunkOptions
 from flce.problem import accumulation_dtype
 
@@ -346,36 +347,41 @@ class LazyState:
 
     # -- what it is for
 
-    def check_unchanged(self, waiting_is_fine: bool = False) -> None:
-        """Raises RuntimeError where something that the logits are made from has changed since the model ran.
+    @contextlib.contextmanager
+    def weights(self, waiting_is_fine: bool = False) -> Iterator[None]:
+        """Around whatever reads the weights: FSDP2 may have freed them.
 
         Args:
             waiting_is_fine: wait for a GPU to compare values, even if nothing points to a change.
+
+        Raises:
+            RuntimeError: something that the logits are made from has changed since the model ran.
         """
         for term in self.terms:
             term.check_unchanged()
-        for call in self.calls:
-            call.check_unchanged(waiting_is_fine)
+        with weights_of(self.calls):
+            for call in self.calls:
+                call.check_unchanged(waiting_is_fine)
+            yield
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
-        self.check_unchanged(waiting_is_fine=True)
         # What the logits depend on was decided when the head ran, not by the grad mode of whoever reads
         # them first.
-        with torch.set_grad_enabled(self.requires_grad):
+        with self.weights(waiting_is_fine=True), torch.set_grad_enabled(self.requires_grad):
             logits = self._sum_of_products(F.linear)
             return (logits if self.vocab_last else logits.movedim(-1, self.class_dim)).to(self.device)
 
     def picked(self, index: Tensor) -> Tensor:
         """One logit of each token: ``index`` is of the tokens' shape, and so is the result."""
         index = index.to(self.home)
-        self.check_unchanged()
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             z = torch.matmul(F.embedding(index, weight).unsqueeze(-2), hidden.unsqueeze(-1))[..., 0, 0]
             return z if bias is None else z + bias[index].to(z.dtype)
 
-        return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
+        with self.weights():
+            return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
     def _sum_of_products(
         self,
@@ -396,22 +402,22 @@ class LazyState:
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
         """The loss without the logits. ``target``: class indices, of the tokens' shape."""
-        loss = self._fused(target, weight=weight, **spec)
+        with self.weights():
+            loss = self._fused(target, weight=weight, **spec)
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
         under_autocast = torch.is_autocast_enabled(self.device.type) and self.dtype != torch.float64
         return loss.to(self.device, torch.float32 if under_autocast else self.dtype)
 
     def statistics(self, *names: str) -> tuple[Tensor, ...]:
         """``"argmax"`` and ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
-        self.check_unchanged(waiting_is_fine="lse" not in names)
         state = self.detach()
         tokens = [size for dim, size in enumerate(state.shape) if dim != state.class_dim]
         target = torch.zeros(tokens, dtype=torch.int64, device=self.home)
-        output = state._fused(target, reduction="none", ignore_index=-100, stats=names)
+        with self.weights(waiting_is_fine="lse" not in names):
+            output = state._fused(target, reduction="none", ignore_index=-100, stats=names)
         return tuple(getattr(output, name).to(self.device) for name in names)
 
     def _fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
-        self.check_unchanged()
         products, biases = [], []
         dtype = self.head.weight.dtype
         for term in self.terms:

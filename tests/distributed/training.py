@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce.huggingface import MaterializedLogitsWarning
@@ -201,16 +204,257 @@ def reference(model: Any, loss: Callable[[Any, Tensor], Tensor]) -> dict[str, An
     return {"losses": losses, "gradients": gradients}
 
 
+def check_same(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """Losses of every step, each gradient of the first to 1e-6, and that something was learned."""
+    torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=1e-6)
+    assert got["gradients"].keys() == want["gradients"].keys()
+    for name, gradient in want["gradients"].items():
+        assert (got["gradients"][name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+    assert want["losses"][-1] != want["losses"][0]
+
+
 def compare(wrapping: str, loss: str, tied: bool = False, **kwargs: Any) -> dict[str, int]:
     """Train wrapped and patched, and in one process; the errors are the test's."""
     warnings.simplefilter("ignore" if loss == "real logits" else "error", MaterializedLogitsWarning)
     stock = tiny_llama(tie_word_embeddings=tied)
     patched = flce.patch_model(copy.deepcopy(stock))
-    want = reference(stock, LOSSES[loss])
-    got = train(WRAPPINGS[wrapping](patched), LOSSES[loss])
-    torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got["gradients"], want["gradients"], rtol=1e-5, atol=1e-6)
-    assert want["losses"][-1] < want["losses"][0]
+    check_same(train(WRAPPINGS[wrapping](patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
     report = flce.report(patched)
     counts = {"materialized": report.materialized, "stock": report.stock}
     return {"fused": report.fused, **{name: sum(of.values()) for name, of in counts.items()}}
+
+
+# ------------------------------------------------------------------------------------------------ other uses of FSDP2
+
+
+def mixed_precision(wrapping: str, loss: str) -> None:
+    """Losses and gradients no further from float64 than those of stock wrapped alike."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrap = {
+        "root": lambda model: _fsdp2(model, mp_policy=policy),
+        "tail": lambda model: _tail(model, False, mp_policy=policy),
+        "tail, resharded": lambda model: _tail(model, True, mp_policy=policy),
+    }[wrapping]
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock))
+    exact = copy.deepcopy(stock).double()
+    rank, batches = dist.get_rank(), 12  # one loss is right or wrong by chance
+    true_losses = [LOSSES[loss](exact, batch(rank, i)).item() for i in range(batches)]
+    true_gradients = reference(exact, LOSSES[loss])["gradients"]
+    errors = []
+    for model in (wrap(stock), wrap(patched)):
+        losses = []
+        for i in range(batches):
+            value = LOSSES[loss](model, batch(rank, i))
+            value.backward()
+            losses.append(abs(value.item() - true_losses[i]))
+        model.zero_grad()
+        gradients = train(model, LOSSES[loss])["gradients"]
+        norms = [(gradient.double() - true_gradients[name]).norm() for name, gradient in gradients.items()]
+        errors.append((sum(losses), float(torch.stack(norms).norm())))
+    for ours, theirs in zip(errors[1], errors[0], strict=True):
+        assert ours <= 1.05 * theirs, errors
+    assert flce.report(patched).fused == batches + STEPS
+
+
+def offloaded(loss: str) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    compare_wrapped(lambda model: _tail(model, True, offload_policy=CPUOffloadPolicy(pin_memory=False)), loss)
+
+
+def compare_wrapped(
+    wrap: Callable[[Any], Any], loss: str, prepare: Callable[[Any], Any] = lambda model: model, **config: Any
+) -> None:
+    """Losses and gradients of a wrapped, patched model and of stock in one process."""
+    warnings.simplefilter("error", MaterializedLogitsWarning)
+    stock = prepare(tiny_llama(**config))
+    patched = flce.patch_model(copy.deepcopy(stock))
+    check_same(train(wrap(patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
+    report = flce.report(patched)
+    assert report.fused >= STEPS, report
+    assert not report.stock, report
+
+
+def tied(loss: str, reshard: bool) -> None:
+    compare_wrapped(lambda model: _tail(model, reshard), loss, tie_word_embeddings=True)
+
+
+def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def prepare(model: Any) -> Any:
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {
+            "backbone": {"target_modules": ["q_proj"]},
+            "head": {"target_modules": ["q_proj", "lm_head"]},
+            "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        }[adapters]
+        return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
+
+    wrap = {
+        "root": _fsdp2,
+        "tail": lambda model: _tail(model, False),
+        "tail, resharded": lambda model: _tail(model, True),
+    }
+    compare_wrapped(wrap[wrapping], loss, prepare)
+
+
+def accumulated(loss: str) -> None:
+    """Four micro-batches a step, three of them without communication."""
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock))
+    results = []
+    for model in (_tail(stock, True), _tail(patched, True)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        losses = []
+        for step in range(3):
+            for micro in range(4):
+                model.set_requires_gradient_sync(micro == 3)
+                value = LOSSES[loss](model, batch(dist.get_rank(), 4 * step + micro)) / 4
+                value.backward()
+                losses.append(value.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((losses, [full(p) for p in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    assert flce.report(patched).fused == 12
+
+
+def hybrid(loss: str) -> None:
+    """HSDP: two replicas of two shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    compare_wrapped(lambda model: _tail(model, True, mesh=mesh), loss)
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(loss: str, wrapping: str) -> tuple[dict[str, int], dict[str, int]]:
+    """How often stock and patched communicate in a step."""
+    warnings.simplefilter("error", MaterializedLogitsWarning)
+    counts = []
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock))
+    for model in (WRAPPINGS[wrapping](stock), WRAPPINGS[wrapping](patched)):
+        LOSSES[loss](model, batch(0, 0)).backward()
+        with CountCollectives() as mode:
+            LOSSES[loss](model, batch(0, 1)).backward()
+        counts.append(dict(mode.counts))
+    return counts[0], counts[1]
+
+
+def accelerated(loss: str, precision: str) -> None:
+    """As `accelerate launch` with FSDP2 wraps a model."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    results = []
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock))
+    for model in (stock, patched):
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+        )
+        accelerator = Accelerator(cpu=DEVICE.type == "cpu", mixed_precision=precision, fsdp_plugin=plugin)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        wrapped, optimizer = accelerator.prepare(model, optimizer)
+        losses = []
+        for step in range(STEPS):
+            value = LOSSES[loss](wrapped, batch(dist.get_rank(), step))
+            accelerator.backward(value)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(value.item())
+        results.append((losses, [full(p) for p in wrapped.parameters()]))
+    # AdamW divides by the size of a gradient, so rounding shows in weights whose gradients are next to nothing.
+    tolerance = 2e-4 if precision == "no" else 5e-2
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+    report = flce.report(patched)
+    assert report.fused == STEPS, report
+    assert not report.stock, report
+
+
+def transformers_fsdp(loss: str) -> None:
+    """As Transformers itself shards a model that is loaded with a ``DistributedConfig``."""
+    import tempfile
+
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    stock = tiny_llama()
+    paths = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(paths)
+    if dist.get_rank() == 0:
+        stock.save_pretrained(paths[0])
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(
+        paths[0], distributed_config=DistributedConfig(fsdp_size=2), attn_implementation="eager"
+    ).train()
+    flce.patch_model(model)
+    check_same(train(model, LOSSES[loss]), reference(stock, LOSSES[loss]))
+    report = flce.report(model)
+    assert report.fused == STEPS, report
+    assert not report.stock, report
+
+
+# -------------------------------------------------------------------------------------------------------- late reads
+
+
+def late_reads(wrapping: str, keep: bool) -> None:
+    """Logits read after backward, and after the next forward, are stock's; after a step they are, or are an error."""
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock), keep_logits=keep, on_materialize="ignore")
+    ids = batch(dist.get_rank(), 0)
+    want = stock(input_ids=ids).logits.detach()
+    model = WRAPPINGS[wrapping](patched)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-1, fused=True)
+
+    def trained() -> Tensor:
+        outputs = model(input_ids=ids, labels=ids)
+        outputs.loss.backward()
+        logits: Tensor = outputs.logits
+        return logits
+
+    logits = trained()
+    torch.testing.assert_close(logits.softmax(-1), want.softmax(-1))
+    logits = trained()
+    model(input_ids=ids, labels=ids)
+    assert torch.equal(logits.argmax(-1), want.argmax(-1))
+    logits = trained()
+    optimizer.step()
+    if keep:
+        assert torch.equal(logits.argmax(-1), want.argmax(-1))
+    else:
+        error_of(lambda: logits.argmax(-1), "by an optimizer step")
+    logits = model(input_ids=ids, labels=ids).logits
+    assert not torch.equal(logits.argmax(-1), want.argmax(-1))
+
+
+def error_of(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(RuntimeError, match=text):
+        call()
+
+
+def only_the_head(loss: str) -> None:
+    def prepare(model: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "lm_head.weight")
+        return model
+
+    for wrap in (_fsdp2, lambda model: _tail(model, True)):
+        compare_wrapped(wrap, loss, prepare)

@@ -1,0 +1,107 @@
+"""Patched models in two processes: DDP and FSDP2, over several optimizer steps, against stock in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed import training
+from tests.distributed.pair import World
+
+CALLS = ["labels", "own loss"]
+# Every way in which a gradient leaves lazy logits, where the weight stays, where it is freed, and through DDP's sink.
+EVERY_LOSS = ["root", "tail, resharded", "DDP, static graph"]
+FSDP2 = [name for name in training.WRAPPINGS if not name.startswith("DDP")]
+
+
+@pytest.mark.parametrize(
+    "wrapping, loss",
+    [(w, loss) for w in training.WRAPPINGS for loss in training.LOSSES if w in EVERY_LOSS or loss in CALLS],
+)
+def test_trains_as_one_process(pair: World, wrapping: str, loss: str) -> None:
+    for counts in pair.run(training.compare, wrapping, loss):
+        assert counts["stock"] == 0
+        assert counts["fused"] > 0 or loss == "asked for"
+
+
+@pytest.mark.parametrize("loss", CALLS)
+def test_all_but_the_head_frozen(pair: World, loss: str) -> None:
+    """The unit's inputs need no gradient, so FSDP2 depends on the hook of its outputs alone."""
+    pair.run(training.only_the_head, loss)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("wrapping", ["root", "tail", "tail, resharded"])
+def test_mixed_precision(pair: World, wrapping: str, loss: str) -> None:
+    pair.run(training.mixed_precision, wrapping, loss)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+def test_cpu_offload(pair: World, loss: str) -> None:
+    pair.run(training.offloaded, loss)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("reshard", [False, True])
+def test_tied_embeddings(pair: World, reshard: bool, loss: str) -> None:
+    pair.run(training.tied, loss, reshard)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize(
+    "adapters, wrapping",
+    [
+        ("backbone", "root"),
+        *(("head", wrapping) for wrapping in ("root", "tail", "tail, resharded")),
+        *(("modules_to_save", wrapping) for wrapping in ("root", "tail, resharded")),
+    ],
+)
+def test_adapters(pair: World, adapters: str, wrapping: str, loss: str) -> None:
+    pytest.importorskip("peft")
+    pair.run(training.with_adapters, loss, adapters, wrapping)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+def test_accumulation_without_gradient_sync(pair: World, loss: str) -> None:
+    pair.run(training.accumulated, loss)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("wrapping", FSDP2)
+def test_communication(pair: World, wrapping: str, loss: str) -> None:
+    """As many reduce-scatters as stock, and at most one all-gather more."""
+    for stock, patched in pair.run(training.collectives, loss, wrapping):
+        assert patched["_reduce_scatter_base_"] == stock["_reduce_scatter_base_"]
+        assert stock["_allgather_base_"] <= patched["_allgather_base_"] <= stock["_allgather_base_"] + 1
+
+
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(pair: World, precision: str, loss: str) -> None:
+    pytest.importorskip("accelerate", minversion="1.12")
+    pair.run(training.accelerated, loss, precision)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+def test_transformers(pair: World, loss: str) -> None:
+    pytest.importorskip("transformers", minversion="5.20")
+    pair.run(training.transformers_fsdp, loss)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "DDP"])
+def test_late_reads(pair: World, wrapping: str, keep: bool) -> None:
+    pair.run(training.late_reads, wrapping, keep)
+
+
+@pytest.fixture
+def four() -> Iterator[World]:
+    world = World(4)
+    yield world
+    world.close()
+
+
+def test_hybrid_sharding(four: World) -> None:
+    for loss in CALLS:
+        four.run(training.hybrid, loss)

@@ -1,0 +1,203 @@
+"""Logits that are read after the weights may have changed: stock's value, or an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model
+
+IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+STALE = "no longer be computed: the output embedding was changed .* since the model ran.*keep_logits=True"
+
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": lambda logits: logits.argmax(-1),
+    "softmax": lambda logits: logits.softmax(-1),
+    "view": lambda logits: logits[:, -1].topk(3).indices,
+    "loss": lambda logits: F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()),
+    "logsumexp": lambda logits: logits.logsumexp(-1),
+    "filled": lambda logits: logits.masked_fill(torch.arange(97) > 90, -1e4).argmax(-1),
+}
+
+
+def forward(model: Any, **kwargs: Any) -> Tensor:
+    logits: Tensor = model(input_ids=IDS, **kwargs).logits
+    return logits
+
+
+def trained(model: Any) -> Tensor:
+    outputs = model(input_ids=IDS, labels=IDS)
+    outputs.loss.backward()
+    logits: Tensor = outputs.logits
+    assert type(logits) is LazyLogits
+    return logits
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("read", READS)
+def test_after_a_fused_optimizer_step(build: Callable[..., Any], read: str) -> None:
+    """Trainer's default optimizer does not raise tensor versions."""
+    model = patch_model(build("Llama"))
+    logits = trained(model)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    with pytest.raises(RuntimeError, match=STALE):
+        READS[read](logits)
+
+
+def exchange(model: Any) -> None:
+    """As an average of weights is swapped in."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def copy_over(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * 1.5)
+
+
+def without_gradients(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+
+
+def halve(model: Any) -> None:
+    model.half()
+
+
+CHANGES = [exchange, copy_over, without_gradients, halve]
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("read", ["argmax", "softmax", "loss"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_weights_were_exchanged(build: Callable[..., Any], change: Callable[[Any], None], read: str) -> None:
+    model = patch_model(build("Llama"))
+    logits = forward(model)
+    change(model)
+    with pytest.raises(RuntimeError, match=r"can no longer be computed.*materialize"):
+        READS[read](logits)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_after_a_forward_in_inference_mode(build: Callable[..., Any], change: Callable[[Any], None]) -> None:
+    """Hidden states of inference mode count no versions."""
+    model = patch_model(build("Llama"))
+    with torch.inference_mode():
+        logits = forward(model, labels=IDS)
+    change(model)
+    with pytest.raises(RuntimeError, match="can no longer be computed"):
+        logits.argmax(-1)
+
+
+def test_after_an_adapter_was_merged(build: Callable[..., Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    model = patch_model(peft.get_peft_model(build("Llama"), config))
+    logits = trained(model)
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match=STALE):
+        logits.argmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_no_numbers_are_no_change(build: Callable[..., Any], dtype: torch.dtype) -> None:
+    model = build("Llama").to(dtype)
+    with torch.no_grad():
+        model.lm_head.weight[0].fill_(float("nan"))
+    logits = forward(patch_model(model))
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()  # the same values elsewhere
+    assert logits.argmax(-1).eq(0).all()
+
+
+def test_other_optimizers_change_nothing(build: Callable[..., Any]) -> None:
+    """Of another model, and of this model's other parameters."""
+    stock = build("Llama")
+    model = patch_model(copy.deepcopy(stock))
+    other = torch.nn.Linear(3, 3)
+    other(torch.ones(3)).sum().backward()
+    logits = trained(model)
+    torch.optim.AdamW(other.parameters(), fused=True).step()
+    torch.optim.AdamW(model.model.parameters(), fused=True).step()
+    assert torch.equal(logits.argmax(-1), forward(stock).argmax(-1))
+
+
+def test_a_frozen_head_does_not_change(build: Callable[..., Any]) -> None:
+    stock = build("Llama")
+    model = patch_model(copy.deepcopy(stock))
+    model.lm_head.requires_grad_(False)
+    logits = trained(model)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    assert torch.equal(logits.argmax(-1), forward(stock).argmax(-1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_keep_logits(build: Callable[..., Any], fused: bool) -> None:
+    """Outputs that are still referenced can be read after the step; the others cost nothing."""
+    stock = build("Llama")
+    model = patch_model(copy.deepcopy(stock), keep_logits=True, on_materialize="raise")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    want = forward(stock)
+    logits = trained(model)
+    trained(model)  # dropped
+    cast = forward(model).float()[:, 1:]
+    optimizer.step()
+    assert torch.equal(logits.argmax(-1), want.argmax(-1))
+    torch.testing.assert_close(logits.softmax(-1), want.softmax(-1))
+    torch.testing.assert_close(cast.exp(), want[:, 1:].exp())
+    assert not torch.equal(forward(model).argmax(-1), want.argmax(-1)) or fused is None
+
+
+def test_keep_logits_is_a_bool(build: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="keep_logits must be True or False, got 'yes'"):
+        patch_model(build("Llama"), keep_logits="yes")  # type: ignore[arg-type]
+
+
+def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path: Any) -> None:
+    """A callback that logs accuracy behind the step, with Trainer's default optimizer: an error, or right."""
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    from flce.huggingface import FlceCallback
+
+    class Accuracy(transformers.TrainerCallback):  # type: ignore[name-defined]
+        seen: list[Tensor]
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.seen.append(self.logits.argmax(-1))
+
+    def train(*callbacks: Any) -> list[Tensor]:
+        accuracy = Accuracy()
+        accuracy.seen = []
+
+        class Keeping(transformers.Trainer):  # type: ignore[name-defined]
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+                outputs = model(**inputs)
+                accuracy.logits = outputs.logits
+                return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, use_cpu=True, optim="adamw_torch_fused", report_to=[], disable_tqdm=True, learning_rate=0.1,
+            logging_strategy="no", save_strategy="no", per_device_train_batch_size=2,
+        )  # fmt: skip
+        data = [{"input_ids": row, "labels": row} for row in IDS]
+        Keeping(build("Llama"), arguments, train_dataset=data, callbacks=[accuracy, *callbacks]).train()
+        return accuracy.seen
+
+    want = train()
+    got = train(FlceCallback(keep_logits=True))
+    assert all(map(torch.equal, got, want))
+    with pytest.raises(RuntimeError, match=STALE):
+        train(FlceCallback())
+
+
+def test_reading_before_the_step_is_as_ever(build: Callable[..., Any]) -> None:
+    stock = build("Llama")
+    logits = trained(patch_model(copy.deepcopy(stock)))
+    with pytest.warns(MaterializedLogitsWarning):
+        torch.testing.assert_close(logits.softmax(-1), forward(stock).softmax(-1))
