@@ -61,8 +61,8 @@ class _Patch:
 
     def count_forward(self, backbone: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
-        if not torch.compiler.is_compiling() and backbone.training and torch.is_grad_enabled():
-            self.usage.forward_begins()
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.usage.forward_begins(backbone.training)
 
     def loss_expected(self) -> bool:
         """Whether the model is being called with labels."""
@@ -117,6 +117,7 @@ def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         if compiling:
             if _obstacle(input, weight, bias) is not None:
                 return forward(self, input)
+            patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
         owner: Any = getattr(_calls, "owner", None)
         reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight)
@@ -131,15 +132,18 @@ def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
     """Run the head as it is, where lazy logits were expected."""
-    if torch.is_grad_enabled():
-        if patch.settings.on_materialize == "raise":
-            raise MaterializedLogitsError(
-                f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
-            )
+    if torch.is_grad_enabled() and patch.settings.on_materialize == "raise":
+        raise MaterializedLogitsError(
+            f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
+        )
+    _calls.stock = True
+    try:
         logits = forward()
+    finally:
+        _calls.stock = False
+    if torch.is_grad_enabled():
         patch.usage.ran_stock(logits, reason)
-        return logits
-    return forward()
+    return logits
 
 
 def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +237,7 @@ class _Products(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        product = _as_linear(func, args, kwargs)
+        product = None if getattr(_calls, "stock", False) else _as_linear(func, args, kwargs)
         if product is not None:
             hidden, weight, bias = product
             wide = weight.shape[0] in self.sizes or any(hidden is other for other in self.caught)

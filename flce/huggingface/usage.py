@@ -14,6 +14,9 @@ from torch import Tensor
 
 ASKED_FOR = "materialize()"
 
+# Between a user's line and flce; warnings name the user's.
+_LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning", "pytorch_lightning", "deepspeed")
+
 EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
     "or pass labels"
@@ -40,17 +43,20 @@ class Usage:
     trained_stock: str | None = None
     """Why logits through which a gradient came back were stock's."""
     warned: bool = False
+    compiled: bool = False
+    """Whether the head has run under ``torch.compile``, where nothing is counted."""
 
-    def forward_begins(self) -> None:
-        """At the start of every training forward."""
+    def forward_begins(self, training: bool) -> None:
+        """At the start of every forward with gradients enabled, in training mode or not."""
         if self.trained_stock is not None or self.forwards >= 2:
             self.warn_if_not_fused()
-        self.forwards += 1
+        self.forwards += training
 
     def warn_if_not_fused(self) -> None:
         """Warn, once a model, if it was trained and its loss did not go through flce."""
         reason = self.trained_stock
-        if reason is None and self.forwards and not (self.fused or self.materialized or self.stock):
+        seen = self.fused or self.materialized or self.stock or self.compiled
+        if reason is None and self.forwards and not seen:
             reason = _UNUSED
         if reason is None or self.warned:
             return
@@ -94,8 +100,8 @@ class Caller(NamedTuple):
 
 
 def caller() -> Caller:
-    """The innermost line outside of flce, torch, transformers, accelerate and trl; the outermost if there is none."""
-    modules = [sys.modules.get(name) for name in ("torch", "transformers", "accelerate", "trl")]
+    """The innermost line outside of flce and the libraries below; the outermost if there is none."""
+    modules = map(sys.modules.get, ("torch", *_LIBRARIES))
     silent, *libraries = (
         os.path.dirname(os.path.abspath(file)) + os.sep
         for file in (__file__, *(getattr(module, "__file__", None) for module in modules))
@@ -105,7 +111,7 @@ def caller() -> Caller:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((silent, *libraries)):
         if via is None and frame.f_code.co_filename.startswith(tuple(libraries[1:])):
             via = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        in_evaluation = in_evaluation or frame.f_code.co_name == "prediction_step"
+        in_evaluation = in_evaluation or frame.f_code.co_name in ("evaluation_loop", "prediction_step")
         frame = frame.f_back
     return Caller(frame, via, in_evaluation)
 

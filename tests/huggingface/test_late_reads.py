@@ -182,8 +182,8 @@ def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path:
                 return (outputs.loss, outputs) if return_outputs else outputs.loss
 
         arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=2, use_cpu=True, optim="adamw_torch_fused", report_to=[], disable_tqdm=True, learning_rate=0.1,
-            logging_strategy="no", save_strategy="no", per_device_train_batch_size=2,
+            str(tmp_path), max_steps=2, use_cpu=True, optim="adamw_torch_fused", learning_rate=0.1, report_to=[],
+            disable_tqdm=True, logging_strategy="no", save_strategy="no", per_device_train_batch_size=2,
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in IDS]
         Keeping(build("Llama"), arguments, train_dataset=data, callbacks=[accuracy, *callbacks]).train()
