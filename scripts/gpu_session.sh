@@ -13,6 +13,8 @@
 #     kernels       the pass over the logits by itself
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
 #     rows          losses and softmaxes of rows in memory, over their length; about three minutes
+#     distributed   two GPUs: the tests of several processes under NCCL, FSDP1 and nn.DataParallel, and a model that
+#                   Accelerate shards, stock, patched and with Liger's loss; four minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
 #
 # A part that fails does not stop the next; the exit status says whether one did. Time is given to the parts in their
@@ -217,6 +219,12 @@ for name in $parts; do
             else
                 lines+=("        kernels: this version has no such benchmark")
             fi
+            ;;
+        distributed)
+            OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
+                "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
+            part wrapped "$(within 150)" "$python" -m torch.distributed.run --nproc-per-node 2 --master-port 29511 \
+                -m benchmarks.wrapped --out "$out/wrapped.json"
             ;;
         rows) benchmark rows h200-rows 180 ;;
         *)

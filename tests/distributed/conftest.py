@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed.pair import World
@@ -15,6 +16,6 @@ def pair() -> Iterator[World]:
     pytest.importorskip("transformers")
     if not dist.is_available():
         pytest.skip("PyTorch without torch.distributed")
-    world = World(2)
+    world = World(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
     yield world
     world.close()

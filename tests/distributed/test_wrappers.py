@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.distributed import training
 from tests.distributed.pair import World
@@ -105,3 +106,33 @@ def four() -> Iterator[World]:
 def test_hybrid_sharding(four: World) -> None:
     for loss in CALLS:
         four.run(training.hybrid, loss)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("original", [False, True])
+def test_fsdp1(pair: World, original: bool, precision: str, loss: str) -> None:
+    for counts, warned in pair.run(training.fsdp1, loss, original, precision):
+        assert counts == {"fused": training.STEPS, "stock": 0}
+        assert not warned
+
+
+@pytest.mark.gpu
+@two_gpus
+@pytest.mark.parametrize("loss", CALLS)
+def test_fsdp1_with_a_head_of_its_own_runs_stock(pair: World, loss: str) -> None:
+    for counts, warned in pair.run(training.fsdp1, loss, True, "no", head_apart=True):
+        assert counts == {"fused": 0, "stock": training.STEPS}
+        assert warned == {"NotFusedWarning"}
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_data_parallel_gathers_no_logits(pair: World) -> None:
+    peak, _ = pair.run(training.data_parallel)
+    assert peak < 4 * 512 * 16000 * 4 / 2  # of the logits of both GPUs in float32
