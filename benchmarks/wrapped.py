@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +50,7 @@ class Run:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.state import AcceleratorState, GradientState
 
-        AcceleratorState._reset_state(reset_partial_state=False)
+        AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
@@ -128,8 +127,11 @@ def main(
         for title, run in runs.items()
     }
     if rank == 0:
+        arguments = f"--model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
+        launcher = f"python -m torch.distributed.run --nproc-per-node {dist.get_world_size()}"
+        command = f"{launcher} -m benchmarks.wrapped {arguments}"
         document = {
-            "environment": describe(device, sys.argv[1:]),
+            "environment": {**describe(device, []), "command": command},
             "model": name,
             "tokens_per_gpu": [batch, sequence],
             "processes": dist.get_world_size(),

@@ -16,6 +16,6 @@ def pair() -> Iterator[World]:
     pytest.importorskip("transformers")
     if not dist.is_available():
         pytest.skip("PyTorch without torch.distributed")
-    world = World(2, "nccl" if torch.cuda.device_count() >= 2 else "gloo")
+    world = World(2, "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= 2 else "gloo")
     yield world
     world.close()

@@ -26,7 +26,7 @@ class World:
 
     Args:
         size: number of processes.
-        backend: "gloo", or "nccl" with a GPU for each process.
+        backend: "gloo", or "cpu:gloo,cuda:nccl" with a GPU for each process.
     """
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
@@ -73,7 +73,7 @@ def _serve(end: Connection, rank: int, size: int, backend: str, store: str) -> N
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), FLCE_BACKEND="torch"
     )
-    if backend == "nccl":
+    if "nccl" in backend:
         del os.environ["FLCE_BACKEND"]
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)

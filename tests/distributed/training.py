@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.huggingface import MaterializedLogitsWarning
+from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
 
 V, STEPS = 97, 4
 
 
 def device() -> torch.device:
     """This process's GPU under NCCL, else the CPU."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device("cuda", dist.get_rank()) if "nccl" in dist.get_backend() else torch.device("cpu")
 
 
 def tiny_llama(**changes: Any) -> Any:
@@ -168,7 +168,7 @@ def _root_resharded(model: Any) -> Any:
 
 def full(tensor: Tensor) -> Tensor:
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
+    return whole.detach().clone().to(device())
 
 
 def train(model: Any, loss: Callable[[Any, Tensor], Tensor]) -> dict[str, Any]:
@@ -369,7 +369,7 @@ def accelerated(loss: str, precision: str) -> None:
     stock = tiny_llama()
     patched = flce.patch_model(copy.deepcopy(stock))
     for model in (stock, patched):
-        AcceleratorState._reset_state(reset_partial_state=False)
+        AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
@@ -507,7 +507,7 @@ def data_parallel() -> int:
     if dist.get_rank() > 0:
         return 0
     stock = tiny_llama(vocab_size=16000, max_position_embeddings=512)
-    patched = flce.patch_model(copy.deepcopy(stock))
+    patched = flce.patch_model(copy.deepcopy(stock), options=flce.ChunkOptions(max_workspace_bytes=16 << 20))
     ids = torch.randint(16000, (4, 512), device="cuda:0")
     losses = []
     for model in (stock, patched):
@@ -521,3 +521,33 @@ def data_parallel() -> int:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     assert "logits" not in outputs
     return peak
+
+
+def tensor_parallel(loss: str) -> tuple[int, set[str]]:
+    """The head's weight is split over its classes; the logits are gathered."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    stock = tiny_llama()
+    patched = flce.patch_model(copy.deepcopy(stock))
+    parallelize_module(patched, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    results = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (stock, patched):
+            losses = []
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(STEPS):
+                value = LOSSES[loss](model, batch(0, step))
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(value.item())
+            results.append(losses)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    said = {str(w.message) for w in caught if w.category is NotFusedWarning}
+    assert len(said) == 1
+    assert "DTensor" in said.pop()
+    return flce.report(patched).fused, set(flce.report(patched).stock)

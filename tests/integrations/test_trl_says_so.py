@@ -46,15 +46,23 @@ def kto(settings: dict[str, Any], common: dict[str, Any]) -> Any:
 
 
 def grpo(settings: dict[str, Any], common: dict[str, Any]) -> Any:
-    arguments = trl.GRPOConfig(max_completion_length=4, num_generations=2, **settings)
+    return with_rewards(trl.GRPOTrainer, trl.GRPOConfig, settings, common)
+
+
+def rloo(settings: dict[str, Any], common: dict[str, Any]) -> Any:
+    return with_rewards(trl.RLOOTrainer, trl.RLOOConfig, settings, common)
+
+
+def with_rewards(trainer: Any, config: Any, settings: dict[str, Any], common: dict[str, Any]) -> Any:
+    arguments = config(max_completion_length=4, num_generations=2, **settings)
     data = Dataset.from_dict({"prompt": [text[:20] for text in excerpts(8)]})
-    return trl.GRPOTrainer(
+    return trainer(
         args=arguments, train_dataset=data, reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
         **common,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [sft, dpo, kto, grpo])
+@pytest.mark.parametrize("make", [sft, dpo, kto, grpo, rloo])
 def test_trl_says_so(make: Callable[..., Any]) -> None:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
