@@ -48,6 +48,10 @@ def main(
     mixed_precision: Annotated[str, typer.Option(help="no, bf16, or (on a GPU) fp16")] = "no",
 ) -> None:
     """Train with Accelerate, stock and patched by flce, and compare the losses."""
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise typer.BadParameter(f"--mixed-precision {mixed_precision}: it is no, bf16 or fp16")
+    if mixed_precision == "fp16" and not GPU:
+        raise typer.BadParameter("--mixed-precision fp16 needs a GPU, and there is none: take bf16")
     tolerance = 1e-5 if mixed_precision == "no" else 1e-2
     status = compare(
         "Accelerate", lambda patched: train(patched, steps, gradient_accumulation, mixed_precision), tolerance=tolerance

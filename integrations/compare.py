@@ -140,7 +140,7 @@ def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-
     difference = max_difference(stock, patched)
     steps = len(stock.losses)
     typer.echo(
-        f"{name}: {steps} steps, loss {stock.losses[0]:.4f} to {stock.losses[-1]:.4f}; "
+        f"{name}: {steps} step{'' if steps == 1 else 's'}, loss {stock.losses[0]:.4f} to {stock.losses[-1]:.4f}; "
         f"fused in {sum(patched.fused)}; max |stock - patched| {difference:.1e}"
     )
     agree = difference <= tolerance  # False for NaN

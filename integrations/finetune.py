@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 import flce
 from corpus import byte_level_tokenizer, read_documents, token_batches
 from memory import PeakMemory
-from report import Run, draw, show
+from report import Run, can_draw, draw, show
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 
@@ -195,6 +195,8 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the picture goes.")] = Path("demo.png"),
 ) -> None:
     """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time."""
+    if not can_draw(output):
+        raise typer.BadParameter(f"no picture can be drawn as {output.suffix}: take .png, .svg or .pdf")
     gpu = torch.cuda.is_available()
     settings = Settings(
         model=model,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -72,15 +73,20 @@ def show(console: Console, title: str, stock: Run, patched: Run, tolerance: floa
         "Time per step: the median.[/]\n"
     )
     agree = difference <= tolerance  # False for NaN
-    steps = len(stock.losses)
+    steps = "1 step" if len(stock.losses) == 1 else f"{len(stock.losses)} steps"
     if agree:
-        console.print(f"[green]The loss curves agree[/] to {difference:.1e} on average over {steps} steps.")
+        console.print(f"[green]The loss curves agree[/] to {difference:.1e} on average over {steps}.")
     else:
         console.print(
-            f"[red]The loss curves differ[/] by {difference:.1e} on average over {steps} steps, "
+            f"[red]The loss curves differ[/] by {difference:.1e} on average over {steps}, "
             f"more than {tolerance:.0e}. (Over thousands of steps rounding alone can do that.)"
         )
     return agree
+
+
+def can_draw(file: Path) -> bool:
+    """Whether the format that the file's name ends with is known; without an ending it is PNG."""
+    return not file.suffix or file.suffix[1:].lower() in FigureCanvasBase.get_supported_filetypes()
 
 
 def draw(file: Path, title: str, stock: Run, patched: Run) -> None:

@@ -55,7 +55,7 @@ def main(
     label_smoothing: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
     checkpointing: bool = False,
     bf16: bool = False,
-    fp16: Annotated[bool, typer.Option(help="Needs a GPU.")] = False,
+    fp16: Annotated[bool, typer.Option(help="On a CPU, Trainer leaves it out.")] = False,
 ) -> None:
     """Train with Transformers' Trainer, stock and with FlceCallback, and compare the losses."""
     arguments: dict[str, Any] = {

@@ -7,10 +7,13 @@ import os
 import pytest
 import torch
 
+from tests import interpreted_masks
+
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     # Triton reads this when a kernel is defined: the kernels then run in the interpreter, on CPU tensors.
     os.environ["TRITON_INTERPRET"] = "1"
+    interpreted_masks.mend()
     # Threads that wait for one another are what takes the time where several processes share few cores.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))

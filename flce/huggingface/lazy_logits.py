@@ -137,7 +137,9 @@ class LazyBase:
         root._written = True
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        state = self._state
+        state, real = self._state, self._existing()
+        if real is not None:
+            return repr(real)
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
 
 
@@ -390,12 +392,12 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         if result is not NotImplemented:
             leaves = isinstance(result, Tensor) and not is_lazy(result)
             return watch_gradient(result, lazy._state.calls) if leaves else result
-        if _writes(name):
-            lazy._prepare_write(func)
     elif name in lazy_ops.JOINS and args and isinstance(args[0], Sequence):
         state = _attempt(lazy_ops.JOINS[name], _states(args[0]), *args[1:], **kwargs)
         if state is not NotImplemented:
             return make_lazy(state)
+    if lazy is not None and _writes(name):
+        lazy._prepare_write(func)
     if name in lazy_ops.LIKE:
         return func(*_stand_ins(args), **{"memory_format": torch.contiguous_format, **kwargs})
     if name in lazy_ops.NEW:
@@ -465,7 +467,10 @@ def _wrapped(lazy: LazyBase, func: Any, name: str, result: Any, args: Any, kwarg
     if not isinstance(result, (LazyState, StackState)):
         return result
     if name in lazy_ops.VIEWS and not (name == "__getitem__" and _copies(args[0])):
-        return _view(lazy, result, lambda real: func(real, *args, **kwargs))
+        view = _view(lazy, result, lambda real: func(real, *args, **kwargs))
+        if isinstance(result, StackState) and isinstance(lazy._state, LazyState):
+            view._make_real()  # one class, no longer than the tokens: of use as it is, for as long as it is wanted
+        return view
     contiguous = lazy._source is None if lazy._shadow is None else lazy._shadow.is_contiguous()
     if result is lazy._state and (name != "contiguous" or contiguous):
         return lazy  # as stock: nothing to do

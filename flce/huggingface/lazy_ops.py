@@ -23,6 +23,7 @@ from flce.huggingface.lazy_state import (
     State,
     Term,
     merged_calls,
+    replay,
     versions_of,
 )
 
@@ -317,34 +318,40 @@ def _squeeze(state: LazyState, dim: Any = None) -> Any:
 
 
 def _getitem(state: LazyState, index: Any) -> Any:
-    """Index tokens as the logits would be indexed; a slice of the vocabulary slices the head instead."""
+    """Index tokens as the logits would be indexed; an index of the vocabulary takes rows of the head instead."""
     items = _expand_index(state, index)
     if items is None:
         return NotImplemented
     kept, class_item, advanced, at, class_dim = 0, slice(None), False, 0, -1
     for place, item in enumerate(items):
-        if isinstance(item, Tensor):
+        if item is None:
+            kept += 1
+        elif at == state.class_dim:
+            class_item, items[place], class_dim = item, slice(None), kept
+            at, kept = at + 1, kept + 1
+        elif isinstance(item, Tensor):
             advanced = True
             at += item.dim() if item.dtype == torch.bool else 1
-        elif item is None:
-            kept += 1
         else:
-            if at == state.class_dim:
-                if not isinstance(item, slice):
-                    return NotImplemented
-                class_item, items[place], class_dim = item, slice(None), kept
             at += 1
             kept += isinstance(item, slice)
     if class_dim < 0 or (advanced and not state.vocab_last):
         return NotImplemented
-    if class_item != slice(None):
-        state = _slice_classes(state, class_item)
-        if state is NotImplemented:
-            return NotImplemented
-    if all(isinstance(item, slice) and item == slice(None) for item in items):
-        return state if class_item != slice(None) else replace(state)
-    selected = state.with_hidden(lambda hidden: hidden[tuple(items)], class_dim)
-    return replace(selected, class_dim=selected.ndim - 1) if advanced else selected
+    if isinstance(class_item, Tensor) and class_item.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    if advanced and isinstance(class_item, Tensor) and class_item.dim() > 0:
+        return NotImplemented  # goes together with the tokens' index
+    if any(not isinstance(item, slice) or item != slice(None) for item in items):
+        selected = state.with_hidden(lambda hidden: hidden[tuple(items)], class_dim)
+        state = replace(selected, class_dim=selected.ndim - 1) if advanced else selected
+    if isinstance(class_item, slice):
+        return replace(state) if class_item == slice(None) else _slice_classes(state, class_item)
+    if isinstance(class_item, Tensor):
+        return _few_classes(state, class_item)
+    # A view of one class, where nothing copies: writes to it have to reach the logits.
+    if advanced or torch.compiler.is_compiling():
+        return _few_classes(state, torch.tensor(class_item))
+    return _one_class(state, class_item)
 
 
 def _slice_classes(state: LazyState, classes: slice) -> Any:
@@ -361,6 +368,41 @@ def _slice_classes(state: LazyState, classes: slice) -> Any:
     return sliced if sliced.vocab_size else NotImplemented
 
 
+def _one_class(state: LazyState, index: int) -> Any:
+    vocab = state.vocab_size
+    if not -vocab <= index < vocab:
+        return NotImplemented  # an error that is PyTorch's to raise
+    one = _slice_classes(state, slice(index % vocab, index % vocab + 1))
+    shape = (*state.shape[: state.class_dim], *state.shape[state.class_dim + 1 :])
+    return one if one is NotImplemented else StackState((one,), 0, shape)
+
+
+def _few_classes(state: LazyState, index: Tensor) -> Any:
+    """The same classes of all tokens: a product with a copy of their rows of the head.
+
+    The copy is written, and read beside the rows: from a third of the classes on, all logits cost no more.
+    """
+    if 3 * index.numel() >= state.vocab_size:
+        return NotImplemented
+    if index.device.type != "cpu" and index.device != state.device:
+        return NotImplemented  # an error that is PyTorch's to raise
+    values = _values(state, lambda logits: logits.columns(index.flatten())).movedim(-1, state.class_dim)
+    return values.reshape((*values.shape[: state.class_dim], *index.shape, *values.shape[state.class_dim + 1 :]))
+
+
+def _values(state: LazyState, take: Callable[[LazyState], Tensor]) -> Tensor:
+    """What ``take`` makes of logits, classes last. Log-probabilities are those less their logsumexp."""
+    names = [name for name, _ in state.ops]
+    if "log_softmax" not in names:
+        return take(state)
+    at = names.index("log_softmax")
+    logits = replace(state, ops=state.ops[:at])
+    with logits.weights():
+        values = (take(logits) - _lse(logits).unsqueeze(-1)).to(logits.dtype)
+    # They are normalised already, and not over these few classes.
+    return replay(values, tuple(op for op in state.ops[at:] if op[0] != "log_softmax"))
+
+
 def _expand_index(state: State, index: Any) -> list[Any] | None:
     """The index as one item per dimension (new axes and masks apart), None if we do not follow an item."""
     items = list(index) if isinstance(index, tuple) else [index]
@@ -374,8 +416,10 @@ def _expand_index(state: State, index: Any) -> list[Any] | None:
             items[place] = torch.tensor(item, dtype=torch.int64)
             consumed += 1
         elif isinstance(item, Tensor):
-            if item.dtype == torch.bool and item.dim() == 0:
+            if item.dim() == 0 and item.dtype not in (torch.int64, torch.int32):
                 return None
+            if item.dim() == 0 and not torch.compiler.is_compiling():
+                items[place] = int(item)  # a view, as of an int
             consumed += item.dim() if item.dtype == torch.bool else 1
         elif isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
             consumed += 1
@@ -450,31 +494,38 @@ def _argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> 
 
 
 def _logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
-    """Its gradient is that of ``(lse - z_k) + z_k``, a fused loss and one logit of each token: the largest."""
     if not isinstance(dim, int) or _dim(state, dim) != state.class_dim or state.folded.normalised:
         return NotImplemented
+    return _tokens(state, _lse(state).to(state.dtype), keepdim)
+
+
+def _lse(state: LazyState) -> Tensor:
+    """Its gradient is that of ``(lse - z_k) + z_k``, a fused loss and one logit of each token: the largest."""
     with state.weights():
         lse, largest = state.statistics("lse", "argmax")
         if torch.is_grad_enabled() and state.requires_grad:
-            for part in (state.cross_entropy(largest, reduction="none"), state.picked(largest)):
+            picked = state.picked(largest.unsqueeze(-1)).squeeze(-1)
+            for part in (state.cross_entropy(largest, reduction="none"), picked):
                 # Nothing but a gradient: the values are rounded in other places than the sum that they make.
                 lse = lse + (part - part.detach()).to(lse.dtype)
-    return _tokens(state, lse.to(state.dtype), keepdim)
+    return lse
 
 
 def _gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
-    """One class of each token, whose logits or log-probabilities are made without the others."""
+    """Some classes of each token, whose logits or log-probabilities are made without the others."""
     if _dim(state, dim) != state.class_dim or not isinstance(index, Tensor) or sparse_grad:
         return NotImplemented
-    if index.dtype != torch.int64 or index.device != state.device:
+    if index.dtype != torch.int64 or index.device != state.device or index.dim() != state.ndim:
         return NotImplemented
     sizes = list(state.shape)
-    sizes[state.class_dim] = 1
-    if list(index.shape) != sizes:
+    sizes[state.class_dim] = count = index.shape[state.class_dim]
+    # Each token's rows of the head are copied for it: more than its logits, if they are many.
+    if list(index.shape) != sizes or (count > 1 and count * state.head.weight.shape[1] >= state.vocab_size):
         return NotImplemented
+    if count != 1 or not state.folded.normalised:
+        index = index.movedim(state.class_dim, -1)
+        return _values(state, lambda logits: logits.picked(index)).movedim(-1, state.class_dim)
     target = index.squeeze(state.class_dim)
-    if not state.folded.normalised:
-        return _tokens(state, state.picked(target), keepdim=True)
     if target.device.type == "cpu" and not torch.compiler.is_compiling() and bool((target < 0).any()):
         return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
     loss = state.cross_entropy(target, reduction="none")

@@ -90,7 +90,7 @@ def _snap(scale: float) -> float:
     return 1.0 if abs(scale - 1.0) < 1e-14 else scale
 
 
-def _replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
+def replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
     """Do to real logits, vocabulary last, what was recorded."""
     for name, value in ops:
         if name == "mul":
@@ -373,12 +373,22 @@ class LazyState:
             return (logits if self.vocab_last else logits.movedim(-1, self.class_dim)).to(self.device)
 
     def picked(self, index: Tensor) -> Tensor:
-        """One logit of each token: ``index`` is of the tokens' shape, and so is the result."""
+        """Some logits of each token: ``index`` is of the tokens' shape and ends with the number of classes."""
         index = index.to(self.home)
 
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            z = torch.matmul(F.embedding(index, weight).unsqueeze(-2), hidden.unsqueeze(-1))[..., 0, 0]
+            z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
+
+        with self.weights():
+            return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
+
+    def columns(self, index: Tensor) -> Tensor:
+        """The logits of some classes, the same ones for all tokens: ``index`` is ``(k,)``, and the classes are last."""
+        index = index.to(self.home)
+
+        def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return F.linear(hidden, weight[index], None if bias is None else bias[index])
 
         with self.weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
@@ -395,10 +405,10 @@ class LazyState:
                 z = self._in_head_autocast(product, hidden, term.weight, term.bias)
             else:
                 z = vector(term.bias)
-            z = _replay(z, term.ops)
+            z = replay(z, term.ops)
             total = z if total is None else total + z
         assert total is not None
-        return _replay(total, self.ops)
+        return replay(total, self.ops)
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
         """The loss without the logits. ``target``: class indices, of the tokens' shape."""

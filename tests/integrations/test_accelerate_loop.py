@@ -33,3 +33,9 @@ def test_same_losses_as_stock(arguments, tolerance):
     # Accelerate keeps what a process began with, and other tests may have begun otherwise.
     AcceleratorState._reset_state(reset_partial_state=True)
     assert compare.compare("", lambda patched: script.train(patched, 6, **arguments), tolerance=tolerance) == 0
+
+
+def test_float16_needs_a_gpu(run_script):
+    said = run_script("accelerate_loop.py", "--mixed-precision=fp16", status=2)
+    assert "needs a GPU" in said
+    assert "Traceback" not in said

@@ -43,3 +43,10 @@ def test_stock_and_patched_runs_agree_and_are_drawn(tmp_path):
     for row in ("final loss", "max |difference|", "peak memory", "time per step"):
         assert row in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn(run_script, tmp_path):
+    """Is refused before the training."""
+    said = run_script("finetune.py", "--steps=4", "--output", str(tmp_path / "d.xyz"), status=2)
+    assert "no picture can be drawn as .xyz" in said
+    assert "Traceback" not in said
