@@ -201,3 +201,40 @@ def test_reading_before_the_step_is_as_ever(build: Callable[..., Any]) -> None:
     logits = trained(patch_model(copy.deepcopy(stock)))
     with pytest.warns(MaterializedLogitsWarning):
         torch.testing.assert_close(logits.softmax(-1), forward(stock).softmax(-1))
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_gpu_on_the_way_to_a_loss(build: Callable[..., Any], monkeypatch: Any) -> None:
+    """The sample of the weight is taken on the device, and compared only where logits are read late."""
+    monkeypatch.delenv("FLCE_BACKEND")
+    head = patch_model(build("Llama").cuda()).lm_head
+    hidden = torch.randn(2, 9, 32, device="cuda", requires_grad=True)
+    target = IDS[:, 1:].flatten().cuda()
+
+    def loss() -> Tensor:
+        logits = head(hidden)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), target) + logits.logsumexp(-1).square().mean()
+
+    loss().backward()  # kernels are built
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [exchange, copy_over, without_gradients, halve])
+def test_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[[Any], None]) -> None:
+    monkeypatch.delenv("FLCE_BACKEND")
+    model = patch_model(build("Llama").cuda())
+    logits = model(input_ids=IDS.cuda()).logits
+    change(model)
+    with pytest.raises(RuntimeError, match="can no longer be computed"):
+        logits.argmax(-1)
+    model = patch_model(build("Llama").cuda())
+    outputs = model(input_ids=IDS.cuda(), labels=IDS.cuda())
+    outputs.loss.backward()
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    with pytest.raises(RuntimeError, match=STALE):
+        outputs.logits.logsumexp(-1)
