@@ -512,6 +512,21 @@ def test_compile_fullgraph(name: str, build: Build) -> None:
     assert_same_gradients(stock, patched)
 
 
+def test_compile_with_a_loss_of_ones_own(build: Build, fused_calls: Calls) -> None:
+    """Made from what the compiled model returns."""
+    torch.compiler.reset()
+    stock, patched = pair(build, "Llama", num_hidden_layers=1)
+    ids = batch()["input_ids"]
+    losses = []
+    for model in (stock, torch.compile(patched, fullgraph=True, backend="aot_eager")):
+        logits = model(input_ids=ids).logits
+        losses.append(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], **TOLERANCE)
+    assert_same_gradients(stock, patched)
+    assert len(fused_calls) == 1
+
+
 def test_compiled_layers_are_compiled_as_often_as_by_stock(build: Build, fused_calls: Calls) -> None:
     counts = []
     for patched in (False, True):
