@@ -19,9 +19,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.hooks import RemovableHandle
 
 from flce.huggingface.usage import Usage
-from flce.huggingface.wrappers import Hook, fsdp2_unit, is_freed, quiet
+from flce.huggingface.wrappers import Hook, fsdp2_unit, is_freed
 
-# Entries of a weight that are compared when logits are read late: up to this many rows and as many columns.
+# Of a weight so many rows and columns, at most, are compared when logits are read late.
 _SAMPLE = 64
 
 
@@ -124,16 +124,19 @@ class _Watched:
             raise _stale("through .data, by an exchange of weights, or by merging an adapter")
 
     def _look(self) -> tuple[tuple[Any, ...], Tensor]:
-        tensor = quiet(self.tensor)
-        steps = [max(1, size // _SAMPLE) for size in tensor.shape]
-        sample = tensor[tuple(slice(None, None, step) for step in steps)]
+        tensor = self.tensor.detach()
+        sample = tensor[tuple(slice(None, None, max(1, -(-size // _SAMPLE))) for size in tensor.shape)]
         # As bytes: NaN equals itself.
         values = sample.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), values
 
 
-def _stale(how: str) -> RuntimeError:
-    return RuntimeError(
+class StaleLogitsError(RuntimeError):
+    """The weights are no longer those that the model ran with."""
+
+
+def _stale(how: str) -> StaleLogitsError:
+    return StaleLogitsError(
         f"these lazy logits can no longer be computed: the output embedding was changed {how} since the model ran. "
         "Read them before that, call outputs.logits.materialize() before it, or use patch_model(..., "
         "keep_logits=True), which computes the logits of outputs that are still referenced right before each "
@@ -202,7 +205,8 @@ class _Steps:
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         for lazy in list(self.keep.values()):
             if any(call.may_be_changed_by(optimizer) for call in lazy._state.calls):
-                lazy._make_real()
+                with contextlib.suppress(StaleLogitsError):  # who reads them is told
+                    lazy._make_real()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self.count += 1

@@ -375,8 +375,8 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
     if name in lazy_ops.COMMUTES and len(args) == 2 and not kwargs and not is_lazy(args[0]):
         args = (args[1], args[0])
     lazy = args[0] if args and is_lazy(args[0]) else None
-    if lazy is not None and name == "register_hook" and lazy._state.calls and is_wrapper_hook(args[1]):
-        return lazy._state.calls[0].add_hook(args[1])
+    if lazy is not None and name == "register_hook" and lazy._state.calls and is_wrapper_hook(args[-1]):
+        return lazy._state.calls[0].add_hook(args[-1])
     by_itself = isinstance(lazy, LazyLogits) and (lazy._existing() is None or lazy._is_foreign())
     if by_itself and name in lazy_ops.METADATA:
         with torch._C.DisableTorchFunctionSubclass():

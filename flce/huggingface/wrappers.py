@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -114,9 +113,3 @@ def why_not_lazy(head: nn.Module | None, weight: Tensor) -> str | None:
 def is_data_parallel_replica(module: nn.Module) -> bool:
     """Whether ``torch.nn.DataParallel`` made this module for one call."""
     return bool(getattr(module, "_is_replica", False))
-
-
-def quiet(tensor: Tensor) -> Tensor:
-    """The tensor without its place in the autograd graph, in inference mode as well."""
-    with torch.no_grad():
-        return tensor.detach()
