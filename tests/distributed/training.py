@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
+from tests.huggingface.conftest import SIZES
 
-V, STEPS = 97, 4
+V, STEPS = SIZES["vocab_size"], 4
 
 
 def device() -> torch.device:
@@ -29,18 +30,7 @@ def device() -> torch.device:
 def tiny_llama(**changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    settings = {
-        "vocab_size": V,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.2,
-        **changes,
-    }
+    settings = {**SIZES, "tie_word_embeddings": False, "initializer_range": 0.2, **changes}
     torch.manual_seed(0)
     config: Any = LlamaConfig(**settings)
     config._attn_implementation = "eager"
