@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 import typer
-from accelerate import Accelerator
-from torch.utils.data import DataLoader
 
-import flce
-from compare import GPU, Curve, compare, examples, tiny_model
+from compare import Curve, compare, examples, has_gpu, tiny_model
 
 
 def train(patched: bool, steps: int, gradient_accumulation: int = 1, mixed_precision: str = "no") -> Curve:
+    # These take seconds to import: here, so that --help does not wait for them.
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    import flce
+
     accelerator = Accelerator(
-        cpu=not GPU, gradient_accumulation_steps=gradient_accumulation, mixed_precision=mixed_precision
+        cpu=not has_gpu(), gradient_accumulation_steps=gradient_accumulation, mixed_precision=mixed_precision
     )
     model = tiny_model().train()
     if patched:
@@ -50,7 +53,7 @@ def main(
     """Train with Accelerate, stock and patched by flce, and compare the losses."""
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise typer.BadParameter(f"--mixed-precision {mixed_precision}: it is no, bf16 or fp16")
-    if mixed_precision == "fp16" and not GPU:
+    if mixed_precision == "fp16" and not has_gpu():
         raise typer.BadParameter("--mixed-precision fp16 needs a GPU, and there is none: take bf16")
     tolerance = 1e-5 if mixed_precision == "no" else 1e-2
     status = compare(

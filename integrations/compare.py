@@ -1,4 +1,7 @@
-"""What the trainers' scripts share: a tiny model, real text for it, and the comparison of a stock and a patched run."""
+"""What the trainers' scripts share: a tiny model, real text for it, and the comparison of a stock and a patched run.
+
+What takes seconds to import is imported by the functions that use it, so that the scripts' --help does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,24 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Qwen3Config
 
 from corpus import byte_level_tokenizer, read_documents, token_batches
-from flce.huggingface import MaterializedLogitsWarning
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 VOCAB_SIZE = 1000
-GPU = torch.cuda.is_available()
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
@@ -30,6 +38,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 def tiny_model(seed: int = 0, **config: Any) -> Any:
     """A Qwen3 of two layers without dropout, in float32: with one seed the same model on every call."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
@@ -51,6 +62,8 @@ def examples(count: int, tokens: int = 64, seed: int = 0) -> Any:
 
     The first labels of a piece are ignored, as those of a prompt would be: of each piece, a number of its own.
     """
+    import torch
+
     ids = token_batches(read_documents(None), tiny_tokenizer(), steps=count, batch_size=1, seq_len=tokens, seed=seed)
     rows = torch.from_numpy(ids[:, 0])
     prompt = torch.arange(tokens) < (torch.arange(count) % (tokens // 2))[:, None]
@@ -88,18 +101,26 @@ class Curve:
         self.fused.append(is_fused(loss))
 
 
-class KeepsLosses:
-    """Goes before a Transformers `Trainer`, or a class made of it, among the bases: what it logs are averages."""
+@functools.cache
+def keeping_losses(trainer: Any) -> Any:
+    """A subclass of `trainer`, which is Transformers' `Trainer` or made of it, that keeps each step's loss in `curve`.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.curve = Curve()
-        super().__init__(*args, **kwargs)
+    What a trainer logs are averages.
+    """
+    import torch
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
-        if torch.is_grad_enabled():  # not in evaluation
-            self.curve.add(result[0] if isinstance(result, tuple) else result)
-        return result
+    class CurveTrainer(trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.curve = Curve()
+            super().__init__(*args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().compute_loss(*args, **kwargs)
+            if torch.is_grad_enabled():  # not in evaluation
+                self.curve.add(result[0] if isinstance(result, tuple) else result)
+            return result
+
+    return CurveTrainer
 
 
 def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
@@ -112,7 +133,7 @@ def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": not GPU,
+        "use_cpu": not has_gpu(),
         "bf16": False,  # TRL's own default is True
     }
 
@@ -133,6 +154,8 @@ def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-
     Returns:
         0, or 1 if the curves differ or a step was not fused (or was) against expectation. It is for the shell.
     """
+    from flce.huggingface import MaterializedLogitsWarning
+
     stock = train(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", MaterializedLogitsWarning)

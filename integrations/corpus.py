@@ -1,4 +1,7 @@
-"""Text to train on, and a tokenizer for it: both from what every Python installation has on disk."""
+"""Text to train on, and a tokenizer for it: both from what every Python installation has on disk.
+
+The libraries that take a while to import are imported by the functions that use them: see compare.py.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import random
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
 # Parts of the standard library that are tests, tables, or installed by somebody else.
@@ -42,6 +45,10 @@ def read_documents(source: Path | None) -> list[str]:
 
 def byte_level_tokenizer(vocab_size: int, cache: Path) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer, trained on the standard library, or found trained in `cache`."""
+    import tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     key = f"{vocab_size} {platform.python_version()} {tokenizers.__version__} {sysconfig.get_path('stdlib')}"
     file = cache / f"tokenizer-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
     if not file.exists():
@@ -77,6 +84,8 @@ def token_batches(
     seed: int,
 ) -> npt.NDArray[np.int64]:
     """The shuffled documents, packed into (steps, batch_size, seq_len); used again if they are few."""
+    import numpy as np
+
     if not documents:
         raise ValueError("no text to train on: the file or folder has none")
     order = random.Random(seed).sample(documents, len(documents))

@@ -12,15 +12,11 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -31,12 +27,16 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-import flce
 from corpus import byte_level_tokenizer, read_documents, token_batches
 from memory import PeakMemory
 from report import Run, can_draw, draw, show
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# PyTorch and Transformers take seconds to import: the functions do so, and --help does not wait for them.
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 
@@ -56,6 +56,9 @@ class Settings:
 
 
 def build_model(settings: Settings) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
     if settings.model is not None:
         return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     config = Qwen3Config(
@@ -72,16 +75,16 @@ def build_model(settings: Settings) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
 def train(
     settings: Settings,
     batches: Iterable[npt.NDArray[np.int64]],
     patched: bool,
     on_step: Callable[[float], None],
 ) -> Run:
+    import torch
+
+    import flce
+
     torch.manual_seed(settings.seed)
     device = torch.device(settings.device)
     model = build_model(settings).to(device).train()
@@ -96,7 +99,7 @@ def train(
     for batch in batches:
         start = time.perf_counter()
         ids = torch.from_numpy(batch).to(device)
-        with autocast(device):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss  # the model shifts the labels
         loss.backward()
         optimizer.step()
@@ -197,6 +200,10 @@ def main(
     """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time."""
     if not can_draw(output):
         raise typer.BadParameter(f"no picture can be drawn as {output.suffix}: take .png, .svg or .pdf")
+
+    import torch
+    from transformers import AutoTokenizer
+
     gpu = torch.cuda.is_available()
     settings = Settings(
         model=model,

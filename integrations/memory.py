@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PeakMemory:
@@ -21,6 +24,8 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
+            import torch
+
             torch.cuda.reset_peak_memory_stats(device)
             self.before = torch.cuda.memory_allocated(device)
         else:
@@ -32,6 +37,8 @@ class PeakMemory:
 
     def peak(self) -> int:
         if self.device.type == "cuda":
+            import torch
+
             return torch.cuda.max_memory_allocated(self.device) - self.before
         return _peak_resident_bytes() - self.before
 

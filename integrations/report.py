@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.backend_bases import FigureCanvasBase
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MIB = 2**20
 STOCK, PATCHED = "#d08a2e", "#1f5fa8"  # told apart by the colour-blind too
@@ -86,10 +87,14 @@ def show(console: Console, title: str, stock: Run, patched: Run, tolerance: floa
 
 def can_draw(file: Path) -> bool:
     """Whether the format that the file's name ends with is known; without an ending it is PNG."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
     return not file.suffix or file.suffix[1:].lower() in FigureCanvasBase.get_supported_filetypes()
 
 
 def draw(file: Path, title: str, stock: Run, patched: Run) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10)
     curves, memory, speed = figure.subplots(1, 3, width_ratios=[3, 1, 1])

@@ -12,14 +12,8 @@ import tempfile
 from typing import Annotated, Any
 
 import typer
-from transformers import Trainer, TrainingArguments
 
-from compare import Curve, KeepsLosses, compare, examples, tiny_model, trainer_settings
-from flce.huggingface import FlceCallback
-
-
-class CurveTrainer(KeepsLosses, Trainer):
-    pass
+from compare import Curve, compare, examples, keeping_losses, tiny_model, trainer_settings
 
 
 def make_trainer(
@@ -32,7 +26,12 @@ def make_trainer(
     **arguments: Any,
 ) -> Any:
     """A trainer of the tiny model; `arguments` are more `TrainingArguments`, `trainer` more arguments of `Trainer`."""
-    return CurveTrainer(
+    # These take seconds to import: here, so that --help does not wait for them.
+    from transformers import Trainer, TrainingArguments
+
+    from flce.huggingface import FlceCallback
+
+    return keeping_losses(Trainer)(
         model=tiny_model() if model is None else model,
         args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
         train_dataset=examples(4 * 50),

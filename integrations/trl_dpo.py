@@ -12,22 +12,20 @@ It trains the same small model with and without the callback, and ends with stat
 from __future__ import annotations
 
 import tempfile
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from datasets import Dataset, disable_progress_bars
-from trl import DPOConfig, DPOTrainer
 
-from compare import Curve, KeepsLosses, compare, excerpts, tiny_model, tiny_tokenizer, trainer_settings
-from flce.huggingface import FlceCallback
+from compare import Curve, compare, excerpts, keeping_losses, tiny_model, tiny_tokenizer, trainer_settings
 
-
-class CurveTrainer(KeepsLosses, DPOTrainer):
-    pass
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def preferences(count: int) -> Dataset:
     """The beginning of a piece of source code, how it goes on (chosen), and how another one does (rejected)."""
+    from datasets import Dataset
+
     texts = excerpts(count)
     halves = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
     prompts, chosen = zip(*halves, strict=True)
@@ -35,9 +33,15 @@ def preferences(count: int) -> Dataset:
 
 
 def train(patched: bool, *, steps: int, **arguments: Any) -> Curve:
+    # These take seconds to import: here, so that --help does not wait for them.
+    from datasets import disable_progress_bars
+    from trl import DPOConfig, DPOTrainer
+
+    from flce.huggingface import FlceCallback
+
     disable_progress_bars()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = CurveTrainer(
+        trainer = keeping_losses(DPOTrainer)(
             model=tiny_model(),
             ref_model=tiny_model(),
             args=DPOConfig(max_length=64, **{**trainer_settings(folder, steps), "learning_rate": 1e-4, **arguments}),

@@ -5,7 +5,7 @@
 
 TRL (1.16) does not call the output embedding: it runs the model without it and multiplies by its weight in a kernel of
 its own, which makes a loss per token. So a patched model alone changes nothing there (`--trl-kernel` shows that).
-`ModelLossSFTTrainer` lets the model compute the loss, as Transformers' `Trainer` does.
+`ModelLossSFTTrainer`, in model_loss_sft_trainer.py, lets the model compute the loss, as Transformers' `Trainer` does.
 
 It trains the same small model with TRL's kernel and with flce, and ends with status 1 if the losses differ.
 """
@@ -16,39 +16,24 @@ import tempfile
 from typing import Annotated, Any
 
 import typer
-from datasets import Dataset, disable_progress_bars
-from peft import LoraConfig
-from transformers import Trainer
-from trl import SFTConfig, SFTTrainer
 
-from compare import Curve, KeepsLosses, compare, excerpts, tiny_model, tiny_tokenizer, trainer_settings
-from flce.huggingface import FlceCallback
-
-
-class ModelLossSFTTrainer(SFTTrainer):
-    """The model's own loss: fused where the model is patched, with three matrix products where TRL's needs four.
-
-    TRL's metrics of entropy and token accuracy, which come out of its kernel, are not logged.
-    """
-
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return Trainer.compute_loss(self, *args, **kwargs)
-
-
-class StockTrainer(KeepsLosses, SFTTrainer):
-    pass
-
-
-class PatchedTrainer(KeepsLosses, ModelLossSFTTrainer):
-    pass
+from compare import Curve, compare, excerpts, keeping_losses, tiny_model, tiny_tokenizer, trainer_settings
 
 
 def make_trainer(
     patched: bool, folder: str, *, steps: int, lora: bool = False, trl_kernel: bool = False, **arguments: Any
 ) -> Any:
+    # These take seconds to import: here, so that --help does not wait for them.
+    from datasets import Dataset, disable_progress_bars
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    from flce.huggingface import FlceCallback
+    from model_loss_sft_trainer import ModelLossSFTTrainer
+
     disable_progress_bars()
-    trainer = PatchedTrainer if patched and not trl_kernel else StockTrainer
-    return trainer(
+    trainer = ModelLossSFTTrainer if patched and not trl_kernel else SFTTrainer
+    return keeping_losses(trainer)(
         model=tiny_model(),
         args=SFTConfig(max_length=64, **{**trainer_settings(folder, steps), **arguments}),
         train_dataset=Dataset.from_dict({"text": excerpts(4 * 50)}),

@@ -243,7 +243,7 @@ class TestCallback:
         losses = []
         for callbacks in ([], [FlceCallback()]):
             config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-            trainer = script.CurveTrainer(
+            trainer = compare.keeping_losses(transformers.Trainer)(
                 model=peft.get_peft_model(compare.tiny_model(), config),
                 args=transformers.TrainingArguments(**compare.trainer_settings(str(tmp_path), STEPS)),
                 train_dataset=compare.examples(4 * STEPS),
