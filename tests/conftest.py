@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
 import torch
+
+from tests import quick_interpreter
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -14,6 +17,8 @@ if not HAS_CUDA:
     # Threads that wait for one another are what takes the time where several processes share few cores.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))
+    with contextlib.suppress(ImportError):  # of Triton
+        quick_interpreter.hasten()
 
 try:
     from hypothesis import HealthCheck, settings
