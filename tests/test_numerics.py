@@ -13,9 +13,22 @@ import torch
 import torch.nn.functional as F
 
 import flce
-from tests.helpers import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from tests.helpers import (
+    BACKENDS,
+    REDUCTIONS,
+    STRATEGIES,
+    Problem,
+    combinations,
+    make_problem,
+    pairs,
+    relative_error,
+    run_fused,
+    run_oracle,
+    run_stock,
+)
 
-low_precision = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+HALF = (torch.bfloat16, torch.float16)
+low_precision = pytest.mark.parametrize("dtype", HALF, ids=["bf16", "fp16"])
 strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 # What is left when both are exact but for the rounding of the result.
 # The loss is a mean of N errors of either sign: another order of summation within a logit, which a vendor's product
@@ -62,9 +75,7 @@ def assert_no_further_than_stock(problem: Problem, outcome: Any, grad_output: An
         assert error <= 1.05 * stock[name] + extra, f"{name}: {error:.2e}, stock {stock[name]:.2e}"
 
 
-@low_precision
-@strategies
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@combinations(dtype=HALF, strategy=STRATEGIES, reduction=REDUCTIONS)
 def test_no_further_from_the_truth_than_stock(
     dtype: torch.dtype, strategy: str, reduction: str, backend: str, device: torch.device
 ) -> None:
@@ -76,20 +87,18 @@ def test_no_further_from_the_truth_than_stock(
     assert_no_further_than_stock(p, outcome, upstream)
 
 
-@low_precision
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"softcap": 6.0},
-        {"logit_scale": 0.25},
-        {"temperature": 2.0},
-        {"label_smoothing": 0.1},
-        {"class_weight": True},
-        {"adapter_ranks": (3, 16)},
-        {"softcap": 6.0, "logit_scale": 2.0, "temperature": 0.7, "label_smoothing": 0.1},
-    ],
-    ids=str,
-)
+OPTIONS: list[dict[str, Any]] = [
+    {"softcap": 6.0},
+    {"logit_scale": 0.25},
+    {"temperature": 2.0},
+    {"label_smoothing": 0.1},
+    {"class_weight": True},
+    {"adapter_ranks": (3, 16)},
+    {"softcap": 6.0, "logit_scale": 2.0, "temperature": 0.7, "label_smoothing": 0.1},
+]
+
+
+@pairs(dtype=HALF, kwargs=OPTIONS, backend=BACKENDS)
 def test_no_further_than_stock_with_options(
     dtype: torch.dtype, kwargs: dict[str, Any], backend: str, device: torch.device
 ) -> None:
@@ -97,10 +106,7 @@ def test_no_further_than_stock_with_options(
     assert_no_further_than_stock(p, run_fused(p, options=flce.ChunkOptions(chunk_rows=40)))
 
 
-@low_precision
-@strategies
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("ranks", [(8,), (3, 12)], ids=str)
+@combinations(dtype=HALF, strategy=STRATEGIES, reduction=["mean", "none"], ranks=[(8,), (3, 12)])
 def test_no_further_than_stock_with_adapters(
     dtype: torch.dtype, strategy: str, reduction: str, ranks: tuple[int, ...], backend: str, device: torch.device
 ) -> None:
@@ -109,8 +115,7 @@ def test_no_further_than_stock_with_adapters(
     assert_no_further_than_stock(p, run_fused(p, options=options_for(strategy)))
 
 
-@pytest.mark.parametrize("scale", [2.0**16, 1.0, 2.0**10], ids=["2^16", "1", "2^10"])
-@strategies
+@combinations(scale=[2.0**16, 1.0, 2.0**10], strategy=STRATEGIES)
 def test_fp16_under_a_loss_scale(scale: float, strategy: str, backend: str, device: torch.device) -> None:
     """The gradients must not have been rounded to fp16 before the scale arrives."""
     # Many tokens of a small weight each: without the scale most gradients are below fp16's normal numbers.

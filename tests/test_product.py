@@ -31,7 +31,7 @@ def fused_products(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iter
 
 
 def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Problem:
-    settings = {"leading": (3, 50), "hidden": 72, "vocab": 517, **settings}
+    settings = {"leading": (2, 35), "hidden": 72, "vocab": 517, **settings}
     return make_problem(**settings, dtype=dtype, device=device)
 
 
