@@ -31,7 +31,7 @@ from tests.helpers import (
 )
 from tests.test_plan import assert_kept, promise_and_peak
 
-SHAPE: dict[str, Any] = {"leading": (3, 8), "hidden": 64, "vocab": 1003}
+SHAPE: dict[str, Any] = {"leading": (3, 5), "hidden": 64, "vocab": 1003}
 VOCAB = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -23,6 +23,7 @@ from flce.backends.state import empty_shard, finish, merge_shards, used_slots
 from flce.dense_loss import CrossEntropyProblem
 from flce.distributed import bounds
 from flce.problem import LossSpec
+from tests import quick_interpreter
 from tests.helpers import STATS, Outcome, assert_outcome, run_oracle
 from tests.logits import make
 
@@ -190,6 +191,8 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
 
 def worker(rank: int, store: str, errors: str) -> None:
     torch.set_num_threads(1)
+    if os.environ["FLCE_TEST_TRITON"] == "1":
+        quick_interpreter.hasten()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     what = "start"
     try:
