@@ -104,6 +104,8 @@ def make_problem(
 
 
 def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
+    if t.data_ptr() % 16:  # where it begins is what matters, which a copy would not keep
+        return t.detach().requires_grad_(requires_grad)
     return t.detach().clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce.backends import torch_
 from flce.layout import may_overlap, row_order
 from tests.helpers import (
     BACKENDS,
@@ -160,6 +161,16 @@ def test_layouts(layout: str, inplace: bool, backend: str, device: torch.device)
         check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5, 9, 19])
+def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few rows, whose borders are within those that are next to each other, or between them."""
+    monkeypatch.setattr(torch_, "CPU_SLAB_BYTES", rows * 37 * 8)
+    p = make((5, 4), ignored=0.2, token_weight=True, class_weight=True, reduction="none")
+    upstream = torch.linspace(0.5, 2.0, 20, dtype=torch.float64).view(5, 4)
+    for layout, inplace in (("contiguous", False), ("in the middle", True)):
+        check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
+
+
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "one of two columns": lambda y: torch.stack((y, torch.full_like(y, -100)), dim=-1)[..., 0],
     "every other row": lambda y: y.repeat_interleave(2, dim=0)[::2],
@@ -284,6 +295,17 @@ def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, back
     assert outcome.grad_input is not None
     assert outcome.grad_input.dtype == dtype
     assert_near(outcome.grad_input, expected.grad_input, tolerance, "gradient")
+
+
+@pairs(inplace=[False, True], backend=BACKENDS)
+def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.device) -> None:
+    """The gradient that is written before anybody knows the upstream gradient is in range whatever the weights are."""
+    for large in ("weight", "token_weight"):
+        p = make((16,), 64, torch.float16, device, class_weight=True, token_weight=True, reduction="sum")
+        p.kwargs[large] *= 1024.0
+        outcome, expected = run(p, inplace=inplace), run_oracle(p)
+        assert outcome.grad_input is not None
+        assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
 
 
 @pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 import flce
 from flce import chunk_plan, gradient_sums, planning
 from flce.backends import get_backend
+from flce.backends.contract import TargetTerms
 from flce.chunk_plan import CallShape, ChunkPlan
 from flce.planning import base_plan
 from flce.problem import LossSpec, Needs
@@ -73,12 +74,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "one row": {"leading": (1,), "vocab": 300},
     "ignored": {"ignored": 0.4},
     "all ignored but one": {"leading": (9,), "ignored": 0.99},
-    "z_loss": {"z_loss": 0.01},
+    "z_loss": {"z_loss": 1.0, "token_weight": True},
     "bias": {"bias": True, "z_loss": 0.01},
     "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
     "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True},
     "all": {"bias": True, "softcap": 4.0, "class_weight": True, "token_weight": True, "ignored": 0.2, "z_loss": 0.02},
-    "num_items": {"reduction": "sum", "num_items": 77},
+    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
 }
 
 
@@ -122,6 +123,19 @@ def test_ignore_index_among_the_classes(ignore_index: int, rows: int | None, dev
     problem.target[1] = ignore_index
     options = flce.ChunkOptions(skip_ignored=False, chunk_rows=rows)
     check(problem, options=options, grads="xw", tolerance=3 * ULP)
+
+
+def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
+    """In the product for the weight's gradient, where those of one class may cancel."""
+    x = torch.ones(2, 64, dtype=torch.bfloat16, device=device)
+    x[1] = -1
+    factor = torch.tensor([1 / 3, 1 / 3 + 2.0**-11], device=device)
+    exps, grad = x.new_zeros(2, 256), x.new_empty(256, 64)
+    terms = TargetTerms(x, None, torch.tensor([5, 5], device=device), factor, -100)
+    get_backend(device).weight_gradient([grad], [exps], torch.zeros_like(x), terms)
+    expected = torch.zeros(256, 64, dtype=torch.float64, device=device)
+    expected[5] = -(2.0**-11)
+    assert relative_error(grad, expected) < 2 * ULP
 
 
 def test_sums_in_bfloat16(device: torch.device) -> None:

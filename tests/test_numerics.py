@@ -6,6 +6,7 @@ Stock is ``F.linear`` in the dtype of the tensors followed by ``F.cross_entropy`
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import flce
+from flce import autograd
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
@@ -178,6 +180,21 @@ def test_many_chunks_are_as_exact_as_one(dtype: torch.dtype, torch_backend: str,
     one = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=1024)))
     many = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=8)))
     for name, error in many.items():
+        assert error <= 1.1 * one[name] + TINY, (name, error, one[name])
+
+
+@low_precision
+@pytest.mark.parametrize("rows", [None, 40])
+def test_many_blocks_are_as_exact_as_one(
+    dtype: torch.dtype, rows: int | None, torch_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums over 32 blocks of classes, and over chunks of the tokens within each of them."""
+    p = make_problem((96,), 32, 512, dtype=dtype, device=device, std=2.0, bias=True)
+    options = flce.ChunkOptions(strategy="vocab", chunk_rows=rows)
+    one = errors(p, run_fused(p, options=options))
+    original = autograd._plan
+    monkeypatch.setattr(autograd, "_plan", lambda p, options: replace(original(p, options), block_cols=16))
+    for name, error in errors(p, run_fused(p, options=options)).items():
         assert error <= 1.1 * one[name] + TINY, (name, error, one[name])
 
 
