@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
 import pytest
@@ -72,6 +73,13 @@ def triton_backend(monkeypatch: pytest.MonkeyPatch) -> str:
 def device() -> torch.device:
     """CUDA where there is one: the same tests then check the compiled kernels."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _steady_heap() -> None:
+    """The libraries are not looked through again in every collection, of which trainers and benchmarks ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
