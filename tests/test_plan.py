@@ -50,7 +50,7 @@ EXAMPLES = settings.default.max_examples if settings.default else 40
 strategies = st.sampled_from(["auto", "tokens", "vocab"])
 
 
-@settings(max_examples=5 * EXAMPLES)
+@settings(max_examples=3 * EXAMPLES)
 @given(arguments=plan_arguments(), strategy=strategies, budget=st.integers(1, 8 << 30))
 def test_a_budget_is_kept_or_the_least_is_named(arguments: Any, strategy: Any, budget: int) -> None:
     def attempt(bytes_: int) -> flce.ChunkPlan:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run_script() -> Callable[..., str]:
-    """``run_script("trainer.py", "--steps=50")``: what the script said; the test fails if its exit status is not 0."""
+    """``run_script("trainer.py", "--steps=15")``: what the script said; the test fails if its exit status is not 0."""
 
     def run(name: str, *arguments: str, gpu: str = "") -> str:
         environment = {
