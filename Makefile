@@ -6,12 +6,14 @@
 #   PYTHON=python3.12   the Python (>= 3.10) to build that environment with, or to use as it is
 #   ENV=current         use $(PYTHON) with what it has installed: nothing is created, nothing is installed
 #   WORKERS=2           processes that the tests run in
+#   ARCHITECTURES=others  for test-models: those that `make test` does not take, instead of all
 #   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner"
 
 PYTHON ?= python3
 VENV ?= .venv
 ENV ?= venv
 WORKERS ?= 2
+ARCHITECTURES ?= 1
 ARGS ?=
 
 ifeq ($(ENV),current)
@@ -51,7 +53,7 @@ test: $(READY)
 
 # Every architecture of Transformers, of which `make test` takes a sample.
 test-models: $(READY)
-	FLCE_ALL_ARCHITECTURES=1 OMP_NUM_THREADS=1 \
+	FLCE_ALL_ARCHITECTURES=$(ARCHITECTURES) OMP_NUM_THREADS=1 \
 	    $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/huggingface/test_architectures.py $(ARGS)
 
 # Patched models with the oldest Transformers that flce supports.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 
 import pytest
 import torch
 
-from tests import interpreted_masks
+from tests import interpreted_masks, quick_interpreter
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -17,6 +19,8 @@ if not HAS_CUDA:
     # Threads that wait for one another are what takes the time where several processes share few cores.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // workers)))
+    with contextlib.suppress(ImportError):  # of Triton
+        quick_interpreter.hasten()
 
 try:
     from hypothesis import HealthCheck, settings
@@ -70,6 +74,13 @@ def triton_backend(monkeypatch: pytest.MonkeyPatch) -> str:
 def device() -> torch.device:
     """CUDA where there is one: the same tests then check the compiled kernels."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _steady_heap() -> None:
+    """The libraries are not looked through again in every collection, of which trainers and benchmarks ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,6 +25,9 @@ STATS = ("lse", "logprob", "entropy", "argmax", "correct")
 # Which gradients: of the input, the weight, the bias, and of the first and second tensors of all adapters.
 ALL_GRADS = "xwbaB"
 FLOAT_STATS = ("lse", "logprob", "entropy")
+BACKENDS = ("torch", "triton")
+STRATEGIES = ("tokens", "vocab")
+REDUCTIONS = ("mean", "sum", "none")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -100,6 +104,8 @@ def make_problem(
 
 
 def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
+    if t.data_ptr() % 16:  # where it begins is what matters, which a copy would not keep
+        return t.detach().requires_grad_(requires_grad)
     return t.detach().clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
 
 
@@ -357,6 +363,26 @@ def allpairs(factors: Mapping[str, Sequence[Any]], seed: int = 0, tries: int = 8
         missing -= _pairs(best[1], names)
         rows.append({name: factors[name][best[1][name]] for name in names})
     return rows
+
+
+def pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """`parametrize` by several factors at once, of whose combinations a few suffice: see `allpairs`.
+
+    `backend` is the fixture of that name, for which its levels stand in.
+    """
+    return _parametrized(list(factors), [tuple(row.values()) for row in allpairs(factors)])
+
+
+def combinations(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """As `pairs` with Triton, whose interpreter is slow; every combination with PyTorch's backend, which is not."""
+    rows = [("torch", *levels) for levels in itertools.product(*factors.values())]
+    rows += [("triton", *row.values()) for row in allpairs(factors)]
+    return _parametrized(["backend", *factors], rows)
+
+
+def _parametrized(names: list[str], rows: list[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    ids = ["-".join(str(level).replace("torch.", "") for level in row) for row in rows]
+    return pytest.mark.parametrize(names, rows, ids=ids, indirect=[name for name in names if name == "backend"])
 
 
 def _pairs(row: Mapping[str, int], names: Sequence[str]) -> set[tuple[str, int, str, int]]:

@@ -19,14 +19,26 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
+from flce.backends import torch_
 from flce.layout import may_overlap, row_order
-from tests.helpers import STATS, TOLERANCE, Outcome, Problem, allpairs, assert_near, assert_outcome, run_oracle
+from tests.helpers import (
+    BACKENDS,
+    REDUCTIONS,
+    STATS,
+    TOLERANCE,
+    Outcome,
+    Problem,
+    allpairs,
+    assert_near,
+    assert_outcome,
+    pairs,
+    run_oracle,
+)
 from tests.logits import LAYOUTS, make, placed
 from tests.test_custom_op import BackwardRecorder, Recorder, fresh
 from tests.test_plan import peak_on_cpu, peak_on_cuda
 
 INPLACE = pytest.mark.parametrize("inplace", [False, True])
-REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 MIB = 1 << 20
 
 
@@ -149,6 +161,16 @@ def test_layouts(layout: str, inplace: bool, backend: str, device: torch.device)
         check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 5, 9, 19])
+def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few rows, whose borders are within those that are next to each other, or between them."""
+    monkeypatch.setattr(torch_, "CPU_SLAB_BYTES", rows * 37 * 8)
+    p = make((5, 4), ignored=0.2, token_weight=True, class_weight=True, reduction="none")
+    upstream = torch.linspace(0.5, 2.0, 20, dtype=torch.float64).view(5, 4)
+    for layout, inplace in (("contiguous", False), ("in the middle", True)):
+        check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
+
+
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "one of two columns": lambda y: torch.stack((y, torch.full_like(y, -100)), dim=-1)[..., 0],
     "every other row": lambda y: y.repeat_interleave(2, dim=0)[::2],
@@ -158,9 +180,7 @@ TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@INPLACE
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("layout", list(TARGETS))
+@pairs(layout=list(TARGETS), reduction=["mean", "none"], inplace=[False, True], backend=BACKENDS)
 def test_targets_with_gaps(layout: str, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     x = torch.randn(6, 4, 11, dtype=torch.float64, device=device)
     y = torch.randint(0, 11, (6, 4), device=device)
@@ -180,8 +200,10 @@ def test_targets_with_gaps(layout: str, reduction: str, inplace: bool, backend: 
     torch.testing.assert_close(*results)
 
 
-@INPLACE
-@pytest.mark.parametrize("leading", [(), (1,), (7,), (1, 1), (1, 6), (6, 1), (2, 1, 3), (2, 3, 2, 2), (0,), (3, 0)])
+LEADING = [(), (1,), (7,), (1, 1), (1, 6), (6, 1), (2, 1, 3), (2, 3, 2, 2), (0,), (3, 0)]
+
+
+@pairs(leading=LEADING, inplace=[False, True], backend=BACKENDS)
 def test_leading_dimensions(leading: tuple[int, ...], inplace: bool, backend: str, device: torch.device) -> None:
     for reduction in ("sum", "none"):
         p = make(leading, 12, reduction=reduction, label_smoothing=0.1, device=device)
@@ -242,8 +264,7 @@ def test_a_vocabulary_of_several_blocks(inplace: bool, backend: str, device: tor
     torch.testing.assert_close(view(x.grad), reference.grad)  # type: ignore[arg-type]
 
 
-@INPLACE
-@REDUCTIONS
+@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_as_torch(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     """The arguments by PyTorch's names and places."""
     p = make((9,), ignored=0.3, class_weight=True, ignore_index=5, device=device)
@@ -257,9 +278,12 @@ def test_as_torch(reduction: str, inplace: bool, backend: str, device: torch.dev
     torch.testing.assert_close(a.grad, b.grad)
 
 
-@INPLACE
-@REDUCTIONS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pairs(
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    reduction=REDUCTIONS,
+    inplace=[False, True],
+    backend=BACKENDS,
+)
 def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     """The loss is float32 whatever the logits; gradients are off by no more than their own rounding."""
     p = make((3, 4), 70, dtype, device, 0.2, reduction=reduction, softcap=5.0)
@@ -273,8 +297,18 @@ def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, back
     assert_near(outcome.grad_input, expected.grad_input, tolerance, "gradient")
 
 
-@INPLACE
-@REDUCTIONS
+@pairs(inplace=[False, True], backend=BACKENDS)
+def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.device) -> None:
+    """The gradient that is written before anybody knows the upstream gradient is in range whatever the weights are."""
+    for large in ("weight", "token_weight"):
+        p = make((16,), 64, torch.float16, device, class_weight=True, token_weight=True, reduction="sum")
+        p.kwargs[large] *= 1024.0
+        outcome, expected = run(p, inplace=inplace), run_oracle(p)
+        assert outcome.grad_input is not None
+        assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
+
+
+@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_float16_under_a_loss_scale(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     """1/N and small probabilities would underflow in float16; the loss scale is there before anything is rounded."""
     p = make((16,), 256, torch.float16, device, std=1.0, reduction=reduction)
@@ -572,8 +606,7 @@ def test_a_hook_and_retain_grad(backend: str, device: torch.device) -> None:
     torch.testing.assert_close(2 * logits.grad, x.grad)  # type: ignore[operator]
 
 
-@REDUCTIONS
-@pytest.mark.parametrize("retain", [True, False])
+@pairs(reduction=REDUCTIONS, retain=[True, False], backend=BACKENDS)
 def test_second_backward(reduction: str, retain: bool, backend: str, device: torch.device) -> None:
     """In place there is one gradient; else as many as are asked for."""
     x, logits, y = nonleaf(device=device)
@@ -590,8 +623,7 @@ def test_second_backward(reduction: str, retain: bool, backend: str, device: tor
     torch.testing.assert_close(x.grad, 2 * first)
 
 
-@INPLACE
-@REDUCTIONS
+@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_double_backward(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     x, logits, y = nonleaf(device=device)
     loss = loss_of(logits, y, reduction=reduction, inplace=inplace).sum()
@@ -659,9 +691,11 @@ class SourceOfLogits(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["contiguous", "without the last"])
+@pairs(
+    reduction=["mean", "none"],
+    dtype=[torch.float32, torch.bfloat16],
+    layout=["contiguous", "without the last"],
+)
 def test_no_second_logits(layout: str, dtype: torch.dtype, reduction: str, torch_backend: str) -> None:
     """In place, nothing of the size of the logits is allocated, in forward and backward."""
     rows, vocab = 768, 16384
@@ -711,9 +745,14 @@ OPCHECK: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name, layout",
-    [(name, "contiguous") for name in OPCHECK]
-    + [("weights", "without the first, transposed"), ("none", "class by class")],
+    "backend, name, layout",
+    [("torch", name, "contiguous") for name in OPCHECK]
+    + [
+        (backend, name, layout)
+        for backend in BACKENDS
+        for name, layout in (("weights", "without the first, transposed"), ("none", "class by class"))
+    ],
+    indirect=["backend"],
 )
 def test_opcheck(name: str, layout: str, backend: str, device: torch.device) -> None:
     p = make((3, 4), 21, **{"dtype": torch.float32, **OPCHECK[name]}, device=device)
@@ -740,8 +779,14 @@ def _no_compiled_code() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_compiled_code")
 @pytest.mark.parametrize(
-    "compiler, reduction, inplace",
-    [("aot_eager", "mean", True), ("aot_eager", "none", False), ("inductor", "none", True)],
+    "backend, compiler, reduction, inplace",
+    [
+        ("torch", "aot_eager", "mean", True),
+        ("torch", "aot_eager", "none", False),
+        ("torch", "inductor", "none", True),
+        ("triton", "aot_eager", "mean", True),
+    ],
+    indirect=["backend"],
 )
 def test_compile(compiler: str, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
     p = make((3, 5), 23, torch.float32, device, 0.2, class_weight=True)
@@ -793,8 +838,7 @@ def group(tmp_path: Path) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-@INPLACE
-@REDUCTIONS
+@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_a_group_of_one(group: Any, reduction: str, inplace: bool, backend: str) -> None:
     p = make((2, 3), ignored=0.3, class_weight=True, label_smoothing=0.1, z_loss=0.1, reduction=reduction)
     outcome = run(p, "without the last", inplace=inplace, stats=STATS, process_group=group, vocab_size=37)

@@ -19,10 +19,19 @@ from hypothesis import strategies as st
 import flce
 from flce import autograd, gradient_sums, planning
 from flce.chunk_plan import BLOCK_MULTIPLE, ChunkPlan
-from tests.helpers import ALL_GRADS, Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
+from tests.helpers import (
+    ALL_GRADS,
+    Problem,
+    check,
+    make_problem,
+    plan_for,
+    relative_error,
+    run_fused,
+    run_oracle,
+)
 from tests.test_plan import assert_kept, promise_and_peak
 
-SHAPE: dict[str, Any] = {"leading": (3, 8), "hidden": 64, "vocab": 1003}
+SHAPE: dict[str, Any] = {"leading": (3, 5), "hidden": 64, "vocab": 1003}
 VOCAB = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,8 +74,13 @@ def test_tiles_in_lent_memory(extras: str, backend: str, monkeypatch: pytest.Mon
     check(problem, options=VOCAB, grad_output=1.7)
 
 
-@pytest.mark.parametrize("extras", [name for name in EXTRAS if name != "adapters"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "backend, extras, dtype",
+    [("torch", extras, dtype) for extras in ("plain", "bias", "none") for dtype in (torch.bfloat16, torch.float16)]
+    + [("triton", "plain", torch.float16), ("triton", "bias", torch.bfloat16), ("triton", "none", torch.float16)],
+    indirect=["backend"],
+    ids=str,
+)
 def test_the_sum_of_the_input_gradient_in_lent_memory(
     extras: str, dtype: torch.dtype, backend: str, half_logits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,16 +127,25 @@ def test_no_loans_where_the_memory_has_another_dtype() -> None:
         assert not plan.lent_input_sum
 
 
-@pytest.mark.parametrize("vocab", [5, 16, 17, 515, 1041])
+HALVES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "plain": (torch.bfloat16, {}),
+    "adapters": (torch.bfloat16, EXTRAS["adapters"]),
+    "none": (torch.bfloat16, EXTRAS["none"]),
+    "float16": (torch.float16, EXTRAS["none"]),
+}
+
+
+# Whose memory is whose is decided above the backends.
 @pytest.mark.parametrize(
-    "dtype, extras",
-    [(torch.bfloat16, {}), (torch.bfloat16, EXTRAS["adapters"]), (torch.bfloat16, EXTRAS["none"]),
-     (torch.float16, EXTRAS["none"])],
-    ids=["plain", "adapters", "none", "float16"],
-)  # fmt: skip
+    "backend, vocab, kind",
+    [("torch", vocab, kind) for vocab in (5, 16, 17, 515, 1041) for kind in HALVES]
+    + [("triton", vocab, kind) for vocab, kind in zip((5, 17, 515, 16, 515), [*HALVES, "adapters"], strict=True)],
+    indirect=["backend"],
+)
 def test_a_float32_sum_half_in_its_gradients_memory(
-    vocab: int, dtype: torch.dtype, extras: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+    vocab: int, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    dtype, extras = HALVES[kind]
     monkeypatch.setattr(gradient_sums, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
     problem = make_problem((3, 8), 24, vocab, dtype=dtype, **extras)
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=5, skip_ignored=False)

@@ -5,6 +5,7 @@ Every pair of levels of every two factors below occurs in at least one row of th
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -14,12 +15,17 @@ import torch.nn.functional as F
 
 import flce
 from tests.helpers import (
+    BACKENDS,
+    REDUCTIONS,
     STATS,
+    STRATEGIES,
     Problem,
     allpairs,
     check,
+    combinations,
     least_for,
     make_problem,
+    pairs,
     plan_for,
     run_fused,
     run_oracle,
@@ -132,14 +138,13 @@ def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
     )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("chunking", list(CHUNKING))
+@combinations(chunking=["rows5", "vocab", "vocab_2x"], reduction=REDUCTIONS)
 def test_every_strategy_with_every_reduction(chunking: str, reduction: str, backend: str, device: torch.device) -> None:
     problem = make_problem(
-        (14,), 12, 530, bias=True, class_weight=True, ignored=0.25, reduction=reduction, device=device
+        (11,), 12, 330, bias=True, class_weight=True, ignored=0.25, reduction=reduction, device=device
     )
     options = chunk_options(problem, CHUNKING[chunking], stats=STATS)
-    check(problem, options=options, stats=STATS, grad_output=torch.randn(14 if reduction == "none" else ()))
+    check(problem, options=options, stats=STATS, grad_output=torch.randn(11 if reduction == "none" else ()))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 129, 511, 513, 1024, 1025])
@@ -166,8 +171,11 @@ def test_hidden_sizes(hidden: int, backend: str, device: torch.device) -> None:
         check(make_problem((9,), hidden, 77, device=device), options=flce.ChunkOptions(strategy=strategy))
 
 
-@pytest.mark.parametrize("stats", [(name,) for name in STATS] + [("correct", "lse"), tuple(reversed(STATS))])
-@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+@pairs(
+    stats=[*((name,) for name in STATS), ("correct", "lse"), tuple(reversed(STATS))],
+    strategy=STRATEGIES,
+    backend=BACKENDS,
+)
 def test_only_the_statistics_asked_for(
     stats: tuple[str, ...], strategy: str, backend: str, device: torch.device
 ) -> None:
@@ -176,9 +184,7 @@ def test_only_the_statistics_asked_for(
     check(problem, options=options, stats=stats)
 
 
-@pytest.mark.parametrize("grads", ["", "x", "w", "b", "xw", "xb", "wb", "xwb"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+@combinations(grads=["", "x", "w", "b", "xw", "xb", "wb", "xwb"], reduction=["mean", "none"], strategy=STRATEGIES)
 def test_only_the_gradients_asked_for(
     grads: str, reduction: str, strategy: str, backend: str, device: torch.device
 ) -> None:
@@ -187,7 +193,7 @@ def test_only_the_gradients_asked_for(
     check(problem, options=options, grads=grads)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("class_weight", [False, True])
 def test_oracle_agrees_with_torch(reduction: str, smoothing: float, class_weight: bool) -> None:
@@ -271,3 +277,18 @@ def test_gradients_accumulate_over_calls(backend: str, device: torch.device) -> 
     assert w.grad is not None
     assert whole.grad_weight is not None
     torch.testing.assert_close(w.grad, whole.grad_weight, rtol=1e-10, atol=1e-12)
+
+
+def test_pairs_are_all_there() -> None:
+    """Of every two factors, every level of one with every level of the other; and far fewer rows than combinations."""
+    for rows, factors in ((GRID, 15), (allpairs({"a": [1, 2, 3], "b": "xyz", "c": [True, False], "d": [0] * 4}), 4)):
+        names = list(rows[0])
+        assert len(names) == factors
+        for a, b in itertools.combinations(names, 2):
+            levels = [{repr(row[name]) for row in rows} for name in (a, b)]
+            assert {(repr(row[a]), repr(row[b])) for row in rows} == set(itertools.product(*levels))
+    assert len(GRID) < 70
+    mark = combinations(shift=[0, 1], grads=["", "x", "w"], skip=[True, False])
+    backends = [row[0] for row in mark.args[1]]
+    assert (backends.count("torch"), backends.count("triton")) == (12, 6)
+    assert mark.kwargs["indirect"] == ["backend"]

@@ -31,7 +31,7 @@ def fused_products(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iter
 
 
 def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Problem:
-    settings = {"leading": (3, 50), "hidden": 72, "vocab": 517, **settings}
+    settings = {"leading": (2, 35), "hidden": 72, "vocab": 517, **settings}
     return make_problem(**settings, dtype=dtype, device=device)
 
 
@@ -42,13 +42,13 @@ def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xwb") ->
 
 
 EXTRAS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "plain": {"leading": (3, 50)},  # more than one block of them
     "ignored": {"ignored": 0.4},
     "bias": {"bias": True, "z_loss": 0.01},
     "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
-    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True},
+    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True, "z_loss": 1.0},
     "none": {"reduction": "none", "class_weight": True, "token_weight": True, "ignored": 0.2},
-    "num_items": {"reduction": "sum", "num_items": 77},
+    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
 }
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from tests.helpers import allpairs, assert_near
+from tests.helpers import BACKENDS, allpairs, assert_near, pairs
 
 FUNCTIONS = {"softmax": (flce.softmax, F.softmax), "log_softmax": (flce.log_softmax, F.log_softmax)}
 BOTH = pytest.mark.parametrize("name", list(FUNCTIONS))
@@ -124,7 +124,7 @@ EDGED = {name: launch for name, launch in LAUNCHES.items() if name != "online, f
 EDGES_GRID = allpairs(
     {
         "launch": list(EDGED),
-        "columns": [*range(1, 18), 127, 129, *range(1000, 1008)],
+        "columns": [1, 2, 3, 7, 8, 9, 15, 16, 17, 127, 129, *range(264, 272)],
         "dtypes": [(f16, None), (bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, f16)],
         "name": list(FUNCTIONS),
         "lines": [False, True],
@@ -207,25 +207,26 @@ def test_which_rows_have_edges(triton_backend: str, device: torch.device, monkey
         assert some == {33: False, 129: little_more, 201: False, 257: little_more, 265: False, 511: False, 513: True}
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [bf16, f32])
-@pytest.mark.parametrize("width", [200, 203, 603, 604])  # from 513 columns on with edges
+@pairs(width=[200, 203, 603, 604], name=list(FUNCTIONS), dtype=[bf16, f32])  # from 513 columns on with edges
 def test_slices_that_begin_anywhere(
     width: int, dtype: torch.dtype, name: str, triton_backend: str, device: torch.device
 ) -> None:
-    x = torch.randn(7, width, device=device).mul(3).to(dtype)
+    x = torch.randn(5, width, device=device).mul(3).to(dtype)
     for first in range(9):
-        both(name, x[:, first:])
         both(name, x[:, first : width - 8 + first])
-    both(name, x.flatten()[3 : 3 + 6 * 129].view(6, 129))
-    both(name, x.flatten()[3 : 3 + 2 * 517].view(2, 517))
+    for first in (1, 3, 8):
+        both(name, x[:, first:])
+    both(name, x.flatten()[3 : 3 + 5 * 129].view(5, 129))
+    if width > 500:
+        both(name, x.flatten()[3 : 3 + 3 * 517].view(3, 517))
 
 
-@BOTH
-@pytest.mark.parametrize("launch", list(LAUNCHES))
+@pairs(launch=list(LAUNCHES), name=list(FUNCTIONS))
 def test_launches_on_what_is_not_finite(
     launch: str, name: str, triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from flce.backends.triton import softmax_launch
+
     launched(monkeypatch, **LAUNCHES[launch])
     x = not_finite(70).to(device, bf16 if LAUNCHES[launch].get("narrow") else f32)
     mine, stock = FUNCTIONS[name]
@@ -233,7 +234,8 @@ def test_launches_on_what_is_not_finite(
     assert_near(mine(x.t(), 0), stock(x.t().double(), 0), 1e-2, "result")
     x = x.t().contiguous()
     assert_near(mine(x, 0), stock(x.double(), 0), 1e-2, "result")
-    x = not_finite(517).to(x)  # rows with edges
+    monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
+    x = not_finite(133).to(x)
     assert_near(mine(x), stock(x.double(), -1), 1e-2, "result")
 
 
@@ -413,8 +415,7 @@ def test_rows_do_not_depend_on_each_other(name: str, backend: str, device: torch
 # Derivatives
 
 
-@BOTH
-@pytest.mark.parametrize("dim", [0, 1])
+@pairs(dim=[0, 1], name=list(FUNCTIONS), backend=BACKENDS)
 def test_gradcheck(dim: int, name: str, backend: str, device: torch.device) -> None:
     x = torch.randn(2, 3, dtype=f64, device=device, requires_grad=True)
     mine, _ = FUNCTIONS[name]
@@ -477,8 +478,7 @@ def test_opcheck(
         torch.library.opcheck(torch.ops.flce.softmax_backward, (grad, y.detach().requires_grad_(), dim, dtypes[0], log))
 
 
-@BOTH
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pairs(compiler=["aot_eager", "inductor"], name=list(FUNCTIONS), backend=BACKENDS)
 def test_compile(compiler: str, name: str, backend: str, device: torch.device) -> None:
     """In one graph, of one node of ours, with one code for many lengths."""
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import traceback
 from pathlib import Path
@@ -23,6 +24,7 @@ from flce.backends.state import empty_shard, finish, merge_shards, used_slots
 from flce.dense_loss import CrossEntropyProblem
 from flce.distributed import bounds
 from flce.problem import LossSpec
+from tests import quick_interpreter
 from tests.helpers import STATS, Outcome, assert_outcome, run_oracle
 from tests.logits import make
 
@@ -190,6 +192,8 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
 
 def worker(rank: int, store: str, errors: str) -> None:
     torch.set_num_threads(1)
+    if os.environ["FLCE_TEST_TRITON"] == "1":
+        quick_interpreter.hasten()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     what = "start"
     try:
@@ -216,7 +220,7 @@ def worker(rank: int, store: str, errors: str) -> None:
 
 
 def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All cases in one start of the processes, which takes longer than the cases."""
+    """All cases in one start of the processes, of which what they import takes most: it is imported once for all."""
     try:
         import triton  # noqa: F401
 
@@ -225,8 +229,9 @@ def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         has_triton = False
     monkeypatch.setenv("FLCE_TEST_TRITON", str(int(has_triton)))
     try:
-        mp.spawn(  # type: ignore[attr-defined]
-            worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=3
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.tensor", "triton", "flce"])
+        mp.start_processes(  # type: ignore[attr-defined]
+            worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=3, start_method="forkserver"
         )
     except Exception:
         said = "\n".join(path.read_text() for path in sorted(tmp_path.glob("[012]")))

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def _steady_heap_again():
+    """A measurement ends by giving back to the collector all that was kept from it."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,7 @@
 """Architecture by architecture: one training step of small models, stock and patched.
 
-The everyday run takes a sample of unlike architectures; ``FLCE_ALL_ARCHITECTURES=1`` takes all of them.
+The everyday run takes a sample of unlike architectures; ``FLCE_ALL_ARCHITECTURES=1`` takes all of them, and
+``FLCE_ALL_ARCHITECTURES=others`` those that are not in the sample, for a run that follows an everyday one.
 ``python -m tests.huggingface.architectures > docs/models.md`` keeps the results as a table.
 """
 
@@ -20,7 +21,8 @@ from tests.huggingface import architectures as small
 
 transformers = pytest.importorskip("transformers")
 
-ALL = os.environ.get("FLCE_ALL_ARCHITECTURES", "") not in ("", "0")
+WHICH = os.environ.get("FLCE_ALL_ARCHITECTURES", "")
+ALL = WHICH not in ("", "0")
 # A bias behind the head, a softcap, factors of several kinds, experts, MLA, a state space, a hybrid, a padded or
 # shared head, log-probabilities, a decoder behind an encoder, a masked language model, images; several heads, a head
 # elsewhere, no head but a product, columns that are written to, a head of its own kind.
@@ -57,7 +59,15 @@ DENSE = """
     helium hunyuan_v1_dense llama mistral nemotron olmo olmo2 opt phi phi3 qwen2 qwen3 seed_oss smollm3 stablelm
     starcoder2
 """.split()  # noqa: SIM905
-COMPILED = [f"causal-{name}" for name in (DENSE if ALL else ("cohere", "gpt_neox", "phi3"))]
+COMPILED = [f"causal-{name}" for name in ("cohere", "gpt_neox", "phi3")]
+
+
+def taken(sample: list[str], of_all: set[str] | None = None) -> list[Any]:
+    """The architectures that this run takes, of all or of some."""
+    every = [a for a in small.architectures() if of_all is None or a.id in of_all]
+    if ALL:
+        return [pytest.param(a, id=a.id) for a in every if WHICH != "others" or a.id not in sample]
+    return [pytest.param(a, id=a.id) for a in every if a.id in sample]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,10 +76,7 @@ def _quiet() -> None:
 
 
 @pytest.mark.timeout(3 * small.SECONDS)
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(a, id=a.id) for a in small.architectures() if ALL or a.id in SAMPLE],
-)
+@pytest.mark.parametrize("architecture", taken(SAMPLE))
 def test_training_step(architecture: small.Architecture) -> None:
     result = small.examine(architecture)
     if DECLARED is None and result.status == small.STOCK_FAILS:
@@ -90,10 +97,7 @@ def compiled_step(model: Any, architecture: small.Architecture) -> tuple[torch.T
     return outputs.loss.detach(), outputs.logits
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(a, id=a.id) for a in small.architectures() if a.id in COMPILED],
-)
+@pytest.mark.parametrize("architecture", taken(COMPILED, {f"causal-{name}" for name in DENSE}))
 def test_compile_without_graph_breaks(architecture: small.Architecture) -> None:
     stock = small.build(architecture)
     patched = flce.patch_model(copy.deepcopy(stock))

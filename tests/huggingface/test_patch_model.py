@@ -490,6 +490,7 @@ def test_accelerate_hooks(build: Build, fused_calls: Calls) -> None:
         assert len(fused_calls) == 1
         unpatch_model(stock)
         assert type(stock(**batch()).logits) is Tensor
+        assert stock.lm_head._old_forward.__func__ is nn.Linear.forward
 
 
 # ---------------------------------------------------------------------------------------- compile

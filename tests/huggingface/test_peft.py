@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, is_patched, patch_model, unpatch_model
 from flce.huggingface.lazy_logits import TracedLazyLogits
-from tests.helpers import relative_error
+from tests.helpers import pairs, relative_error
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -143,9 +144,7 @@ TRAINED_HEADS = {
 }
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", NAMES)
+@pairs(name=NAMES, config=list(CONFIGS), when=WHEN)
 @pytest.mark.usefixtures("nothing_materialises")
 def test_training_step(name: str, config: str, when: str, build: Build, fused_calls: Calls) -> None:
     stock, patched = pair(build, name, when, CONFIGS[config]())
@@ -278,9 +277,7 @@ def test_merged_and_unmerged(name: str, when: str, build: Build, fused_calls: Ca
         assert_same_step(stock, patched, fused_calls)
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
-@pytest.mark.parametrize("name", NAMES)
+@pairs(name=NAMES, method=["merge_and_unload", "unload"], when=WHEN)
 @pytest.mark.usefixtures("nothing_materialises")
 def test_unloaded(name: str, method: str, when: str, build: Build, fused_calls: Calls) -> None:
     """The plain model that remains is patched, and trains in full."""
@@ -293,11 +290,9 @@ def test_unloaded(name: str, method: str, when: str, build: Build, fused_calls: 
 # --------------------------------------------------------------------------------------------- precision
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("target", [LAYERS, HEAD], ids=["backbone", "head too"])
-@pytest.mark.parametrize("name", NAMES)
+@pairs(name=NAMES, target=["backbone", "head too"], when=WHEN)
 @pytest.mark.usefixtures("nothing_materialises")
-def test_half_precision_base(name: str, target: list[str], when: str, build: Build, fused_calls: Calls) -> None:
+def test_half_precision_base(name: str, target: str, when: str, build: Build, fused_calls: Calls) -> None:
     """As with QLoRA: a frozen base in bfloat16, adapters in float32, activations checkpointed.
 
     The adapter's part of the logits is float32, and their sum is rounded to the base's dtype.
@@ -309,7 +304,7 @@ def test_half_precision_base(name: str, target: list[str], when: str, build: Bui
         model.enable_input_require_grads()
         return model
 
-    stock, patched = wrap(make(), lora(target_modules=target)), patched_model(make, when, lora(target_modules=target))
+    stock, patched = wrap(make(), CONFIGS[target]()), patched_model(make, when, CONFIGS[target]())
     dtypes = {p.dtype for p in patched.parameters() if p.requires_grad}
     assert dtypes == {torch.float32}
     wanted, outputs = step(stock, use_cache=False), step(patched, use_cache=False)
@@ -353,9 +348,7 @@ def assert_close_to_exact(stock: Any, patched: Any, wanted: Tensor, loss: Tensor
 # ------------------------------------------------------------------------- what has no form without logits
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("name", NAMES)
+@pairs(name=NAMES, dropout=[0.0, 0.3], when=WHEN)
 def test_dora_on_the_head(name: str, dropout: float, when: str, build: Build, fused_calls: Calls) -> None:
     """It scales each class by the norm of its row, which no factor of the operator stands for."""
     stock, patched = pair(build, name, when, lora(use_dora=True, lora_dropout=dropout))
@@ -444,9 +437,7 @@ def test_generate(config: str, when: str, build: Build, fused_calls: Calls) -> N
     assert not fused_calls
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("config", ["backbone", "head too", "modules_to_save"])
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pairs(name=["Llama", "Qwen3"], config=["backbone", "head too", "modules_to_save"], when=WHEN)
 @pytest.mark.usefixtures("nothing_materialises")
 def test_save_and_load(
     name: str, config: str, when: str, build: Build, fused_calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -489,7 +480,8 @@ def test_copied(config: str, build: Build, fused_calls: Calls) -> None:
 
 @pytest.mark.parametrize("config", ["head too", "modules_to_save"])
 def test_compiled(config: str, build: Build) -> None:
-    stock, patched = pair(build, "Gemma2", "after", CONFIGS[config]())
+    small = functools.partial(build, num_hidden_layers=1)
+    stock, patched = pair(small, "Gemma2", "after", CONFIGS[config]())
     wanted = step(stock)
     torch.compiler.reset()
     compiled = torch.compile(patched, backend="eager")
@@ -507,10 +499,8 @@ WIDE, HIDDEN, TOKENS = 32768, 256, 512
 OPTIONS = flce.ChunkOptions(chunk_rows=16)  # 2 MiB of logits at a time
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("target", [LAYERS, HEAD], ids=["backbone", "head too"])
-def test_workspace(target: list[str], dtype: torch.dtype, when: str, build: Build) -> None:
+@pairs(target=["backbone", "head too"], dtype=[torch.float32, torch.bfloat16], when=WHEN)
+def test_workspace(target: str, dtype: torch.dtype, when: str, build: Build) -> None:
     """No V-wide term is made, nor is there a copy, a cast or a gradient of the frozen head.
 
     The logits would be 64 MiB, and the adapter's part of them as much again. The head is 32 MiB in float32.
@@ -520,7 +510,7 @@ def test_workspace(target: list[str], dtype: torch.dtype, when: str, build: Buil
     model = build("Llama", vocab_size=WIDE, hidden_size=HIDDEN).to(dtype)
     if when == "before":
         patch_model(model, options=OPTIONS)
-    model = wrap(model, lora(target_modules=target))
+    model = wrap(model, CONFIGS[target]())
     if when == "after":
         patch_model(model, options=OPTIONS)
     ids = torch.randint(3, WIDE, (4, TOKENS // 4))
@@ -531,5 +521,7 @@ def test_workspace(target: list[str], dtype: torch.dtype, when: str, build: Buil
         return loss
 
     peak, _ = peak_on_cpu(train)
-    assert [g.shape for g in head_gradients(model).values()] == ([(4, HIDDEN), (WIDE, 4)] if target is HEAD else [])
+    assert [g.shape for g in head_gradients(model).values()] == (
+        [(4, HIDDEN), (WIDE, 4)] if target == "head too" else []
+    )
     assert peak < 0.85 * 4 * WIDE * HIDDEN, f"{peak / 2**20:.1f} MiB"

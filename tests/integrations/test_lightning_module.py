@@ -1,4 +1,4 @@
-"""`integrations/lightning_module.py` for its 50 steps, and Lightning's options."""
+"""`integrations/lightning_module.py` for 15 steps, and Lightning's options."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import compare
 import lightning_module as script
 
 
-def test_fifty_steps(run_script):
-    said = run_script("lightning_module.py", "--steps=50")
-    assert "50 steps" in said
+def test_the_script(run_script):
+    said = run_script("lightning_module.py", "--steps=15")
+    assert "15 steps" in said
     assert "The loss curves agree" in said
 
 

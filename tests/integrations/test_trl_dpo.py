@@ -1,4 +1,4 @@
-"""`integrations/trl_dpo.py` for its 50 steps, and TRL's options."""
+"""`integrations/trl_dpo.py` for 15 steps, and TRL's options."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import compare
 import trl_dpo as script
 
 
-def test_fifty_steps(run_script):
-    said = run_script("trl_dpo.py", "--steps=50")
-    assert "50 steps" in said
+def test_the_script(run_script):
+    said = run_script("trl_dpo.py", "--steps=15")
+    assert "15 steps" in said
     assert "The loss curves agree" in said
 
 
