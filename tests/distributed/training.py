@@ -532,7 +532,7 @@ def tensor_parallel(loss: str) -> tuple[int, set[str]]:
         warnings.simplefilter("always")
         for model in (stock, patched):
             losses = []
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # with DTensors among others
             for step in range(STEPS):
                 value = LOSSES[loss](model, batch(0, step))
                 value.backward()

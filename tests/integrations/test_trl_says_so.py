@@ -54,7 +54,7 @@ def rloo(settings: dict[str, Any], common: dict[str, Any]) -> Any:
 
 
 def with_rewards(trainer: Any, config: Any, settings: dict[str, Any], common: dict[str, Any]) -> Any:
-    arguments = config(max_completion_length=4, num_generations=2, **settings)
+    arguments = config(max_completion_length=4, num_generations=2, beta=0.0, **settings)  # without a reference model
     data = Dataset.from_dict({"prompt": [text[:20] for text in excerpts(8)]})
     return trainer(
         args=arguments, train_dataset=data, reward_funcs=lambda completions, **_: [float(len(c)) for c in completions],
