@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from flce.huggingface.usage import Usage
+from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, is_freed, quiet
 
 # Entries of a weight that are compared when logits are read late: up to this many rows and as many columns.
 _SAMPLE = 64
+
+
+class StaleLogitsError(RuntimeError):
+    """Something that lazy logits would be computed from has changed since the model ran."""
 
 
 class HeadCall:
@@ -40,6 +44,7 @@ class HeadCall:
         self, weight: Tensor, bias: Tensor | None, usage: Usage, layer: nn.Module | None, owner: nn.Module | None
     ) -> None:
         self.usage = usage
+        self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
         self.loss_computed = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
@@ -48,12 +53,7 @@ class HeadCall:
         self._owner = None if owner is None else weakref.ref(owner)
         self._parameters = [_Watched(tensor) for tensor in (weight, bias) if tensor is not None]
         self._step = _steps.count
-
-    def add_hook(self, hook: Hook) -> RemovableHandle:
-        """A wrapper's hook, for every gradient that leaves these logits."""
-        handle = RemovableHandle(self.hooks)
-        self.hooks[handle.id] = hook
-        return handle
+        watch_call(self)
 
     # -- the weight
 
@@ -75,15 +75,15 @@ class HeadCall:
             waiting_is_fine: compare values, for which a GPU is waited for, also where nothing points to a change.
         """
         if any(is_freed(watched.tensor) for watched in self._parameters):
-            raise RuntimeError(
+            raise StaleLogitsError(
                 "these lazy logits can no longer be computed: the wrapper that shards the head has freed its weight. "
                 "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
             )
-        stepped = _steps.since(self._step)
-        if any(self.may_be_changed_by(optimizer) for optimizer in stepped):
+        if any(self.may_be_changed_by(optimizer) for optimizer in _steps.since(self._step)):
             raise _stale("by an optimizer step")
+        stepped = _steps.count > self._step  # perhaps by an optimizer that no longer exists
         for watched in self._parameters:
-            watched.check_unchanged(waiting_is_fine or self.backward_began or bool(stepped))
+            watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
 
     def _unit_of_the_layer(self) -> Any:
         layer = None if self._layer is None else self._layer()
@@ -125,15 +125,15 @@ class _Watched:
 
     def _look(self) -> tuple[tuple[Any, ...], Tensor]:
         tensor = quiet(self.tensor)
-        steps = [max(1, size // _SAMPLE) for size in tensor.shape]
+        steps = [max(1, -(-size // _SAMPLE)) for size in tensor.shape]
         sample = tensor[tuple(slice(None, None, step) for step in steps)]
         # As bytes: NaN equals itself.
         values = sample.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), values
 
 
-def _stale(how: str) -> RuntimeError:
-    return RuntimeError(
+def _stale(how: str) -> StaleLogitsError:
+    return StaleLogitsError(
         f"these lazy logits can no longer be computed: the output embedding was changed {how} since the model ran. "
         "Read them before that, call outputs.logits.materialize() before it, or use patch_model(..., "
         "keep_logits=True), which computes the logits of outputs that are still referenced right before each "
@@ -158,6 +158,15 @@ def weights_of(calls: Sequence[HeadCall]) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
+
+
+def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
+    """A wrapper's hook, for every gradient that leaves logits of these calls: of all, or of one of several heads."""
+    first, *others = (call.hooks for call in calls)
+    handle = RemovableHandle(first, extra_dict=others)
+    for hooks in (first, *others):
+        hooks[handle.id] = hook
+    return handle
 
 
 def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
@@ -202,7 +211,8 @@ class _Steps:
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         for lazy in list(self.keep.values()):
             if any(call.may_be_changed_by(optimizer) for call in lazy._state.calls):
-                lazy._make_real()
+                with contextlib.suppress(StaleLogitsError):  # whoever reads them gets it, the step does not
+                    lazy._make_real()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self.count += 1
