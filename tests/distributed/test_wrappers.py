@@ -101,6 +101,12 @@ def test_evaluation_in_a_wrapper(pair: World) -> None:
     pair.run(training.evaluated_in_a_wrapper)
 
 
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("wrapping", ["fully_shard(model)", "DDP, unused parameters"])
+def test_compiled(pair: World, wrapping: str, loss: str) -> None:
+    pair.run(training.compiled, wrapping, loss)
+
+
 def test_several_heads(pair: World) -> None:
     pair.run(training.several_heads)
 
