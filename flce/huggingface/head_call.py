@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from flce.huggingface.usage import Usage
+from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, is_freed
 
 # Of a weight so many rows and columns, at most, are compared when logits are read late.
 _SAMPLE = 64
+
+
+class StaleLogitsError(RuntimeError):
+    """Something that lazy logits would be computed from has changed since the model ran."""
 
 
 class HeadCall:
@@ -40,6 +44,7 @@ class HeadCall:
         self, weight: Tensor, bias: Tensor | None, usage: Usage, layer: nn.Module | None, owner: nn.Module | None
     ) -> None:
         self.usage = usage
+        self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
         self.loss_computed = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
@@ -48,12 +53,7 @@ class HeadCall:
         self._owner = None if owner is None else weakref.ref(owner)
         self._parameters = [_Watched(tensor) for tensor in (weight, bias) if tensor is not None]
         self._step = _steps.count
-
-    def add_hook(self, hook: Hook) -> RemovableHandle:
-        """A wrapper's hook, for every gradient that leaves these logits."""
-        handle = RemovableHandle(self.hooks)
-        self.hooks[handle.id] = hook
-        return handle
+        watch_call(self)
 
     # -- the weight
 
@@ -75,15 +75,15 @@ class HeadCall:
             waiting_is_fine: compare values, for which a GPU is waited for, also where nothing points to a change.
         """
         if any(is_freed(watched.tensor) for watched in self._parameters):
-            raise RuntimeError(
+            raise StaleLogitsError(
                 "these lazy logits can no longer be computed: the wrapper that shards the head has freed its weight. "
                 "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
             )
-        stepped = _steps.since(self._step)
-        if any(self.may_be_changed_by(optimizer) for optimizer in stepped):
+        if any(self.may_be_changed_by(optimizer) for optimizer in _steps.since(self._step)):
             raise _stale("by an optimizer step")
+        stepped = _steps.count > self._step  # perhaps by an optimizer that no longer exists
         for watched in self._parameters:
-            watched.check_unchanged(waiting_is_fine or self.backward_began or bool(stepped))
+            watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
 
     def _unit_of_the_layer(self) -> Any:
         layer = None if self._layer is None else self._layer()
@@ -131,10 +131,6 @@ class _Watched:
         return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), values
 
 
-class StaleLogitsError(RuntimeError):
-    """The weights are no longer those that the model ran with."""
-
-
 def _stale(how: str) -> StaleLogitsError:
     return StaleLogitsError(
         f"these lazy logits can no longer be computed: the output embedding was changed {how} since the model ran. "
@@ -161,6 +157,15 @@ def weights_of(calls: Sequence[HeadCall]) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
+
+
+def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
+    """A wrapper's hook, for every gradient that leaves logits of these calls: of all, or of one of several heads."""
+    first, *others = (call.hooks for call in calls)
+    handle = RemovableHandle(first, extra_dict=others)
+    for hooks in (first, *others):
+        hooks[handle.id] = hook
+    return handle
 
 
 def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface import lazy_ops
-from flce.huggingface.head_call import keep_until_read, pass_gradient, watch_gradient, weights_of
+from flce.huggingface.head_call import add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_state import LazyState, StackState, State
 from flce.huggingface.usage import ASKED_FOR, caller
 from flce.huggingface.wrappers import ddp_hook, is_wrapper_hook
@@ -93,6 +93,7 @@ class LazyBase:
         """
         if self._existing() is None and self._state.calls:
             self._state.calls[0].usage.materialized[ASKED_FOR] += 1
+            self._state.calls[0].usage.used |= self._state.requires_grad
         return self._make_real()
 
     def _make_real(self) -> Tensor:
@@ -180,7 +181,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             return False
         self._state, self._adopted = getattr(copied, "state"), True  # noqa: B009  # an attribute of its ctx
         if self._state.calls:
-            self._state.calls[0].add_hook(hook)
+            add_hook(hook, self._state.calls)
         return True
 
     def _compute(self) -> Tensor:
@@ -376,7 +377,7 @@ def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
         args = (args[1], args[0])
     lazy = args[0] if args and is_lazy(args[0]) else None
     if lazy is not None and name == "register_hook" and lazy._state.calls and is_wrapper_hook(args[-1]):
-        return lazy._state.calls[0].add_hook(args[-1])
+        return add_hook(args[-1], lazy._state.calls)
     by_itself = isinstance(lazy, LazyLogits) and (lazy._existing() is None or lazy._is_foreign())
     if by_itself and name in lazy_ops.METADATA:
         with torch._C.DisableTorchFunctionSubclass():
@@ -552,6 +553,7 @@ def _say_materialized(func: Any, state: State) -> None:
         where += f" (in {by.via})"
     if state.calls:
         state.calls[0].usage.materialized[where] += 1
+        state.calls[0].usage.used |= state.requires_grad
     if state.settings.on_materialize == "ignore":
         return
     hint = ""

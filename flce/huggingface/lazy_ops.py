@@ -542,8 +542,9 @@ def _sum(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: tor
     if state is NotImplemented:
         return NotImplemented
     # Any target would do, but for one whose logit is -inf.
-    (target,) = state.statistics("argmax")
-    loss = state.cross_entropy(target, reduction="none", label_smoothing=1.0)
+    with state.weights():
+        (target,) = state.statistics("argmax")
+        loss = state.cross_entropy(target, reduction="none", label_smoothing=1.0)
     return _tokens(state, loss * (-state.folded.factor * state.vocab_size), keepdim)
 
 

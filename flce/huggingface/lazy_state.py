@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.functional import fused_linear_cross_entropy
-from flce.huggingface.head_call import HeadCall, weights_of
+from flce.huggingface.head_call import HeadCall, StaleLogitsError, weights_of
 from flce.planning import ChunkOptions
 from flce.problem import accumulation_dtype
 
@@ -225,7 +225,7 @@ def _factor(ops: tuple[Op, ...]) -> float:
 
 def _check_versions(versions: tuple[int, ...] | None, tensors: tuple[Tensor, ...]) -> None:
     if versions is not None and versions != versions_of(*tensors):
-        raise RuntimeError(
+        raise StaleLogitsError(
             "these lazy logits can no longer be computed: the hidden states or the output embedding were "
             "modified in place since the model ran (an optimizer step?). Read them before that, call "
             "outputs.logits.materialize() before it, or use patch_model(..., keep_logits=True), which computes the "
@@ -445,6 +445,7 @@ class LazyState:
         for call in self.calls:
             call.usage.fused += call is self.calls[0]
             call.loss_computed |= torch.is_grad_enabled() and self.requires_grad
+            call.usage.used |= call.loss_computed
         folded = self.folded
         return self._in_head_autocast(
             fused_linear_cross_entropy,

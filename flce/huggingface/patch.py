@@ -115,7 +115,9 @@ def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return logits
         weight, bias = self.weight, self.bias  # read once: a parametrised weight is made when it is read
         if compiling:
-            if _obstacle(input, weight, bias) is not None:
+            # What a graph returns is no tensor, so wrappers cannot register the hooks without which nothing trains.
+            watched = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if _obstacle(input, weight, bias) is not None or (watched and not patch.compiled_call_has_labels):
                 return forward(self, input)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+
+if TYPE_CHECKING:
+    from flce.huggingface.head_call import HeadCall
 
 ASKED_FOR = "materialize()"
 
@@ -25,6 +30,15 @@ _UNUSED = (
     "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
     "do since version 1.16 (docs/trainers.md says what to do there), or the loss may come from hidden states"
 )
+
+
+# Calls of heads whose logits somebody still has.
+_calls: weakref.WeakSet[HeadCall] = weakref.WeakSet()
+
+
+def watch_call(call: HeadCall) -> None:
+    """Note that logits were returned."""
+    _calls.add(call)
 
 
 class NotFusedWarning(UserWarning):
@@ -45,6 +59,8 @@ class Usage:
     warned: bool = False
     compiled: bool = False
     """Whether the head has run under ``torch.compile``, where nothing is counted."""
+    used: bool = False
+    """Whether something with a gradient was made from logits; what evaluations make tells nothing of training."""
 
     def forward_begins(self, training: bool) -> None:
         """At the start of every forward with gradients enabled, in training mode or not."""
@@ -55,8 +71,7 @@ class Usage:
     def warn_if_not_fused(self) -> None:
         """Warn, once a model, if it was trained and its loss did not go through flce."""
         reason = self.trained_stock
-        seen = self.fused or self.materialized or self.stock or self.compiled
-        if reason is None and self.forwards and not seen:
+        if reason is None and self.forwards and not (self.used or self.compiled or self._all_kept()):
             reason = _UNUSED
         if reason is None or self.warned:
             return
@@ -67,16 +82,21 @@ class Usage:
             NotFusedWarning,
         )
 
+    def _all_kept(self) -> bool:
+        """Whether no logits were dropped yet: the loss of several forwards may come at the end."""
+        return len({call.forward for call in list(_calls) if call.usage is self}) >= self.forwards
+
     def ran_stock(self, logits: Any, reason: str) -> None:
         """The head ran stock code with gradients enabled; whether that is training shows when a gradient comes back."""
         self.stock[reason] += 1
+        self.used |= reason != EVALUATION
         if not isinstance(logits, Tensor) or not logits.requires_grad or self.warned:
             return
 
         def note(grad: Tensor) -> None:
             self.trained_stock = reason
 
-        logits.register_hook(note)
+        logits.register_hook(unserializable_hook(note))
 
 
 class Caller(NamedTuple):

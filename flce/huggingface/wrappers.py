@@ -80,13 +80,16 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
     Args:
         layer: whose weight is wanted.
         owner: a module that contains it.
-        hooks: of wrappers on its output. Units around ``owner`` are only known by these.
+        hooks: of wrappers on its output. Where ``owner`` has no units, those around it are only known by these.
     """
     kind = _imported("torch.distributed.fsdp", "FSDPModule")
     if kind is None or layer is None:
         return None
-    around = [module for hook in hooks for module in getattr(_fsdp2_state(hook), "_modules", ())]
     inside = [] if owner is None else [module for module in owner.modules() if isinstance(module, kind)]
+    states = [_fsdp2_state(hook) for hook in hooks]
+    for unit in inside:  # the units of one tree know each other, also those around `owner`
+        states += getattr(getattr(unit._get_fsdp_state(), "_state_ctx", None), "all_states", ())
+    around = {id(module): module for state in states for module in getattr(state, "_modules", ())}.values()
     units = [unit for unit in (*inside, *around) if any(module is layer for module in unit.modules())]
     return min(units, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
 

@@ -96,6 +96,28 @@ def test_late_reads(pair: World, wrapping: str, keep: bool) -> None:
     pair.run(training.late_reads, wrapping, keep)
 
 
+def test_evaluation_in_a_wrapper(pair: World) -> None:
+    pytest.importorskip("peft")
+    pair.run(training.evaluated_in_a_wrapper)
+
+
+@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("wrapping", ["fully_shard(model)", "DDP, unused parameters"])
+def test_compiled(pair: World, wrapping: str, loss: str) -> None:
+    pair.run(training.compiled, wrapping, loss)
+
+
+def test_several_heads(pair: World) -> None:
+    pair.run(training.several_heads)
+
+
+@pytest.mark.parametrize("loss", ["smoothed", "z-loss"])
+def test_one_gather_a_loss(pair: World, loss: str) -> None:
+    """Each of these is two losses."""
+    for stock, patched in pair.run(training.collectives, loss, "tail, resharded"):
+        assert patched["_allgather_base_"] <= stock["_allgather_base_"] + 2
+
+
 @pytest.mark.parametrize("loss", CALLS)
 def test_tensor_parallelism_runs_stock_and_says_so(pair: World, loss: str) -> None:
     for fused, reasons in pair.run(training.tensor_parallel, loss):

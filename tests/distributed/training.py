@@ -439,6 +439,60 @@ def late_reads(wrapping: str, keep: bool) -> None:
     assert not torch.equal(logits.argmax(-1), want.argmax(-1))
 
 
+def evaluated_in_a_wrapper() -> None:
+    """Logits of an evaluation, where the unit that holds the head is around the patched model."""
+    from peft import LoraConfig, get_peft_model
+
+    stock = tiny_llama()
+    want = copy.deepcopy(stock)
+    adapted = get_peft_model(flce.patch_model(stock, on_materialize="ignore"), LoraConfig(target_modules=["q_proj"]))
+    model = _fsdp2(adapted, reshard_after_forward=True).eval()
+    ids = batch(dist.get_rank(), 0)
+    with torch.no_grad():
+        logits = model(input_ids=ids, labels=ids).logits
+        torch.testing.assert_close(logits.softmax(-1), want(input_ids=ids).logits.softmax(-1))
+
+
+def compiled(wrapping: str, loss: str) -> None:
+    """What a compiled model returns meets the wrappers' hooks as stock's logits do."""
+    torch._dynamo.reset()
+    stock = tiny_llama(num_hidden_layers=1)
+    patched = flce.patch_model(copy.deepcopy(stock))
+    patched.compile(backend="eager")
+    check_same(train(WRAPPINGS[wrapping](patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
+
+
+class SeveralHeads(nn.Module):
+    """As models of codebooks stack them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(32, V, bias=False) for _ in range(2)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.stack([head(hidden) for head in self.heads], 1)
+
+
+def several_heads() -> None:
+    """A loss of the second head alone, above a frozen model: only the hook of the stack begins FSDP2's backward."""
+
+    def prepare(model: Any) -> Any:
+        torch.manual_seed(0)
+        model.lm_head = SeveralHeads()
+        model.model.requires_grad_(False)
+        return model
+
+    def second(model: Any, ids: Tensor) -> Tensor:
+        return F.cross_entropy(*shifted(model(input_ids=ids).logits[:, 1], ids))
+
+    stock = prepare(tiny_llama())
+    patched = flce.patch_model(copy.deepcopy(stock))
+    model = _fsdp2(patched)
+    results = [train(model, second), reference(stock, second)]
+    torch.testing.assert_close(results[0]["losses"], results[1]["losses"], rtol=1e-5, atol=1e-5)
+    assert results[0]["losses"][-1] != results[0]["losses"][0]
+
+
 def error_of(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         call()

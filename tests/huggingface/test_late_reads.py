@@ -154,6 +154,16 @@ def test_keep_logits(build: Callable[..., Any], fused: bool) -> None:
     assert not torch.equal(forward(model).argmax(-1), want.argmax(-1)) or fused is None
 
 
+def test_keep_logits_leaves_errors_to_whoever_reads(build: Callable[..., Any]) -> None:
+    """A step does not fail for logits that nobody reads."""
+    model = patch_model(build("Llama"), keep_logits=True)
+    logits = trained(model)
+    copy_over(model)
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    with pytest.raises(RuntimeError, match=STALE):
+        logits.argmax(-1)
+
+
 def test_keep_logits_is_a_bool(build: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="keep_logits must be True or False, got 'yes'"):
         patch_model(build("Llama"), keep_logits="yes")  # type: ignore[arg-type]

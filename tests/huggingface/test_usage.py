@@ -72,6 +72,42 @@ def test_a_kernel_that_goes_round_the_head(build: Callable[..., Any]) -> None:
     assert "round the head" in said[2][0]
 
 
+def test_an_evaluation_before_is_no_training(build: Callable[..., Any]) -> None:
+    model = patch_model(build("Llama"))
+    with torch.no_grad():
+        model(input_ids=IDS, labels=IDS)
+
+    def step() -> None:
+        model.base_model(input_ids=IDS).last_hidden_state.sum().backward()
+
+    assert [len(messages) for messages in said_by(step, 4)] == [0, 0, 1, 0]
+
+
+def test_one_loss_of_several_forwards(build: Callable[..., Any]) -> None:
+    """It is made when all of them are done, so until then there is nothing to say."""
+    model = patch_model(build("Llama"))
+
+    def step() -> None:
+        logits = [model(input_ids=IDS).logits for _ in range(4)]
+        sum(F.cross_entropy(each.flatten(0, 1), IDS.flatten()) for each in logits).backward()  # type: ignore[union-attr]
+
+    assert said_by(step, 2) == [[], []]
+
+    def unused() -> None:
+        outputs = [model(input_ids=IDS, output_hidden_states=True)]
+        outputs[0].hidden_states[-1].sum().backward()
+
+    model = patch_model(build("Llama"))
+    assert [len(messages) for messages in said_by(unused, 4)] == [0, 0, 1, 0]
+
+
+def test_logits_of_evaluation_mode_can_be_saved(build: Callable[..., Any], tmp_path: Any) -> None:
+    logits = patch_model(build("Llama").eval())(input_ids=IDS).logits
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save(logits, tmp_path / "logits.pt")
+
+
 def test_a_head_that_runs_stock_code(build: Callable[..., Any]) -> None:
     """Here because the model runs in a transform."""
     model = patch_model(build("Llama"))
@@ -190,6 +226,25 @@ def test_hooks_of_fsdp1(build: Callable[..., Any], monkeypatch: pytest.MonkeyPat
     F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
     assert len(seen) == 1
     assert all(grad.untyped_storage().nbytes() <= 8 for grad in seen)
+
+
+def test_hooks_of_a_wrapper_on_several_heads(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of a stack of logits runs whichever of them the loss takes, and once where it takes all."""
+    import functools
+
+    import torch.distributed.fsdp._runtime_utils as runtime
+
+    seen: list[Tensor] = []
+    monkeypatch.setattr(runtime, "_pre_backward_hook", lambda state, grad: seen.append(grad))
+    model = patch_model(build("Llama"), on_materialize="raise")
+    for which, removed in ((0, False), (1, False), (1, True)):
+        seen.clear()
+        logits = torch.stack([model(input_ids=IDS).logits for _ in range(2)], 1)
+        handle = logits.register_hook(functools.partial(runtime._pre_backward_hook, None))
+        if removed:
+            handle.remove()
+        F.cross_entropy(logits[:, which].flatten(0, 1), IDS.flatten()).backward()
+        assert len(seen) == (0 if removed else 1)
 
 
 def test_hooks_of_users_get_the_gradient_or_an_error(build: Callable[..., Any]) -> None:
