@@ -63,6 +63,10 @@ class HeadCall:
             return None
         return self._unit_of_the_layer()
 
+    @property
+    def is_trained(self) -> bool:
+        return any(watched.tensor.requires_grad for watched in self._parameters)
+
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
         by_identity = self._trained_as_they_are()
@@ -207,10 +211,11 @@ class _Steps:
     def since(self, count: int) -> list[Optimizer]:
         return [optimizer for optimizer, last in self._last.items() if last > count]
 
-    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before(self, *_: Any) -> None:
+        # Any optimizer: the one that steps may hold copies of the weights, which are written back afterwards.
         for lazy in list(self.keep.values()):
-            if any(call.may_be_changed_by(optimizer) for call in lazy._state.calls):
-                with contextlib.suppress(StaleLogitsError):  # who reads them is told
+            if any(call.is_trained for call in lazy._state.calls):
+                with contextlib.suppress(StaleLogitsError):  # whoever reads them gets it, the step does not
                     lazy._make_real()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
