@@ -171,6 +171,21 @@ def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.Monk
         check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
 
 
+@pairs(inplace=[False, True], backend=BACKENDS)
+def test_rows_in_another_order(inplace: bool, backend: str, device: torch.device) -> None:
+    """Of three dimensions, so that the way there is not the way back."""
+    p = make((2, 3, 4), 11, ignored=0.2, token_weight=True, reduction="none", device=device)
+    upstream = torch.linspace(0.5, 2.0, 24, dtype=torch.float64, device=device).view(2, 3, 4)
+    memory = p.input.permute(2, 0, 1, 3).contiguous().requires_grad_()
+    logits = (memory * 1).permute(1, 2, 0, 3)
+    out: Any = flce.cross_entropy(logits, p.target, stats=STATS, inplace=inplace, **p.kwargs)
+    out.loss.backward(upstream)
+    assert memory.grad is not None
+    outcome = Outcome(out.loss.detach(), memory.grad.permute(1, 2, 0, 3), None, None, output=out)
+    expected = run_oracle(p, grad_output=upstream)
+    assert_outcome(outcome, expected, p, tolerance=1e-10, grads="x", stats=STATS)
+
+
 TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
     "one of two columns": lambda y: torch.stack((y, torch.full_like(y, -100)), dim=-1)[..., 0],
     "every other row": lambda y: y.repeat_interleave(2, dim=0)[::2],

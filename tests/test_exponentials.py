@@ -226,6 +226,16 @@ def test_a_common_offset(offset: float, device: torch.device) -> None:
     assert relative_error(run_fused(problem, grads="xw").loss, run_oracle(problem).loss) < 1e-5
 
 
+def test_a_bias_that_takes_a_product_away(device: torch.device) -> None:
+    """Of the classes of the sample, whose logits without their own bias would be a reference that is far too large."""
+    problem = problem_of(device, leading=(20,), bias=True)
+    assert problem.linear_bias is not None
+    problem.input[:, 0] = 1.0
+    problem.linear_weight[::3, 0] = 256.0
+    problem.linear_bias[::3] = -256.0
+    check(problem, grads="xw", tolerance=3 * ULP)
+
+
 def test_logits_are_not_rounded(device: torch.device) -> None:
     """The loss is as exact as float32; gradients are nearer to the truth than those of rounded logits."""
     problem = problem_of(device, std=4.0)

@@ -450,6 +450,16 @@ def test_promise_on_cpu_where_rows_are_gathered(strategy: str, dtype: torch.dtyp
     assert 0.75 * promise <= peak <= promise * 1.01 + SLACK / 4
 
 
+def test_promise_on_cpu_of_a_sweep_for_the_gradient_of_inputs(torch_backend: str) -> None:
+    """Whose sums over classes, in float32, are a fifth of the workspace."""
+    chunking = {"strategy": "vocab", "max_workspace_bytes": 2400 << 10, "skip_ignored": False}
+    options = flce.ChunkOptions(**chunking)  # type: ignore[arg-type]
+    made = flce.plan(1000, 512, 2000, torch.bfloat16, device="cpu", options=options)
+    assert made.sweeps[0].input_sum == torch.float32
+    promise, peak = promise_and_peak(1000, 512, 2000, "cpu", {"dtype": torch.bfloat16}, chunking)
+    assert 0.95 * promise <= peak <= 1.01 * promise
+
+
 def test_a_small_budget_is_kept_when_gradients_are_scaled(torch_backend: str) -> None:
     budget = {"max_workspace_bytes": 1 * MIB}
     promise, peak = promise_and_peak(64, 512, 20000, "cpu", {"upstream": 3.0}, budget)

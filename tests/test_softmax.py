@@ -116,6 +116,8 @@ def test_launches(
 ) -> None:
     launched(monkeypatch, **LAUNCHES[launch])
     x = torch.randn(shape, device=device).mul(3).to(bf16 if LAUNCHES[launch].get("narrow") else f32)
+    if shape == (6, 64):  # rows that lie in one place, as their results do not
+        x = LAYOUTS["expanded"](x)
     both(name, x, dim=dim)
 
 

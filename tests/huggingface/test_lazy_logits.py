@@ -1068,6 +1068,11 @@ def test_stale_logits_are_an_error() -> None:
     for lazy in (pair.lazy, part, pair.lazy * 2.0):
         with pytest.raises(RuntimeError, match="modified in place"):
             lazy.materialize()
+    pair = Pair()
+    with torch.no_grad():
+        pair.lazy_leaves[0].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        pair.lazy[:, torch.tensor([1, 2])].materialize()  # of a copy, which counts its own changes
 
 
 def test_lazy_logits_hold_no_logits() -> None:
