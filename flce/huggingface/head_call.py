@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.hooks import RemovableHandle
 
 from flce.huggingface.usage import Usage, watch_call
-from flce.huggingface.wrappers import Hook, fsdp2_unit, is_freed
+from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed
 
 # Of a weight so many rows and columns, at most, are compared when logits are read late.
 _SAMPLE = 64
@@ -183,7 +183,7 @@ def pass_gradient(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """The gradient as the wrappers' hooks leave it. One that is registered in several calls runs once."""
     for call in calls:
         call.backward_began = True
-    for hook in {id(hook): hook for call in calls for hook in call.hooks.values()}.values():
+    for hook in {identity(hook): hook for call in calls for hook in call.hooks.values()}.values():
         result = hook(grad)
         grad = grad if result is None else result
     return grad

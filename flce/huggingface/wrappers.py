@@ -53,6 +53,15 @@ def _is_deepspeed_hook(hook: Any) -> bool:
     return manager is not None and code is not None and code in manager._make_backward_hook.__code__.co_consts
 
 
+def identity(hook: Hook) -> int:
+    """The same for hooks of which one is enough: DeepSpeed has one for each output, and each divides the gradient."""
+    if _is_deepspeed_hook(hook):
+        function: Any = hook
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        return id(cells["self"].cell_contents)
+    return id(hook)
+
+
 def ddp_hook(node: Any) -> Hook | None:
     """What DDP's autograd function behind an output does in backward, as a hook; None for another function."""
     sink = _imported("torch.nn.parallel.distributed", "_DDPSink")

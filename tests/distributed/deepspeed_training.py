@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import flce
@@ -75,3 +76,27 @@ def compare(stage: int, loss: str, accumulation: int, direct: bool) -> Any:
     assert want[0][-1] != want[0][0]
     kinds = {w.category for w in caught} & {MaterializedLogitsWarning, NotFusedWarning}
     return flce.report(patched), {kind.__name__ for kind in kinds}
+
+
+class _TwoOutputs(torch.nn.Module):
+    """Returns the logits, and a view of them."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        logits = self.model(input_ids=input_ids).logits
+        return {"logits": logits, "last": logits[:, -1]}
+
+
+def two_outputs() -> None:
+    """DeepSpeed's factor 1/4 is in a hook of each output, and reaches the gradient once."""
+    norms: list[Tensor] = []
+    stock = tiny_llama()
+    for model in (stock, flce.patch_model(copy.deepcopy(stock))):
+        model.lm_head.weight.register_hook(lambda grad: norms.append(grad.norm()))
+        ids = batch(dist.get_rank(), 0)
+        logits = _engine(_TwoOutputs(model), 1, 4)(input_ids=ids)["logits"]
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    torch.testing.assert_close(norms[1], norms[0])

@@ -44,3 +44,7 @@ def test_zero_3_runs_stock_and_says_so(pair: World, loss: str) -> None:
         assert report.fused == 0
         assert ["ZeRO-3" in reason for reason in report.stock] == [True]
         assert warned == {"NotFusedWarning"}
+
+
+def test_two_outputs_of_one_head(pair: World) -> None:
+    pair.run(deepspeed_training.two_outputs)
