@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.huggingface import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
-from flce.huggingface.head_call import HeadCall
+from flce.huggingface.head_call import HeadCall, add_hook
 from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy_state import Folded, LazyState, Settings, fold, head_state
 from flce.huggingface.usage import Usage
@@ -355,7 +355,7 @@ def test_wrappers_hooks_fire_for_few_classes() -> None:
     for function in (lambda x: x[..., [1, 2]], lambda x: x[..., 1], lambda x: x.log_softmax(-1)[..., [1, 2]]):
         pair = Pair()
         seen: list[Tensor] = []
-        pair.lazy._state.calls[0].add_hook(seen.append)
+        add_hook(seen.append, pair.lazy._state.calls)
         function(pair.lazy).sum().backward()
         assert len(seen) == 1
 
