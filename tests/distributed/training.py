@@ -478,7 +478,7 @@ def several_heads() -> None:
 
     def prepare(model: Any) -> Any:
         torch.manual_seed(0)
-        model.lm_head = SeveralHeads()
+        model.lm_head = SeveralHeads().to(device())
         model.model.requires_grad_(False)
         return model
 
@@ -562,7 +562,9 @@ def data_parallel() -> int:
         outputs.loss.mean().backward()
         peak = torch.cuda.max_memory_allocated(0) - before
         model.zero_grad()
-        logits = parallel(input_ids=ids).logits
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MaterializedLogitsWarning)  # they are gathered
+            logits = parallel(input_ids=ids).logits
         own = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         own.backward()
         losses.append((outputs.loss.mean().detach(), own.detach(), model.lm_head.weight.grad))
