@@ -22,16 +22,21 @@ in :mod:`.lazy_ops`. Here: the classes, and how an operation finds its way.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._pytree import tree_leaves
 
 from flce.huggingface import lazy_ops
 from flce.huggingface.head_call import add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
+from flce.huggingface.lazy_ops import Operation
 from flce.huggingface.lazy_state import LazyState, StackState, State
 from flce.huggingface.usage import ASKED_FOR, caller
 from flce.huggingface.wrappers import ddp_hook, is_wrapper_hook
@@ -49,20 +54,20 @@ class MaterializedLogitsError(RuntimeError):
 
 
 class LazyBase:
-    """What both kinds of lazy logits share: the state, the real logits once they exist, and their views.
+    """What both kinds of lazy logits share: the state, and the real logits once they exist.
 
-    Stock logits and their views share memory, so an in-place write to one shows in all. Lazy ones remember
-    where they came from: the first write makes the root of the family real, the others views of that.
+    A view refers to what it is a view of, its source. There is one memory for a root and all its views: whatever makes
+    one of them real makes the root real, and repeats the views on it. So a write to one shows in all, as in stock.
     """
 
     _state: State
     _real: Tensor | None
-    # Where a view came from: its parent, and how to repeat the view on the parent's real logits.
+    # Of a view: what it is a view of, and how to repeat the view on that one's real logits.
     _source: tuple[LazyBase, Callable[[Tensor], Tensor]] | None
-    _written: bool  # on the root of a family of views: written to in place
-    _follows_source: bool  # on a view: `_real` is a view of the parent's real logits
+    # Of a small view: its values, in memory of their own, for operations that do nothing but read.
+    _values: Tensor | None
     _viewed: bool  # has views
-    _adopted: bool  # has the state of what it is a copy of, see `LazyLogits._adopt`
+    _family: list[weakref.ref[LazyLogits]]  # the root and all its views
     # Of the shape and strides that stock's logits would have, without data: tells views from copies.
     _shadow: Tensor | None
 
@@ -73,7 +78,8 @@ class LazyBase:
         shadow: Tensor | None = None,
     ) -> None:
         self._state, self._source, self._shadow = state, source, shadow
-        self._real, self._written, self._follows_source, self._viewed, self._adopted = None, False, False, False, False
+        self._real, self._values, self._viewed = None, None, False
+        self._family = [] if source is None else source[0]._family
         if source is not None:
             source[0]._viewed = True
 
@@ -83,6 +89,9 @@ class LazyBase:
 
     def materialize(self) -> Tensor:
         """Compute the real logits, or return them if they have been computed before. No warning is given.
+
+        Of a view all logits are computed, whose memory it shares; ``logits[:, -1].clone().materialize()`` computes the
+        logits of these tokens only.
 
         Returns:
             An ordinary tensor of this object's shape, dtype and device, connected to the hidden states and
@@ -96,51 +105,50 @@ class LazyBase:
             self._state.calls[0].usage.used |= self._state.requires_grad
         return self._make_real()
 
-    def _make_real(self) -> Tensor:
-        real = self._existing()
-        if real is None:
-            real = self._compute()
-            self._real = real
-        return real
-
-    def _compute(self) -> Tensor:
-        return watch_gradient(self._state.logits(), self._state.calls)
-
     @property
     def is_materialized(self) -> bool:
         """Whether the real logits exist."""
         return self._existing() is not None
 
     def _existing(self) -> Tensor | None:
-        if self._source is not None and not self._follows_source:
-            parent, repeat = self._source
-            # A view of real logits is one of theirs; one that was read before they were written to, as well.
-            if self._root()._written or (self._real is None and parent._existing() is not None):
-                self._real, self._follows_source = repeat(parent._make_real()), True
+        if self._real is None and self._source is not None:
+            source, repeat = self._source
+            memory = source._existing()
+            if memory is not None:
+                self._real, self._values = repeat(memory), None
         return self._real
 
-    def _is_foreign(self) -> bool:
-        """Whether the state is not what this object stands for in the autograd graph."""
-        return False
+    def _make_real(self) -> Tensor:
+        if self._existing() is None:
+            if self._source is None:
+                self._real = self._compute()
+            else:
+                self._source[0]._make_real()
+        real = self._existing()
+        assert real is not None
+        return real
 
-    def _root(self) -> LazyBase:
+    def _compute(self) -> Tensor:
+        return watch_gradient(self._state.logits(), self._state.calls)
+
+    def _read(self) -> Tensor:
+        """The values of a small view."""
+        if self._values is None:
+            self._values = self._compute()
+        return self._values
+
+    def _is_small(self) -> bool:
+        """Whether this is a view of so few logits that reading is no reason to compute all."""
         root: LazyBase = self
         while root._source is not None:
             root = root._source[0]
-        return root
-
-    def _prepare_write(self, func: Any) -> None:
-        """Before an in-place operation: from now on this family's real logits share memory."""
-        root = self._root()
-        if root._existing() is None:
-            _say_materialized(func, root._state)
-        root._make_real()
-        root._written = True
+        # Nobody sees what a graph does not use: there all views are made by themselves.
+        return root is not self and (self._shadow is None or 4 * self._shadow.numel() <= math.prod(root._state.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        state, real = self._state, self._existing()
-        if real is not None:
-            return repr(real)
+        state, values = self._state, self._values if self._existing() is None else self._real
+        if values is not None:
+            return repr(values)
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
 
 
@@ -156,51 +164,73 @@ def is_lazy(value: Any) -> bool:
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
+    _node: Any  # of the autograd graph, which this tensor stands at
+    _version_seen: int  # of the real logits, when that was set
+
     @staticmethod
     def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> LazyLogits:
         shadow = _contiguous_shadow(state) if shadow is None else shadow
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
         lazy._init(state, source, shadow)
+        lazy._node, lazy._version_seen = lazy._place(), 0
+        lazy._family.append(weakref.ref(lazy))
         return lazy
-
-    def _is_foreign(self) -> bool:
-        # Code below __torch_function__ (an autograd.Function) has put another node behind a copy of ours.
-        with torch._C.DisableTorchFunctionSubclass():
-            node, requires_grad = self.grad_fn, self.requires_grad
-        if node is None:
-            return requires_grad
-        return not (self._adopted or isinstance(node, _InGraph._backward_cls) or self._adopt(node))
-
-    def _adopt(self, node: Any) -> bool:
-        """Take the state of what DDP has copied without gradients; its part of backward becomes a hook."""
-        hook = ddp_hook(node)
-        if hook is None:
-            return False
-        copied: Any = node.next_functions[self.output_nr][0]
-        if not isinstance(copied, _InGraph._backward_cls):
-            return False
-        self._state, self._adopted = getattr(copied, "state"), True  # noqa: B009  # an attribute of its ctx
-        if self._state.calls:
-            add_hook(hook, self._state.calls)
-        return True
-
-    def _compute(self) -> Tensor:
-        if not self._is_foreign():
-            return super()._compute()
-        real = self._state.logits()
-        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-            behind: Tensor = _Behind.apply(self, real.detach())
-        return behind
 
     def _become(self, state: State) -> None:
         if state.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _InGraph.apply(self, state, None, *state.tensors)
-        self._state = state
+        self._state, self._node = state, self._place()
+
+    def _existing(self) -> Tensor | None:
+        real, place = LazyBase._existing(self), self._place()
+        if place is self._node or self._adopt(place):
+            return real
+        # An autograd.Function, which does not ask __torch_function__, has returned this tensor.
+        if real is None:
+            _say_materialized("an autograd.Function", self._state)
+            memory = self._state.logits().detach()
+        else:
+            memory = real.detach().clone()
+        with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+            behind: Tensor = _Behind.apply(self, memory, False)
+            # Changed in place: those who have the memory see where it comes from now.
+            self._real = behind if real is None else real.copy_(behind)
+        self._node = place
+        return self._real
+
+    def _follow(self) -> None:
+        """After a write to the real logits, for C++ code: this tensor and its views stand where those do."""
+        for lazy in [ref() for ref in self._family]:
+            real = None if lazy is None else lazy._existing()
+            if lazy is not None and real is not None and real._version != lazy._version_seen:
+                lazy._version_seen = real._version
+                # A view that was made without gradients has no place any more: an error for whoever uses it.
+                with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), contextlib.suppress(RuntimeError):
+                    _Behind.apply(real, lazy, True)
+                lazy._node = lazy._place()
+
+    def _place(self) -> Any:
+        """Where this tensor stands in the autograd graph: a node, None for nowhere, True for a leaf."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return (self.grad_fn or True) if self.requires_grad else None
+
+    def _adopt(self, place: Any) -> bool:
+        """Take the state of what DDP has copied without gradients; its part of backward becomes a hook."""
+        hook = ddp_hook(place)
+        if hook is None:
+            return False
+        copied: Any = place.next_functions[self.output_nr][0]
+        if not isinstance(copied, _InGraph._backward_cls):
+            return False
+        self._state, self._node = getattr(copied, "state"), place  # noqa: B009  # an attribute of its ctx
+        if self._state.calls:
+            add_hook(hook, self._state.calls)
+        return True
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _dispatch(func, _name(func), args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -230,6 +260,7 @@ class _InGraph(torch.autograd.Function):
             dtype=state.dtype,
             device=state.device,
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # rather than a null pointer
         return made
 
     @staticmethod
@@ -247,15 +278,18 @@ class _InGraph(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """Real logits whose gradient goes where that of a :class:`LazyLogits` does."""
+    """A tensor whose gradient goes where that of another does."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: Tensor, real: Tensor) -> Tensor:
-        return real.view_as(real)
+    def forward(ctx: Any, front: Tensor, behind: Tensor, in_place: bool) -> Tensor:
+        if not in_place:
+            return behind.view_as(behind)
+        ctx.mark_dirty(behind)
+        return behind
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class TracedLazyLogits(LazyBase):
@@ -276,7 +310,7 @@ class TracedLazyLogits(LazyBase):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _dispatch(func, _name(func), args, kwargs or {})
+        return _dispatch(func, args, kwargs or {})
 
     @property
     def shape(self) -> torch.Size:
@@ -328,7 +362,7 @@ class TracedLazyLogits(LazyBase):
             raise AttributeError(f"lazy logits have no attribute {name!r}")
         member = getattr(torch.Tensor, name)
         if callable(member):
-            return lambda *args, **kwargs: _dispatch(member, name, (self, *args), kwargs)
+            return lambda *args, **kwargs: _dispatch(member, (self, *args), kwargs)
         return getattr(_realise(self, member), name)
 
 
@@ -337,7 +371,7 @@ def _define_methods() -> None:
 
     def method(name: str, member: Any) -> Callable[..., Any]:
         def call(self: TracedLazyLogits, *args: Any, **kwargs: Any) -> Any:
-            return _dispatch(member, name, (self, *args), kwargs)
+            return _dispatch(member, (self, *args), kwargs)
 
         call.__name__ = name
         return call
@@ -346,9 +380,10 @@ def _define_methods() -> None:
         add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul
         rmatmul neg abs eq ne lt le gt ge getitem setitem float int bool array
     """.split()  # noqa: SIM905
-    lazy = [*lazy_ops.OPERATIONS, *lazy_ops.IN_PLACE]
-    for name in [f"__{op}__" for op in operators] + [n for n in lazy if n != "data" and n not in lazy_ops.LOSSES]:
-        if hasattr(torch.Tensor, name) and name not in TracedLazyLogits.__dict__:
+    members = [(name, getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
+    lazy = [name for name, member in members if callable(member) and member in lazy_ops.OPERATIONS]
+    for name in [f"__{op}__" for op in operators] + lazy:
+        if name not in TracedLazyLogits.__dict__:
             setattr(TracedLazyLogits, name, method(name, getattr(torch.Tensor, name)))
     TracedLazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
 
@@ -368,69 +403,102 @@ def make_lazy(state: State, source: Any = None, shadow: Tensor | None = None) ->
 # ------------------------------------------------------------------------------------------------- dispatch
 
 
-def _dispatch(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation with lazy logits among its arguments."""
     if not args and is_lazy(kwargs.get("input")):
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
-    if name in lazy_ops.COMMUTES and len(args) == 2 and not kwargs and not is_lazy(args[0]):
-        args = (args[1], args[0])
-    lazy = args[0] if args and is_lazy(args[0]) else None
-    if lazy is not None and name == "register_hook" and lazy._state.calls and is_wrapper_hook(args[-1]):
+    if _transformed():
+        with temporarily_clear_interpreter_stack():  # real logits are no part of the transform
+            args, kwargs = _realise(args, func), _realise(kwargs, func)
+        return func(*args, **kwargs)
+    operation = lazy_ops.OPERATIONS.get(func)
+    if operation is not None and operation.kind == "join":
+        result = _join(operation, *args, **kwargs)
+    elif args and is_lazy(args[0]):
+        result = _of_lazy(args[0], func, operation, args[1:], kwargs)
+    elif func in lazy_ops.COMMUTES and len(args) == 2 and not kwargs:
+        result = _of_lazy(args[1], func, operation, args[:1], kwargs)
+    else:
+        result = NotImplemented
+    return _of_real(func, args, kwargs) if result is NotImplemented else result
+
+
+def _transformed() -> bool:
+    """Whether a transform of ``torch.func`` is running, which cannot know lazy logits."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One operation of lazy logits; NotImplemented where it takes the real ones."""
+    if func is torch.Tensor.register_hook and lazy._state.calls and is_wrapper_hook(args[-1]):
         return add_hook(args[-1], lazy._state.calls)
-    by_itself = isinstance(lazy, LazyLogits) and (lazy._existing() is None or lazy._is_foreign())
-    if by_itself and name in lazy_ops.METADATA:
+    if func is torch.Tensor.__hash__:
+        return object.__hash__(lazy)
+    if lazy._existing() is not None:
+        return NotImplemented
+    if func in lazy_ops.METADATA and isinstance(lazy, LazyLogits):
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    if lazy is not None and lazy._existing() is None:
-        if name in lazy_ops.GRADIENT_HOOKS:
-            _check_hooks(lazy, name)
-        if name == "__repr__":
-            return LazyBase.__repr__(lazy)
-        if name == "__iter__":
-            return iter(torch.unbind(lazy))
-        result = NotImplemented if lazy._is_foreign() else _run_lazily(lazy, func, name, args[1:], kwargs)
-        if result is not NotImplemented:
-            leaves = isinstance(result, Tensor) and not is_lazy(result)
-            return watch_gradient(result, lazy._state.calls) if leaves else result
-    elif name in lazy_ops.JOINS and args and isinstance(args[0], Sequence):
-        state = _attempt(lazy_ops.JOINS[name], _states(args[0]), *args[1:], **kwargs)
-        if state is not NotImplemented:
-            return make_lazy(state)
-    if lazy is not None and _writes(name):
-        lazy._prepare_write(func)
-    if name in lazy_ops.LIKE:
-        return func(*_stand_ins(args), **{"memory_format": torch.contiguous_format, **kwargs})
-    if name in lazy_ops.NEW:
-        return func(*_stand_ins(args[:1]), *args[1:], **kwargs)
-    if name in lazy_ops.AS and not is_lazy(args[0]):
-        return func(args[0], *_stand_ins(args[1:]), **_stand_ins(kwargs))
-    return func(*_realise(args, func), **_realise(kwargs, func))
-
-
-def _run_lazily(lazy: LazyBase, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    args, kwargs, state = _states(args), _states(kwargs), lazy._state
-    if isinstance(state, StackState):
-        if name not in lazy_ops.STACK_OPERATIONS:
-            return NotImplemented
-        result = _attempt(lazy_ops.STACK_OPERATIONS[name], state, *args, **kwargs)
-        return _wrapped(lazy, func, name, result, args, kwargs)
-    if name in lazy_ops.LOSSES:
-        return lazy_ops.LOSSES[name](state, *args, **kwargs)  # an error of the loss is the caller's
-    if name in lazy_ops.IN_PLACE:
+            return func(lazy, *args, **kwargs)
+    if func in lazy_ops.GRADIENT_HOOKS:
+        _check_hooks(lazy, func)
+    if func is torch.Tensor.__repr__:
+        return LazyBase.__repr__(lazy)
+    if func is torch.Tensor.__iter__:
+        return iter(torch.unbind(lazy))
+    run = None if operation is None else operation.of_logits
+    if isinstance(lazy._state, StackState):
+        run = None if operation is None else operation.of_stack
+    if operation is None or run is None:
+        return NotImplemented
+    state, states, named = lazy._state, _states(args), _states(kwargs)
+    if operation.kind == "in place":
         # Not where other logits share the memory, which would have to change as well, nor where the change is to be
         # hidden from gradients.
         if lazy._source is not None or lazy._viewed or (state.requires_grad and not torch.is_grad_enabled()):
             return NotImplemented
-        result = _attempt(lazy_ops.IN_PLACE[name], state, *args, **kwargs)
+        result = _attempt(run, state, *states, **named)
         result = result if result is NotImplemented else lazy_ops.to_dtype(result, state.dtype)
         if result is NotImplemented or result.shape != state.shape:
             return NotImplemented
         lazy._become(result)
-        return None if name == "__setitem__" else lazy
-    if name not in lazy_ops.OPERATIONS:
+        return None if func is torch.Tensor.__setitem__ else lazy
+    return _wrapped(lazy, func, operation, _attempt(run, state, *states, **named), states, named)
+
+
+def _join(operation: Operation, several: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(several, Sequence):
         return NotImplemented
-    return _wrapped(lazy, func, name, _attempt(lazy_ops.OPERATIONS[name], state, *args, **kwargs), args, kwargs)
+    state = _attempt(operation.of_logits, _states(several), *args, **kwargs)
+    return state if state is NotImplemented else make_lazy(state)
+
+
+def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One operation of real logits, in which lazy ones are replaced by them."""
+    if func in lazy_ops.LIKE:
+        return func(*_stand_ins(args), **{"memory_format": torch.contiguous_format, **kwargs})
+    if func in lazy_ops.NEW:
+        return func(*_stand_ins(args[:1]), *args[1:], **kwargs)
+    if func in lazy_ops.AS and not is_lazy(args[0]):
+        return func(args[0], *_stand_ins(args[1:]), **_stand_ins(kwargs))
+    if func in lazy_ops.READING and "out" not in kwargs:
+        small: list[Tensor] = []
+        result = func(*_realise(args, func, small=small), **_realise(kwargs, func, small=small))
+        if not small or not _shares_memory(result, small):
+            return result
+    real = _realise(args, func)
+    result = func(*real, **_realise(kwargs, func))
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, LazyLogits):
+            value._follow()
+    return args[0] if args and is_lazy(args[0]) and result is real[0] else result  # as in place, or nothing to do
+
+
+def _shares_memory(result: Any, others: list[Tensor]) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+    return any(t.untyped_storage()._cdata == other.untyped_storage()._cdata for t in tensors for other in others)
 
 
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -446,7 +514,7 @@ def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _states(value: Any) -> Any:
     """Arguments with lazy logits replaced by their states; by the real ones where they exist."""
     if is_lazy(value):
-        real = value._make_real() if value._is_foreign() else value._existing()
+        real = value._existing()
         return value._state if real is None else real
     if type(value) in (tuple, list):
         return type(value)(_states(item) for item in value)
@@ -455,37 +523,47 @@ def _states(value: Any) -> Any:
     return value
 
 
-def _wrapped(lazy: LazyBase, func: Any, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation, with states made lazy logits that remember what they are views of."""
-    if isinstance(result, tuple):
+    if type(result) is tuple:
         if any(part is NotImplemented for part in result):
             return NotImplemented
-
-        def piece(i: int) -> Callable[[Tensor], Tensor]:
-            return lambda real: func(real, *args, **kwargs)[i]
-
-        return tuple(_view(lazy, part, piece(i)) for i, part in enumerate(result))
+        return tuple(
+            _view(lazy, part, lambda real, i=i: func(real, *args, **kwargs)[i]) for i, part in enumerate(result)
+        )
     if not isinstance(result, (LazyState, StackState)):
+        for value in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple) else ():
+            if isinstance(value, Tensor):
+                watch_gradient(value, lazy._state.calls)
         return result
-    if name in lazy_ops.VIEWS and not (name == "__getitem__" and _copies(args[0])):
+    if operation.kind == "view" and not (func is torch.Tensor.__getitem__ and _copies(args[0])):
         view = _view(lazy, result, lambda real: func(real, *args, **kwargs))
         if isinstance(result, StackState) and isinstance(lazy._state, LazyState):
-            view._make_real()  # one class, no longer than the tokens: of use as it is, for as long as it is wanted
+            view._read()  # one class, no longer than the tokens: of use as it is, for as long as it is wanted
         return view
     contiguous = lazy._source is None if lazy._shadow is None else lazy._shadow.is_contiguous()
-    if result is lazy._state and (name != "contiguous" or contiguous):
+    if result is lazy._state and (func is not torch.Tensor.contiguous or contiguous):
         return lazy  # as stock: nothing to do
-    return make_lazy(result)
+    same = isinstance(result, LazyState) and isinstance(lazy._state, LazyState) and result.ops == lazy._state.ops
+    return make_lazy(result.copied() if same else result)
 
 
 def _view(lazy: LazyBase, state: State, repeat: Callable[[Tensor], Tensor]) -> Any:
     """A view, or the copy that it is where the strides allow no view."""
+    with_gradients = torch.is_grad_enabled()
+
+    def repeated(real: Tensor) -> Tensor:
+        with torch.set_grad_enabled(with_gradients):
+            return repeat(real)
+
     if lazy._shadow is None:
-        return make_lazy(state, (lazy, repeat))
+        return make_lazy(state, (lazy, repeated))
     with torch._C.DisableTorchFunction():
         shadow = repeat(lazy._shadow)
     copied = shadow.untyped_storage()._cdata != lazy._shadow.untyped_storage()._cdata
-    return make_lazy(state) if copied else make_lazy(state, (lazy, repeat), shadow)
+    if not copied:
+        return make_lazy(state, (lazy, repeated), shadow)
+    return make_lazy(state.copied() if isinstance(state, LazyState) else state)
 
 
 def _copies(index: Any) -> bool:
@@ -494,18 +572,13 @@ def _copies(index: Any) -> bool:
     return any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
 
 
-def _check_hooks(lazy: LazyBase, name: str) -> None:
+def _check_hooks(lazy: LazyBase, func: Any) -> None:
     """RuntimeError for a hook that would wait in vain for a gradient that is computed without these logits."""
     if any(call.loss_computed for call in lazy._state.calls):
         raise RuntimeError(
-            f"logits.{name}() after the loss: it was computed without these logits, and its gradient does not pass "
-            "through them. Call logits.materialize() before the loss, and use what it returns."
+            f"logits.{_name(func)}() after the loss: it was computed without these logits, and its gradient does not "
+            "pass through them. Call logits.materialize() before the loss, and use what it returns."
         )
-
-
-def _writes(name: str) -> bool:
-    in_place_operator = name.startswith("__i") and name not in lazy_ops.NOT_IN_PLACE
-    return name == "__setitem__" or in_place_operator or (name.endswith("_") and not name.endswith("__"))
 
 
 def _name(func: Any) -> str:
@@ -516,18 +589,30 @@ def _name(func: Any) -> str:
     return name
 
 
-def _realise(value: Any, func: Any, detach: bool = False) -> Any:
-    """Replace lazy logits by real ones in arguments, however nested, and say so the first time."""
+def _realise(value: Any, func: Any, detach: bool = False, small: list[Tensor] | None = None) -> Any:
+    """Replace lazy logits by real ones in arguments, however nested, and say so the first time.
+
+    Args:
+        value: arguments of ``func``.
+        func: what needs the logits.
+        detach: without their autograd graph.
+        small: small views are replaced by values of their own, which are added here.
+    """
     if is_lazy(value):
+        if small is not None and value._existing() is None and value._is_small():
+            if value._values is None:
+                _say_materialized(func, value._state)
+            small.append(value._read())
+            return small[-1]
         if value._existing() is None:
             _say_materialized(func, value._state)
         real = value._make_real()
         return real.detach() if detach else real
     if isinstance(value, (tuple, list)):
-        items = [_realise(item, func, detach) for item in value]
+        items = [_realise(item, func, detach, small) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, Mapping):
-        return {key: _realise(item, func, detach) for key, item in value.items()}
+        return {key: _realise(item, func, detach, small) for key, item in value.items()}
     return value
 
 
@@ -544,11 +629,11 @@ def _stand_ins(value: Any) -> Any:
 
 
 def _say_materialized(func: Any, state: State) -> None:
-    """Count, and warn or raise, as ``patch_model`` was told to."""
+    """Count, and warn or raise, as ``patch_model`` was told to. ``func``: what needs the logits."""
     if torch.compiler.is_compiling():
         return  # the compiler has no frames to look at, and would have to break the graph for a warning
     by = caller()
-    where = f"{_qualified_name(func)} at {by.line}"
+    where = f"{func if isinstance(func, str) else _qualified_name(func)} at {by.line}"
     if by.via is not None:
         where += f" (in {by.via})"
     if state.calls:

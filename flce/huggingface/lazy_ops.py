@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import get_overridable_functions
 
+from flce.functional import cross_entropy
 from flce.huggingface.lazy_state import (
     BiasTerm,
     LazyState,
@@ -126,17 +129,17 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
 
 
 def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Term, ...]:
-    head = state.head
     terms: list[Term] = []
-    for term in state.terms:
+    for place, term in enumerate(state.terms):
         if isinstance(term, BiasTerm):
             terms.append(BiasTerm(term.bias.masked_fill(mask, 0.0), None, term.ops))
             continue
+        first = place == 0
         versions = None if term.versions is None else (term.versions[0], 0)
         filled = replace(term, weight=term.weight.masked_fill(mask[:, None], 0.0), bias=None, versions=versions)
-        bias = head.weight.new_zeros(state.vocab_size) if term is head and term.bias is None else term.bias
+        bias = term.weight.new_zeros(state.vocab_size) if first and term.bias is None else term.bias
         if bias is not None:
-            filled = filled.with_bias(bias.masked_fill(mask, value if term is head else 0.0))
+            filled = filled.with_bias(bias.masked_fill(mask, value if first else 0.0))
         terms.append(filled)
     return tuple(terms)
 
@@ -250,9 +253,7 @@ def _contiguous(state: LazyState, *, memory_format: torch.memory_format = torch.
 
 
 def _clone(state: LazyState, *, memory_format: torch.memory_format = torch.preserve_format) -> Any:
-    if memory_format not in (torch.preserve_format, torch.contiguous_format):
-        return NotImplemented
-    return replace(state)
+    return replace(state) if memory_format in (torch.preserve_format, torch.contiguous_format) else NotImplemented
 
 
 def _detach(state: LazyState) -> LazyState:
@@ -416,7 +417,7 @@ def _expand_index(state: State, index: Any) -> list[Any] | None:
             items[place] = torch.tensor(item, dtype=torch.int64)
             consumed += 1
         elif isinstance(item, Tensor):
-            if item.dim() == 0 and item.dtype not in (torch.int64, torch.int32):
+            if item.dtype not in (torch.int64, torch.int32) and (item.dim() == 0 or item.dtype != torch.bool):
                 return None
             if item.dim() == 0 and not torch.compiler.is_compiling():
                 items[place] = int(item)  # a view, as of an int
@@ -529,7 +530,7 @@ def _gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fa
     if target.device.type == "cpu" and not torch.compiler.is_compiling() and bool((target < 0).any()):
         return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
     loss = state.cross_entropy(target, reduction="none")
-    return _tokens(state, loss * -state.folded.factor, keepdim=True)
+    return _tokens(state, (loss * -state.folded.factor).to(state.dtype), keepdim=True)
 
 
 def _sum(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
@@ -545,7 +546,7 @@ def _sum(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: tor
     with state.weights():
         (target,) = state.statistics("argmax")
         loss = state.cross_entropy(target, reduction="none", label_smoothing=1.0)
-    return _tokens(state, loss * (-state.folded.factor * state.vocab_size), keepdim)
+    return _tokens(state, (loss * (-state.folded.factor * state.vocab_size)).to(state.dtype), keepdim)
 
 
 def _tokens(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
@@ -594,6 +595,34 @@ def _nll_loss(
     return _cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
 
 
+def _own_cross_entropy(
+    state: LazyState,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    inplace: bool = False,
+    process_group: Any = None,
+    vocab_size: int | None = None,
+    **spec: Any,
+) -> Any:
+    """:func:`flce.cross_entropy`. There is nothing that ``inplace`` could save."""
+    if process_group is not None or vocab_size is not None or not isinstance(target, Tensor):
+        return NotImplemented
+    scaled: LazyState | None = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
+    if softcap is not None:
+        for name, value in (("div", softcap), ("tanh", None), ("mul", softcap)):
+            scaled = None if scaled is None else scaled.with_op(name, value)
+    if scaled is None or scaled.folded.factor != 1.0 or not scaled.vocab_last or target.is_floating_point():
+        return NotImplemented
+    with scaled.weights():
+        output = scaled.fused(target, weight, **spec)
+    wide = torch.float64 if state.dtype == torch.float64 else torch.float32
+    loss = output if isinstance(output, Tensor) else output.loss
+    return output if (loss.dtype, loss.device) == (wide, state.device) else NotImplemented
+
+
 # ------------------------------------------------------------------------------------------ several together
 
 
@@ -636,23 +665,13 @@ def _joined(first: LazyState, terms: Sequence[LinearTerm], dim: int) -> Any:
     return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, versions=None),))
 
 
-def _of_every_part(name: str) -> Callable[..., Any]:
-    def handler(state: StackState, *args: Any, **kwargs: Any) -> Any:
-        parts = [OPERATIONS[name](part, *args, **kwargs) for part in state.parts]
-        if state.viewed_as is not None or any(part is NotImplemented for part in parts):
-            return NotImplemented
-        return replace(state, parts=tuple(parts))
-
-    return handler
-
-
 def _stack_getitem(state: StackState, index: Any) -> Any:
     items = _expand_index(state, index)
     if state.viewed_as is not None or items is None or len(items) != state.ndim:
         return NotImplemented
     which = items.pop(state.dim)
     if isinstance(which, int):
-        return _getitem(state.parts[which], tuple(items))
+        return _getitem(state.part(which), tuple(items))
     if not isinstance(which, slice) or not all(isinstance(item, slice) for item in items):
         return NotImplemented
     parts = tuple(_getitem(part, tuple(items)) for part in state.parts[which])
@@ -677,115 +696,127 @@ def _stack_reshape(state: StackState, *shape: Any) -> Any:
     return replace(state, viewed_as=tuple(total // known if size == -1 else size for size in shape))
 
 
-# -------------------------------------------------------------------------------------------------- the tables
+# ------------------------------------------------------------------------------------------------------- the table
 
-# Operations whose results share memory with their input, so that a later in-place write shows in both.
-VIEWS: dict[str, Callable[..., Any]] = {
-    "view": _reshape,
-    "reshape": _reshape,
-    "flatten": _flatten,
-    "transpose": _transpose,
-    "swapaxes": _transpose,
-    "swapdims": _transpose,
-    "permute": _permute,
-    "movedim": _movedim,
-    "moveaxis": _movedim,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "__getitem__": _getitem,
-    "select": _select,
-    "narrow": _narrow,
-    "unbind": _unbind,
-    "split": _split,
-    "chunk": _chunk,
-    "detach": _detach,
-    "data": _detach,
-}
 
-LOSSES: dict[str, Callable[..., Any]] = {"cross_entropy": _cross_entropy, "nll_loss": _nll_loss}
+def functions(names: str) -> list[Callable[..., Any]]:
+    """The functions, methods and getters of PyTorch with these names, as ``__torch_function__`` is given them."""
+    homes: tuple[Any, ...] = (Tensor, torch, F, torch.special)
+    found = [getattr(home, name, None) for name in names.split() for home in homes]
+    found = [member if callable(member) else getattr(member, "__get__", None) for member in found]
+    return [member for member in found if member is not None]
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    **VIEWS,
-    "mul": _scale("mul"),
-    "multiply": _scale("mul"),
-    "__mul__": _scale("mul"),
-    "__rmul__": _scale("mul"),
-    "div": _scale("div"),
-    "divide": _scale("div"),
-    "true_divide": _scale("div"),
-    "__truediv__": _scale("div"),
-    "add": _add(1),
-    "__add__": _add(1),
-    "__radd__": _add(1),
-    "sub": _add(-1),
-    "subtract": _add(-1),
-    "__sub__": _add(-1),
-    "tanh": _tanh,
-    "log_softmax": _log_softmax,
-    "masked_fill": _masked_fill,
-    "argmax": _argmax,
-    "logsumexp": _logsumexp,
-    "gather": _gather,
-    "sum": _sum,
-    "neg": _neg,
-    "negative": _neg,
-    "__neg__": _neg,
-    "float": _cast(torch.float32),
-    "double": _cast(torch.float64),
-    "half": _cast(torch.float16),
-    "bfloat16": _cast(torch.bfloat16),
-    "to": _to,
-    "type": _type,
-    "type_as": _type_as,
-    "contiguous": _contiguous,
-    "clone": _clone,
-    "index_select": _index_select,
-    **LOSSES,
-}
 
-# Of a stack of lazy logits.
-STACK_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "__getitem__": _stack_getitem,
-    "select": _stack_select,
-    "unbind": _stack_unbind,
-    "view": _stack_reshape,
-    "reshape": _stack_reshape,
-    **{name: _of_every_part(name) for name in ("float", "to", "contiguous", "detach")},
-}
+class Operation(NamedTuple):
+    """What one function of PyTorch does to lazy logits.
 
-# Of a sequence of lazy logits.
-JOINS: dict[str, Callable[..., Any]] = {
-    "stack": _stack,
-    "cat": _cat,
-    "concat": _cat,
-    "concatenate": _cat,
-}
-
-# In place: what the logits become.
-IN_PLACE: dict[str, Callable[..., Any]] = {
-    "__setitem__": _set_item,
-    "masked_fill_": _masked_fill,
-    **{f"__i{name}__": OPERATIONS[f"__{name}__"] for name in ("add", "sub", "mul", "truediv")},
-    **{f"{name}_": OPERATIONS[name] for name in ("add", "sub", "mul", "div", "neg", "tanh")},
-}
-
-# Answered by the wrapper itself, which knows its shape, dtype, device and place in the graph.
-METADATA = frozenset(
+    Attributes:
+        of_logits: takes the state and the function's other arguments; of ``"join"`` the sequence of states.
+        of_stack: the same for a :class:`StackState`; None: real logits are needed.
+        kind: ``"new"``: the result has memory of its own. ``"view"``: it shares the logits' memory, so that a write to
+            one shows in the other. ``"in place"``: the result is what the logits become. ``"join"``: the first
+            argument is a sequence of lazy logits.
     """
-    shape dtype device layout ndim requires_grad is_leaf grad_fn grad output_nr names itemsize nbytes
+
+    of_logits: Callable[..., Any]
+    of_stack: Callable[..., Any] | None = None
+    kind: Literal["new", "view", "in place", "join"] = "new"
+
+
+def _of_each(run: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(state: StackState, *args: Any, **kwargs: Any) -> Any:
+        parts = tuple(run(part, *args, **kwargs) for part in state.parts)
+        return NotImplemented if state.viewed_as is not None or NotImplemented in parts else replace(state, parts=parts)
+
+    return handler
+
+
+_TABLE: dict[str, Operation] = {
+    "view reshape": Operation(_reshape, _stack_reshape, "view"),
+    "flatten": Operation(_flatten, None, "view"),
+    "transpose swapaxes swapdims": Operation(_transpose, None, "view"),
+    "permute": Operation(_permute, None, "view"),
+    "movedim moveaxis": Operation(_movedim, None, "view"),
+    "unsqueeze": Operation(_unsqueeze, None, "view"),
+    "squeeze": Operation(_squeeze, None, "view"),
+    "__getitem__": Operation(_getitem, _stack_getitem, "view"),
+    "select": Operation(_select, _stack_select, "view"),
+    "narrow": Operation(_narrow, None, "view"),
+    "unbind": Operation(_unbind, _stack_unbind, "view"),
+    "split": Operation(_split, None, "view"),
+    "chunk": Operation(_chunk, None, "view"),
+    "detach data": Operation(_detach, _of_each(_detach), "view"),
+    "contiguous": Operation(_contiguous, _of_each(_contiguous)),
+    "clone": Operation(_clone),
+    "index_select": Operation(_index_select),
+    "to": Operation(_to, _of_each(_to)),
+    "type": Operation(_type),
+    "type_as": Operation(_type_as),
+    "float": Operation(_cast(torch.float32), _of_each(_cast(torch.float32))),
+    "double": Operation(_cast(torch.float64)),
+    "half": Operation(_cast(torch.float16)),
+    "bfloat16": Operation(_cast(torch.bfloat16)),
+    "mul multiply __mul__ __rmul__": Operation(_scale("mul")),
+    "div divide true_divide __truediv__": Operation(_scale("div")),
+    "add __add__ __radd__": Operation(_add(1)),
+    "sub subtract __sub__": Operation(_add(-1)),
+    "neg negative __neg__": Operation(_neg),
+    "tanh": Operation(_tanh),
+    "log_softmax": Operation(_log_softmax),
+    "masked_fill": Operation(_masked_fill),
+    "argmax": Operation(_argmax),
+    "logsumexp": Operation(_logsumexp),
+    "gather": Operation(_gather),
+    "sum": Operation(_sum),
+    "cross_entropy": Operation(_cross_entropy),
+    "nll_loss": Operation(_nll_loss),
+    "stack": Operation(_stack, None, "join"),
+    "cat concat concatenate": Operation(_cat, None, "join"),
+    "__setitem__": Operation(_set_item, None, "in place"),
+    "masked_fill_": Operation(_masked_fill, None, "in place"),
+    "mul_ multiply_ __imul__": Operation(_scale("mul"), None, "in place"),
+    "div_ divide_ true_divide_ __itruediv__": Operation(_scale("div"), None, "in place"),
+    "add_ __iadd__": Operation(_add(1), None, "in place"),
+    "sub_ subtract_ __isub__": Operation(_add(-1), None, "in place"),
+    "neg_ negative_": Operation(_neg, None, "in place"),
+    "tanh_": Operation(_tanh, None, "in place"),
+}
+
+OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}
+OPERATIONS[cross_entropy] = Operation(_own_cross_entropy)
+
+COMMUTES = frozenset(functions("mul multiply __mul__ add __add__"))
+# Answered by lazy logits themselves, which know their shape, dtype and device.
+METADATA = frozenset(
+    functions("""
+    shape dtype device layout ndim requires_grad is_leaf grad names itemsize nbytes
     is_cpu is_cuda is_mps is_xpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla
     is_ipu is_maia is_vulkan size dim ndimension numel nelement stride storage_offset is_contiguous
-    element_size is_floating_point is_complex is_signed is_inference get_device __len__ __hash__ _version
+    element_size is_floating_point is_complex is_signed is_inference get_device __len__ _version
     is_same_size is_conj is_neg is_shared _base _is_view retains_grad
-    """.split()  # noqa: SIM905
+    """)
 )
 # Wait for the gradient of the logits.
-GRADIENT_HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
+GRADIENT_HOOKS = frozenset(functions("register_hook retain_grad register_post_accumulate_grad_hook"))
 # Make a new tensor of their first argument's shape, dtype or device, without reading it.
-LIKE = {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
-NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
+LIKE = frozenset(functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"))
+NEW = frozenset(functions("new_empty new_zeros new_ones new_full new_tensor"))
 # Read no more than the shape, dtype or device of their second argument.
-AS = {"to", "type_as", "view_as", "expand_as", "reshape_as"}
-COMMUTES = {"mul", "multiply", "__mul__", "add", "__add__"}
-# Begin as in-place operators do.
-NOT_IN_PLACE = {"__int__", "__index__", "__iter__", "__invert__"}
+AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
+
+
+def _is_reading(name: str) -> bool:
+    writes = name.endswith("_") and not name.endswith("__")
+    writes = writes or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    exports = "data" in name or "storage" in name or "dlpack" in name or "array" in name
+    return not (writes or exports or "hook" in name or name in _NEITHER)
+
+
+_NEITHER = {"__setitem__", "__get__", "__set__", "__delete__", "numpy", "retain_grad", "backward", "set_"}
+# Do not change their arguments, hand out their memory only as a tensor, do not ask for their place in the graph.
+READING = frozenset(
+    function
+    for members in get_overridable_functions().values()
+    for function in members
+    if _is_reading(getattr(function, "__name__", "__get__"))
+)

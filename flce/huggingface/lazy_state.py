@@ -22,8 +22,8 @@ from flce.huggingface.head_call import HeadCall, StaleLogitsError, weights_of
 from flce.planning import ChunkOptions
 from flce.problem import accumulation_dtype
 
-# One recorded operation: ("mul" | "div", number), ("tanh", None), ("to", dtype) or ("log_softmax", None), over
-# the vocabulary.
+# One recorded operation: ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), or ("log_softmax",
+# None), over the vocabulary.
 Op = tuple[str, Any]
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -48,7 +48,7 @@ class Folded(NamedTuple):
 def fold(ops: tuple[Op, ...]) -> Folded | None:
     """Bring elementwise operations into the operator's form.
 
-    Casts are skipped: the operator computes in float32 (or float64) whatever the model rounds to. So is a
+    Casts and copies are skipped: the operator computes in float32 (or float64) whatever the model rounds to. So is a
     log-softmax of log-probabilities, which are normalised already.
 
     Returns:
@@ -65,7 +65,7 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
             if outer is not None or normalised:
                 return None
             outer = 1.0
-        elif name != "to":
+        elif name not in ("to", "clone"):
             if name == "div" and value == 0:
                 return None
             factor = float(value) if name == "mul" else 1.0 / float(value)
@@ -101,6 +101,8 @@ def replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
             z = torch.tanh(z)
         elif name == "log_softmax":
             z = torch.log_softmax(z, -1)
+        elif name == "clone":
+            z = z.clone()
         else:
             z = z.to(value)
     return z
@@ -333,6 +335,11 @@ class LazyState:
         ops = (*self.ops, (name, value))
         return None if fold(ops) is None else replace(self, ops=ops)
 
+    def copied(self) -> LazyState:
+        """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""
+        kept = self.ops and self.ops[-1][0] in ("tanh", "log_softmax")
+        return replace(self, ops=(*self.ops, ("clone", None))) if kept else self
+
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple(t.with_hidden(function(t.hidden)) if isinstance(t, LinearTerm) else t for t in self.terms)
@@ -413,7 +420,7 @@ class LazyState:
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
         """The loss without the logits. ``target``: class indices, of the tokens' shape."""
         with self.weights():
-            loss = self._fused(target, weight=weight, **spec)
+            loss = self.fused(target, weight=weight, **spec)
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
         under_autocast = torch.is_autocast_enabled(self.device.type) and self.dtype != torch.float64
         return loss.to(self.device, torch.float32 if under_autocast else self.dtype)
@@ -424,10 +431,11 @@ class LazyState:
         tokens = [size for dim, size in enumerate(state.shape) if dim != state.class_dim]
         target = torch.zeros(tokens, dtype=torch.int64, device=self.home)
         with self.weights(waiting_is_fine="lse" not in names):
-            output = state._fused(target, reduction="none", ignore_index=-100, stats=names)
+            output = state.fused(target, reduction="none", ignore_index=-100, stats=names)
         return tuple(getattr(output, name).to(self.device) for name in names)
 
-    def _fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
+    def fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
+        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`."""
         products, biases = [], []
         dtype = self.head.weight.dtype
         for term in self.terms:
@@ -556,6 +564,15 @@ class StackState:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for part in self.parts for tensor in part.tensors)
 
+    def part(self, index: int) -> LazyState:
+        """One of them. The others get gradients of zeros, as they do of what ``torch.stack`` has made."""
+        part = self.parts[index]
+        others = [t for other in self.parts if other is not part for t in other.tensors if t.requires_grad]
+        if not others or not torch.is_grad_enabled():
+            return part
+        hidden: Tensor = _WithZeros.apply(part.head.hidden, *others)
+        return replace(part, terms=(part.head.with_hidden(hidden), *part.terms[1:]))
+
     @property
     def requires_grad(self) -> bool:
         return any(part.requires_grad for part in self.parts)
@@ -569,6 +586,20 @@ class StackState:
     def logits(self) -> Tensor:
         with torch.set_grad_enabled(self.requires_grad):
             return torch.stack([part.logits() for part in self.parts], self.dim).reshape(self.shape)
+
+
+class _WithZeros(torch.autograd.Function):
+    """The first argument; the others get gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others)
+        return grad, *zeros
 
 
 State = LazyState | StackState
