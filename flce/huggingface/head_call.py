@@ -46,7 +46,7 @@ class HeadCall:
         self.usage = usage
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
-        self.loss_computed = False
+        self.passed_by = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
         self.backward_began = False
         self._layer = None if layer is None else weakref.ref(layer)

@@ -27,7 +27,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +35,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves
 
 from flce.huggingface import lazy_ops
-from flce.huggingface.head_call import add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
+from flce.huggingface.head_call import HeadCall, add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
-from flce.huggingface.lazy_state import LazyState, StackState, State
+from flce.huggingface.lazy_state import LazyState, StackState, State, versions_of
 from flce.huggingface.usage import ASKED_FOR, caller
-from flce.huggingface.wrappers import ddp_hook, is_wrapper_hook
+from flce.huggingface.wrappers import asks_for_wrapper, ddp_hook, is_wrapper_hook
 
 
 class MaterializedLogitsWarning(UserWarning):
@@ -53,35 +53,57 @@ class MaterializedLogitsError(RuntimeError):
 # -------------------------------------------------------------------------------------------------- classes
 
 
+class _Source(NamedTuple):
+    """What lazy logits come from.
+
+    Attributes:
+        lazy: other lazy logits.
+        repeat: makes these logits' real ones of real ones of `lazy`.
+        is_view: they share their memory; else a copy, of what `lazy` was at the time.
+        state: of `lazy` at the time.
+    """
+
+    lazy: LazyBase
+    repeat: Callable[[Tensor], Tensor]
+    is_view: bool
+    state: State
+
+    def is_unchanged(self, memory: Tensor) -> bool:
+        lazy = self.lazy
+        return lazy._state is self.state and lazy._made_as == versions_of(memory)
+
+
 class LazyBase:
     """What both kinds of lazy logits share: the state, and the real logits once they exist.
 
-    A view refers to what it is a view of, its source. There is one memory for a root and all its views: whatever makes
-    one of them real makes the root real, and repeats the views on it. So a write to one shows in all, as in stock.
+    Views and copies refer to what they come from, their source. There is one memory for a root and all its views:
+    whatever makes one of them real makes the root real, and repeats the views on it. So a write to one shows in all, as
+    in stock. A copy of what is real by now is made from that; one whose source has been written to since, or is not
+    real, is a root of its own.
     """
 
     _state: State
     _real: Tensor | None
-    # Of a view: what it is a view of, and how to repeat the view on that one's real logits.
-    _source: tuple[LazyBase, Callable[[Tensor], Tensor]] | None
+    _source: _Source | None
     # Of a small view: its values, in memory of their own, for operations that do nothing but read.
     _values: Tensor | None
     _viewed: bool  # has views
-    _family: list[weakref.ref[LazyLogits]]  # the root and all its views
+    _family: list[weakref.ref[LazyLogits]]  # the root, all its views, and copies of them
     # Of the shape and strides that stock's logits would have, without data: tells views from copies.
     _shadow: Tensor | None
+    _made_as: Any  # the version of the real logits when their memory was made
 
-    def _init(
-        self,
-        state: State,
-        source: tuple[LazyBase, Callable[[Tensor], Tensor]] | None,
-        shadow: Tensor | None = None,
-    ) -> None:
+    def _init(self, state: State, source: _Source | None, shadow: Tensor | None = None) -> None:
         self._state, self._source, self._shadow = state, source, shadow
         self._real, self._values, self._viewed = None, None, False
-        self._family = [] if source is None else source[0]._family
-        if source is not None:
-            source[0]._viewed = True
+        root = self._viewed_source()
+        self._family = [] if root is None else root._family
+        if root is not None:
+            root._viewed = True
+
+    def _viewed_source(self) -> LazyBase | None:
+        """What this is a view of; None: it has memory of its own."""
+        return self._source.lazy if self._source is not None and self._source.is_view else None
 
     def _become(self, state: State) -> None:
         """Change in place."""
@@ -112,24 +134,36 @@ class LazyBase:
 
     def _existing(self) -> Tensor | None:
         if self._real is None and self._source is not None:
-            source, repeat = self._source
-            memory = source._existing()
-            if memory is not None:
-                self._real, self._values = repeat(memory), None
+            source = self._source
+            memory = source.lazy._existing()
+            if memory is not None and (source.is_view or source.is_unchanged(memory)):
+                self._set_real(source.repeat(memory))
+                if source.is_view:
+                    self._made_as = source.lazy._made_as
         return self._real
+
+    def _set_real(self, real: Tensor) -> None:
+        self._real, self._values, self._made_as = real, None, versions_of(real)
 
     def _make_real(self) -> Tensor:
         if self._existing() is None:
-            if self._source is None:
-                self._real = self._compute()
+            root = self._viewed_source()
+            if root is None:
+                self._set_real(self._compute())
+                if self._source is not None:  # a copy, not made from what it is a copy of
+                    _note_passing(self._state.calls, self._state)
             else:
-                self._source[0]._make_real()
+                root._make_real()
         real = self._existing()
         assert real is not None
         return real
 
     def _compute(self) -> Tensor:
-        return watch_gradient(self._state.logits(), self._state.calls)
+        state = self._state
+        with _mode(state.requires_grad, state.tensors[0].is_inference()):  # not that of who reads them first
+            real = watch_gradient(state.logits(), state.calls)
+            # A copy of logits whose classes are not last: of some operations it has strides of its own.
+            return real.contiguous() if self._shadow is not None and self._shadow.is_contiguous() else real
 
     def _read(self) -> Tensor:
         """The values of a small view."""
@@ -140,8 +174,8 @@ class LazyBase:
     def _is_small(self) -> bool:
         """Whether this is a view of so few logits that reading is no reason to compute all."""
         root: LazyBase = self
-        while root._source is not None:
-            root = root._source[0]
+        while (viewed := root._viewed_source()) is not None:
+            root = viewed
         # Nobody sees what a graph does not use: there all views are made by themselves.
         return root is not self and (self._shadow is None or 4 * self._shadow.numel() <= math.prod(root._state.shape))
 
@@ -165,22 +199,23 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
     _node: Any  # of the autograd graph, which this tensor stands at
-    _version_seen: int  # of the real logits, when that was set
+    _version_seen: Any  # of the real logits, when that was found out; None: never
 
     @staticmethod
     def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> LazyLogits:
         shadow = _contiguous_shadow(state) if shadow is None else shadow
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
         lazy._init(state, source, shadow)
-        lazy._node, lazy._version_seen = lazy._place(), 0
-        lazy._family.append(weakref.ref(lazy))
+        lazy._node, lazy._version_seen = lazy._place(), None
+        for family in [lazy._family] if source is None or source.is_view else [lazy._family, source.lazy._family]:
+            family.append(weakref.ref(lazy))
         return lazy
 
     def _become(self, state: State) -> None:
         if state.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _InGraph.apply(self, state, None, *state.tensors)
-        self._state, self._node = state, self._place()
+        self._state, self._node, self._source = state, self._place(), None
 
     def _existing(self) -> Tensor | None:
         real, place = LazyBase._existing(self), self._place()
@@ -189,25 +224,32 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         # An autograd.Function, which does not ask __torch_function__, has returned this tensor.
         if real is None:
             _say_materialized("an autograd.Function", self._state)
-            memory = self._state.logits().detach()
-        else:
-            memory = real.detach().clone()
+        memory = self._state.logits().detach() if real is None else real.detach().clone()
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
-            behind: Tensor = _Behind.apply(self, memory, False)
-            # Changed in place: those who have the memory see where it comes from now.
-            self._real = behind if real is None else real.copy_(behind)
+            _Behind.apply(self, memory)
+        if real is None:
+            self._set_real(memory)
+        else:  # it was changed in place: those who have the memory see where it comes from now
+            with torch.enable_grad():
+                real.copy_(memory)
         self._node = place
         return self._real
 
-    def _follow(self) -> None:
-        """After a write to the real logits, for C++ code: this tensor and its views stand where those do."""
-        for lazy in [ref() for ref in self._family]:
-            real = None if lazy is None else lazy._existing()
-            if lazy is not None and real is not None and real._version != lazy._version_seen:
-                lazy._version_seen = real._version
+    def _relatives(self) -> list[tuple[LazyLogits, Tensor]]:
+        """All views and copies of the same memory, this tensor among them, with their real logits."""
+        alive = [lazy for ref in self._family if (lazy := ref()) is not None]
+        return [(lazy, real) for lazy in alive if (real := lazy._existing()) is not None]
+
+    def _follow(self, func: Any) -> None:
+        """After ``func``, for C++ code: this tensor and its views stand where the real ones do, if that has changed."""
+        for lazy, real in self._relatives():
+            version = versions_of(real)
+            asked = func in lazy_ops.GRAPH and lazy._family is self._family
+            if asked or version != (lazy._made_as if lazy._version_seen is None else lazy._version_seen):
+                lazy._version_seen = version
                 # A view that was made without gradients has no place any more: an error for whoever uses it.
                 with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), contextlib.suppress(RuntimeError):
-                    _Behind.apply(real, lazy, True)
+                    _Behind.apply(real, lazy)
                 lazy._node = lazy._place()
 
     def _place(self) -> Any:
@@ -278,18 +320,16 @@ class _InGraph(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """A tensor whose gradient goes where that of another does."""
+    """Gives the second tensor the place in the graph that the first one has."""
 
     @staticmethod
-    def forward(ctx: Any, front: Tensor, behind: Tensor, in_place: bool) -> Tensor:
-        if not in_place:
-            return behind.view_as(behind)
+    def forward(ctx: Any, front: Tensor, behind: Tensor) -> Tensor:
         ctx.mark_dirty(behind)
         return behind
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class TracedLazyLogits(LazyBase):
@@ -306,7 +346,7 @@ class TracedLazyLogits(LazyBase):
         return lazy
 
     def _become(self, state: State) -> None:
-        self._state = state
+        self._state, self._source = state, None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -395,9 +435,16 @@ def make_lazy(state: State, source: Any = None, shadow: Tensor | None = None) ->
     if torch.compiler.is_compiling():
         return TracedLazyLogits._wrap(state, source)  # no shadow: graphs have no writes that would show
     lazy = LazyLogits._wrap(state, source, shadow)
-    if source is None and state.settings.keep_logits:
+    if lazy._viewed_source() is None and state.settings.keep_logits:
         keep_until_read(lazy)
     return lazy
+
+
+@contextlib.contextmanager
+def _mode(grad: bool, inference: bool) -> Iterator[None]:
+    other = inference != torch.is_inference_mode_enabled()
+    with torch.inference_mode(inference) if other else contextlib.nullcontext(), torch.set_grad_enabled(grad):
+        yield
 
 
 # ------------------------------------------------------------------------------------------------- dispatch
@@ -435,13 +482,17 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         return add_hook(args[-1], lazy._state.calls)
     if func is torch.Tensor.__hash__:
         return object.__hash__(lazy)
-    if lazy._existing() is not None:
-        return NotImplemented
+    if func in lazy_ops.GRAPH and not torch.compiler.is_compiling():
+        if asks_for_wrapper():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(lazy, *args, **kwargs)
+        _check_graph(lazy, func)
+    real = lazy._existing()
     if func in lazy_ops.METADATA and isinstance(lazy, LazyLogits):
         with torch._C.DisableTorchFunctionSubclass():
-            return func(lazy, *args, **kwargs)
-    if func in lazy_ops.GRADIENT_HOOKS:
-        _check_hooks(lazy, func)
+            return func(lazy if real is None else real, *args, **kwargs)
+    if real is not None:
+        return NotImplemented
     if func is torch.Tensor.__repr__:
         return LazyBase.__repr__(lazy)
     if func is torch.Tensor.__iter__:
@@ -455,7 +506,7 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
     if operation.kind == "in place":
         # Not where other logits share the memory, which would have to change as well, nor where the change is to be
         # hidden from gradients.
-        if lazy._source is not None or lazy._viewed or (state.requires_grad and not torch.is_grad_enabled()):
+        if lazy._viewed_source() is not None or lazy._viewed or (state.requires_grad and not torch.is_grad_enabled()):
             return NotImplemented
         result = _attempt(run, state, *states, **named)
         result = result if result is NotImplemented else lazy_ops.to_dtype(result, state.dtype)
@@ -469,8 +520,22 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
 def _join(operation: Operation, several: Any = None, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(several, Sequence):
         return NotImplemented
-    state = _attempt(operation.of_logits, _states(several), *args, **kwargs)
-    return state if state is NotImplemented else make_lazy(state)
+    return _of_several(_attempt(operation.of_logits, _states(several), *args, **kwargs))
+
+
+def _of_several(state: Any) -> Any:
+    """Lazy logits that come from several others."""
+    if state is NotImplemented:
+        return state
+    lazy = make_lazy(state)
+    _note_passing(state.calls, lazy)
+    return lazy
+
+
+def _note_passing(calls: Sequence[HeadCall], value: Any) -> None:
+    """Note that gradients will pass by the logits, if ``value`` has some."""
+    for call in calls:
+        call.passed_by |= value.requires_grad
 
 
 def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -486,11 +551,13 @@ def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*_realise(args, func, small=small), **_realise(kwargs, func, small=small))
         if not small or not _shares_memory(result, small):
             return result
-    real = _realise(args, func)
-    result = func(*real, **_realise(kwargs, func))
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, LazyLogits):
-            value._follow()
+    real, named = _realise(args, func), _realise(kwargs, func)
+    lazies = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyLogits)]
+    for lazy in lazies:
+        lazy._relatives()  # views and copies of the memory as it is now: it may be written to, or exchanged
+    result = func(*real, **named)
+    for lazy in lazies:
+        lazy._follow(func)
     return args[0] if args and is_lazy(args[0]) and result is real[0] else result  # as in place, or nothing to do
 
 
@@ -528,12 +595,15 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
     if type(result) is tuple:
         if any(part is NotImplemented for part in result):
             return NotImplemented
-        return tuple(
-            _view(lazy, part, lambda real, i=i: func(real, *args, **kwargs)[i]) for i, part in enumerate(result)
-        )
+
+        def piece(i: int) -> Callable[[Tensor], Tensor]:
+            return lambda real: func(real, *args, **kwargs)[i]
+
+        return tuple(_view(lazy, part, piece(i)) for i, part in enumerate(result))
     if not isinstance(result, (LazyState, StackState)):
         for value in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple) else ():
             if isinstance(value, Tensor):
+                _note_passing(lazy._state.calls, value)
                 watch_gradient(value, lazy._state.calls)
         return result
     if operation.kind == "view" and not (func is torch.Tensor.__getitem__ and _copies(args[0])):
@@ -541,29 +611,40 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
         if isinstance(result, StackState) and isinstance(lazy._state, LazyState):
             view._read()  # one class, no longer than the tokens: of use as it is, for as long as it is wanted
         return view
-    contiguous = lazy._source is None if lazy._shadow is None else lazy._shadow.is_contiguous()
+    contiguous = lazy._viewed_source() is None if lazy._shadow is None else lazy._shadow.is_contiguous()
     if result is lazy._state and (func is not torch.Tensor.contiguous or contiguous):
         return lazy  # as stock: nothing to do
-    same = isinstance(result, LazyState) and isinstance(lazy._state, LazyState) and result.ops == lazy._state.ops
-    return make_lazy(result.copied() if same else result)
+    if isinstance(result, LazyState) and isinstance(lazy._state, LazyState) and result.ops == lazy._state.ops:
+        result = result.copied()
+    shadow = None
+    if operation.kind == "elementwise" and lazy._shadow is not None and not lazy._shadow.is_contiguous():
+        shadow = torch.empty_like(lazy._shadow, dtype=result.dtype)  # keeps the strides
+    if any(isinstance(value, (LazyState, StackState)) for value in (*args, *kwargs.values())):
+        return _of_several(result)
+    return make_lazy(result, _source(lazy, lambda real: func(real, *args, **kwargs), is_view=False), shadow)
+
+
+def _source(lazy: LazyBase, repeat: Callable[[Tensor], Tensor], is_view: bool) -> _Source:
+    """With ``repeat`` in today's grad mode."""
+    mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def repeated(real: Tensor) -> Tensor:
+        with _mode(*mode):
+            return repeat(real)
+
+    return _Source(lazy, repeated, is_view, lazy._state)
 
 
 def _view(lazy: LazyBase, state: State, repeat: Callable[[Tensor], Tensor]) -> Any:
     """A view, or the copy that it is where the strides allow no view."""
-    with_gradients = torch.is_grad_enabled()
-
-    def repeated(real: Tensor) -> Tensor:
-        with torch.set_grad_enabled(with_gradients):
-            return repeat(real)
-
     if lazy._shadow is None:
-        return make_lazy(state, (lazy, repeated))
+        return make_lazy(state, _source(lazy, repeat, is_view=True))
     with torch._C.DisableTorchFunction():
         shadow = repeat(lazy._shadow)
-    copied = shadow.untyped_storage()._cdata != lazy._shadow.untyped_storage()._cdata
-    if not copied:
-        return make_lazy(state, (lazy, repeated), shadow)
-    return make_lazy(state.copied() if isinstance(state, LazyState) else state)
+    is_view = shadow.untyped_storage()._cdata == lazy._shadow.untyped_storage()._cdata
+    if not is_view and isinstance(state, LazyState):
+        state = state.copied()
+    return make_lazy(state, _source(lazy, repeat, is_view), shadow if is_view else None)
 
 
 def _copies(index: Any) -> bool:
@@ -572,13 +653,18 @@ def _copies(index: Any) -> bool:
     return any(isinstance(item, list) or (isinstance(item, Tensor) and item.dim() > 0) for item in items)
 
 
-def _check_hooks(lazy: LazyBase, func: Any) -> None:
+def _check_graph(lazy: LazyBase, func: Any) -> None:
     """RuntimeError for a hook that would wait in vain for a gradient that is computed without these logits."""
-    if any(call.loss_computed for call in lazy._state.calls):
-        raise RuntimeError(
-            f"logits.{_name(func)}() after the loss: it was computed without these logits, and its gradient does not "
-            "pass through them. Call logits.materialize() before the loss, and use what it returns."
-        )
+    if not any(call.passed_by for call in lazy._state.calls):
+        return
+    message = (
+        f"logits.{_name(func)} after the loss, or after something else was made from the logits without computing "
+        "them: its gradient does not pass through them. Call logits.materialize() before that, and use what it returns."
+    )
+    if _name(func) == "grad_fn":  # perhaps only looked at
+        caller().warn(message, MaterializedLogitsWarning)
+    else:
+        raise RuntimeError(message)
 
 
 def _name(func: Any) -> str:
@@ -607,7 +693,10 @@ def _realise(value: Any, func: Any, detach: bool = False, small: list[Tensor] | 
         if value._existing() is None:
             _say_materialized(func, value._state)
         real = value._make_real()
-        return real.detach() if detach else real
+        if not detach:
+            return real
+        _note_passing(value._state.calls, value._state)
+        return real.detach()
     if isinstance(value, (tuple, list)):
         items = [_realise(item, func, detach, small) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

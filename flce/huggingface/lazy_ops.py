@@ -136,7 +136,9 @@ def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Term, .
             continue
         first = place == 0
         versions = None if term.versions is None else (term.versions[0], 0)
-        filled = replace(term, weight=term.weight.masked_fill(mask[:, None], 0.0), bias=None, versions=versions)
+        everywhere = mask if term.filled is None else mask | term.filled
+        weight = term.weight.masked_fill(mask[:, None], 0.0)
+        filled = replace(term, weight=weight, bias=None, versions=versions, filled=everywhere)
         bias = term.weight.new_zeros(state.vocab_size) if first and term.bias is None else term.bias
         if bias is not None:
             filled = filled.with_bias(bias.masked_fill(mask, value if first else 0.0))
@@ -364,7 +366,8 @@ def _slice_classes(state: LazyState, classes: slice) -> Any:
             terms.append(replace(term, bias=term.bias[classes]))
         else:
             bias = None if term.bias is None else term.bias[classes]
-            terms.append(replace(term, weight=term.weight[classes], bias=bias))
+            filled = None if term.filled is None else term.filled[classes]
+            terms.append(replace(term, weight=term.weight[classes], bias=bias, filled=filled))
     sliced = replace(state, terms=tuple(terms))
     return sliced if sliced.vocab_size else NotImplemented
 
@@ -387,7 +390,7 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
         return NotImplemented
     if index.device.type != "cpu" and index.device != state.device:
         return NotImplemented  # an error that is PyTorch's to raise
-    values = _values(state, lambda logits: logits.columns(index.flatten())).movedim(-1, state.class_dim)
+    values = _values(state, lambda logits: logits.columns(index.flatten())).movedim(-1, state.class_dim).contiguous()
     return values.reshape((*values.shape[: state.class_dim], *index.shape, *values.shape[state.class_dim + 1 :]))
 
 
@@ -658,11 +661,17 @@ def _joined(first: LazyState, terms: Sequence[LinearTerm], dim: int) -> Any:
         return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
     if first.folded.normalised or any(term.hidden is not terms[0].hidden for term in terms):
         return NotImplemented
-    bias = None
-    if any(term.bias is not None for term in terms):
-        bias = torch.cat([t.weight.new_zeros(t.weight.shape[0]) if t.bias is None else t.bias for t in terms])
+    vectors: list[Tensor | None] = []
+    for name, dtype in (("bias", terms[0].weight.dtype), ("filled", torch.bool)):
+        pieces = [getattr(term, name) for term in terms]
+        if all(piece is None for piece in pieces):
+            vectors.append(None)
+            continue
+        zeros = (term.weight.new_zeros(term.weight.shape[0], dtype=dtype) for term in terms)
+        vectors.append(torch.cat([zero if piece is None else piece for piece, zero in zip(pieces, zeros, strict=True)]))
+    bias, filled = vectors
     weight = torch.cat([term.weight for term in terms])
-    return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, versions=None),))
+    return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, filled=filled, versions=None),))
 
 
 def _stack_getitem(state: StackState, index: Any) -> Any:
@@ -713,14 +722,14 @@ class Operation(NamedTuple):
     Attributes:
         of_logits: takes the state and the function's other arguments; of ``"join"`` the sequence of states.
         of_stack: the same for a :class:`StackState`; None: real logits are needed.
-        kind: ``"new"``: the result has memory of its own. ``"view"``: it shares the logits' memory, so that a write to
-            one shows in the other. ``"in place"``: the result is what the logits become. ``"join"``: the first
-            argument is a sequence of lazy logits.
+        kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
+            it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what
+            the logits become. ``"join"``: the first argument is a sequence of lazy logits.
     """
 
     of_logits: Callable[..., Any]
     of_stack: Callable[..., Any] | None = None
-    kind: Literal["new", "view", "in place", "join"] = "new"
+    kind: Literal["new", "elementwise", "view", "in place", "join"] = "new"
 
 
 def _of_each(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -747,23 +756,23 @@ _TABLE: dict[str, Operation] = {
     "chunk": Operation(_chunk, None, "view"),
     "detach data": Operation(_detach, _of_each(_detach), "view"),
     "contiguous": Operation(_contiguous, _of_each(_contiguous)),
-    "clone": Operation(_clone),
+    "clone": Operation(_clone, None, "elementwise"),
     "index_select": Operation(_index_select),
-    "to": Operation(_to, _of_each(_to)),
-    "type": Operation(_type),
-    "type_as": Operation(_type_as),
-    "float": Operation(_cast(torch.float32), _of_each(_cast(torch.float32))),
-    "double": Operation(_cast(torch.float64)),
-    "half": Operation(_cast(torch.float16)),
-    "bfloat16": Operation(_cast(torch.bfloat16)),
-    "mul multiply __mul__ __rmul__": Operation(_scale("mul")),
-    "div divide true_divide __truediv__": Operation(_scale("div")),
-    "add __add__ __radd__": Operation(_add(1)),
-    "sub subtract __sub__": Operation(_add(-1)),
-    "neg negative __neg__": Operation(_neg),
-    "tanh": Operation(_tanh),
+    "to": Operation(_to, _of_each(_to), "elementwise"),
+    "type": Operation(_type, None, "elementwise"),
+    "type_as": Operation(_type_as, None, "elementwise"),
+    "float": Operation(_cast(torch.float32), _of_each(_cast(torch.float32)), "elementwise"),
+    "double": Operation(_cast(torch.float64), None, "elementwise"),
+    "half": Operation(_cast(torch.float16), None, "elementwise"),
+    "bfloat16": Operation(_cast(torch.bfloat16), None, "elementwise"),
+    "mul multiply __mul__ __rmul__": Operation(_scale("mul"), None, "elementwise"),
+    "div divide true_divide __truediv__": Operation(_scale("div"), None, "elementwise"),
+    "add __add__ __radd__": Operation(_add(1), None, "elementwise"),
+    "sub subtract __sub__": Operation(_add(-1), None, "elementwise"),
+    "neg negative __neg__": Operation(_neg, None, "elementwise"),
+    "tanh": Operation(_tanh, None, "elementwise"),
     "log_softmax": Operation(_log_softmax),
-    "masked_fill": Operation(_masked_fill),
+    "masked_fill": Operation(_masked_fill, None, "elementwise"),
     "argmax": Operation(_argmax),
     "logsumexp": Operation(_logsumexp),
     "gather": Operation(_gather),
@@ -796,8 +805,8 @@ METADATA = frozenset(
     is_same_size is_conj is_neg is_shared _base _is_view retains_grad
     """)
 )
-# Wait for the gradient of the logits.
-GRADIENT_HOOKS = frozenset(functions("register_hook retain_grad register_post_accumulate_grad_hook"))
+# Ask for the logits' place in the autograd graph.
+GRAPH = frozenset(functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))
 # Make a new tensor of their first argument's shape, dtype or device, without reading it.
 LIKE = frozenset(functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"))
 NEW = frozenset(functions("new_empty new_zeros new_ones new_full new_tensor"))
@@ -812,7 +821,7 @@ def _is_reading(name: str) -> bool:
     return not (writes or exports or "hook" in name or name in _NEITHER)
 
 
-_NEITHER = {"__setitem__", "__get__", "__set__", "__delete__", "numpy", "retain_grad", "backward", "set_"}
+_NEITHER = {"__setitem__", "__get__", "__set__", "__delete__", "numpy", "retain_grad", "backward"}
 # Do not change their arguments, hand out their memory only as a tensor, do not ask for their place in the graph.
 READING = frozenset(
     function

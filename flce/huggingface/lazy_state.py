@@ -128,6 +128,8 @@ class LinearTerm:
         versions: in-place versions of the tensors when the product was to be made, None where they cannot be
             had or do not matter.
         ops: factors and casts.
+        filled: ``(V,)`` bool, the classes whose rows of the weight were replaced by zeros, and their bias by a number;
+            their logits get no gradient. None: no class.
     """
 
     hidden: Tensor
@@ -136,6 +138,7 @@ class LinearTerm:
     dtype: torch.dtype
     versions: tuple[int, ...] | None = None
     ops: tuple[Op, ...] = ()
+    filled: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -410,6 +413,8 @@ class LazyState:
             if isinstance(term, LinearTerm):
                 hidden = term.hidden.movedim(self.class_dim, -1)
                 z = self._in_head_autocast(product, hidden, term.weight, term.bias)
+                if term.filled is not None:
+                    z = torch.where(vector(term.filled), z.detach(), z)
             else:
                 z = vector(term.bias)
             z = replay(z, term.ops)
@@ -452,8 +457,8 @@ class LazyState:
             spec["adapters"] = tuple(products[1:])
         for call in self.calls:
             call.usage.fused += call is self.calls[0]
-            call.loss_computed |= torch.is_grad_enabled() and self.requires_grad
-            call.usage.used |= call.loss_computed
+            call.passed_by |= torch.is_grad_enabled() and self.requires_grad
+            call.usage.used |= call.passed_by
         folded = self.folded
         return self._in_head_autocast(
             fused_linear_cross_entropy,

@@ -35,6 +35,14 @@ def is_wrapper_hook(hook: Any) -> bool:
     return _fsdp2_state(hook) is not None or _is_fsdp1_hook(hook) or _is_deepspeed_hook(hook)
 
 
+def asks_for_wrapper() -> bool:
+    """Whether a wrapper's own code has asked for a ``grad_fn``: it only wants to know whether there is one."""
+    frame: Any = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").startswith("flce."):
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") in ("torch.nn.parallel.distributed", "deepspeed.runtime.utils")
+
+
 def _fsdp2_state(hook: Any) -> Any:
     """The ``FSDPState`` whose method a hook is, else None."""
     state = _imported("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
