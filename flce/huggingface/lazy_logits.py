@@ -160,7 +160,8 @@ class LazyBase:
 
     def _compute(self) -> Tensor:
         state = self._state
-        with _mode(state.requires_grad, state.tensors[0].is_inference()):  # not that of who reads them first
+        # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
+        with _mode(True, state.tensors[0].is_inference()):
             real = watch_gradient(state.logits(), state.calls)
             # A copy of logits whose classes are not last: of some operations it has strides of its own.
             return real.contiguous() if self._shadow is not None and self._shadow.is_contiguous() else real
@@ -232,24 +233,34 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         else:  # it was changed in place: those who have the memory see where it comes from now
             with torch.enable_grad():
                 real.copy_(memory)
+            self._version_seen = versions_of(real)
         self._node = place
         return self._real
 
     def _relatives(self) -> list[tuple[LazyLogits, Tensor]]:
         """All views and copies of the same memory, this tensor among them, with their real logits."""
-        alive = [lazy for ref in self._family if (lazy := ref()) is not None]
-        return [(lazy, real) for lazy in alive if (real := lazy._existing()) is not None]
+        found = []
+        for lazy in [ref() for ref in self._family]:
+            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows, for whoever uses it
+                if lazy is not None and (real := lazy._existing()) is not None:
+                    found.append((lazy, real))
+        return found
+
+    def _moved(self) -> bool:
+        """Whether the real logits were written to since this tensor last stood where they do."""
+        assert self._real is not None
+        seen = self._made_as if self._version_seen is None else self._version_seen
+        return bool(versions_of(self._real) != seen)
 
     def _follow(self, func: Any) -> None:
         """After ``func``, for C++ code: this tensor and its views stand where the real ones do, if that has changed."""
         for lazy, real in self._relatives():
-            version = versions_of(real)
             asked = func in lazy_ops.GRAPH and lazy._family is self._family
-            if asked or version != (lazy._made_as if lazy._version_seen is None else lazy._version_seen):
-                lazy._version_seen = version
+            if asked or lazy._moved() or (lazy._node is not None and not real.requires_grad):
+                lazy._version_seen = versions_of(real)
                 # A view that was made without gradients has no place any more: an error for whoever uses it.
                 with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), contextlib.suppress(RuntimeError):
-                    _Behind.apply(real, lazy)
+                    _Behind.apply(real, lazy) if real.requires_grad else lazy.detach_()
                 lazy._node = lazy._place()
 
     def _place(self) -> Any:
@@ -492,6 +503,8 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy if real is None else real, *args, **kwargs)
     if real is not None:
+        if isinstance(lazy, LazyLogits) and lazy._moved():
+            lazy._follow(func)
         return NotImplemented
     if func is torch.Tensor.__repr__:
         return LazyBase.__repr__(lazy)

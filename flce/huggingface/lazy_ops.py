@@ -735,7 +735,10 @@ class Operation(NamedTuple):
 def _of_each(run: Callable[..., Any]) -> Callable[..., Any]:
     def handler(state: StackState, *args: Any, **kwargs: Any) -> Any:
         parts = tuple(run(part, *args, **kwargs) for part in state.parts)
-        return NotImplemented if state.viewed_as is not None or NotImplemented in parts else replace(state, parts=parts)
+        if state.viewed_as is not None or NotImplemented in parts:
+            return NotImplemented
+        nothing_done = all(new is old for new, old in zip(parts, state.parts, strict=True))
+        return state if nothing_done else replace(state, parts=parts)
 
     return handler
 
@@ -817,7 +820,7 @@ AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
 def _is_reading(name: str) -> bool:
     writes = name.endswith("_") and not name.endswith("__")
     writes = writes or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
-    exports = "data" in name or "storage" in name or "dlpack" in name or "array" in name
+    exports = "reduce" in name or "data" in name or "storage" in name or "dlpack" in name or "array" in name
     return not (writes or exports or "hook" in name or name in _NEITHER)
 
 

@@ -376,9 +376,7 @@ class LazyState:
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
-        # What the logits depend on was decided when the head ran, not by the grad mode of whoever reads
-        # them first.
-        with self.weights(waiting_is_fine=True), torch.set_grad_enabled(self.requires_grad):
+        with self.weights(waiting_is_fine=True):
             logits = self._sum_of_products(F.linear)
             return (logits if self.vocab_last else logits.movedim(-1, self.class_dim)).to(self.device)
 
@@ -589,8 +587,8 @@ class StackState:
         return replace(self, parts=tuple(part.detach() for part in self.parts))
 
     def logits(self) -> Tensor:
-        with torch.set_grad_enabled(self.requires_grad):
-            return torch.stack([part.logits() for part in self.parts], self.dim).reshape(self.shape)
+        logits = torch.stack([part.logits() for part in self.parts], self.dim)
+        return logits if self.viewed_as is None else logits.reshape(self.viewed_as)
 
 
 class _WithZeros(torch.autograd.Function):
