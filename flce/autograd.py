@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flce import engine
+from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product
 from flce.chunk_plan import CallShape, ChunkPlan
 from flce.planning import ChunkOptions, base_plan, make_plan
@@ -56,14 +56,11 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
     Raises:
         RuntimeError: an argument carries a forward-mode tangent, which would be lost without a word.
     """
-    if not torch.compiler.is_compiling():
-        of_terms = (tensor for term in problem.terms for tensor in (term.input, term.weight))
-        for tensor in (*of_terms, problem.linear_bias):
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError(
-                    "fused_linear_cross_entropy has no forward-mode derivative; use torch.nn.functional.linear "
-                    "and cross_entropy for torch.func.jvp and dual tensors"
-                )
+    refuse_forward_mode(
+        "fused_linear_cross_entropy",
+        "torch.nn.functional.linear and torch.nn.functional.cross_entropy",
+        (*(tensor for term in problem.terms for tensor in (term.input, term.weight)), problem.linear_bias),
+    )
     return Outputs(*torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
 
 

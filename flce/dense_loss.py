@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flce import distributed, row_vectors
+from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.backends.state import empty_shard, finish
@@ -80,19 +80,14 @@ def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> Outputs:
         RuntimeError: the logits carry a forward-mode tangent, or cannot be overwritten.
     """
     logits = problem.logits
-    if not torch.compiler.is_compiling():
-        if forward_ad.unpack_dual(logits).tangent is not None:
-            raise RuntimeError(
-                "flce.cross_entropy has no forward-mode derivative; use torch.nn.functional.cross_entropy for "
-                "torch.func.jvp and dual tensors"
-            )
-        if inplace and logits.requires_grad and torch.is_grad_enabled():
-            check_overwritable(logits)
-            # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
-            # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
-            rebase = not logits._is_view() and not logits.retains_grad
-            outputs = _InPlace.apply(logits, problem, rebase)
-            return Outputs(*(outputs[1:] if rebase else outputs))
+    refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
+    if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
+        check_overwritable(logits)
+        # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
+        # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
+        rebase = not logits._is_view() and not logits.retains_grad
+        outputs = _InPlace.apply(logits, problem, rebase)
+        return Outputs(*(outputs[1:] if rebase else outputs))
     return Outputs(*torch.ops.flce.cross_entropy(*_pack(problem)))
 
 

@@ -115,7 +115,7 @@ def fused_linear_cross_entropy(
     spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
-    check_shift(shift)
+    shift = check_shift(shift)
     if shift and target.dim() == 0:
         raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
     input, linear_weight = _autocast(input), _autocast(linear_weight)
@@ -149,7 +149,7 @@ def fused_linear_cross_entropy(
     problem = LinearCrossEntropyProblem(
         terms=tuple(LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms),
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=shifted(target.to(torch.int64), shift, ignore_index).reshape(-1).contiguous(),
+        target=shifted(target.to(torch.int64), shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
@@ -258,7 +258,7 @@ def cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
-    check_shift(shift)
+    shift = check_shift(shift)
     check_inplace(inplace)
     if logits.dim() < 1:
         raise ValueError("logits must have shape (..., V), got a 0-d tensor")
@@ -295,7 +295,7 @@ def cross_entropy(
     accum = accumulation_dtype(logits.dtype)
     problem = CrossEntropyProblem(
         logits=logits,
-        target=shifted(target.to(torch.int64), shift, ignore_index),
+        target=shifted(target.to(torch.int64), shift, spec.ignore_index),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().to(accum),
         num_items=num_items,
