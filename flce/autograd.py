@@ -20,6 +20,7 @@ from torch import Tensor
 from flce import engine
 from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product
+from flce.batching import for_each, is_batched, register_loop
 from flce.chunk_plan import CallShape, ChunkPlan
 from flce.planning import ChunkOptions, base_plan, make_plan
 from flce.problem import SPEC_SCHEMA, LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
@@ -204,25 +205,31 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
             "the first time. Call the function again instead of using retain_graph=True."
         )
     ctx.used = True
-    if ctx.deferred:
-        normalizer, *saved = ctx.saved_tensors
-        tensors = (saved[:terms], saved[terms : 2 * terms], *saved[2 * terms :])
-        grads = torch.ops.flce.linear_cross_entropy_backward(normalizer, grad_loss.contiguous(), *tensors, *ctx.scalars)
-    else:
-        *grads, unit = ctx.saved_tensors
-        factor = grad_loss / unit if unit.dim() == 0 else grad_loss
-        # The bias, a vector, came in the dtype in which it is summed.
-        grads = [_scale(g, factor, g.dtype if g.dim() == 1 else ctx.dtype) for g in grads]
-    needed = iter(grads)
+    # In place only where the gradient of one loss is asked for, not of each of a batch.
+    in_place, saved = not is_batched(grad_loss), ctx.saved_tensors
+    needed = iter(for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss))
     *of_terms, bias_grad = (next(needed) if need else None for need in ctx.needs.flat)
     return (of_terms[:terms], of_terms[terms:], None, bias_grad, *nothing)
 
 
-def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: bool) -> list[Tensor]:
+    """Those that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
+    terms = len(ctx.needs.inputs)
+    if ctx.deferred:
+        normalizer, *others = saved
+        tensors = (others[:terms], others[terms : 2 * terms], *others[2 * terms :])
+        return torch.ops.flce.linear_cross_entropy_backward(normalizer, upstream.contiguous(), *tensors, *ctx.scalars)
+    *grads, unit = saved
+    factor = upstream / unit if unit.dim() == 0 else upstream
+    # The bias, a vector, came in the dtype in which it is summed.
+    return [_scale(g, factor, g.dtype if g.dim() == 1 else ctx.dtype, in_place) for g in grads]
+
+
+def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     if grad.numel() == 0:
         return grad.to(dtype)
     # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
-    if grad.dtype != dtype or type(grad) is not Tensor:
+    if grad.dtype != dtype or type(grad) is not Tensor or not in_place:
         return torch.ops.flce.scale_cast(grad, factor, dtype)
     torch.ops.flce.scale_(grad, factor)
     return grad
@@ -258,6 +265,8 @@ def _register() -> None:
         lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
     )
     torch.library.register_autograd("flce::linear_cross_entropy", _differentiate, setup_context=_setup_context)
+    register_loop("linear_cross_entropy_backward")
+    register_loop("scale_cast")
 
 
 _register()

@@ -25,6 +25,7 @@ from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.backends.state import empty_shard, finish
+from flce.batching import is_batched, register_loop
 from flce.distributed import Shard
 from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
 from flce.problem import SPEC_SCHEMA, LossSpec, accumulation_dtype
@@ -255,6 +256,9 @@ class _InPlace(torch.autograd.Function):
         ctx.used = True
         grad, unit, target = ctx.saved_tensors
         factor = grad_loss if unit is None else grad_loss / unit
+        if is_batched(factor):  # several upstream gradients at once, for one gradient in the memory of the logits
+            of_rows = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
+            return (grad.to(factor.dtype) * of_rows).to(grad.dtype), None, None
         if row_order(grad) is None:  # of a hook on saved tensors
             grad = grad.contiguous()
         rows, order = rows_of(grad)
@@ -353,6 +357,7 @@ def _register() -> None:
         _backward_fake,
     )
     torch.library.register_autograd("flce::cross_entropy", _differentiate, setup_context=_setup_context)
+    register_loop("cross_entropy_backward")
 
 
 _register()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flce.arguments import check_tensor, refuse_forward_mode
 from flce.backends import get_backend
+from flce.batching import register_loop
 from flce.problem import accumulation_dtype
 from flce.scalars import integer
 
@@ -166,6 +167,7 @@ def _register() -> None:
         _differentiate_twice,
         _setup_second_context,
     )
+    register_loop("softmax_backward")
 
 
 _register()

@@ -285,6 +285,17 @@ def least_budget(message: str, works: Any) -> int:
     raise AssertionError(f"no number in this message is a budget that works: {message}")
 
 
+def batched_gradients(kind: str, loss: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
+    """The gradients for each of a batch of upstream gradients, by one of the ways that PyTorch has for that."""
+    if kind == "is_grads_batched":
+        return torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True)
+    assert kind == "vmap"
+    return torch.vmap(lambda grad: torch.autograd.grad(loss, leaves, grad))(upstream)
+
+
+BATCHED = ("is_grads_batched", "vmap")
+
+
 def plan_for(
     problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()
 ) -> flce.ChunkPlan:

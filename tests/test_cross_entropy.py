@@ -23,6 +23,7 @@ from flce.backends import torch_
 from flce.layout import may_overlap, row_order
 from tests.helpers import (
     BACKENDS,
+    BATCHED,
     REDUCTIONS,
     STATS,
     TOLERANCE,
@@ -31,6 +32,7 @@ from tests.helpers import (
     allpairs,
     assert_near,
     assert_outcome,
+    batched_gradients,
     pairs,
     run_oracle,
 )
@@ -644,6 +646,32 @@ def test_double_backward(reduction: str, inplace: bool, backend: str, device: to
     loss = loss_of(logits, y, reduction=reduction, inplace=inplace).sum()
     with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(loss, x, create_graph=True)[0].square().sum().backward()
+
+
+@pairs(
+    reduction=REDUCTIONS, inplace=[False, True], kind=BATCHED, dtype=[torch.float64, torch.float16], backend=BACKENDS
+)
+def test_several_upstream_gradients_at_once(
+    reduction: str, inplace: bool, kind: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Each as if it were the only one, and as PyTorch has it."""
+    p = make((2, 3), 37, dtype, device, ignored=0.3, reduction=reduction)
+    leaf = p.input.requires_grad_()
+
+    def loss() -> Tensor:
+        return loss_of(leaf * 2, p.target, reduction=reduction, inplace=inplace)
+
+    upstream = torch.randn(3, *loss().shape, device=device, dtype=loss().dtype)
+    (together,) = batched_gradients(kind, loss(), [leaf], upstream)
+    tolerance: dict[str, float] = (
+        {"rtol": 1e-10, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 1e-5}
+    )
+    for got, grad in zip(together, upstream, strict=True):
+        torch.testing.assert_close(got, torch.autograd.grad(loss(), leaf, grad)[0], **tolerance)
+    if dtype == torch.float64:
+        stock = F.cross_entropy((leaf * 2).flatten(0, 1), p.target.flatten(), reduction=reduction)
+        stock = stock.reshape(loss().shape)
+        torch.testing.assert_close(together, batched_gradients(kind, stock, [leaf], upstream)[0], **tolerance)
 
 
 @INPLACE

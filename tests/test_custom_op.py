@@ -20,9 +20,11 @@ from flce import chunk_plan, planning
 from tests.helpers import (
     ALL_GRADS,
     BACKENDS,
+    BATCHED,
     REDUCTIONS,
     STATS,
     STRATEGIES,
+    batched_gradients,
     combinations,
     make_problem,
     pairs,
@@ -492,6 +494,58 @@ def test_autograd_grad_of_some_inputs(backend: str, device: torch.device) -> Non
     assert x.grad is None
     (only,) = torch.autograd.grad(fused(x, w, y, reduction="none").sum() / 9, w)
     torch.testing.assert_close(only, both[1], rtol=1e-10, atol=1e-12)
+
+
+@pairs(reduction=REDUCTIONS, strategy=STRATEGIES, kind=BATCHED, dtype=[torch.float64, torch.float16], backend=BACKENDS)
+def test_several_upstream_gradients_at_once(
+    reduction: str, strategy: str, kind: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Each as if it were the only one, and as PyTorch has it."""
+    p = make_problem((9,), 8, 30, dtype=dtype, bias=True, adapter_ranks=(2,), ignored=0.2, device=device)
+    assert p.linear_bias is not None
+    ((a, b),) = p.adapters
+    tensors = [t.requires_grad_() for t in (p.input, p.linear_weight, p.linear_bias, a, b)]
+
+    def loss() -> Tensor:
+        x, w, bias, a, b = tensors
+        return fused(
+            x, w, p.target, linear_bias=bias, adapters=[(a, b)], reduction=reduction, options=options_for(strategy)
+        )
+
+    upstream = torch.randn(3, *loss().shape, device=device, dtype=loss().dtype)
+    together = batched_gradients(kind, loss(), tensors, upstream)
+    for k, grad in enumerate(upstream):
+        for got, want in zip(together, torch.autograd.grad(loss(), tensors, grad), strict=True):
+            assert torch.equal(got[k], want)
+    if dtype == torch.float64:
+        x, w, bias, a, b = tensors
+        stock = F.cross_entropy(F.linear(x, w, bias) + F.linear(a, b), p.target, reduction=reduction)
+        expected = batched_gradients(kind, stock, tensors, upstream)
+        torch.testing.assert_close(list(together), list(expected), rtol=1e-10, atol=1e-13)
+
+
+def test_jacobian_in_one_backward(backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    got, want = (
+        torch.autograd.functional.jacobian(lambda x, f=f: f(x, w.detach(), y), x, vectorize=True)
+        for f in (
+            lambda x, w, y: fused(x, w, y, reduction="none"),
+            lambda x, w, y: F.cross_entropy(F.linear(x, w), y, reduction="none"),
+        )
+    )
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_batch_of_batches_of_upstream_gradients(reduction: str, torch_backend: str) -> None:
+    x, w, y = leaves()
+    ours, stock = fused(x, w, y, reduction=reduction), F.cross_entropy(F.linear(x, w), y, reduction=reduction)
+    upstream = torch.randn(2, 3, *ours.shape, dtype=torch.float64)
+    got, want = (
+        torch.vmap(lambda batch, loss=loss: batched_gradients("vmap", loss, [x, w], batch))(upstream)
+        for loss in (ours, stock)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
 
 
 def test_weight_changed_between_forward_and_backward(backend: str, device: torch.device) -> None:
