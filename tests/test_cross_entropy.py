@@ -663,15 +663,13 @@ def test_several_upstream_gradients_at_once(
 
     upstream = torch.randn(3, *loss().shape, device=device, dtype=loss().dtype)
     (together,) = batched_gradients(kind, loss(), [leaf], upstream)
-    tolerance: dict[str, float] = (
-        {"rtol": 1e-10, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 1e-5}
-    )
+    rtol, atol = (1e-10, 1e-13) if dtype == torch.float64 else (2e-3, 1e-5)
     for got, grad in zip(together, upstream, strict=True):
-        torch.testing.assert_close(got, torch.autograd.grad(loss(), leaf, grad)[0], **tolerance)
+        torch.testing.assert_close(got, torch.autograd.grad(loss(), leaf, grad)[0], rtol=rtol, atol=atol)
     if dtype == torch.float64:
         stock = F.cross_entropy((leaf * 2).flatten(0, 1), p.target.flatten(), reduction=reduction)
         stock = stock.reshape(loss().shape)
-        torch.testing.assert_close(together, batched_gradients(kind, stock, [leaf], upstream)[0], **tolerance)
+        torch.testing.assert_close(together, batched_gradients(kind, stock, [leaf], upstream)[0], rtol=rtol, atol=atol)
 
 
 @INPLACE
