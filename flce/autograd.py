@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce import engine
+from flce import engine, flops
 from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product
 from flce.batching import for_each, is_batched, register_loop
@@ -62,6 +62,8 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
         "torch.nn.functional.linear and torch.nn.functional.cross_entropy",
         (*(tensor for term in problem.terms for tensor in (term.input, term.weight)), problem.linear_bias),
     )
+    if not torch.compiler.is_compiling():
+        flops.tell_active_counters()
     return Outputs(*torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
 
 
@@ -205,6 +207,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
             "the first time. Call the function again instead of using retain_graph=True."
         )
     ctx.used = True
+    flops.tell_active_counters()
     # In place only where the gradient of one loss is asked for, not of each of a batch.
     in_place, saved = not is_batched(grad_loss), ctx.saved_tensors
     needed = iter(for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss))
@@ -233,6 +236,23 @@ def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> 
         return torch.ops.flce.scale_cast(grad, factor, dtype)
     torch.ops.flce.scale_(grad, factor)
     return grad
+
+
+def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
+    logits, gradients = _flops(args)
+    return logits + (gradients if Outputs(*out_val).grads else 0)
+
+
+def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
+    return sum(_flops(args))
+
+
+def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
+    """Of the products for the logits, and of those for the gradients that are needed."""
+    inputs, weights, needs = args[0], args[1], Needs.from_flat(args[_NUM_TENSORS + _NUM_SPEC])
+    of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]
+    wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
+    return sum(of_terms), sum(count for count, needed in wanted if needed)
 
 
 def _scale_in_place(x: Tensor, factor: Tensor) -> None:
@@ -265,6 +285,8 @@ def _register() -> None:
         lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
     )
     torch.library.register_autograd("flce::linear_cross_entropy", _differentiate, setup_context=_setup_context)
+    flops.declare("linear_cross_entropy", _forward_flops)
+    flops.declare("linear_cross_entropy_backward", _backward_flops)
     register_loop("linear_cross_entropy_backward")
     register_loop("scale_cast")
 

@@ -26,8 +26,10 @@ from tests.helpers import (
     STRATEGIES,
     batched_gradients,
     combinations,
+    counted_flops,
     make_problem,
     pairs,
+    plan_for,
     run_fused,
 )
 
@@ -156,6 +158,58 @@ def test_the_operators_are_registered(torch_backend: str) -> None:
     run_fused(p)
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("flce::")]
     assert names
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The flop counter
+
+
+@pairs(
+    reduction=REDUCTIONS,
+    strategy=STRATEGIES,
+    grads=[ALL_GRADS, "x", "wb", "xaB", "B", ""],
+    ranks=[(), (2, 3)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
+def test_flops(
+    reduction: str, strategy: str, grads: str, ranks: tuple[int, ...], dtype: torch.dtype, torch_backend: str
+) -> None:
+    """Those of the products that PyTorch makes for it. Where logits are made again in backward, these as well, as
+    PyTorch counts them for attention."""
+    p = make_problem((9,), 8, 30, dtype=dtype, bias=True, adapter_ranks=ranks, ignored=0.4, reduction=reduction)
+
+    def stock() -> None:
+        x, w = (t.detach().requires_grad_(k in grads) for k, t in (("x", p.input), ("w", p.linear_weight)))
+        assert p.linear_bias is not None
+        z = F.linear(x, w, p.linear_bias.detach().requires_grad_("b" in grads))
+        for a, b in p.adapters:
+            z = z + F.linear(a.detach().requires_grad_("a" in grads), b.detach().requires_grad_("B" in grads))
+        if z.requires_grad:
+            z.sum().backward()
+
+    expected = counted_flops(stock)
+    anything = any(key in grads for key in ("xwb" if not ranks else ALL_GRADS))
+    if anything and (reduction == "none" or strategy == "vocab"):
+        expected += 2 * p.target.numel() * 30 * (8 + sum(ranks))
+    options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
+    assert counted_flops(lambda: run_fused(p, options=options, grads=grads)) == expected
+    if strategy == "tokens" or reduction == "none":
+        assert plan_for(p, options, grads).flops == expected
+
+
+def test_flops_of_a_backward_alone(torch_backend: str) -> None:
+    x, w, y = leaves()
+    product = 2 * 9 * 8 * 30
+    assert counted_flops(fused(x, w, y).backward) == 0
+    assert counted_flops(fused(x, w, y, reduction="none").sum().backward) == 3 * product
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_flops_of_a_graph(torch_backend: str) -> None:
+    x, w, y = leaves()
+    compiled = torch.compile(fused, backend="aot_eager")
+    compiled(x, w, y)
+    assert counted_flops(lambda: compiled(x, w, y).backward()) == 3 * 2 * 9 * 8 * 30
 
 
 # ---------------------------------------------------------------------------------------------------------
