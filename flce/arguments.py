@@ -49,6 +49,13 @@ def check_tensors(required: Mapping[str, Tensor], optional: Mapping[str, Tensor 
         )
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to on such devices; None where it is off, or where there is none, as for meta tensors."""
+    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
+
+
 def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | None]) -> None:
     """RuntimeError for a tensor with a forward-mode tangent, which would be lost without a word."""
     # Looked up here, for what is asked in every call and traced with it: mostly there are no dual tensors anywhere.

@@ -102,9 +102,10 @@ def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
     n, h, v, device = p.num_tokens, p.hidden_sizes, p.vocab_size, p.device
     backend, product = backend_name(device), has_product(device)
     shape = CallShape(n, h, v, p.dtype, device.type, backend, product, p.spec, p.needs)
-    if all(isinstance(size, int) for size in (n, *h, v)):
+    if all(isinstance(size, int) for size in (n, *h, v)) and device.type != "meta":
         return make_plan(shape, options)
-    # While a graph is traced: what the outputs look like does not depend on the sizes of the tiles.
+    # While a graph is traced, and for what has no memory, which keeps any budget: what the outputs look like does not
+    # depend on the sizes of the tiles.
     return base_plan(shape, options)
 
 

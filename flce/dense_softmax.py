@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.arguments import check_tensor, refuse_forward_mode
+from flce.arguments import autocast_dtype, check_tensor, refuse_forward_mode
 from flce.backends import get_backend
 from flce.batching import register_loop
 from flce.problem import accumulation_dtype
@@ -94,11 +94,7 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
 def _autocasts(input: Tensor) -> bool:
     """Whether PyTorch would make the result float32: both functions are among those that autocast widens."""
     device_type = input.device.type
-    if device_type == "cpu" or input.dtype == torch.float64:
-        return False
-    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    return available and torch.is_autocast_enabled(device_type)
+    return device_type != "cpu" and input.dtype != torch.float64 and autocast_dtype(device_type) is not None
 
 
 def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:

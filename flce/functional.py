@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce import composition, dense_loss, distributed
-from flce.arguments import FLOATING, check_inplace, check_shift, check_tensors, num_items_tensor, output, shifted
+from flce.arguments import (
+    FLOATING,
+    autocast_dtype,
+    check_inplace,
+    check_shift,
+    check_tensors,
+    num_items_tensor,
+    output,
+    shifted,
+)
 from flce.autograd import linear_cross_entropy
 from flce.dense_loss import CrossEntropyProblem, check_overwritable
 from flce.planning import ChunkOptions
@@ -331,12 +340,8 @@ def _check_logits_shapes(
 
 def _autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
-    device_type = tensor.device.type
-    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if not (available and torch.is_autocast_enabled(device_type)) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
+    dtype = autocast_dtype(tensor.device.type)
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def _check_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import flce
@@ -158,6 +159,112 @@ def test_the_operators_are_registered(torch_backend: str) -> None:
     run_fused(p)
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("flce::")]
     assert names
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tensors without memory
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Fails where an operator makes a tensor that has memory, or gets one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            assert not isinstance(value, Tensor) or value.is_meta, f"{func}: a tensor on {value.device}"
+        return result
+
+
+@pytest.fixture(params=[{}, {"FLCE_DEBUG": "1"}, {"FLCE_BACKEND": "triton"}], ids=str)
+def _any_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in request.param.items():
+        monkeypatch.setenv(name, value)
+
+
+def assert_meta_gradients(loss: Tensor, reduction: str, shape: tuple[int, ...], leaves: Sequence[Tensor]) -> None:
+    dtype = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
+    assert (loss.device.type, loss.dtype, loss.shape) == ("meta", dtype, shape if reduction == "none" else ())
+    with OnlyMeta():
+        loss.backward(torch.ones_like(loss))
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert (leaf.grad.device, leaf.grad.dtype, leaf.grad.shape) == (leaf.device, leaf.dtype, leaf.shape)
+
+
+@pytest.mark.usefixtures("_any_environment")
+@pairs(
+    reduction=REDUCTIONS,
+    strategy=["auto", *STRATEGIES],
+    budget=[None, 1, 1 << 20],
+    ranks=[(), (2, 3)],
+    head=["indices", "probabilities", "two dimensions"],
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    more=[{}, {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.1}],
+)
+def test_meta_tensors(
+    reduction: str, strategy: Any, budget: int | None, ranks: Any, head: str, dtype: torch.dtype, more: dict[str, Any]
+) -> None:
+    """A dry run: what it returns looks right, and nothing is computed. A budget that no plan keeps is kept here."""
+    settings: Any = {"dtype": dtype, "device": "meta", "bias": True, "class_weight": True, "token_weight": True}
+    inner = (3,) if head == "two dimensions" else ()
+    p = make_problem((2, 5), 8, 30, **settings, adapter_ranks=() if inner else ranks, reduction=reduction, **more)
+    x, w, b = p.input, p.linear_weight, p.linear_bias
+    assert b is not None
+    y, kwargs = p.target, dict(p.kwargs)
+    stats: tuple[str, ...] = STATS
+    if inner:
+        w, b = torch.empty(30, 3, 8, dtype=dtype, device="meta"), torch.empty(30, 3, dtype=dtype, device="meta")
+        y = torch.empty(2, 5, 3, dtype=torch.int64, device="meta")
+        kwargs["token_weight"] = torch.empty(2, 5, 3, device="meta")
+    elif head == "probabilities":
+        y, stats = torch.empty(2, 5, 30, device="meta"), ("lse", "entropy", "argmax")
+    leaves = [t.requires_grad_() for t in (x, w, b, *(t for pair in p.adapters for t in pair))]
+    options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget)
+    with OnlyMeta():
+        out: Any = flce.fused_linear_cross_entropy(
+            x, w, y, linear_bias=b, adapters=p.adapters, options=options, stats=stats, **kwargs
+        )
+    assert all(value.is_meta for value in out if value is not None)
+    assert_meta_gradients(out.loss, reduction, (2, 5, *inner), leaves)
+
+
+@pytest.mark.usefixtures("_any_environment")
+@pairs(
+    reduction=REDUCTIONS,
+    kind=["apart", "in place", "probabilities"],
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    more=[{}, {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.1}],
+    shift=[0, 1],
+)
+def test_meta_logits(reduction: str, kind: str, dtype: torch.dtype, more: dict[str, Any], shift: int) -> None:
+    leaf = torch.empty(2, 5, 30, dtype=dtype, device="meta", requires_grad=True)
+    indices = torch.empty(2, 5, dtype=torch.int64, device="meta")
+    y = torch.empty_like(leaf) if kind == "probabilities" else indices
+    stats = ("lse", "entropy", "argmax")
+    with OnlyMeta():
+        more = {**more, "shift": 0 if kind == "probabilities" else shift, "inplace": kind == "in place"}
+        out: Any = flce.cross_entropy(leaf * 2, y.detach(), reduction=reduction, stats=stats, **more)
+    assert all(value.is_meta for value in out if value is not None)
+    assert_meta_gradients(out.loss, reduction, (2, 5), [leaf])
+
+
+@pytest.mark.usefixtures("_any_environment")
+@pytest.mark.parametrize("function", [flce.softmax, flce.log_softmax])
+def test_softmax_of_meta_tensors(function: Any) -> None:
+    leaf = torch.empty(2, 5, 30, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    for dim, dtype in ((-1, None), (1, torch.float32)):
+        with OnlyMeta():
+            result = function(leaf, dim, dtype)
+            (grad,) = torch.autograd.grad(result, leaf, torch.ones_like(result))
+        assert (result.device.type, result.dtype, result.shape) == ("meta", dtype or leaf.dtype, leaf.shape)
+        assert (grad.device.type, grad.dtype, grad.shape) == ("meta", leaf.dtype, leaf.shape)
+
+
+def test_a_module_on_the_meta_device() -> None:
+    module = flce.LinearCrossEntropyLoss(8, 30, bias=True, device="meta")
+    loss = module(torch.empty(5, 8, device="meta"), torch.empty(5, dtype=torch.int64, device="meta"))
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in module.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------------
