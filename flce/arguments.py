@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+from flce.scalars import integer, real
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensor(name: str, value: Any) -> Tensor:
+    """The value, or TypeError for anything but a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    return value
 
 
 def check_tensors(required: Mapping[str, Tensor], optional: Mapping[str, Tensor | None]) -> None:
@@ -20,11 +30,10 @@ def check_tensors(required: Mapping[str, Tensor], optional: Mapping[str, Tensor 
         TypeError, ValueError: what is wrong, by name.
     """
     first = next(iter(required))
-    for name, value in {**required, **optional}.items():
-        if value is None and name in optional:
+    for name, given in {**required, **optional}.items():
+        if given is None and name in optional:
             continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+        value = check_tensor(name, given)
         if value.device != required[first].device:
             raise ValueError(
                 f"all tensors must be on one device, got {first} on {required[first].device} "
@@ -40,12 +49,31 @@ def check_tensors(required: Mapping[str, Tensor], optional: Mapping[str, Tensor 
         )
 
 
-def check_shift(shift: int) -> None:
-    """Raises TypeError or ValueError for a shift that is not an int >= 0."""
-    if isinstance(shift, bool) or not isinstance(shift, int):
-        raise TypeError(f"shift must be an int, got {type(shift).__name__}")
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to on such devices; None where it is off, or where there is none, as for meta tensors."""
+    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
+
+
+def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | None]) -> None:
+    """RuntimeError for a tensor with a forward-mode tangent, which would be lost without a word."""
+    # Looked up here, for what is asked in every call and traced with it: mostly there are no dual tensors anywhere.
+    if forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            f"flce.{function} does not support forward-mode differentiation (torch.func.jvp, torch.func.jacfwd, dual "
+            f"tensors of torch.autograd.forward_ad): use {instead} for that, or backward and torch.autograd.grad"
+        )
+
+
+def check_shift(shift: int) -> int:
+    """As an int; TypeError or ValueError for what is none >= 0."""
+    shift = integer("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
+    return shift
 
 
 def check_inplace(inplace: bool) -> None:
@@ -72,11 +100,10 @@ def num_items_tensor(num_items: int | Tensor | None, spec: LossSpec, input: Tens
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be a number or a 0-d tensor, got shape {tuple(num_items.shape)}")
         return num_items.detach().reshape(()).to(input.device, non_blocking=True)
-    if isinstance(num_items, bool) or not isinstance(num_items, (int, float, torch.SymInt)):
-        raise TypeError(f"num_items must be a number or a 0-d tensor, got {type(num_items).__name__}")
-    if not 0 < num_items < float("inf"):
-        raise ValueError(f"num_items must be > 0 and finite, got {num_items}")
-    return torch.full((), num_items, dtype=accumulation_dtype(input.dtype), device=input.device)
+    number = real("num_items", num_items)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"num_items must be > 0 and finite, got {number}")
+    return torch.full((), number, dtype=accumulation_dtype(input.dtype), device=input.device)
 
 
 def output(

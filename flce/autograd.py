@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from flce import engine
+from flce import engine, flops
+from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product
+from flce.batching import for_each, is_batched, register_loop
 from flce.chunk_plan import CallShape, ChunkPlan
 from flce.planning import ChunkOptions, base_plan, make_plan
 from flce.problem import SPEC_SCHEMA, LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
@@ -56,14 +57,13 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
     Raises:
         RuntimeError: an argument carries a forward-mode tangent, which would be lost without a word.
     """
+    refuse_forward_mode(
+        "fused_linear_cross_entropy",
+        "torch.nn.functional.linear and torch.nn.functional.cross_entropy",
+        (*(tensor for term in problem.terms for tensor in (term.input, term.weight)), problem.linear_bias),
+    )
     if not torch.compiler.is_compiling():
-        of_terms = (tensor for term in problem.terms for tensor in (term.input, term.weight))
-        for tensor in (*of_terms, problem.linear_bias):
-            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError(
-                    "fused_linear_cross_entropy has no forward-mode derivative; use torch.nn.functional.linear "
-                    "and cross_entropy for torch.func.jvp and dual tensors"
-                )
+        flops.tell_active_counters()
     return Outputs(*torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
 
 
@@ -102,9 +102,10 @@ def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
     n, h, v, device = p.num_tokens, p.hidden_sizes, p.vocab_size, p.device
     backend, product = backend_name(device), has_product(device)
     shape = CallShape(n, h, v, p.dtype, device.type, backend, product, p.spec, p.needs)
-    if all(isinstance(size, int) for size in (n, *h, v)):
+    if all(isinstance(size, int) for size in (n, *h, v)) and device.type != "meta":
         return make_plan(shape, options)
-    # While a graph is traced: what the outputs look like does not depend on the sizes of the tiles.
+    # While a graph is traced, and for what has no memory, which keeps any budget: what the outputs look like does not
+    # depend on the sizes of the tiles.
     return base_plan(shape, options)
 
 
@@ -207,28 +208,52 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
             "the first time. Call the function again instead of using retain_graph=True."
         )
     ctx.used = True
-    if ctx.deferred:
-        normalizer, *saved = ctx.saved_tensors
-        tensors = (saved[:terms], saved[terms : 2 * terms], *saved[2 * terms :])
-        grads = torch.ops.flce.linear_cross_entropy_backward(normalizer, grad_loss.contiguous(), *tensors, *ctx.scalars)
-    else:
-        *grads, unit = ctx.saved_tensors
-        factor = grad_loss / unit if unit.dim() == 0 else grad_loss
-        # The bias, a vector, came in the dtype in which it is summed.
-        grads = [_scale(g, factor, g.dtype if g.dim() == 1 else ctx.dtype) for g in grads]
-    needed = iter(grads)
+    flops.tell_active_counters()
+    # In place only where the gradient of one loss is asked for, not of each of a batch.
+    in_place, saved = not is_batched(grad_loss), ctx.saved_tensors
+    needed = iter(for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss))
     *of_terms, bias_grad = (next(needed) if need else None for need in ctx.needs.flat)
     return (of_terms[:terms], of_terms[terms:], None, bias_grad, *nothing)
 
 
-def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: bool) -> list[Tensor]:
+    """Those that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
+    terms = len(ctx.needs.inputs)
+    if ctx.deferred:
+        normalizer, *others = saved
+        tensors = (others[:terms], others[terms : 2 * terms], *others[2 * terms :])
+        return torch.ops.flce.linear_cross_entropy_backward(normalizer, upstream.contiguous(), *tensors, *ctx.scalars)
+    *grads, unit = saved
+    factor = upstream / unit if unit.dim() == 0 else upstream
+    # The bias, a vector, came in the dtype in which it is summed.
+    return [_scale(g, factor, g.dtype if g.dim() == 1 else ctx.dtype, in_place) for g in grads]
+
+
+def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     if grad.numel() == 0:
         return grad.to(dtype)
     # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
-    if grad.dtype != dtype or type(grad) is not Tensor:
+    if grad.dtype != dtype or type(grad) is not Tensor or not in_place:
         return torch.ops.flce.scale_cast(grad, factor, dtype)
     torch.ops.flce.scale_(grad, factor)
     return grad
+
+
+def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
+    logits, gradients = _flops(args)
+    return logits + (gradients if Outputs(*out_val).grads else 0)
+
+
+def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
+    return sum(_flops(args))
+
+
+def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
+    """Of the products for the logits, and of those for the gradients that are needed."""
+    inputs, weights, needs = args[0], args[1], Needs.from_flat(args[_NUM_TENSORS + _NUM_SPEC])
+    of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]
+    wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
+    return sum(of_terms), sum(count for count, needed in wanted if needed)
 
 
 def _scale_in_place(x: Tensor, factor: Tensor) -> None:
@@ -261,6 +286,10 @@ def _register() -> None:
         lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
     )
     torch.library.register_autograd("flce::linear_cross_entropy", _differentiate, setup_context=_setup_context)
+    flops.declare("linear_cross_entropy", _forward_flops)
+    flops.declare("linear_cross_entropy_backward", _backward_flops)
+    register_loop("linear_cross_entropy_backward")
+    register_loop("scale_cast")
 
 
 _register()

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flce import distributed, row_vectors
+from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.backends.state import empty_shard, finish
+from flce.batching import is_batched, register_loop
 from flce.distributed import Shard
 from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
 from flce.problem import SPEC_SCHEMA, LossSpec, accumulation_dtype
@@ -80,19 +81,14 @@ def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> Outputs:
         RuntimeError: the logits carry a forward-mode tangent, or cannot be overwritten.
     """
     logits = problem.logits
-    if not torch.compiler.is_compiling():
-        if forward_ad.unpack_dual(logits).tangent is not None:
-            raise RuntimeError(
-                "flce.cross_entropy has no forward-mode derivative; use torch.nn.functional.cross_entropy for "
-                "torch.func.jvp and dual tensors"
-            )
-        if inplace and logits.requires_grad and torch.is_grad_enabled():
-            check_overwritable(logits)
-            # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
-            # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
-            rebase = not logits._is_view() and not logits.retains_grad
-            outputs = _InPlace.apply(logits, problem, rebase)
-            return Outputs(*(outputs[1:] if rebase else outputs))
+    refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
+    if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
+        check_overwritable(logits)
+        # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
+        # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
+        rebase = not logits._is_view() and not logits.retains_grad
+        outputs = _InPlace.apply(logits, problem, rebase)
+        return Outputs(*(outputs[1:] if rebase else outputs))
     return Outputs(*torch.ops.flce.cross_entropy(*_pack(problem)))
 
 
@@ -260,6 +256,9 @@ class _InPlace(torch.autograd.Function):
         ctx.used = True
         grad, unit, target = ctx.saved_tensors
         factor = grad_loss if unit is None else grad_loss / unit
+        if is_batched(factor):  # several upstream gradients at once, for one gradient in the memory of the logits
+            of_rows = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
+            return (grad.to(factor.dtype) * of_rows).to(grad.dtype), None, None
         if row_order(grad) is None:  # of a hook on saved tensors
             grad = grad.contiguous()
         rows, order = rows_of(grad)
@@ -358,6 +357,7 @@ def _register() -> None:
         _backward_fake,
     )
     torch.library.register_autograd("flce::cross_entropy", _differentiate, setup_context=_setup_context)
+    register_loop("cross_entropy_backward")
 
 
 _register()

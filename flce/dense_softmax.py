@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from flce.arguments import autocast_dtype, check_tensor, refuse_forward_mode
 from flce.backends import get_backend
+from flce.batching import register_loop
 from flce.problem import accumulation_dtype
+from flce.scalars import integer
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -72,20 +74,16 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
 
 
 def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
-    if not isinstance(input, Tensor):
-        raise TypeError(f"input must be a Tensor, got {type(input).__name__}")
+    check_tensor("input", input)
     if input.dtype not in _DTYPES:
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    dim = integer("dim", dim)
     if dtype is not None and dtype not in _DTYPES:
         raise TypeError(f"dtype must be None, torch.float16, bfloat16, float32 or float64, got {dtype}")
     dims = max(1, input.dim())  # of no dimensions: as if there were one
     if not -dims <= dim < dims:
         raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")
-    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(input).tangent is not None:
-        # It would be lost without a word.
-        raise RuntimeError(f"flce.{name} has no forward-mode derivative; use torch.nn.functional.{name} for that")
+    refuse_forward_mode(name, f"torch.nn.functional.{name}", (input,))
     if dtype is None:
         dtype = torch.float32 if _autocasts(input) else input.dtype
     x = input if input.dim() else input[None]
@@ -96,11 +94,7 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
 def _autocasts(input: Tensor) -> bool:
     """Whether PyTorch would make the result float32: both functions are among those that autocast widens."""
     device_type = input.device.type
-    if device_type == "cpu" or input.dtype == torch.float64:
-        return False
-    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    return available and torch.is_autocast_enabled(device_type)
+    return device_type != "cpu" and input.dtype != torch.float64 and autocast_dtype(device_type) is not None
 
 
 def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
@@ -169,6 +163,7 @@ def _register() -> None:
         _differentiate_twice,
         _setup_second_context,
     )
+    register_loop("softmax_backward")
 
 
 _register()

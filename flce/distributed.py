@@ -18,6 +18,7 @@ from flce.backends.contract import MAX
 from flce.backends.state import merge_shards, used_slots
 from flce.problem import LossSpec
 from flce.row_vectors import looks_at_values
+from flce.scalars import integer
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
     """What a process of the group has with `cols` columns; `vocab_size` None: all have as many.
 
     Raises:
-        TypeError: `process_group` is none.
+        TypeError: `process_group` is none, or `vocab_size` no int.
         ValueError: this process is not in it, or should have another number of columns.
     """
     if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
@@ -49,6 +50,7 @@ def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
         raise ValueError("this process is not a member of process_group")
     if vocab_size is None:
         return Shard(process_group.group_name, rank * cols, size * cols)
+    vocab_size = integer("vocab_size", vocab_size, "None or an int")
     start, stop = bounds(vocab_size, size, rank)
     if stop - start != cols:
         raise ValueError(

@@ -9,7 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flce import composition, dense_loss, distributed
-from flce.arguments import FLOATING, check_inplace, check_shift, check_tensors, num_items_tensor, output, shifted
+from flce.arguments import (
+    FLOATING,
+    autocast_dtype,
+    check_inplace,
+    check_shift,
+    check_tensors,
+    num_items_tensor,
+    output,
+    shifted,
+)
 from flce.autograd import linear_cross_entropy
 from flce.dense_loss import CrossEntropyProblem, check_overwritable
 from flce.planning import ChunkOptions
@@ -115,7 +124,7 @@ def fused_linear_cross_entropy(
     spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
-    check_shift(shift)
+    shift = check_shift(shift)
     if shift and target.dim() == 0:
         raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
     input, linear_weight = _autocast(input), _autocast(linear_weight)
@@ -149,7 +158,7 @@ def fused_linear_cross_entropy(
     problem = LinearCrossEntropyProblem(
         terms=tuple(LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms),
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=shifted(target.to(torch.int64), shift, ignore_index).reshape(-1).contiguous(),
+        target=shifted(target.to(torch.int64), shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
@@ -258,7 +267,7 @@ def cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
-    check_shift(shift)
+    shift = check_shift(shift)
     check_inplace(inplace)
     if logits.dim() < 1:
         raise ValueError("logits must have shape (..., V), got a 0-d tensor")
@@ -295,7 +304,7 @@ def cross_entropy(
     accum = accumulation_dtype(logits.dtype)
     problem = CrossEntropyProblem(
         logits=logits,
-        target=shifted(target.to(torch.int64), shift, ignore_index),
+        target=shifted(target.to(torch.int64), shift, spec.ignore_index),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().to(accum),
         num_items=num_items,
@@ -331,12 +340,8 @@ def _check_logits_shapes(
 
 def _autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
-    device_type = tensor.device.type
-    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if not (available and torch.is_autocast_enabled(device_type)) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device_type))
+    dtype = autocast_dtype(tensor.device.type)
+    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def _check_tensors(

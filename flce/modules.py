@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce.arguments import check_inplace, check_shift
+from flce.arguments import check_inplace, check_shift, check_tensor
 from flce.functional import check_options, cross_entropy, fused_linear_cross_entropy
 from flce.planning import ChunkOptions
 from flce.problem import LinearCrossEntropyOutput, LossSpec
@@ -35,10 +35,11 @@ class _Loss(nn.Module):
         stats: tuple[str, ...],
     ) -> None:
         super().__init__()
+        if weight is not None:
+            check_tensor("weight", weight)
         ignore_index = -100 if ignore_index is None else ignore_index
         self.spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-        check_shift(shift)
-        self.shift = shift
+        self.shift = check_shift(shift)
         self.register_buffer("weight", weight)
 
     def _arguments(self) -> dict[str, Any]:

@@ -62,6 +62,7 @@ from flce.chunk_plan import (
 )
 from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE
 from flce.problem import LossSpec, Needs, accumulation_dtype
+from flce.scalars import INT64_MAX, integer
 
 # Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
 # product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
@@ -128,10 +129,11 @@ class ChunkOptions:
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be None or an int, got {type(value).__name__}")
+            value = integer(name, value, "None or an int")
             if value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
+            # Bounds: of a larger one as much is left as the custom operators take.
+            object.__setattr__(self, name, min(value, INT64_MAX))
         if self.strategy not in ("auto", "tokens", "vocab"):
             raise ValueError(f"strategy must be 'auto', 'tokens' or 'vocab', got {self.strategy!r}")
         if self.logits_dtype is not None and not isinstance(self.logits_dtype, torch.dtype):
@@ -186,18 +188,18 @@ def plan(
         raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")
     sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
     sizes |= {f"adapter_ranks[{k}]": rank for k, rank in enumerate(adapter_ranks)}
+    sizes = {name: integer(name, value) for name, value in sizes.items()}
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
+    num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
     device = torch.device(device)
-    of_adapters = (True,) * len(adapter_ranks)
+    of_adapters = (True,) * len(ranks)
     shape = CallShape(
         num_tokens=num_tokens,
-        hidden_sizes=(hidden_size, *adapter_ranks),
+        hidden_sizes=(hidden_size, *ranks),
         vocab_size=vocab_size,
         dtype=dtype,
         device_type=device.type,

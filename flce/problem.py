@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from flce.scalars import integer, real
+
 Reduction = Literal["none", "mean", "sum"]
 Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
 
@@ -29,7 +31,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class LossSpec:
-    """The scalar arguments of the loss, checked once.
+    """The scalar arguments of the loss, checked once and made numbers of Python.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -48,19 +50,24 @@ class LossSpec:
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
-        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
-            raise TypeError(f"ignore_index must be an int, got {type(self.ignore_index).__name__}")
+        for name in ("label_smoothing", "logit_scale", "temperature", "z_loss", "softcap"):
+            value = getattr(self, name)
+            if type(value) is not float and (value is not None or name != "softcap"):
+                # PyTorch has only the first, and takes a bool for it.
+                object.__setattr__(self, name, real(name, value, may_be_bool=name == "label_smoothing"))
+        if type(self.ignore_index) is not int:
+            object.__setattr__(self, "ignore_index", integer("ignore_index", self.ignore_index))
         if not -(2**63) <= self.ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit into 64 bits, got {self.ignore_index}")
-        if not 0.0 <= _number("label_smoothing", self.label_smoothing) <= 1.0:
+        if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
-        if self.softcap is not None and not 0.0 < _number("softcap", self.softcap) < math.inf:
+        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
             raise ValueError(f"softcap must be None or a finite number > 0, got {self.softcap}")
-        if not -math.inf < _number("logit_scale", self.logit_scale) < math.inf:
+        if not -math.inf < self.logit_scale < math.inf:
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
-        if not 0.0 < _number("temperature", self.temperature) < math.inf:
+        if not 0.0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
-        if not 0.0 <= _number("z_loss", self.z_loss) < math.inf:
+        if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
         if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
             raise TypeError(f"stats must be a tuple of names out of {STATS}, got {self.stats!r}")
@@ -86,11 +93,11 @@ class LossSpec:
         return (
             self.reduction,
             self.ignore_index,
-            float(self.label_smoothing),
-            None if self.softcap is None else float(self.softcap),
-            float(self.logit_scale),
-            float(self.temperature),
-            float(self.z_loss),
+            self.label_smoothing,
+            self.softcap,
+            self.logit_scale,
+            self.temperature,
+            self.z_loss,
             ",".join(self.stats),
         )
 
@@ -98,12 +105,6 @@ class LossSpec:
     def from_flat(flat: Sequence[Any]) -> LossSpec:
         *values, stats = flat
         return LossSpec(*values, tuple(stats.split(",")) if stats else ())  # type: ignore[call-arg]
-
-
-def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    return value
 
 
 def check_shapes(

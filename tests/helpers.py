@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -283,6 +283,26 @@ def least_budget(message: str, works: Any) -> int:
             continue
         return number
     raise AssertionError(f"no number in this message is a budget that works: {message}")
+
+
+def batched_gradients(kind: str, loss: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
+    """The gradients for each of a batch of upstream gradients, by one of the ways that PyTorch has for that."""
+    if kind == "is_grads_batched":
+        return torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True)
+    assert kind == "vmap"
+    return torch.vmap(lambda grad: torch.autograd.grad(loss, leaves, grad))(upstream)
+
+
+def counted_flops(function: Callable[[], Any]) -> int:
+    """Of all matrix products, as PyTorch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode  # which loads Triton
+
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+BATCHED = ("is_grads_batched", "vmap")
 
 
 def plan_for(

@@ -127,9 +127,43 @@ ROWS: list[Row] = [
     ("z_loss complex", lambda: good(z_loss=1j), TypeError, words("z_loss")),
     ("label_smoothing a string", lambda: good(label_smoothing="0"), TypeError, words("label_smoothing")),
     ("label_smoothing None", lambda: good(label_smoothing=None), TypeError, words("label_smoothing")),
+    ("ignore_index a bool", lambda: good(ignore_index=True), TypeError, words("ignore_index", "int", "bool")),
+    (
+        "ignore_index a bool tensor",
+        lambda: good(ignore_index=torch.tensor(True)),
+        TypeError,
+        words("ignore_index", "torch.bool"),
+    ),
+    (
+        "ignore_index a tensor of two",
+        lambda: good(ignore_index=torch.ones(2).long()),
+        TypeError,
+        words("ignore_index", "int64", r"\(2,\)"),
+    ),
+    (
+        "ignore_index a fraction in a tensor",
+        lambda: good(ignore_index=torch.tensor(1.0)),
+        TypeError,
+        words("ignore_index", "int", "float32"),
+    ),
+    ("softcap a bool", lambda: good(softcap=True), TypeError, words("softcap", "number", "bool")),
+    ("z_loss complex in a tensor", lambda: good(z_loss=torch.tensor(1j)), TypeError, words("z_loss", "complex64")),
+    (
+        "a temperature that is trained",
+        lambda: good(temperature=torch.tensor(1.0, requires_grad=True)),
+        TypeError,
+        words("temperature", "number", "requires grad"),
+    ),
     ("ignore_index a string", lambda: good(ignore_index="-100"), TypeError, words("ignore_index")),
     ("ignore_index a fraction", lambda: good(ignore_index=1.5), TypeError, words("ignore_index")),
     ("shift a fraction", lambda: good(shift=1.5), TypeError, words("shift")),
+    (
+        "shift a fraction in a tensor",
+        lambda: good(shift=torch.tensor(1.5)),
+        TypeError,
+        words("shift", "int", "float32"),
+    ),
+    ("num_items a list", lambda: good(num_items=[3], reduction="sum"), TypeError, words("num_items", "list")),
     ("shift a string", lambda: good(shift="1"), TypeError, words("shift")),
     ("num_items a string", lambda: good(num_items="3", reduction="sum"), TypeError, words("num_items")),
     (
@@ -202,6 +236,12 @@ ROWS: list[Row] = [
         words("correct"),
     ),
     # ---- adapters
+    (
+        "adapter of lists",
+        lambda: good(adapters=[(adapter()[0], [[0.0] * 2] * V)]),
+        TypeError,
+        words(r"adapters\[0\]\[1\]", "Tensor", "list"),
+    ),
     ("adapters a tensor", lambda: good(adapters=torch.ones(N, 2)), TypeError, words("adapters", "Tensor")),
     ("adapters None", lambda: good(adapters=None), TypeError, words("adapters", "NoneType")),
     ("one adapter, not in a list", lambda: good(adapters=adapter()), TypeError, words(r"adapters\[0\]", "Tensor")),
@@ -523,6 +563,19 @@ def test_ignored_target_outside_is_no_error(backend: str) -> None:
         assert loss.isfinite()
 
 
+@pytest.mark.parametrize("strategy", ["auto", "tokens", "vocab"])
+def test_bounds_beyond_64_bits(strategy: Any, backend: str) -> None:
+    """They are bounds like any other that is large enough, not an overflow in the dispatcher."""
+    arguments = good(input=good()["input"].requires_grad_())
+    expected = flce.fused_linear_cross_entropy(**arguments, options=flce.ChunkOptions(strategy=strategy))
+    for bound in (2**63 - 1, 2**63, 2**200):
+        for name in ("max_workspace_bytes", "chunk_rows"):
+            options = flce.ChunkOptions(strategy=strategy, **{name: bound})  # type: ignore[arg-type]
+            loss: Any = flce.fused_linear_cross_entropy(**arguments, options=options)
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+
+
 MODULE_ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("reduction", {"reduction": "avg"}, ValueError, "avg"),
     ("smoothing", {"label_smoothing": 1.5}, ValueError, "label_smoothing"),
@@ -533,6 +586,7 @@ MODULE_ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("shift", {"shift": -1}, ValueError, "shift"),
     ("options", {"options": 3}, TypeError, "options"),
     ("weight", {"weight": torch.ones(V + 2)}, ValueError, "weight"),
+    ("weight a list", {"weight": [1.0] * V}, TypeError, "weight must be a Tensor, got list"),
     ("unknown", {"smoothing": 0.1}, TypeError, "smoothing"),
 ]
 

@@ -23,6 +23,7 @@ from flce.backends import torch_
 from flce.layout import may_overlap, row_order
 from tests.helpers import (
     BACKENDS,
+    BATCHED,
     REDUCTIONS,
     STATS,
     TOLERANCE,
@@ -31,6 +32,7 @@ from tests.helpers import (
     allpairs,
     assert_near,
     assert_outcome,
+    batched_gradients,
     pairs,
     run_oracle,
 )
@@ -646,12 +648,36 @@ def test_double_backward(reduction: str, inplace: bool, backend: str, device: to
         torch.autograd.grad(loss, x, create_graph=True)[0].square().sum().backward()
 
 
+@pairs(
+    reduction=REDUCTIONS, inplace=[False, True], kind=BATCHED, dtype=[torch.float64, torch.float16], backend=BACKENDS
+)
+def test_several_upstream_gradients_at_once(
+    reduction: str, inplace: bool, kind: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Each as if it were the only one, and as PyTorch has it."""
+    p = make((2, 3), 37, dtype, device, ignored=0.3, reduction=reduction)
+    leaf = p.input.requires_grad_()
+
+    def loss() -> Tensor:
+        return loss_of(leaf * 2, p.target, reduction=reduction, inplace=inplace)
+
+    upstream = torch.randn(3, *loss().shape, device=device, dtype=loss().dtype)
+    (together,) = batched_gradients(kind, loss(), [leaf], upstream)
+    rtol, atol = (1e-10, 1e-13) if dtype == torch.float64 else (2e-3, 1e-5)
+    for got, grad in zip(together, upstream, strict=True):
+        torch.testing.assert_close(got, torch.autograd.grad(loss(), leaf, grad)[0], rtol=rtol, atol=atol)
+    if dtype == torch.float64:
+        stock = F.cross_entropy((leaf * 2).flatten(0, 1), p.target.flatten(), reduction=reduction)
+        stock = stock.reshape(loss().shape)
+        torch.testing.assert_close(together, batched_gradients(kind, stock, [leaf], upstream)[0], rtol=rtol, atol=atol)
+
+
 @INPLACE
 def test_forward_mode(inplace: bool, torch_backend: str) -> None:
     x, _, y = nonleaf()
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x.detach(), torch.ones_like(x))
-        with pytest.raises(RuntimeError, match="forward-mode"):
+        with pytest.raises(RuntimeError, match=r"flce\.cross_entropy does not support forward-mode.*use torch\.nn"):
             flce.cross_entropy(dual, y, inplace=inplace)
 
 
@@ -856,7 +882,8 @@ def group(tmp_path: Path) -> Iterator[Any]:
 @pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
 def test_a_group_of_one(group: Any, reduction: str, inplace: bool, backend: str) -> None:
     p = make((2, 3), ignored=0.3, class_weight=True, label_smoothing=0.1, z_loss=0.1, reduction=reduction)
-    outcome = run(p, "without the last", inplace=inplace, stats=STATS, process_group=group, vocab_size=37)
+    size: Any = torch.tensor(37)  # as any other number of the arguments
+    outcome = run(p, "without the last", inplace=inplace, stats=STATS, process_group=group, vocab_size=size)
     assert_outcome(outcome, run_oracle(p), p, tolerance=1e-10, grads="x", stats=STATS)
 
 
@@ -880,6 +907,8 @@ def test_compile_with_a_group(group: Any, torch_backend: str) -> None:
 def test_bad_input_of_a_group(group: Any, torch_backend: str) -> None:
     with pytest.raises(ValueError, match=r"rank 0 of 1 must have logits of 40 classes.*got 20"):
         flce.cross_entropy(**good(), process_group=group, vocab_size=40)
+    with pytest.raises(TypeError, match="vocab_size must be None or an int, got float"):
+        flce.cross_entropy(**good(), process_group=group, vocab_size=20.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="process_group needs class-index targets"):
         flce.cross_entropy(**good(target=torch.ones(6, 20)), process_group=group)
 
@@ -916,11 +945,17 @@ def test_module(kwargs: dict[str, Any], torch_backend: str, device: torch.device
 
 @pytest.mark.parametrize(
     "kwargs, error",
-    [({"reduction": "avg"}, ValueError), ({"shift": -1}, ValueError), ({"inplace": None}, TypeError)],
+    [
+        ({"reduction": "avg"}, ValueError),
+        ({"shift": -1}, ValueError),
+        ({"inplace": None}, TypeError),
+        ({"weight": [1.0, 1.0]}, TypeError),
+    ],
     ids=str,
 )
 def test_bad_input_of_the_module(kwargs: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error):
+    (name,) = kwargs
+    with pytest.raises(error, match=f"{name} must be"):
         flce.CrossEntropyLoss(**kwargs)
 
 

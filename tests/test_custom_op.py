@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import flce
@@ -20,12 +21,16 @@ from flce import chunk_plan, planning
 from tests.helpers import (
     ALL_GRADS,
     BACKENDS,
+    BATCHED,
     REDUCTIONS,
     STATS,
     STRATEGIES,
+    batched_gradients,
     combinations,
+    counted_flops,
     make_problem,
     pairs,
+    plan_for,
     run_fused,
 )
 
@@ -154,6 +159,164 @@ def test_the_operators_are_registered(torch_backend: str) -> None:
     run_fused(p)
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("flce::")]
     assert names
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tensors without memory
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Fails where an operator makes a tensor that has memory, or gets one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            assert not isinstance(value, Tensor) or value.is_meta, f"{func}: a tensor on {value.device}"
+        return result
+
+
+@pytest.fixture(params=[{}, {"FLCE_DEBUG": "1"}, {"FLCE_BACKEND": "triton"}], ids=str)
+def _any_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in request.param.items():
+        monkeypatch.setenv(name, value)
+
+
+def assert_meta_gradients(loss: Tensor, reduction: str, shape: tuple[int, ...], leaves: Sequence[Tensor]) -> None:
+    dtype = torch.float64 if leaves[0].dtype == torch.float64 else torch.float32
+    assert (loss.device.type, loss.dtype, loss.shape) == ("meta", dtype, shape if reduction == "none" else ())
+    with OnlyMeta():
+        loss.backward(torch.ones_like(loss))
+    for leaf in leaves:
+        assert leaf.grad is not None
+        assert (leaf.grad.device, leaf.grad.dtype, leaf.grad.shape) == (leaf.device, leaf.dtype, leaf.shape)
+
+
+@pytest.mark.usefixtures("_any_environment")
+@pairs(
+    reduction=REDUCTIONS,
+    strategy=["auto", *STRATEGIES],
+    budget=[None, 1, 1 << 20],
+    ranks=[(), (2, 3)],
+    head=["indices", "probabilities", "two dimensions"],
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    more=[{}, {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.1}],
+)
+def test_meta_tensors(
+    reduction: str, strategy: Any, budget: int | None, ranks: Any, head: str, dtype: torch.dtype, more: dict[str, Any]
+) -> None:
+    """A dry run: what it returns looks right, and nothing is computed. A budget that no plan keeps is kept here."""
+    settings: Any = {"dtype": dtype, "device": "meta", "bias": True, "class_weight": True, "token_weight": True}
+    inner = (3,) if head == "two dimensions" else ()
+    p = make_problem((2, 5), 8, 30, **settings, adapter_ranks=() if inner else ranks, reduction=reduction, **more)
+    x, w, b = p.input, p.linear_weight, p.linear_bias
+    assert b is not None
+    y, kwargs = p.target, dict(p.kwargs)
+    stats: tuple[str, ...] = STATS
+    if inner:
+        w, b = torch.empty(30, 3, 8, dtype=dtype, device="meta"), torch.empty(30, 3, dtype=dtype, device="meta")
+        y = torch.empty(2, 5, 3, dtype=torch.int64, device="meta")
+        kwargs["token_weight"] = torch.empty(2, 5, 3, device="meta")
+    elif head == "probabilities":
+        y, stats = torch.empty(2, 5, 30, device="meta"), ("lse", "entropy", "argmax")
+    leaves = [t.requires_grad_() for t in (x, w, b, *(t for pair in p.adapters for t in pair))]
+    options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget)
+    with OnlyMeta():
+        out: Any = flce.fused_linear_cross_entropy(
+            x, w, y, linear_bias=b, adapters=p.adapters, options=options, stats=stats, **kwargs
+        )
+    assert all(value.is_meta for value in out if value is not None)
+    assert_meta_gradients(out.loss, reduction, (2, 5, *inner), leaves)
+
+
+@pytest.mark.usefixtures("_any_environment")
+@pairs(
+    reduction=REDUCTIONS,
+    kind=["apart", "in place", "probabilities"],
+    dtype=[torch.float32, torch.float64, torch.bfloat16, torch.float16],
+    more=[{}, {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.1}],
+    shift=[0, 1],
+)
+def test_meta_logits(reduction: str, kind: str, dtype: torch.dtype, more: dict[str, Any], shift: int) -> None:
+    leaf = torch.empty(2, 5, 30, dtype=dtype, device="meta", requires_grad=True)
+    indices = torch.empty(2, 5, dtype=torch.int64, device="meta")
+    y = torch.empty_like(leaf) if kind == "probabilities" else indices
+    stats = ("lse", "entropy", "argmax")
+    with OnlyMeta():
+        more = {**more, "shift": 0 if kind == "probabilities" else shift, "inplace": kind == "in place"}
+        out: Any = flce.cross_entropy(leaf * 2, y.detach(), reduction=reduction, stats=stats, **more)
+    assert all(value.is_meta for value in out if value is not None)
+    assert_meta_gradients(out.loss, reduction, (2, 5), [leaf])
+
+
+@pytest.mark.usefixtures("_any_environment")
+@pytest.mark.parametrize("function", [flce.softmax, flce.log_softmax])
+def test_softmax_of_meta_tensors(function: Any) -> None:
+    leaf = torch.empty(2, 5, 30, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    for dim, dtype in ((-1, None), (1, torch.float32)):
+        with OnlyMeta():
+            result = function(leaf, dim, dtype)
+            (grad,) = torch.autograd.grad(result, leaf, torch.ones_like(result))
+        assert (result.device.type, result.dtype, result.shape) == ("meta", dtype or leaf.dtype, leaf.shape)
+        assert (grad.device.type, grad.dtype, grad.shape) == ("meta", leaf.dtype, leaf.shape)
+
+
+def test_a_module_on_the_meta_device() -> None:
+    module = flce.LinearCrossEntropyLoss(8, 30, bias=True, device="meta")
+    loss = module(torch.empty(5, 8, device="meta"), torch.empty(5, dtype=torch.int64, device="meta"))
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in module.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The flop counter
+
+
+@pairs(
+    reduction=REDUCTIONS,
+    strategy=STRATEGIES,
+    grads=[ALL_GRADS, "x", "wb", "xaB", "B", ""],
+    ranks=[(), (2, 3)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+)
+def test_flops(
+    reduction: str, strategy: str, grads: str, ranks: tuple[int, ...], dtype: torch.dtype, torch_backend: str
+) -> None:
+    """Those of the products that PyTorch makes for it. Where logits are made again in backward, these as well, as
+    PyTorch counts them for attention."""
+    p = make_problem((9,), 8, 30, dtype=dtype, bias=True, adapter_ranks=ranks, ignored=0.4, reduction=reduction)
+
+    def stock() -> None:
+        x, w = (t.detach().requires_grad_(k in grads) for k, t in (("x", p.input), ("w", p.linear_weight)))
+        assert p.linear_bias is not None
+        z = F.linear(x, w, p.linear_bias.detach().requires_grad_("b" in grads))
+        for a, b in p.adapters:
+            z = z + F.linear(a.detach().requires_grad_("a" in grads), b.detach().requires_grad_("B" in grads))
+        if z.requires_grad:
+            z.sum().backward()
+
+    expected = counted_flops(stock)
+    anything = any(key in grads for key in ("xwb" if not ranks else ALL_GRADS))
+    if anything and (reduction == "none" or strategy == "vocab"):
+        expected += 2 * p.target.numel() * 30 * (8 + sum(ranks))
+    options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
+    assert counted_flops(lambda: run_fused(p, options=options, grads=grads)) == expected
+    if strategy == "tokens" or reduction == "none":
+        assert plan_for(p, options, grads).flops == expected
+
+
+def test_flops_of_a_backward_alone(torch_backend: str) -> None:
+    x, w, y = leaves()
+    product = 2 * 9 * 8 * 30
+    assert counted_flops(fused(x, w, y).backward) == 0
+    assert counted_flops(fused(x, w, y, reduction="none").sum().backward) == 3 * product
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_flops_of_a_graph(torch_backend: str) -> None:
+    x, w, y = leaves()
+    compiled = torch.compile(fused, backend="aot_eager")
+    compiled(x, w, y)
+    assert counted_flops(lambda: compiled(x, w, y).backward()) == 3 * 2 * 9 * 8 * 30
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -305,6 +468,23 @@ def test_compiled_module_in_a_training_step(torch_backend: str, device: torch.de
 
 
 @pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("kind", ["numpy", "tensor"])
+def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
+    """They end the graph, for PyTorch's own loss too, and change no result. Those of a module are no longer there."""
+    number: Any = torch.tensor if kind == "tensor" else pytest.importorskip("numpy").float32
+    p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
+    expected = fused(p.input, p.linear_weight, p.target, label_smoothing=0.125)
+
+    def step(x: Tensor) -> Tensor:
+        return fused(x, p.linear_weight, p.target, label_smoothing=number(0.125))
+
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(p.input), expected)
+    module = flce.FusedLinearCrossEntropyLoss(label_smoothing=number(0.125))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(p.input, p.linear_weight, p.target), expected)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
 def test_compile_without_gradients(torch_backend: str, device: torch.device) -> None:
     p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
     compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
@@ -369,27 +549,47 @@ def test_double_backward(reduction: str, strategy: str, wanted: str, backend: st
         penalty()
 
 
+NO_FORWARD_MODE = r"flce\.fused_linear_cross_entropy does not support forward-mode.*use torch\.nn\.functional"
+
+
 def test_forward_mode_with_duals(backend: str, device: torch.device) -> None:
     x, w, y = leaves(device=device)
     with forward_ad.dual_level():
         for one, other in ((True, False), (False, True)):
             a = forward_ad.make_dual(x.detach(), torch.ones_like(x)) if one else x.detach()
             b = forward_ad.make_dual(w.detach(), torch.ones_like(w)) if other else w.detach()
-            with pytest.raises(RuntimeError, match=r"(?i)forward"):
+            with pytest.raises(RuntimeError, match=NO_FORWARD_MODE):
                 fused(a, b, y)
-            with pytest.raises(RuntimeError, match=r"(?i)forward"):
+            with pytest.raises(RuntimeError, match=NO_FORWARD_MODE):
                 fused(x.detach(), w.detach(), y, adapters=[(a, b)])
+        bias = torch.ones(30, dtype=x.dtype, device=device)
+        with pytest.raises(RuntimeError, match=NO_FORWARD_MODE):
+            fused(x, w, y, linear_bias=forward_ad.make_dual(bias, bias))
 
 
 def test_forward_mode_with_jvp(backend: str, device: torch.device) -> None:
     x, w, y = leaves(device=device)
-    with pytest.raises(RuntimeError, match=r"(?i)forward|jvp"):
+    with pytest.raises(RuntimeError, match=NO_FORWARD_MODE):
         torch.func.jvp(lambda t: fused(t, w.detach(), y), (x.detach(),), (torch.ones_like(x),))
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("loss", [fused, flce.cross_entropy])
+def test_forward_mode_with_jvp_in_a_graph(loss: Any, torch_backend: str, device: torch.device) -> None:
+    """Not a derivative of zero."""
+    x, w, y = leaves(device=device)
+    arguments: Any = (w.detach(), y) if loss is fused else (y,)
+
+    def jvp(x: Tensor) -> Any:
+        return torch.func.jvp(lambda t: loss(t, *arguments), (x,), (torch.ones_like(x),))
+
+    with pytest.raises(RuntimeError, match="does not support forward-mode"):
+        torch.compile(jvp, backend="aot_eager")(x.detach() if loss is fused else F.linear(x, w).detach())
 
 
 def test_forward_mode_with_jacfwd(backend: str, device: torch.device) -> None:
     x, w, y = leaves(device=device)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=NO_FORWARD_MODE):
         torch.func.jacfwd(lambda t: fused(t, w.detach(), y))(x.detach())
 
 
@@ -455,6 +655,58 @@ def test_autograd_grad_of_some_inputs(backend: str, device: torch.device) -> Non
     assert x.grad is None
     (only,) = torch.autograd.grad(fused(x, w, y, reduction="none").sum() / 9, w)
     torch.testing.assert_close(only, both[1], rtol=1e-10, atol=1e-12)
+
+
+@pairs(reduction=REDUCTIONS, strategy=STRATEGIES, kind=BATCHED, dtype=[torch.float64, torch.float16], backend=BACKENDS)
+def test_several_upstream_gradients_at_once(
+    reduction: str, strategy: str, kind: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Each as if it were the only one, and as PyTorch has it."""
+    p = make_problem((9,), 8, 30, dtype=dtype, bias=True, adapter_ranks=(2,), ignored=0.2, device=device)
+    assert p.linear_bias is not None
+    ((a, b),) = p.adapters
+    tensors = [t.requires_grad_() for t in (p.input, p.linear_weight, p.linear_bias, a, b)]
+
+    def loss() -> Tensor:
+        x, w, bias, a, b = tensors
+        return fused(
+            x, w, p.target, linear_bias=bias, adapters=[(a, b)], reduction=reduction, options=options_for(strategy)
+        )
+
+    upstream = torch.randn(3, *loss().shape, device=device, dtype=loss().dtype)
+    together = batched_gradients(kind, loss(), tensors, upstream)
+    for k, grad in enumerate(upstream):
+        for got, want in zip(together, torch.autograd.grad(loss(), tensors, grad), strict=True):
+            assert torch.equal(got[k], want)
+    if dtype == torch.float64:
+        x, w, bias, a, b = tensors
+        stock = F.cross_entropy(F.linear(x, w, bias) + F.linear(a, b), p.target, reduction=reduction)
+        expected = batched_gradients(kind, stock, tensors, upstream)
+        torch.testing.assert_close(list(together), list(expected), rtol=1e-10, atol=1e-13)
+
+
+def test_jacobian_in_one_backward(backend: str, device: torch.device) -> None:
+    x, w, y = leaves(device=device)
+    got, want = (
+        torch.autograd.functional.jacobian(lambda x, f=f: f(x, w.detach(), y), x, vectorize=True)
+        for f in (
+            lambda x, w, y: fused(x, w, y, reduction="none"),
+            lambda x, w, y: F.cross_entropy(F.linear(x, w), y, reduction="none"),
+        )
+    )
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_batch_of_batches_of_upstream_gradients(reduction: str, torch_backend: str) -> None:
+    x, w, y = leaves()
+    ours, stock = fused(x, w, y, reduction=reduction), F.cross_entropy(F.linear(x, w), y, reduction=reduction)
+    upstream = torch.randn(2, 3, *ours.shape, dtype=torch.float64)
+    got, want = (
+        torch.vmap(lambda batch, loss=loss: batched_gradients("vmap", loss, [x, w], batch))(upstream)
+        for loss in (ours, stock)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-13)
 
 
 def test_weight_changed_between_forward_and_backward(backend: str, device: torch.device) -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import flce
 
 ROOT = Path(flce.__file__).resolve().parents[1]
@@ -52,6 +54,30 @@ def test_import_is_quick_and_lean() -> None:
     assert min(run["flce"] for run in runs) < 0.5, runs
     for name in ("triton", "transformers", "numpy", "accelerate"):
         assert name not in runs[-1]["new"], runs[-1]["new"]
+
+
+COUNT = """
+import json
+if EARLY:
+    import torch.utils.flop_counter
+import torch, flce
+from torch.utils.flop_counter import FlopCounterMode
+x, w = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8)
+y = torch.randint(0, 30, (9,))
+counts = []
+for _ in range(2):
+    with FlopCounterMode(display=False) as counter:
+        flce.fused_linear_cross_entropy(x, w, y).backward()
+    counts.append(counter.get_total_flops())
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_flop_counter_imported_before_or_after(early: bool) -> None:
+    """The package does not import it: that takes as long as all else together."""
+    code = COUNT.replace("EARLY", str(early))
+    assert python(code) == [2 * 2 * 9 * 8 * 30] * 2
 
 
 WITHOUT = """

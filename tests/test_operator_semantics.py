@@ -902,6 +902,72 @@ def test_out_of_range_target_on_cuda_with_debug(backend_name: str, monkeypatch: 
         run_fused(p)
 
 
+NUMPY = ("float64", "float32", "float16")
+
+
+def scalars_as(kind: str) -> tuple[Any, Any]:
+    """What makes an integer of some kind, and what a real number."""
+    if kind == "tensor":
+        return torch.tensor, torch.tensor
+    numpy = pytest.importorskip("numpy")
+    if kind == "0-d array":
+        return numpy.array, numpy.array
+    return numpy.int64, getattr(numpy, kind)
+
+
+@pytest.mark.parametrize("kind", [*NUMPY, "0-d array", "tensor"])
+def test_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
+    """As PyTorch's functions take them, for all arguments of all functions and modules. The numbers fit in float16."""
+    integer, real = scalars_as(kind)
+    integers: dict[str, Any] = {"ignore_index": 3, "shift": 1}
+    reals: dict[str, Any] = {
+        "label_smoothing": 0.125,
+        "softcap": 4.0,
+        "logit_scale": 0.5,
+        "temperature": 1.5,
+        "z_loss": 0.25,
+    }
+    expected = {**integers, **reals, "reduction": "sum"}
+    given = {name: integer(value) for name, value in integers.items()}
+    given |= {**{name: real(value) for name, value in reals.items()}, "reduction": "sum"}
+    chunks = flce.ChunkOptions(chunk_rows=4, max_workspace_bytes=1 << 20)
+    converted = flce.ChunkOptions(chunk_rows=integer(4), max_workspace_bytes=integer(1 << 20))
+    assert converted == chunks
+    assert all(type(value) is int for value in (converted.chunk_rows, converted.max_workspace_bytes))
+    p = make_problem((2, 5), 8, 30, device=device)
+    x, w, y = p.input, p.linear_weight, p.target
+    want: Any = fused(x, w, y, num_items=7, options=chunks, **expected)
+    for num_items in (integer(7), real(7.0)):
+        assert torch.equal(fused(x, w, y, num_items=num_items, options=converted, **given), want)
+    module: Any = flce.FusedLinearCrossEntropyLoss(options=converted, **given)
+    assert torch.equal(module(x, w, y, num_items=integer(7)), want)
+    assert repr(module) == repr(flce.FusedLinearCrossEntropyLoss(options=chunks, **expected))
+    z = F.linear(x, w)
+    want = flce.cross_entropy(z, y, num_items=7, **expected)
+    got: Any = flce.cross_entropy(z, y, num_items=integer(7), **given)
+    assert torch.equal(got, want)
+    loss: Any = flce.CrossEntropyLoss(**given)
+    assert torch.equal(loss(z, y, num_items=integer(7)), want)
+    assert repr(loss) == repr(flce.CrossEntropyLoss(**expected))
+    for softmax in (flce.softmax, flce.log_softmax):
+        assert torch.equal(softmax(z, integer(-2)), softmax(z, -2))
+    n, h, v, rank = (integer(size) for size in (10, 8, 30, 2))
+    planned = flce.plan(n, h, v, torch.float32, device="cpu", adapter_ranks=[rank], options=converted)
+    assert planned == flce.plan(10, 8, 30, torch.float32, device="cpu", adapter_ranks=[2], options=chunks)
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_label_smoothing_may_be_a_bool(value: bool, torch_backend: str) -> None:
+    """As PyTorch's may, and no other: a softcap of True would be one of 1."""
+    p = make_problem((5,), 8, 30)
+    check(p.with_(label_smoothing=value))
+    numpy = pytest.importorskip("numpy")
+    assert torch.equal(
+        run_fused(p.with_(label_smoothing=numpy.bool_(value))).loss,
+        run_fused(p.with_(label_smoothing=float(value))).loss,
+    )
+
+
 def test_ignore_index_none_is_the_default(backend: str, device: torch.device) -> None:
     """As in `torch.nn.functional.linear_cross_entropy`, whose default it is."""
     x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)

@@ -14,6 +14,7 @@ from flce.backends.contract import Backend
 def backend_name(device: torch.device) -> str:
     """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
 
+    For meta tensors, of which no kernel sees anything, it is "torch" in any case.
     With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, do not:
     launches are made for warps of 32 threads.
 
@@ -23,6 +24,8 @@ def backend_name(device: torch.device) -> str:
     choice = os.environ.get("FLCE_BACKEND", "")
     if choice not in ("", "torch", "triton"):
         raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {choice!r}")
+    if device.type == "meta":
+        return "torch"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     nvidia = device.type == "cuda" and torch.version.hip is None
     possible = (nvidia or (device.type == "cpu" and interpreted)) and _has_triton()

@@ -120,15 +120,22 @@ class _Watched:
         tensor = self.tensor
         if (tensor.shape, tensor.dtype, tensor.device) != self._place[:3]:
             raise _stale(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
+        if self._sample is None:
+            return
         # On a CPU a comparison waits for nothing.
         compare = compare or tensor.device.type == "cpu" or tensor.data_ptr() != self._place[3]
         if not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        if not torch.equal(self._look()[1], self._sample):
+        sample = self._look()[1]
+        assert sample is not None
+        if not torch.equal(sample, self._sample):
             raise _stale("through .data, by an exchange of weights, or by merging an adapter")
 
-    def _look(self) -> tuple[tuple[Any, ...], Tensor]:
+    def _look(self) -> tuple[tuple[Any, ...], Tensor | None]:
+        """What it is and where, and some of its values, of which a meta tensor has none."""
         tensor = self.tensor.detach()
+        if tensor.is_meta:
+            return (tensor.shape, tensor.dtype, tensor.device), None
         sample = tensor[tuple(slice(None, None, max(1, -(-size // _SAMPLE))) for size in tensor.shape)]
         # As bytes: NaN equals itself.
         values = sample.clone(memory_format=torch.contiguous_format).view(torch.uint8)

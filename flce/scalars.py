@@ -1,0 +1,58 @@
+"""Python numbers of what PyTorch's own functions take for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INT64_MAX = 2**63 - 1
+"""The largest int that a custom operator takes."""
+
+
+def integer(name: str, value: Any, expected: str = "an int") -> int:
+    """An int, or an integer of NumPy or of a 0-d tensor, as an int.
+
+    Raises:
+        TypeError: anything else. A bool is none, as for PyTorch.
+    """
+    number = _python_number(value)
+    if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
+    return number  # type: ignore[return-value]
+
+
+def real(name: str, value: Any, *, may_be_bool: bool = False) -> float:
+    """An int or float, or one of NumPy or of a 0-d tensor, as a float.
+
+    Raises:
+        TypeError: anything else, and a tensor that requires grad: there would be none for it.
+    """
+    number = _python_number(value)
+    if not is_number(number) and not (may_be_bool and isinstance(number, bool)):
+        raise TypeError(f"{name} must be a number, got {_describe(value)}")
+    return float(number)
+
+
+def is_number(value: object) -> bool:
+    """Whether this is an int or a float, of a graph that is being traced too."""
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def _python_number(value: Any) -> Any:
+    """Of a NumPy number, which nothing here imports, and of what has no dimensions; anything else as it is."""
+    if isinstance(value, (int, float)) or not hasattr(value, "item") or getattr(value, "shape", None) != ():
+        return value
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            "flce asks for the value of a number that is no Python number, which a graph has none of"
+        )
+    return value if getattr(value, "requires_grad", False) else value.item()
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    grad = " that requires grad" if value.requires_grad else ""
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)}{grad}"
