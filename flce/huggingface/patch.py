@@ -45,6 +45,9 @@ from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+# What a changed class has in place of the original's.
+Methods = Callable[[Any], dict[str, Callable[..., Any]]]
+
 
 @dataclass
 class _Patch:
@@ -97,8 +100,9 @@ _calls = threading.local()
 # ------------------------------------------------------------------------------------------- the changed modules
 
 
-def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a linear layer of the output embedding."""
+def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
+    """Of a linear layer of the output embedding."""
+    forward = original.forward
 
     @functools.wraps(forward)
     def lazy_forward(self: Any, input: Tensor) -> Any:
@@ -118,18 +122,18 @@ def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             # What a graph returns is no tensor, so wrappers cannot register the hooks without which nothing trains.
             watched = torch.distributed.is_available() and torch.distributed.is_initialized()
             if _obstacle(input, weight, bias) is not None or (watched and not patch.compiled_call_has_labels):
-                return forward(self, input)
+                return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
         owner: Any = getattr(_calls, "owner", None)
         reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight)
         reason = reason or _obstacle(input, weight, bias)
         if reason is not None:
-            return _stock(patch, lambda: forward(self, input), reason)
+            return _stock(patch, lambda: F.linear(input, weight, bias), reason)
         call = HeadCall(weight, bias, patch.usage, self, owner)
         return make_lazy(head_state(input, weight, bias, patch.settings, call))
 
-    return lazy_forward
+    return {"forward": lazy_forward}
 
 
 def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
@@ -148,8 +152,9 @@ def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
     return logits
 
 
-def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of the model."""
+def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
+    """Of the model."""
+    forward = original.forward
     labels_position = _labels_position(forward)
 
     @functools.wraps(forward)
@@ -177,7 +182,7 @@ def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         gathered = is_data_parallel_replica(self) and labels is not None and torch.is_grad_enabled()
         return _without_logits(outputs, patch) if gathered else outputs
 
-    return watching_forward
+    return {"forward": watching_forward}
 
 
 def _without_logits(outputs: Any, patch: _Patch) -> Any:
@@ -313,7 +318,7 @@ def patch_model(
     something reads them.
 
     Adapters on the output embedding (PEFT's LoRA) may be added before or after; they are computed without their
-    logits too.
+    logits too. Call :func:`unpatch_model` before what asks for the very class of a layer, as ``quantize_dynamic`` does.
 
     Args:
         model: a model of Transformers with a language-model head, or any with ``get_output_embeddings()``; also
@@ -352,7 +357,7 @@ def patch_model(
         patch = next((m.__dict__["_flce"] for m in owner.modules() if "_flce" in m.__dict__), None) or _Patch(settings)
         patch.settings = settings
         if "_flce" not in owner.__dict__:
-            _change(owner, _watching_forward, patch)
+            _change(owner, _model_methods, patch)
             _backbone(owner).register_forward_pre_hook(patch.count_forward)
         _change_layers(owner, patch)
     return model
@@ -447,7 +452,7 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return weight is None or _is_plain(weight)
 
 
-def _own_weight(layer: nn.Linear) -> Tensor | None:
+def _own_weight(layer: nn.Module) -> Tensor | None:
     """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
     return layer._parameters.get("weight")
 
@@ -465,7 +470,7 @@ def _backbone(owner: Any) -> nn.Module:
 def _check_head(owner: Any) -> None:
     name, head = type(owner).__name__, owner.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    weight = getattr(head, "weight", None)
+    weight = _own_weight(head) if isinstance(head, nn.Module) else None
     if _layers(owner):
         return
     if isinstance(weight, Tensor) and not _is_plain(weight):
@@ -527,55 +532,49 @@ def _labels_position(forward: Callable[..., Any]) -> int | None:
 def _change_layers(owner: nn.Module, patch: _Patch) -> None:
     for layer in _layers(owner):
         if "_flce" not in layer.__dict__:
-            _change(layer, _lazy_forward, patch)
+            _change(layer, _head_methods, patch)
 
 
-def _change(module: Any, make_forward: Callable[[Callable[..., Any]], Callable[..., Any]], patch: _Patch) -> None:
-    original: Any = type(module)
-    module.__class__ = _changed_class(original, make_forward)
+def _change(module: Any, methods: Methods, patch: _Patch) -> None:
+    _set_class(module, lambda original: _changed_class(original, methods))
     module._flce = patch
-    # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
-    kept = module.__dict__.get("_old_forward")
-    if getattr(kept, "__func__", None) is original.forward:
-        module._old_forward = types.MethodType(type(module).forward, module)
 
 
 def _change_back(module: Any) -> None:
     del module._flce
-    changed = type(module)
-    original = changed.__dict__.get("_flce_original")
-    if original is None:
-        return  # something else has changed the class since; without `_flce` ours does what the original does
-    module.__class__ = original
+    # Where something else has changed the class since, it stays: without `_flce` ours does what the original does.
+    _set_class(module, lambda changed: changed.__dict__.get("_flce_original", changed))
+
+
+def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
+    """Put another class in the place of the module's."""
+    kind: Any = type(module)
+    if nn.utils.parametrize.is_parametrized(module) and any(name in vars(kind) for name in module.parametrizations):
+        # A class that holds the parametrisations, and that their removal takes away: ours has to be below it.
+        module.__class__ = type(kind.__name__, (replaced(kind.__bases__[0]),), dict(vars(kind)))
+    else:
+        module.__class__ = replaced(kind)
+    # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
     kept = module.__dict__.get("_old_forward")
-    if getattr(kept, "__func__", None) is changed.forward:
-        module._old_forward = types.MethodType(original.forward, module)
+    if getattr(kept, "__func__", None) is kind.forward:
+        module._old_forward = types.MethodType(type(module).forward, module)
 
 
 @functools.cache
-def _changed_class(original: Any, make_forward: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """A subclass that looks like `original` and runs another forward."""
+def _changed_class(original: Any, methods: Methods) -> Any:
+    """A subclass that looks like `original` and has other methods."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # The class cannot be found by its name; make it anew.
         _, _, *state = super(changed, self).__reduce_ex__(max(2, protocol))
-        return _new, (original, make_forward), *state
+        return _new, (original, methods), *state
 
-    changed: Any = type(
-        original.__name__,
-        (original,),
-        {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "__reduce_ex__": __reduce_ex__,
-            "forward": make_forward(original.forward),
-            "_flce_original": original,
-        },
-    )
+    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"__reduce_ex__": __reduce_ex__, "_flce_original": original, **methods(original)}
+    changed: Any = type(original.__name__, (original,), {**same, **own})
     return changed
 
 
-def _new(original: Any, make_forward: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    changed = _changed_class(original, make_forward)
+def _new(original: Any, methods: Methods) -> Any:
+    changed = _changed_class(original, methods)
     return changed.__new__(changed)
