@@ -64,7 +64,7 @@ class _Patch:
 
     def count_forward(self, backbone: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _is_recorded():
             self.usage.forward_begins(backbone.training)
 
     def loss_expected(self) -> bool:
@@ -74,24 +74,17 @@ class _Patch:
         return id(self) in getattr(_calls, "with_labels", ())
 
     @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Around a call with labels. Replicas of a model share the patch, in a thread each."""
-        before: frozenset[int] = getattr(_calls, "with_labels", frozenset())
-        _calls.with_labels = before | {id(self)}
-        try:
-            yield
-        finally:
-            _calls.with_labels = before
-
-    @contextlib.contextmanager
-    def running(self, owner: nn.Module) -> Iterator[None]:
-        """Around a call of ``owner``."""
-        before = getattr(_calls, "owner", None)
+    def running(self, owner: nn.Module, labels: bool) -> Iterator[None]:
+        """Around a call of ``owner``. Replicas of a model share the patch, in a thread each."""
+        before = vars(_calls).copy()
         _calls.owner = owner
+        if labels:
+            _calls.with_labels = before.get("with_labels", frozenset()) | {id(self)}
         try:
             yield
         finally:
-            _calls.owner = before
+            vars(_calls).clear()
+            vars(_calls).update(before)
 
 
 _calls = threading.local()
@@ -108,7 +101,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
     def lazy_forward(self: Any, input: Tensor) -> Any:
         """Hidden states ``(..., H)`` to logits ``(..., V)``, lazy ones when a loss is expected."""
         patch: _Patch | None = getattr(self, "_flce", None)
-        if patch is None:
+        if patch is None or _is_recorded():
             return forward(self, input)
         patch.head_called = True
         compiling = torch.compiler.is_compiling()
@@ -160,7 +153,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
     @functools.wraps(forward)
     def watching_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: _Patch | None = getattr(self, "_flce", None)
-        if patch is None:
+        if patch is None or _is_recorded():
             return forward(self, *args, **kwargs)
         labels = kwargs.get("labels")
         if labels is None and labels_position is not None and len(args) > labels_position:
@@ -173,9 +166,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 patch.compiled_call_has_labels = before
         _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
         with contextlib.ExitStack() as stack:
-            stack.enter_context(patch.running(self))
-            if labels is not None:
-                stack.enter_context(patch.expecting())
+            stack.enter_context(patch.running(self, labels is not None))
             if patch.loss_expected() or (self.training and torch.is_grad_enabled()):
                 stack.enter_context(_looking_for_the_head(self, patch))
             outputs = forward(self, *args, **kwargs)
@@ -293,12 +284,16 @@ def _obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
     same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
     if not same_dtype and not torch.is_autocast_enabled(hidden.device.type):
         return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
+    # A transform could not replay our objects.
+    in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return "the model runs in a transform of torch.func" if in_transform else None
+
+
+def _is_recorded() -> bool:
+    """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
     if torch.compiler.is_compiling():
-        return None
-    # A transform or a tracer records what it sees and could not replay our objects.
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "the model runs in a transform of torch.func"
-    return "the model is being traced" if torch._C._get_tracing_state() else None
+        return torch.compiler.is_exporting()
+    return torch._C._get_tracing_state() is not None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
