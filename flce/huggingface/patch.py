@@ -26,7 +26,7 @@ import threading
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar, get_args
 
@@ -40,7 +40,7 @@ from flce.huggingface.head_call import HeadCall, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
 from flce.huggingface.usage import EVALUATION, Report, Usage
-from flce.huggingface.wrappers import is_data_parallel_replica, why_not_lazy
+from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -67,11 +67,20 @@ class _Patch:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _is_recorded():
             self.usage.forward_begins(backbone.training)
 
-    def loss_expected(self) -> bool:
-        """Whether the model is being called with labels."""
+    def expects_loss(self, module: nn.Module) -> bool:
+        """Whether logits that ``module`` makes are to be lazy: there are labels, or it is being trained."""
+        trained = module.training and torch.is_grad_enabled()
         if torch.compiler.is_compiling():
-            return self.compiled_call_has_labels
-        return id(self) in getattr(_calls, "with_labels", ())
+            return trained or self.compiled_call_has_labels
+        checkpoint = checkpoint_around()
+        expected = trained or id(self) in getattr(_calls, "with_labels", ())
+        if checkpoint is None:
+            return expected
+        # The labels of the first pass are not seen in the second, whose tensors have to be the same.
+        made_lazy: set[int] = vars(checkpoint).setdefault("_flce_made_lazy", set())
+        if expected or (module.training and is_reentrant(checkpoint)):
+            made_lazy.add(id(self))
+        return id(self) in made_lazy
 
     @contextlib.contextmanager
     def running(self, owner: nn.Module, labels: bool) -> Iterator[None]:
@@ -105,7 +114,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
             return forward(self, input)
         patch.head_called = True
         compiling = torch.compiler.is_compiling()
-        if not (patch.loss_expected() or (self.training and torch.is_grad_enabled())):
+        if not patch.expects_loss(self):
             logits = forward(self, input)
             if not compiling and torch.is_grad_enabled():
                 patch.usage.ran_stock(logits, EVALUATION)
@@ -147,33 +156,46 @@ def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
     """Of the model."""
-    forward = original.forward
-    labels_position = _labels_position(forward)
+    forward, call = original.forward, original.__call__
+    place = _place_of_labels(forward)
+
+    def watching_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """For models with another ``forward`` on the instance, as mixed precision by Accelerate makes it."""
+        patch: _Patch | None = getattr(self, "_flce", None)
+        if patch is None or torch.compiler.is_compiling() or not _has_labels(args, kwargs, place):
+            return call(self, *args, **kwargs)
+        with patch.running(self, labels=True):
+            return call(self, *args, **kwargs)
 
     @functools.wraps(forward)
     def watching_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None or _is_recorded():
             return forward(self, *args, **kwargs)
-        labels = kwargs.get("labels")
-        if labels is None and labels_position is not None and len(args) > labels_position:
-            labels = args[labels_position]
+        labels = _has_labels(args, kwargs, place)
         if torch.compiler.is_compiling():
-            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, labels is not None
+            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, labels
             try:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
         _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
         with contextlib.ExitStack() as stack:
-            stack.enter_context(patch.running(self, labels is not None))
-            if patch.loss_expected() or (self.training and torch.is_grad_enabled()):
+            stack.enter_context(patch.running(self, labels))
+            if patch.expects_loss(self):
                 stack.enter_context(_looking_for_the_head(self, patch))
             outputs = forward(self, *args, **kwargs)
-        gathered = is_data_parallel_replica(self) and labels is not None and torch.is_grad_enabled()
+        gathered = is_data_parallel_replica(self) and labels and torch.is_grad_enabled()
         return _without_logits(outputs, patch) if gathered else outputs
 
-    return {"forward": watching_forward}
+    return {"forward": watching_forward, "__call__": watching_call}
+
+
+def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
+    """Whether labels are given: by name, at their place, or within an argument that holds a batch."""
+    labels = [kwargs.get("labels"), *args[place]]
+    labels += [value.get("labels") for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
+    return any(value is not None for value in labels)
 
 
 def _without_logits(outputs: Any, patch: _Patch) -> Any:
@@ -511,14 +533,11 @@ def _vocabulary_sizes(owner: Any) -> frozenset[int]:
     return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
 
 
-def _labels_position(forward: Callable[..., Any]) -> int | None:
-    """Where ``labels`` stands among the positional arguments behind ``self``; None: nowhere."""
-    names = []
-    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
-        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            break
-        names.append(parameter.name)
-    return names.index("labels") if "labels" in names else None
+def _place_of_labels(forward: Callable[..., Any]) -> slice:
+    """Where ``labels`` stand among the positional arguments behind ``self``; empty if nowhere."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
 # ------------------------------------------------------------------------------------------------ how it is changed
