@@ -26,7 +26,7 @@ import threading
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar, get_args
 
@@ -39,11 +39,16 @@ from flce.functional import check_options
 from flce.huggingface.head_call import HeadCall, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
-from flce.huggingface.usage import EVALUATION, Report, Usage
+from flce.huggingface.usage import EVALUATION, Report, Usage, caller, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_REMEDY = (
+    "Patch a model of Transformers with a language-model head (for example the class ...ForCausalLM), or give yours "
+    "that method"
+)
 
 # What a changed class has in place of the original's.
 Methods = Callable[[Any], dict[str, Callable[..., Any]]]
@@ -297,7 +302,7 @@ def _linear_arguments(
 
 def _obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why the fused loss cannot stand for this call: stock code runs, and reports errors. None: it can."""
-    if type(hidden) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # fake and quantised tensors
+    if type(hidden) is not Tensor or not _is_ordinary(weight):  # fake and quantised tensors
         return f"hidden states are a {type(hidden).__name__}, the head's weight is a {type(weight).__name__}"
     if not hidden.is_floating_point() or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1]:
         return f"the head {tuple(weight.shape)} does not fit hidden states {tuple(hidden.shape)} of {hidden.dtype}"
@@ -309,6 +314,15 @@ def _obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None
     # A transform could not replay our objects.
     in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     return "the model runs in a transform of torch.func" if in_transform else None
+
+
+def _is_ordinary(weight: Tensor) -> bool:
+    """Whether torch does with it what it does with a parameter."""
+    kind = type(weight)
+    if kind in (Tensor, nn.Parameter):
+        return True
+    same = kind.__torch_function__ is nn.Parameter.__torch_function__
+    return same and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
 
 
 def _is_recorded() -> bool:
@@ -354,8 +368,7 @@ def patch_model(
         ``model``. Patching a patched model only replaces its options.
 
     Raises:
-        TypeError: the model has no output embedding, or one that is quantised or not linear; ``keep_logits`` is no
-            bool.
+        TypeError: no model has an output embedding, or all are quantised or not linear; ``keep_logits`` is no bool.
         ValueError: another ``on_materialize``.
     """
     check_options(options)
@@ -364,11 +377,15 @@ def patch_model(
     if not isinstance(keep_logits, bool):
         raise TypeError(f"keep_logits must be True or False, got {keep_logits!r}")
     settings = Settings(options, on_materialize, keep_logits)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
     watch_optimizers()
-    owners = _owners(model)
-    for owner in owners:
-        if "_flce" not in owner.__dict__:
-            _check_head(owner)
+    owners, left = _owners(model)
+    if not owners:
+        why = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). {_REMEDY}"
+        raise TypeError(next(iter(left.values()), why))
+    if left and not is_patched(model):
+        caller().warn("flce.patch_model has left what it cannot patch. " + listed(left), UserWarning)
     for owner in owners:
         # A model within this one may have been patched before: they share their layers.
         patch = next((m.__dict__["_flce"] for m in owner.modules() if "_flce" in m.__dict__), None) or _Patch(settings)
@@ -377,6 +394,7 @@ def patch_model(
             _change(owner, _model_methods, patch)
             _backbone(owner).register_forward_pre_hook(patch.count_forward)
         _change_layers(owner, patch)
+        _change_layers(owner, patch, _beside(model, [*owners, *map(model.get_submodule, left)]))  # as Medusa's heads
     return model
 
 
@@ -412,14 +430,14 @@ def report(model: nn.Module) -> Report:
     Returns:
         A :class:`~flce.huggingface.Report`; ``print`` shows it as text.
     """
-    patched = {name: module for name, module in model.named_modules() if "_flce" in module.__dict__}
     usages = usages_of(model)
     return Report(
-        patched=tuple(patched),
+        patched=tuple(name for name, module in model.named_modules() if "_flce" in module.__dict__),
         forwards=sum(usage.forwards for usage in usages),
         fused=sum(usage.fused for usage in usages),
         materialized=sum((usage.materialized for usage in usages), Counter()),
         stock=sum((usage.stock for usage in usages), Counter()),
+        left=_owners(model)[1],
     )
 
 
@@ -432,34 +450,44 @@ def usages_of(model: nn.Module) -> list[Usage]:
 # ------------------------------------------------------------------------------------------- what is to be changed
 
 
-def _owners(model: Any) -> list[Any]:
-    """The model itself, out of its wrappers: the outermost modules that define an output embedding.
+def _owners(module: nn.Module, name: str = "") -> tuple[list[Any], dict[str, str]]:
+    """The outermost modules with an output embedding that can be patched; and why others cannot, by their names.
 
-    More than one where the wrapper holds several, as a policy and its reference.
+    More than one where a wrapper holds several, as a policy and its reference.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
-    found: list[Any] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module not in inside and hasattr(type(module), "get_output_embeddings"):
-            found.append(module)
-            inside.update(module.modules())
-    if found:
-        return found
-    raise TypeError(
-        f"{type(model).__name__} has no output embedding: neither it nor a module in it has "
-        "get_output_embeddings(). Patch a model of Transformers with a language-model head, or give yours that method"
-    )
+    model: Any = module if hasattr(type(module), "get_output_embeddings") else None
+    reason = None if model is None else _why_not(model)
+    if model is not None and reason is None:
+        return [model], {}
+    owners: list[Any] = []
+    left: dict[str, str] = {}
+    for child_name, child in module.named_children():
+        found, others = _owners(child, f"{name}.{child_name}".lstrip("."))
+        owners += found
+        left |= others
+    if reason is not None and (not owners or model.get_output_embeddings() is not None):
+        left = {name: reason}
+    return owners, left
+
+
+def _beside(module: nn.Module, others: list[nn.Module]) -> Iterator[nn.Module]:
+    """``module`` and what is in it, without ``others`` and what is in them."""
+    if not any(module is other for other in others):
+        yield module
+        for child in module.children():
+            yield from _beside(child, others)
 
 
 def _layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    if not isinstance(head, nn.Module):
-        return []
+    return _wide_layers(head.modules(), owner) if isinstance(head, nn.Module) else []
+
+
+def _wide_layers(modules: Iterable[nn.Module], owner: Any) -> list[nn.Linear]:
+    """Those among ``modules`` that make an output for each token of the vocabulary."""
     sizes = _vocabulary_sizes(owner)
-    return [module for module in head.modules() if _is_plain_linear(module) and module.out_features in sizes]
+    return [module for module in modules if _is_plain_linear(module) and module.out_features in sizes]
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -484,27 +512,25 @@ def _backbone(owner: Any) -> nn.Module:
     return backbone if isinstance(backbone, nn.Module) else owner
 
 
-def _check_head(owner: Any) -> None:
+def _why_not(owner: Any) -> str | None:
+    """Why a model cannot be patched; None: it can."""
+    if "_flce" in owner.__dict__ or _layers(owner):
+        return None
     name, head = type(owner).__name__, owner.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     weight = _own_weight(head) if isinstance(head, nn.Module) else None
-    if _layers(owner):
-        return
-    if isinstance(weight, Tensor) and not _is_plain(weight):
-        raise TypeError(
+    if weight is not None and not _is_plain(weight):
+        return (
             f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
             "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
             "again"
         )
     own = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
     if own and name in _names_of_language_models():
-        return  # makes its logits in its own way, which the first call will find
+        return None  # makes its logits in its own way, which the first call will find
     if head is None:
-        raise TypeError(
-            f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
-            "language-model head (for example the class ...ForCausalLM)"
-        )
-    raise TypeError(
+        return f"{name} has no output embedding (get_output_embeddings() returns None). {_REMEDY}"
+    return (
         f"the output embedding of {name} is a {kind}, with no plain torch.nn.Linear in it that makes the logits; only "
         "such a layer can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
         "get_output_embeddings() return the layer"
@@ -543,8 +569,12 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
 # ------------------------------------------------------------------------------------------------ how it is changed
 
 
-def _change_layers(owner: nn.Module, patch: _Patch) -> None:
-    for layer in _layers(owner):
+def _change_layers(owner: Any, patch: _Patch, beside: Iterable[nn.Module] = ()) -> None:
+    """Change the output embedding, and heads of as many classes ``beside`` it and the model below it."""
+    layers = _layers(owner)
+    if layers:
+        layers += _wide_layers([*_beside(owner, [_backbone(owner)]), *beside], owner)
+    for layer in layers:
         if "_flce" not in layer.__dict__:
             _change(layer, _head_methods, patch)
 
