@@ -1,11 +1,11 @@
 """``patch_model``: make a model's output embedding return lazy logits while a loss is going to be computed.
 
-Two kinds of modules are changed, both by giving the instance another ``__class__``: same parameters, same name,
-another ``forward``. Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and ``save_pretrained`` do not see a
-difference, and neither do wrappers that call ``model.forward`` directly, which would go round a hook:
+Two kinds of modules are changed, both by giving the instance another ``__class__``. Tied weights, ``state_dict``,
+``deepcopy``, ``pickle`` and ``save_pretrained`` do not see a difference, and neither do wrappers that call
+``model.forward`` directly, which would go round a hook:
 
-* the linear layers of the output embedding return lazy logits. There may be several: adapters (LoRA, copies to
-  be trained) wrap the original one and add to it, and as lazy logits can be added, their code runs as it is;
+* the linear layers that make logits return lazy ones. There may be several: adapters (LoRA, copies to be trained) wrap
+  the original one and add to it, as lazy logits can be added; and there may be heads beside it, as Medusa's;
 * the model notes whether it is called with ``labels``.
 
 The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
-from flce.huggingface.head_call import HeadCall, watch_optimizers
+from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
 from flce.huggingface.usage import EVALUATION, Report, Usage, caller, listed
@@ -44,11 +44,6 @@ from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replic
 from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-_REMEDY = (
-    "Patch a model of Transformers with a language-model head (for example the class ...ForCausalLM), or give yours "
-    "that method"
-)
 
 # What a changed class has in place of the original's.
 Methods = Callable[[Any], dict[str, Callable[..., Any]]]
@@ -60,30 +55,30 @@ class _Patch:
 
     settings: Settings
     compiled_call_has_labels: bool = False
-    """As `expecting` says of other calls: the compiler knows no threads."""
+    """As `_calls` says of other calls: the compiler knows no threads."""
     watch_products: bool | None = None
     """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
-    replicas_warned: bool = field(default=False, repr=False)
 
     def count_forward(self, backbone: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not _is_recorded():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recorded():
             self.usage.forward_begins(backbone.training)
 
     def expects_loss(self, module: nn.Module) -> bool:
-        """Whether logits that ``module`` makes are to be lazy: there are labels, or it is being trained."""
-        trained = module.training and torch.is_grad_enabled()
+        """Whether logits that ``module`` makes are to be lazy: it is being trained, or there are labels."""
+        if module.training and torch.is_grad_enabled():
+            return True
         if torch.compiler.is_compiling():
-            return trained or self.compiled_call_has_labels
+            return self.compiled_call_has_labels
         checkpoint = checkpoint_around()
-        expected = trained or id(self) in getattr(_calls, "with_labels", ())
+        expected = id(self) in getattr(_calls, "with_labels", ()) or (module.training and is_reentrant(checkpoint))
         if checkpoint is None:
             return expected
-        # The labels of the first pass are not seen in the second, whose tensors have to be the same.
+        # A recomputation does not see the labels, and has to make the same tensors as the first pass.
         made_lazy: set[int] = vars(checkpoint).setdefault("_flce_made_lazy", set())
-        if expected or (module.training and is_reentrant(checkpoint)):
+        if expected:
             made_lazy.add(id(self))
         return id(self) in made_lazy
 
@@ -115,7 +110,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
     def lazy_forward(self: Any, input: Tensor) -> Any:
         """Hidden states ``(..., H)`` to logits ``(..., V)``, lazy ones when a loss is expected."""
         patch: _Patch | None = getattr(self, "_flce", None)
-        if patch is None or _is_recorded():
+        if patch is None or is_recorded():
             return forward(self, input)
         patch.head_called = True
         compiling = torch.compiler.is_compiling()
@@ -125,16 +120,16 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 patch.usage.ran_stock(logits, EVALUATION)
             return logits
         weight, bias = self.weight, self.bias  # read once: a parametrised weight is made when it is read
+        reason = obstacle(input, weight, bias)
         if compiling:
             # What a graph returns is no tensor, so wrappers cannot register the hooks without which nothing trains.
             watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if _obstacle(input, weight, bias) is not None or (watched and not patch.compiled_call_has_labels):
+            if reason is not None or (watched and not patch.compiled_call_has_labels):
                 return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
         owner: Any = getattr(_calls, "owner", None)
-        reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight)
-        reason = reason or _obstacle(input, weight, bias)
+        reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight) or reason
         if reason is not None:
             return _stock(patch, lambda: F.linear(input, weight, bias), reason)
         call = HeadCall(weight, bias, patch.usage, self, owner)
@@ -175,7 +170,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
     @functools.wraps(forward)
     def watching_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: _Patch | None = getattr(self, "_flce", None)
-        if patch is None or _is_recorded():
+        if patch is None or is_recorded():
             return forward(self, *args, **kwargs)
         labels = _has_labels(args, kwargs, place)
         if torch.compiler.is_compiling():
@@ -185,13 +180,10 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
             finally:
                 patch.compiled_call_has_labels = before
         _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(patch.running(self, labels))
-            if patch.expects_loss(self):
-                stack.enter_context(_looking_for_the_head(self, patch))
+        with patch.running(self, labels), _looking_for_the_head(self, patch):
             outputs = forward(self, *args, **kwargs)
         gathered = is_data_parallel_replica(self) and labels and torch.is_grad_enabled()
-        return _without_logits(outputs, patch) if gathered else outputs
+        return _without_logits(outputs) if gathered else outputs
 
     return {"forward": watching_forward, "__call__": watching_call}
 
@@ -203,22 +195,18 @@ def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
     return any(value is not None for value in labels)
 
 
-def _without_logits(outputs: Any, patch: _Patch) -> Any:
+def _without_logits(outputs: Any) -> Any:
     """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
     if isinstance(outputs, dict):
-        names = [name for name, value in outputs.items() if is_lazy(value)]
-        kept: Any = type(outputs)(**{name: value for name, value in outputs.items() if name not in names})
+        kept: Any = type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
     elif type(outputs) in (tuple, list):
-        names = ["logits" for value in outputs if is_lazy(value)]
         kept = type(outputs)(None if is_lazy(value) else value for value in outputs)
     else:
         return outputs
-    if names and not patch.replicas_warned:
-        patch.replicas_warned = True
+    if any(map(is_lazy, outputs.values() if isinstance(outputs, dict) else outputs)):
         warnings.warn(
-            "nn.DataParallel would gather the logits of all GPUs on one. A model patched by flce leaves them out of "
-            "its outputs when it is called with labels and trained. Use torchrun or accelerate launch to train on "
-            "several GPUs",
+            "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
+            "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
             stacklevel=2,
         )
     return kept
@@ -226,9 +214,16 @@ def _without_logits(outputs: Any, patch: _Patch) -> Any:
 
 @contextlib.contextmanager
 def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
-    """Around a call in which logits are made: finds out where, unless an earlier call has."""
+    """Around a call: finds out where logits for a loss are made, unless an earlier call has."""
+    if not patch.expects_loss(owner):
+        yield
+        return
+    watched = patch.watch_products
+    if watched is None:
+        # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
+        watched = not (_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
+    products = _Products(owner, patch) if watched else None
     patch.head_called = False
-    products = _Products(owner, patch) if _worth_watching(owner, patch) else None
     with products or contextlib.nullcontext():
         yield
     if products is not None and products.caught:
@@ -236,14 +231,6 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     else:
         # Not in its layers either: an adapter around them may make the logits by itself from now on.
         patch.watch_products = False if patch.head_called else None
-
-
-def _worth_watching(owner: Any, patch: _Patch) -> bool:
-    if patch.watch_products is not None:
-        return patch.watch_products
-    # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
-    compiled = any(m._compiled_call_impl is not None for m in owner.modules())
-    return not compiled or not _layers(owner)
 
 
 class _Products(TorchFunctionMode):
@@ -269,7 +256,7 @@ class _Products(TorchFunctionMode):
             source = weight if weight._base is None else weight._base
             foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self.heads)
             wide = wide and hidden.dim() > 1 and not (self.heads and foreign)
-            if wide and _obstacle(hidden, weight, bias) is None:
+            if wide and obstacle(hidden, weight, bias) is None:
                 self.caught.append(hidden)
                 call = HeadCall(weight, bias, self.patch.usage, None, self.owner)
                 return make_lazy(head_state(hidden, weight, bias, self.patch.settings, call))
@@ -279,57 +266,18 @@ class _Products(TorchFunctionMode):
 def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
     if func is F.linear:
-        hidden, weight, bias = _linear_arguments(*args, **kwargs)
-    elif func is torch.einsum and len(args) == 3 and not kwargs and isinstance(args[0], str):
-        if not re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")):
-            return None
-        hidden, weight, bias = args[1], args[2], None
+        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+        hidden, weight, bias = given["input"], given["weight"], given.get("bias")
+    elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
+        fits = bool(re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")))
+        hidden, weight, bias = args[1], args[2] if fits else None, None
     elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
-        hidden, weight, bias = args[0], args[1], None
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            return None
-        weight = weight.t()
+        fits = isinstance(args[1], Tensor) and args[1].dim() == 2
+        hidden, weight, bias = args[0], args[1].t() if fits else None, None
     else:
         return None
-    return (hidden, weight, bias) if type(hidden) is Tensor and weight.dim() == 2 else None
-
-
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
-
-
-def _obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why the fused loss cannot stand for this call: stock code runs, and reports errors. None: it can."""
-    if type(hidden) is not Tensor or not _is_ordinary(weight):  # fake and quantised tensors
-        return f"hidden states are a {type(hidden).__name__}, the head's weight is a {type(weight).__name__}"
-    if not hidden.is_floating_point() or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1]:
-        return f"the head {tuple(weight.shape)} does not fit hidden states {tuple(hidden.shape)} of {hidden.dtype}"
-    if hidden.device != weight.device:
-        return f"hidden states are on {hidden.device}, the head's weight is on {weight.device}"
-    same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
-    if not same_dtype and not torch.is_autocast_enabled(hidden.device.type):
-        return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
-    # A transform could not replay our objects.
-    in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    return "the model runs in a transform of torch.func" if in_transform else None
-
-
-def _is_ordinary(weight: Tensor) -> bool:
-    """Whether torch does with it what it does with a parameter."""
-    kind = type(weight)
-    if kind in (Tensor, nn.Parameter):
-        return True
-    same = kind.__torch_function__ is nn.Parameter.__torch_function__
-    return same and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
-
-
-def _is_recorded() -> bool:
-    """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
-    if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
-    return torch._C._get_tracing_state() is not None
+    fits = type(hidden) is Tensor and isinstance(weight, Tensor) and weight.dim() == 2
+    return (hidden, weight, bias) if fits else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
@@ -345,24 +293,23 @@ def patch_model(
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
     Loss, gradients and generated text are the stock model's. ``outputs.logits`` is a
-    :class:`~flce.huggingface.LazyLogits` where a loss was computed, which turns into the real logits when
-    something reads them.
+    :class:`~flce.huggingface.LazyLogits` where a loss was computed, which turns into the real logits when something
+    reads them.
 
     Adapters on the output embedding (PEFT's LoRA) may be added before or after; they are computed without their
-    logits too. Call :func:`unpatch_model` before what asks for the very class of a layer, as ``quantize_dynamic`` does.
+    logits too. Where several models are in ``model``, a warning names those that cannot be patched. Call
+    :func:`unpatch_model` before what asks for the very class of a layer, as ``quantize_dynamic`` does.
 
     Args:
         model: a model of Transformers with a language-model head, or any with ``get_output_embeddings()``; also
             inside of a wrapper, such as PEFT's or ``torch.compile``'s.
         options: ``flce.ChunkOptions`` for the fused loss.
-        on_materialize: what happens when an operation needs the logits themselves, and all of them are
-            computed. "warn": a :class:`~flce.huggingface.MaterializedLogitsWarning` names the operation and the
-            line that called it. "ignore": nothing. "raise": a
-            :class:`~flce.huggingface.MaterializedLogitsError` does, instead of the logits, and also where the head
-            would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
-        keep_logits: logits may be read after an optimizer step, as in ``outputs.logits.argmax(-1)`` behind
-            ``optimizer.step()``. Right before each step the logits of outputs that are still referenced are computed,
-            which takes their product and their memory, of (N, V) entries. By default reading them then is an error.
+        on_materialize: what happens when an operation needs the logits themselves, and all of them are computed.
+            "warn": a :class:`~flce.huggingface.MaterializedLogitsWarning` names the operation and the line that called
+            it. "ignore": nothing. "raise": a :class:`~flce.huggingface.MaterializedLogitsError` does instead, and also
+            where the head would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
+        keep_logits: logits may be read after an optimizer step, by default an error. Right before each step the logits
+            of outputs that are still referenced are computed, which takes their product and memory of (N, V) entries.
 
     Returns:
         ``model``. Patching a patched model only replaces its options.
@@ -382,32 +329,29 @@ def patch_model(
     watch_optimizers()
     owners, left = _owners(model)
     if not owners:
-        why = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). {_REMEDY}"
-        raise TypeError(next(iter(left.values()), why))
+        missing = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). "
+        remedy = "Patch a model of Transformers with a language-model head, or give yours that method"
+        raise TypeError(next(iter(left.values()), missing + remedy))
     if left and not is_patched(model):
         caller().warn("flce.patch_model has left what it cannot patch. " + listed(left), UserWarning)
     for owner in owners:
         # A model within this one may have been patched before: they share their layers.
-        patch = next((m.__dict__["_flce"] for m in owner.modules() if "_flce" in m.__dict__), None) or _Patch(settings)
+        patch = next(iter(_patches(owner).values()), None) or _Patch(settings)
         patch.settings = settings
         if "_flce" not in owner.__dict__:
             _change(owner, _model_methods, patch)
             _backbone(owner).register_forward_pre_hook(patch.count_forward)
-        _change_layers(owner, patch)
-        _change_layers(owner, patch, _beside(model, [*owners, *map(model.get_submodule, left)]))  # as Medusa's heads
+        _change_layers(owner, patch, _beside(model, [*owners, *map(model.get_submodule, left)]))
     return model
 
 
 def unpatch_model(model: ModelT) -> ModelT:
-    """Undo :func:`patch_model`, wherever in ``model`` it was applied. A model that is not patched is left
-    as it is.
-
-    Returns:
-        ``model``.
-    """
+    """Undo :func:`patch_model`, wherever in ``model`` it was applied, and return ``model``."""
     for module in model.modules():
         if "_flce" in module.__dict__:
-            _change_back(module)
+            del module._flce
+            # What has changed the class since stays; without `_flce` ours does what the original does.
+            _set_class(module, lambda changed: vars(changed).get("_flce_original", changed))
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]
@@ -416,7 +360,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 def is_patched(model: nn.Module) -> bool:
     """Whether :func:`patch_model` was applied to ``model`` or to a model that it wraps."""
-    return any("_flce" in module.__dict__ for module in model.modules())
+    return bool(_patches(model))
 
 
 def report(model: nn.Module) -> Report:
@@ -426,13 +370,10 @@ def report(model: nn.Module) -> Report:
 
     Args:
         model: any module; what it wraps is looked at too.
-
-    Returns:
-        A :class:`~flce.huggingface.Report`; ``print`` shows it as text.
     """
     usages = usages_of(model)
     return Report(
-        patched=tuple(name for name, module in model.named_modules() if "_flce" in module.__dict__),
+        patched=tuple(_patches(model)),
         forwards=sum(usage.forwards for usage in usages),
         fused=sum(usage.fused for usage in usages),
         materialized=sum((usage.materialized for usage in usages), Counter()),
@@ -443,8 +384,12 @@ def report(model: nn.Module) -> Report:
 
 def usages_of(model: nn.Module) -> list[Usage]:
     """The counts of the patched models in ``model``."""
-    patches = (module.__dict__.get("_flce") for module in model.modules())
-    return list({id(patch): patch.usage for patch in patches if patch is not None}.values())
+    return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
+
+
+def _patches(model: nn.Module) -> dict[str, _Patch]:
+    """What each changed module in ``model`` has been given, by its name."""
+    return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}
 
 
 # ------------------------------------------------------------------------------------------- what is to be changed
@@ -485,16 +430,11 @@ def _layers(owner: Any) -> list[nn.Linear]:
 
 
 def _wide_layers(modules: Iterable[nn.Module], owner: Any) -> list[nn.Linear]:
-    """Those among ``modules`` that make an output for each token of the vocabulary."""
+    """The plain linear layers among ``modules`` that make an output for each token of the vocabulary."""
     sizes = _vocabulary_sizes(owner)
-    return [module for module in modules if _is_plain_linear(module) and module.out_features in sizes]
-
-
-def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    if not isinstance(module, nn.Linear) or inspect.unwrap(type(module).forward) is not nn.Linear.forward:
-        return False
-    weight = _own_weight(module)
-    return weight is None or _is_plain(weight)
+    wide = (m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes)
+    plain = (m for m in wide if inspect.unwrap(type(m).forward) is nn.Linear.forward)
+    return [m for m in plain if not _is_quantised(_own_weight(m))]
 
 
 def _own_weight(layer: nn.Module) -> Tensor | None:
@@ -502,8 +442,8 @@ def _own_weight(layer: nn.Module) -> Tensor | None:
     return layer._parameters.get("weight")
 
 
-def _is_plain(weight: Tensor) -> bool:
-    return weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
+    return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _backbone(owner: Any) -> nn.Module:
@@ -519,7 +459,7 @@ def _why_not(owner: Any) -> str | None:
     name, head = type(owner).__name__, owner.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
     weight = _own_weight(head) if isinstance(head, nn.Module) else None
-    if weight is not None and not _is_plain(weight):
+    if _is_quantised(weight):
         return (
             f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
             "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
@@ -529,7 +469,10 @@ def _why_not(owner: Any) -> str | None:
     if own and name in _names_of_language_models():
         return None  # makes its logits in its own way, which the first call will find
     if head is None:
-        return f"{name} has no output embedding (get_output_embeddings() returns None). {_REMEDY}"
+        return (
+            f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
+            "language-model head (for example the class ...ForCausalLM)"
+        )
     return (
         f"the output embedding of {name} is a {kind}, with no plain torch.nn.Linear in it that makes the logits; only "
         "such a layer can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
@@ -575,19 +518,13 @@ def _change_layers(owner: Any, patch: _Patch, beside: Iterable[nn.Module] = ()) 
     if layers:
         layers += _wide_layers([*_beside(owner, [_backbone(owner)]), *beside], owner)
     for layer in layers:
-        if "_flce" not in layer.__dict__:
-            _change(layer, _head_methods, patch)
+        _change(layer, _head_methods, patch)
 
 
 def _change(module: Any, methods: Methods, patch: _Patch) -> None:
-    _set_class(module, lambda original: _changed_class(original, methods))
-    module._flce = patch
-
-
-def _change_back(module: Any) -> None:
-    del module._flce
-    # Where something else has changed the class since, it stays: without `_flce` ours does what the original does.
-    _set_class(module, lambda changed: changed.__dict__.get("_flce_original", changed))
+    if "_flce" not in module.__dict__:
+        _set_class(module, lambda original: _changed_class(original, methods))
+        module._flce = patch
 
 
 def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
