@@ -29,6 +29,34 @@ class StaleLogitsError(RuntimeError):
     """Something that lazy logits would be computed from has changed since the model ran."""
 
 
+def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why the fused loss cannot stand for this call: stock code runs, and reports errors. None: it can."""
+    kind = type(weight)
+    ordinary = kind in (Tensor, nn.Parameter) or (
+        kind.__torch_function__ is nn.Parameter.__torch_function__
+        and kind.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+    )
+    if type(hidden) is not Tensor or not ordinary:  # fake and quantised tensors
+        return f"hidden states are a {type(hidden).__name__}, the head's weight is a {kind.__name__}"
+    if not hidden.is_floating_point() or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1]:
+        return f"the head {tuple(weight.shape)} does not fit hidden states {tuple(hidden.shape)} of {hidden.dtype}"
+    if hidden.device != weight.device:
+        return f"hidden states are on {hidden.device}, the head's weight is on {weight.device}"
+    same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
+    if not same_dtype and not torch.is_autocast_enabled(hidden.device.type):
+        return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
+    # A transform could not replay our objects.
+    in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    return "the model runs in a transform of torch.func" if in_transform else None
+
+
+def is_recorded() -> bool:
+    """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._get_tracing_state() is not None
+
+
 class HeadCall:
     """One call of one linear layer.
 

@@ -1,11 +1,11 @@
 """``patch_model``: make a model's output embedding return lazy logits while a loss is going to be computed.
 
-Two kinds of modules are changed, both by giving the instance another ``__class__``: same parameters, same name,
-another ``forward``. Tied weights, ``state_dict``, ``deepcopy``, ``pickle`` and ``save_pretrained`` do not see a
-difference, and neither do wrappers that call ``model.forward`` directly, which would go round a hook:
+Two kinds of modules are changed, both by giving the instance another ``__class__``. Tied weights, ``state_dict``,
+``deepcopy``, ``pickle`` and ``save_pretrained`` do not see a difference, and neither do wrappers that call
+``model.forward`` directly, which would go round a hook:
 
-* the linear layers of the output embedding return lazy logits. There may be several: adapters (LoRA, copies to
-  be trained) wrap the original one and add to it, and as lazy logits can be added, their code runs as it is;
+* the linear layers that make logits return lazy ones. There may be several: adapters (LoRA, copies to be trained) wrap
+  the original one and add to it, as lazy logits can be added; and there may be heads beside it, as Medusa's;
 * the model notes whether it is called with ``labels``.
 
 The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model
@@ -26,7 +26,7 @@ import threading
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar, get_args
 
@@ -36,14 +36,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
-from flce.huggingface.head_call import HeadCall, watch_optimizers
+from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
-from flce.huggingface.usage import EVALUATION, Report, Usage
-from flce.huggingface.wrappers import is_data_parallel_replica, why_not_lazy
+from flce.huggingface.usage import EVALUATION, Report, Usage, caller, listed
+from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+# What a changed class has in place of the original's.
+Methods = Callable[[Any], dict[str, Callable[..., Any]]]
 
 
 @dataclass
@@ -52,43 +55,45 @@ class _Patch:
 
     settings: Settings
     compiled_call_has_labels: bool = False
-    """As `expecting` says of other calls: the compiler knows no threads."""
+    """As `_calls` says of other calls: the compiler knows no threads."""
     watch_products: bool | None = None
     """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
-    replicas_warned: bool = field(default=False, repr=False)
 
     def count_forward(self, backbone: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recorded():
             self.usage.forward_begins(backbone.training)
 
-    def loss_expected(self) -> bool:
-        """Whether the model is being called with labels."""
+    def expects_loss(self, module: nn.Module) -> bool:
+        """Whether logits that ``module`` makes are to be lazy: it is being trained, or there are labels."""
+        if module.training and torch.is_grad_enabled():
+            return True
         if torch.compiler.is_compiling():
             return self.compiled_call_has_labels
-        return id(self) in getattr(_calls, "with_labels", ())
+        checkpoint = checkpoint_around()
+        expected = id(self) in getattr(_calls, "with_labels", ()) or (module.training and is_reentrant(checkpoint))
+        if checkpoint is None:
+            return expected
+        # A recomputation does not see the labels, and has to make the same tensors as the first pass.
+        made_lazy: set[int] = vars(checkpoint).setdefault("_flce_made_lazy", set())
+        if expected:
+            made_lazy.add(id(self))
+        return id(self) in made_lazy
 
     @contextlib.contextmanager
-    def expecting(self) -> Iterator[None]:
-        """Around a call with labels. Replicas of a model share the patch, in a thread each."""
-        before: frozenset[int] = getattr(_calls, "with_labels", frozenset())
-        _calls.with_labels = before | {id(self)}
-        try:
-            yield
-        finally:
-            _calls.with_labels = before
-
-    @contextlib.contextmanager
-    def running(self, owner: nn.Module) -> Iterator[None]:
-        """Around a call of ``owner``."""
-        before = getattr(_calls, "owner", None)
+    def running(self, owner: nn.Module, labels: bool) -> Iterator[None]:
+        """Around a call of ``owner``. Replicas of a model share the patch, in a thread each."""
+        before = vars(_calls).copy()
         _calls.owner = owner
+        if labels:
+            _calls.with_labels = before.get("with_labels", frozenset()) | {id(self)}
         try:
             yield
         finally:
-            _calls.owner = before
+            vars(_calls).clear()
+            vars(_calls).update(before)
 
 
 _calls = threading.local()
@@ -97,39 +102,40 @@ _calls = threading.local()
 # ------------------------------------------------------------------------------------------- the changed modules
 
 
-def _lazy_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a linear layer of the output embedding."""
+def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
+    """Of a linear layer of the output embedding."""
+    forward = original.forward
 
     @functools.wraps(forward)
     def lazy_forward(self: Any, input: Tensor) -> Any:
         """Hidden states ``(..., H)`` to logits ``(..., V)``, lazy ones when a loss is expected."""
         patch: _Patch | None = getattr(self, "_flce", None)
-        if patch is None:
+        if patch is None or is_recorded():
             return forward(self, input)
         patch.head_called = True
         compiling = torch.compiler.is_compiling()
-        if not (patch.loss_expected() or (self.training and torch.is_grad_enabled())):
+        if not patch.expects_loss(self):
             logits = forward(self, input)
             if not compiling and torch.is_grad_enabled():
                 patch.usage.ran_stock(logits, EVALUATION)
             return logits
         weight, bias = self.weight, self.bias  # read once: a parametrised weight is made when it is read
+        reason = obstacle(input, weight, bias)
         if compiling:
             # What a graph returns is no tensor, so wrappers cannot register the hooks without which nothing trains.
             watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if _obstacle(input, weight, bias) is not None or (watched and not patch.compiled_call_has_labels):
-                return forward(self, input)
+            if reason is not None or (watched and not patch.compiled_call_has_labels):
+                return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
         owner: Any = getattr(_calls, "owner", None)
-        reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight)
-        reason = reason or _obstacle(input, weight, bias)
+        reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight) or reason
         if reason is not None:
-            return _stock(patch, lambda: forward(self, input), reason)
+            return _stock(patch, lambda: F.linear(input, weight, bias), reason)
         call = HeadCall(weight, bias, patch.usage, self, owner)
         return make_lazy(head_state(input, weight, bias, patch.settings, call))
 
-    return lazy_forward
+    return {"forward": lazy_forward}
 
 
 def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
@@ -148,54 +154,59 @@ def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
     return logits
 
 
-def _watching_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of the model."""
-    labels_position = _labels_position(forward)
+def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
+    """Of the model."""
+    forward, call = original.forward, original.__call__
+    place = _place_of_labels(forward)
+
+    def watching_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """For models with another ``forward`` on the instance, as mixed precision by Accelerate makes it."""
+        patch: _Patch | None = getattr(self, "_flce", None)
+        if patch is None or torch.compiler.is_compiling() or not _has_labels(args, kwargs, place):
+            return call(self, *args, **kwargs)
+        with patch.running(self, labels=True):
+            return call(self, *args, **kwargs)
 
     @functools.wraps(forward)
     def watching_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch: _Patch | None = getattr(self, "_flce", None)
-        if patch is None:
+        if patch is None or is_recorded():
             return forward(self, *args, **kwargs)
-        labels = kwargs.get("labels")
-        if labels is None and labels_position is not None and len(args) > labels_position:
-            labels = args[labels_position]
+        labels = _has_labels(args, kwargs, place)
         if torch.compiler.is_compiling():
-            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, labels is not None
+            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, labels
             try:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
         _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(patch.running(self))
-            if labels is not None:
-                stack.enter_context(patch.expecting())
-            if patch.loss_expected() or (self.training and torch.is_grad_enabled()):
-                stack.enter_context(_looking_for_the_head(self, patch))
+        with patch.running(self, labels), _looking_for_the_head(self, patch):
             outputs = forward(self, *args, **kwargs)
-        gathered = is_data_parallel_replica(self) and labels is not None and torch.is_grad_enabled()
-        return _without_logits(outputs, patch) if gathered else outputs
+        gathered = is_data_parallel_replica(self) and labels and torch.is_grad_enabled()
+        return _without_logits(outputs) if gathered else outputs
 
-    return watching_forward
+    return {"forward": watching_forward, "__call__": watching_call}
 
 
-def _without_logits(outputs: Any, patch: _Patch) -> Any:
+def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
+    """Whether labels are given: by name, at their place, or within an argument that holds a batch."""
+    labels = [kwargs.get("labels"), *args[place]]
+    labels += [value.get("labels") for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
+    return any(value is not None for value in labels)
+
+
+def _without_logits(outputs: Any) -> Any:
     """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
     if isinstance(outputs, dict):
-        names = [name for name, value in outputs.items() if is_lazy(value)]
-        kept: Any = type(outputs)(**{name: value for name, value in outputs.items() if name not in names})
+        kept: Any = type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
     elif type(outputs) in (tuple, list):
-        names = ["logits" for value in outputs if is_lazy(value)]
         kept = type(outputs)(None if is_lazy(value) else value for value in outputs)
     else:
         return outputs
-    if names and not patch.replicas_warned:
-        patch.replicas_warned = True
+    if any(map(is_lazy, outputs.values() if isinstance(outputs, dict) else outputs)):
         warnings.warn(
-            "nn.DataParallel would gather the logits of all GPUs on one. A model patched by flce leaves them out of "
-            "its outputs when it is called with labels and trained. Use torchrun or accelerate launch to train on "
-            "several GPUs",
+            "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
+            "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
             stacklevel=2,
         )
     return kept
@@ -203,9 +214,16 @@ def _without_logits(outputs: Any, patch: _Patch) -> Any:
 
 @contextlib.contextmanager
 def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
-    """Around a call in which logits are made: finds out where, unless an earlier call has."""
+    """Around a call: finds out where logits for a loss are made, unless an earlier call has."""
+    if not patch.expects_loss(owner):
+        yield
+        return
+    watched = patch.watch_products
+    if watched is None:
+        # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
+        watched = not (_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
+    products = _Products(owner, patch) if watched else None
     patch.head_called = False
-    products = _Products(owner, patch) if _worth_watching(owner, patch) else None
     with products or contextlib.nullcontext():
         yield
     if products is not None and products.caught:
@@ -213,14 +231,6 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     else:
         # Not in its layers either: an adapter around them may make the logits by itself from now on.
         patch.watch_products = False if patch.head_called else None
-
-
-def _worth_watching(owner: Any, patch: _Patch) -> bool:
-    if patch.watch_products is not None:
-        return patch.watch_products
-    # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
-    compiled = any(m._compiled_call_impl is not None for m in owner.modules())
-    return not compiled or not _layers(owner)
 
 
 class _Products(TorchFunctionMode):
@@ -246,7 +256,7 @@ class _Products(TorchFunctionMode):
             source = weight if weight._base is None else weight._base
             foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self.heads)
             wide = wide and hidden.dim() > 1 and not (self.heads and foreign)
-            if wide and _obstacle(hidden, weight, bias) is None:
+            if wide and obstacle(hidden, weight, bias) is None:
                 self.caught.append(hidden)
                 call = HeadCall(weight, bias, self.patch.usage, None, self.owner)
                 return make_lazy(head_state(hidden, weight, bias, self.patch.settings, call))
@@ -256,44 +266,18 @@ class _Products(TorchFunctionMode):
 def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
     if func is F.linear:
-        hidden, weight, bias = _linear_arguments(*args, **kwargs)
-    elif func is torch.einsum and len(args) == 3 and not kwargs and isinstance(args[0], str):
-        if not re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")):
-            return None
-        hidden, weight, bias = args[1], args[2], None
+        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+        hidden, weight, bias = given["input"], given["weight"], given.get("bias")
+    elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
+        fits = bool(re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")))
+        hidden, weight, bias = args[1], args[2] if fits else None, None
     elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
-        hidden, weight, bias = args[0], args[1], None
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
-            return None
-        weight = weight.t()
+        fits = isinstance(args[1], Tensor) and args[1].dim() == 2
+        hidden, weight, bias = args[0], args[1].t() if fits else None, None
     else:
         return None
-    return (hidden, weight, bias) if type(hidden) is Tensor and weight.dim() == 2 else None
-
-
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
-
-
-def _obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why the fused loss cannot stand for this call: stock code runs, and reports errors. None: it can."""
-    if type(hidden) is not Tensor or type(weight) not in (Tensor, nn.Parameter):  # fake and quantised tensors
-        return f"hidden states are a {type(hidden).__name__}, the head's weight is a {type(weight).__name__}"
-    if not hidden.is_floating_point() or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[-1]:
-        return f"the head {tuple(weight.shape)} does not fit hidden states {tuple(hidden.shape)} of {hidden.dtype}"
-    if hidden.device != weight.device:
-        return f"hidden states are on {hidden.device}, the head's weight is on {weight.device}"
-    same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
-    if not same_dtype and not torch.is_autocast_enabled(hidden.device.type):
-        return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
-    if torch.compiler.is_compiling():
-        return None
-    # A transform or a tracer records what it sees and could not replay our objects.
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "the model runs in a transform of torch.func"
-    return "the model is being traced" if torch._C._get_tracing_state() else None
+    fits = type(hidden) is Tensor and isinstance(weight, Tensor) and weight.dim() == 2
+    return (hidden, weight, bias) if fits else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
@@ -309,31 +293,29 @@ def patch_model(
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
     Loss, gradients and generated text are the stock model's. ``outputs.logits`` is a
-    :class:`~flce.huggingface.LazyLogits` where a loss was computed, which turns into the real logits when
-    something reads them.
+    :class:`~flce.huggingface.LazyLogits` where a loss was computed, which turns into the real logits when something
+    reads them.
 
     Adapters on the output embedding (PEFT's LoRA) may be added before or after; they are computed without their
-    logits too.
+    logits too. Where several models are in ``model``, a warning names those that cannot be patched. Call
+    :func:`unpatch_model` before what asks for the very class of a layer, as ``quantize_dynamic`` does.
 
     Args:
         model: a model of Transformers with a language-model head, or any with ``get_output_embeddings()``; also
             inside of a wrapper, such as PEFT's or ``torch.compile``'s.
         options: ``flce.ChunkOptions`` for the fused loss.
-        on_materialize: what happens when an operation needs the logits themselves, and all of them are
-            computed. "warn": a :class:`~flce.huggingface.MaterializedLogitsWarning` names the operation and the
-            line that called it. "ignore": nothing. "raise": a
-            :class:`~flce.huggingface.MaterializedLogitsError` does, instead of the logits, and also where the head
-            would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
-        keep_logits: logits may be read after an optimizer step, as in ``outputs.logits.argmax(-1)`` behind
-            ``optimizer.step()``. Right before each step the logits of outputs that are still referenced are computed,
-            which takes their product and their memory, of (N, V) entries. By default reading them then is an error.
+        on_materialize: what happens when an operation needs the logits themselves, and all of them are computed.
+            "warn": a :class:`~flce.huggingface.MaterializedLogitsWarning` names the operation and the line that called
+            it. "ignore": nothing. "raise": a :class:`~flce.huggingface.MaterializedLogitsError` does instead, and also
+            where the head would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
+        keep_logits: logits may be read after an optimizer step, by default an error. Right before each step the logits
+            of outputs that are still referenced are computed, which takes their product and memory of (N, V) entries.
 
     Returns:
         ``model``. Patching a patched model only replaces its options.
 
     Raises:
-        TypeError: the model has no output embedding, or one that is quantised or not linear; ``keep_logits`` is no
-            bool.
+        TypeError: no model has an output embedding, or all are quantised or not linear; ``keep_logits`` is no bool.
         ValueError: another ``on_materialize``.
     """
     check_options(options)
@@ -342,32 +324,34 @@ def patch_model(
     if not isinstance(keep_logits, bool):
         raise TypeError(f"keep_logits must be True or False, got {keep_logits!r}")
     settings = Settings(options, on_materialize, keep_logits)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
     watch_optimizers()
-    owners = _owners(model)
-    for owner in owners:
-        if "_flce" not in owner.__dict__:
-            _check_head(owner)
+    owners, left = _owners(model)
+    if not owners:
+        missing = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). "
+        remedy = "Patch a model of Transformers with a language-model head, or give yours that method"
+        raise TypeError(next(iter(left.values()), missing + remedy))
+    if left and not is_patched(model):
+        caller().warn("flce.patch_model has left what it cannot patch. " + listed(left), UserWarning)
     for owner in owners:
         # A model within this one may have been patched before: they share their layers.
-        patch = next((m.__dict__["_flce"] for m in owner.modules() if "_flce" in m.__dict__), None) or _Patch(settings)
+        patch = next(iter(_patches(owner).values()), None) or _Patch(settings)
         patch.settings = settings
         if "_flce" not in owner.__dict__:
-            _change(owner, _watching_forward, patch)
+            _change(owner, _model_methods, patch)
             _backbone(owner).register_forward_pre_hook(patch.count_forward)
-        _change_layers(owner, patch)
+        _change_layers(owner, patch, _beside(model, [*owners, *map(model.get_submodule, left)]))
     return model
 
 
 def unpatch_model(model: ModelT) -> ModelT:
-    """Undo :func:`patch_model`, wherever in ``model`` it was applied. A model that is not patched is left
-    as it is.
-
-    Returns:
-        ``model``.
-    """
+    """Undo :func:`patch_model`, wherever in ``model`` it was applied, and return ``model``."""
     for module in model.modules():
         if "_flce" in module.__dict__:
-            _change_back(module)
+            del module._flce
+            # What has changed the class since stays; without `_flce` ours does what the original does.
+            _set_class(module, lambda changed: vars(changed).get("_flce_original", changed))
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]
@@ -376,7 +360,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 def is_patched(model: nn.Module) -> bool:
     """Whether :func:`patch_model` was applied to ``model`` or to a model that it wraps."""
-    return any("_flce" in module.__dict__ for module in model.modules())
+    return bool(_patches(model))
 
 
 def report(model: nn.Module) -> Report:
@@ -386,74 +370,80 @@ def report(model: nn.Module) -> Report:
 
     Args:
         model: any module; what it wraps is looked at too.
-
-    Returns:
-        A :class:`~flce.huggingface.Report`; ``print`` shows it as text.
     """
-    patched = {name: module for name, module in model.named_modules() if "_flce" in module.__dict__}
     usages = usages_of(model)
     return Report(
-        patched=tuple(patched),
+        patched=tuple(_patches(model)),
         forwards=sum(usage.forwards for usage in usages),
         fused=sum(usage.fused for usage in usages),
         materialized=sum((usage.materialized for usage in usages), Counter()),
         stock=sum((usage.stock for usage in usages), Counter()),
+        left=_owners(model)[1],
     )
 
 
 def usages_of(model: nn.Module) -> list[Usage]:
     """The counts of the patched models in ``model``."""
-    patches = (module.__dict__.get("_flce") for module in model.modules())
-    return list({id(patch): patch.usage for patch in patches if patch is not None}.values())
+    return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
+
+
+def _patches(model: nn.Module) -> dict[str, _Patch]:
+    """What each changed module in ``model`` has been given, by its name."""
+    return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}
 
 
 # ------------------------------------------------------------------------------------------- what is to be changed
 
 
-def _owners(model: Any) -> list[Any]:
-    """The model itself, out of its wrappers: the outermost modules that define an output embedding.
+def _owners(module: nn.Module, name: str = "") -> tuple[list[Any], dict[str, str]]:
+    """The outermost modules with an output embedding that can be patched; and why others cannot, by their names.
 
-    More than one where the wrapper holds several, as a policy and its reference.
+    More than one where a wrapper holds several, as a policy and its reference.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
-    found: list[Any] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module not in inside and hasattr(type(module), "get_output_embeddings"):
-            found.append(module)
-            inside.update(module.modules())
-    if found:
-        return found
-    raise TypeError(
-        f"{type(model).__name__} has no output embedding: neither it nor a module in it has "
-        "get_output_embeddings(). Patch a model of Transformers with a language-model head, or give yours that method"
-    )
+    model: Any = module if hasattr(type(module), "get_output_embeddings") else None
+    reason = None if model is None else _why_not(model)
+    if model is not None and reason is None:
+        return [model], {}
+    owners: list[Any] = []
+    left: dict[str, str] = {}
+    for child_name, child in module.named_children():
+        found, others = _owners(child, f"{name}.{child_name}".lstrip("."))
+        owners += found
+        left |= others
+    if reason is not None and (not owners or model.get_output_embeddings() is not None):
+        left = {name: reason}
+    return owners, left
+
+
+def _beside(module: nn.Module, others: list[nn.Module]) -> Iterator[nn.Module]:
+    """``module`` and what is in it, without ``others`` and what is in them."""
+    if not any(module is other for other in others):
+        yield module
+        for child in module.children():
+            yield from _beside(child, others)
 
 
 def _layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    if not isinstance(head, nn.Module):
-        return []
+    return _wide_layers(head.modules(), owner) if isinstance(head, nn.Module) else []
+
+
+def _wide_layers(modules: Iterable[nn.Module], owner: Any) -> list[nn.Linear]:
+    """The plain linear layers among ``modules`` that make an output for each token of the vocabulary."""
     sizes = _vocabulary_sizes(owner)
-    return [module for module in head.modules() if _is_plain_linear(module) and module.out_features in sizes]
+    wide = (m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes)
+    plain = (m for m in wide if inspect.unwrap(type(m).forward) is nn.Linear.forward)
+    return [m for m in plain if not _is_quantised(_own_weight(m))]
 
 
-def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    if not isinstance(module, nn.Linear) or inspect.unwrap(type(module).forward) is not nn.Linear.forward:
-        return False
-    weight = _own_weight(module)
-    return weight is None or _is_plain(weight)
-
-
-def _own_weight(layer: nn.Linear) -> Tensor | None:
+def _own_weight(layer: nn.Module) -> Tensor | None:
     """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
     return layer._parameters.get("weight")
 
 
-def _is_plain(weight: Tensor) -> bool:
-    return weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
+    return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _backbone(owner: Any) -> nn.Module:
@@ -462,27 +452,28 @@ def _backbone(owner: Any) -> nn.Module:
     return backbone if isinstance(backbone, nn.Module) else owner
 
 
-def _check_head(owner: Any) -> None:
+def _why_not(owner: Any) -> str | None:
+    """Why a model cannot be patched; None: it can."""
+    if "_flce" in owner.__dict__ or _layers(owner):
+        return None
     name, head = type(owner).__name__, owner.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    weight = getattr(head, "weight", None)
-    if _layers(owner):
-        return
-    if isinstance(weight, Tensor) and not _is_plain(weight):
-        raise TypeError(
+    weight = _own_weight(head) if isinstance(head, nn.Module) else None
+    if _is_quantised(weight):
+        return (
             f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
             "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
             "again"
         )
     own = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
     if own and name in _names_of_language_models():
-        return  # makes its logits in its own way, which the first call will find
+        return None  # makes its logits in its own way, which the first call will find
     if head is None:
-        raise TypeError(
+        return (
             f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
             "language-model head (for example the class ...ForCausalLM)"
         )
-    raise TypeError(
+    return (
         f"the output embedding of {name} is a {kind}, with no plain torch.nn.Linear in it that makes the logits; only "
         "such a layer can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
         "get_output_embeddings() return the layer"
@@ -511,71 +502,60 @@ def _vocabulary_sizes(owner: Any) -> frozenset[int]:
     return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
 
 
-def _labels_position(forward: Callable[..., Any]) -> int | None:
-    """Where ``labels`` stands among the positional arguments behind ``self``; None: nowhere."""
-    names = []
-    for parameter in list(inspect.signature(forward).parameters.values())[1:]:
-        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            break
-        names.append(parameter.name)
-    return names.index("labels") if "labels" in names else None
+def _place_of_labels(forward: Callable[..., Any]) -> slice:
+    """Where ``labels`` stand among the positional arguments behind ``self``; empty if nowhere."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
 # ------------------------------------------------------------------------------------------------ how it is changed
 
 
-def _change_layers(owner: nn.Module, patch: _Patch) -> None:
-    for layer in _layers(owner):
-        if "_flce" not in layer.__dict__:
-            _change(layer, _lazy_forward, patch)
+def _change_layers(owner: Any, patch: _Patch, beside: Iterable[nn.Module] = ()) -> None:
+    """Change the output embedding, and heads of as many classes ``beside`` it and the model below it."""
+    layers = _layers(owner)
+    if layers:
+        layers += _wide_layers([*_beside(owner, [_backbone(owner)]), *beside], owner)
+    for layer in layers:
+        _change(layer, _head_methods, patch)
 
 
-def _change(module: Any, make_forward: Callable[[Callable[..., Any]], Callable[..., Any]], patch: _Patch) -> None:
-    original: Any = type(module)
-    module.__class__ = _changed_class(original, make_forward)
-    module._flce = patch
+def _change(module: Any, methods: Methods, patch: _Patch) -> None:
+    if "_flce" not in module.__dict__:
+        _set_class(module, lambda original: _changed_class(original, methods))
+        module._flce = patch
+
+
+def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
+    """Put another class in the place of the module's."""
+    kind: Any = type(module)
+    if nn.utils.parametrize.is_parametrized(module) and any(name in vars(kind) for name in module.parametrizations):
+        # A class that holds the parametrisations, and that their removal takes away: ours has to be below it.
+        module.__class__ = type(kind.__name__, (replaced(kind.__bases__[0]),), dict(vars(kind)))
+    else:
+        module.__class__ = replaced(kind)
     # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
     kept = module.__dict__.get("_old_forward")
-    if getattr(kept, "__func__", None) is original.forward:
+    if getattr(kept, "__func__", None) is kind.forward:
         module._old_forward = types.MethodType(type(module).forward, module)
 
 
-def _change_back(module: Any) -> None:
-    del module._flce
-    changed = type(module)
-    original = changed.__dict__.get("_flce_original")
-    if original is None:
-        return  # something else has changed the class since; without `_flce` ours does what the original does
-    module.__class__ = original
-    kept = module.__dict__.get("_old_forward")
-    if getattr(kept, "__func__", None) is changed.forward:
-        module._old_forward = types.MethodType(original.forward, module)
-
-
 @functools.cache
-def _changed_class(original: Any, make_forward: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """A subclass that looks like `original` and runs another forward."""
+def _changed_class(original: Any, methods: Methods) -> Any:
+    """A subclass that looks like `original` and has other methods."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # The class cannot be found by its name; make it anew.
         _, _, *state = super(changed, self).__reduce_ex__(max(2, protocol))
-        return _new, (original, make_forward), *state
+        return _new, (original, methods), *state
 
-    changed: Any = type(
-        original.__name__,
-        (original,),
-        {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "__reduce_ex__": __reduce_ex__,
-            "forward": make_forward(original.forward),
-            "_flce_original": original,
-        },
-    )
+    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"__reduce_ex__": __reduce_ex__, "_flce_original": original, **methods(original)}
+    changed: Any = type(original.__name__, (original,), {**same, **own})
     return changed
 
 
-def _new(original: Any, make_forward: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    changed = _changed_class(original, make_forward)
+def _new(original: Any, methods: Methods) -> Any:
+    changed = _changed_class(original, methods)
     return changed.__new__(changed)

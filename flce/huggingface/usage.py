@@ -147,6 +147,7 @@ class Report:
         materialized: how often the logits were computed after all, by the operation and line that needed them;
             "materialize()" where they were asked for.
         stock: how often the head ran stock code with gradients enabled, by reason.
+        left: models that could not be patched, by their names, and why.
     """
 
     patched: tuple[str, ...]
@@ -154,6 +155,7 @@ class Report:
     fused: int
     materialized: Mapping[str, int]
     stock: Mapping[str, int]
+    left: Mapping[str, str]
 
     def __str__(self) -> str:
         lines = [f"patched: {', '.join(name or '(the model)' for name in self.patched) or 'nothing'}"]
@@ -162,4 +164,11 @@ class Report:
         for title, counts in (("materialized", self.materialized), ("stock", self.stock)):
             lines.append(f"{title}: {sum(counts.values())}")
             lines += [f"  {count} x {reason}" for reason, count in counts.items()]
+        if self.left:
+            lines.append(f"left: {listed(self.left)}")
         return "\n".join(lines)
+
+
+def listed(left: Mapping[str, str]) -> str:
+    """What :func:`patch_model` has left, and why, as text."""
+    return "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())

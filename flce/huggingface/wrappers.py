@@ -8,12 +8,15 @@ only where their module has been imported.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -128,6 +131,28 @@ def why_not_lazy(head: nn.Module | None, weight: Tensor) -> str | None:
             "loss of logits that are split over the vocabulary"
         )
     return None
+
+
+def checkpoint_around() -> Any:
+    """What ``torch.utils.checkpoint`` runs this code for: the same object in the first pass and when it recomputes.
+
+    None outside of it, and where its insides are not as known.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", None) == "torch.utils.checkpoint":
+        cells = inspect.getclosurevars(pack).nonlocals
+        return cells["frame"] if "frame" in cells else cells.get("target_frame_ref", lambda: None)()
+    passes = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code not in passes:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["ctx"]
+
+
+def is_reentrant(checkpoint: Any) -> bool:
+    """Whether it runs its first pass without gradients, which then says nothing of whether a loss is wanted."""
+    return isinstance(checkpoint, CheckpointFunction._backward_cls)
 
 
 def is_data_parallel_replica(module: nn.Module) -> bool:

@@ -229,6 +229,25 @@ class TestCallback:
         assert trainer.model is not first
         assert flce.is_patched(trainer.model)
 
+    @pytest.mark.usefixtures("nothing_materialises")
+    def test_a_model_made_for_a_run_in_mixed_precision(self, tmp_path):
+        """Accelerate has put another forward on the instance when the callback sees it."""
+        losses = []
+        for callbacks in ([], [FlceCallback()]):
+            settings = {**compare.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
+            trainer = transformers.Trainer(
+                model_init=lambda: compare.tiny_model(),
+                args=transformers.TrainingArguments(**settings),
+                train_dataset=compare.examples(8),
+                eval_dataset=compare.examples(8, seed=1),
+                callbacks=callbacks,
+            )
+            trainer.train()
+            before = flce.report(trainer.model).fused
+            losses.append(trainer.evaluate()["eval_loss"])
+        assert losses[1] == pytest.approx(losses[0], abs=1e-2)
+        assert flce.report(trainer.model).fused > before
+
     def test_added_after_the_trainer_was_made(self, tmp_path):
         model = compare.tiny_model()
         trainer = self.make(tmp_path, transformers.TrainerCallback(), model=model)
