@@ -325,7 +325,8 @@ class _InGraph(torch.autograd.Function):
         grad = pass_gradient(grad, state.calls)
         with weights_of(state.calls):
             leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, wanted, strict=True)]
-            logits = state.with_tensors(leaves).logits()
+            with torch.enable_grad():
+                logits = state.with_tensors(leaves).logits()
             grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
         return None, None, None, *(next(grads) if need else None for need in wanted)
 
