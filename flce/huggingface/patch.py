@@ -396,10 +396,7 @@ def _patches(model: nn.Module) -> dict[str, _Patch]:
 
 
 def _owners(module: nn.Module, name: str = "") -> tuple[list[Any], dict[str, str]]:
-    """The outermost modules with an output embedding that can be patched; and why others cannot, by their names.
-
-    More than one where a wrapper holds several, as a policy and its reference.
-    """
+    """The outermost modules with an output embedding, of which there may be several; and by name why others stay."""
     model: Any = module if hasattr(type(module), "get_output_embeddings") else None
     reason = None if model is None else _why_not(model)
     if model is not None and reason is None:
@@ -514,9 +511,12 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
 
 def _change_layers(owner: Any, patch: _Patch, beside: Iterable[nn.Module] = ()) -> None:
     """Change the output embedding, and heads of as many classes ``beside`` it and the model below it."""
-    layers = _layers(owner)
+    layers, backbone = _layers(owner), _backbone(owner)
     if layers:
-        layers += _wide_layers([*_beside(owner, [_backbone(owner)]), *beside], owner)
+        own: Iterable[nn.Module] = _beside(owner, [backbone])
+        if backbone is owner:  # which does not say what is below the head: only what looks just like it
+            own = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
+        layers += _wide_layers([*own, *beside], owner)
     for layer in layers:
         _change(layer, _head_methods, patch)
 

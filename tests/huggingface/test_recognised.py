@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,6 +286,59 @@ def test_a_second_head_in_forward(build: Build, fused_calls: Calls) -> None:
         stock.train(training), patched.train(training)
         assert_same(stock, patched, loss)
         assert len(fused_calls) == 2
+
+
+class TwoHeads(nn.Module):
+    """Not of Transformers; its other layers may be as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up = nn.Embedding(V, 16), nn.Linear(16, V)
+        self.body = nn.Sequential(nn.GELU(), nn.Linear(V, 32), nn.GELU())
+        self.lm_head, self.lm_head2 = nn.Linear(32, V), nn.Linear(32, V)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        hidden = self.body(self.up(self.embedding(input_ids)))
+        heads = (self.lm_head, self.lm_head2)
+        losses = [F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()) for head in heads]
+        return SimpleNamespace(loss=losses[0] + losses[1])
+
+
+def test_a_second_head_of_any_model(fused_calls: Calls) -> None:
+    stock = TwoHeads()
+    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
+    for count in (2, 4):
+        assert_same(stock, patched, loss)
+        assert len(fused_calls) == count
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_an_adapter_on_a_second_head(patched_first: bool, build: Build, fused_calls: Calls) -> None:
+    peft = pytest.importorskip("peft")
+    models = []
+    for patched in (False, True):
+        model = build("Llama")
+        torch.manual_seed(5)
+        model.lm_head2 = nn.Linear(32, V)
+        if patched and patched_first:
+            patch_model(model, on_materialize="raise")
+        config = peft.LoraConfig(target_modules=["lm_head", "lm_head2"], r=4, init_lora_weights=False)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, config)
+        if patched and not patched_first:
+            patch_model(model, on_materialize="raise")
+        models.append(model)
+
+    def two_losses(model: Any) -> Tensor:
+        inner = model.base_model.model
+        inner(**BATCH)  # where what was added is found
+        return loss_of_heads(inner, [inner.lm_head2, inner.lm_head2])
+
+    assert_same(models[0], models[1], two_losses)
+    assert len(fused_calls) == 4
 
 
 class MyParam(nn.Parameter):
