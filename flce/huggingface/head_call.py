@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from flce.arguments import autocast_dtype
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed
 
@@ -43,7 +44,7 @@ def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if hidden.device != weight.device:
         return f"hidden states are on {hidden.device}, the head's weight is on {weight.device}"
     same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
-    if not same_dtype and not torch.is_autocast_enabled(hidden.device.type):
+    if not same_dtype and autocast_dtype(hidden.device.type) is None:
         return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
     # A transform could not replay our objects.
     in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None

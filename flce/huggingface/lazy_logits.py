@@ -454,7 +454,7 @@ def make_lazy(state: State, source: Any = None, shadow: Tensor | None = None) ->
 
 @contextlib.contextmanager
 def _mode(grad: bool, inference: bool) -> Iterator[None]:
-    other = inference != torch.is_inference_mode_enabled()
+    other = not torch.compiler.is_compiling() and inference != torch.is_inference_mode_enabled()
     with torch.inference_mode(inference) if other else contextlib.nullcontext(), torch.set_grad_enabled(grad):
         yield
 
@@ -640,6 +640,8 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
 
 def _source(lazy: LazyBase, repeat: Callable[[Tensor], Tensor], is_view: bool) -> _Source:
     """With ``repeat`` in today's grad mode."""
+    if torch.compiler.is_compiling():
+        return _Source(lazy, repeat, is_view, lazy._state)
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def repeated(real: Tensor) -> Tensor:

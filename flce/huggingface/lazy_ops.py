@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import get_overridable_functions
 
+from flce.arguments import autocast_dtype
 from flce.functional import cross_entropy
 from flce.huggingface.lazy_state import (
     BiasTerm,
@@ -177,7 +178,7 @@ def _log_softmax(
     if dim is None or _dim(state, dim) != state.class_dim:
         return NotImplemented
     kind = state.device.type
-    if dtype is None and kind != "cpu" and torch.is_autocast_enabled(kind) and state.dtype != torch.float64:
+    if dtype is None and kind != "cpu" and autocast_dtype(kind) is not None and state.dtype != torch.float64:
         dtype = torch.float32  # as autocast has it, but on the CPU
     state = state if dtype is None else to_dtype(state, dtype)
     return state if state is NotImplemented else _or_real(state.with_op("log_softmax"))

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce.arguments import autocast_dtype
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.head_call import HeadCall, StaleLogitsError, weights_of
 from flce.planning import ChunkOptions
@@ -425,7 +426,7 @@ class LazyState:
         with self.weights():
             loss = self.fused(target, weight=weight, **spec)
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
-        under_autocast = torch.is_autocast_enabled(self.device.type) and self.dtype != torch.float64
+        under_autocast = autocast_dtype(self.device.type) is not None and self.dtype != torch.float64
         return loss.to(self.device, torch.float32 if under_autocast else self.dtype)
 
     def statistics(self, *names: str) -> tuple[Tensor, ...]:
@@ -473,18 +474,12 @@ class LazyState:
     def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call with the autocast state the head was called with, which may have been left since."""
         kind = self.home.type
-        now = _autocast_dtype(kind)
+        now = autocast_dtype(kind)
         if now == self.autocast_dtype:
             return function(*args, **kwargs)
         enabled = self.autocast_dtype is not None
         with torch.autocast(kind, dtype=self.autocast_dtype if enabled else now, enabled=enabled):
             return function(*args, **kwargs)
-
-
-def _autocast_dtype(kind: str) -> torch.dtype | None:
-    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
-    return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
 
 
 def head_state(
@@ -504,7 +499,7 @@ def head_state(
         call: what wrappers and weights are watched by; None under the compiler.
     """
     kind = hidden.device.type
-    autocast = _autocast_dtype(kind)
+    autocast = autocast_dtype(kind)
     # Autocast leaves float64 alone.
     dtype = hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
     versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)

@@ -50,7 +50,6 @@ def test_flops_of_a_loss(build: Build, fused_calls: list[Any]) -> None:
     assert len(fused_calls) == 1
 
 
-@pytest.mark.xfail(reason="lazy_state.py asks whether autocast is on for a device that has none", strict=False)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_step_on_the_meta_device(own: bool, training: bool, build: Build, fused_calls: list[Any]) -> None:
