@@ -13,6 +13,7 @@ Only what users have is called here, nothing of flce's own modules.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import math
 import multiprocessing
@@ -23,9 +24,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from types import CodeType
 from typing import Any
 
@@ -349,7 +350,7 @@ note([row.sum().item() for row in {x}])
 note({x}.equal({o}))
 note(torch.allclose({x}, {x}))
 note(({x} == {o}).sum().item())
-note({x}.shape, {x}.size(-1), {x}.ndim, {x}.numel(), {x}.dtype, {x}.is_leaf, {x}.requires_grad, {x}.nbytes)
+note({x}.shape, {x}.size(-1), {x}.ndim, {x}.numel(), {x}.dtype, {x}.nbytes)
 note({x}.is_contiguous(), {x}.stride(), {x}.storage_offset(), {x}.element_size())
 note({x}.is_floating_point(), torch.is_tensor({x}), isinstance({x}, torch.Tensor), {x}.layout, {x}.is_sparse)
 note({x}[..., 0].flatten()[0].item())
@@ -774,7 +775,9 @@ def _properties(x: Any, layout: bool) -> dict[str, Any]:
 HOOKS = re.compile(r"hook\(|retain\(")
 TOLD = "after the loss"
 # What autograd forbids, because it cannot do it for views in one memory.
-VIEW_RULES = re.compile(r"view was created in no_grad mode|output of a function that returns multiple views")
+VIEW_RULES = re.compile(r"created in no_grad mode|output of a function that returns multiple views")
+# Writes that autograd does not see: stock's gradients are then those of another value.
+UNSEEN = re.compile(r"\.data\b|numpy\(\)\.fill")
 
 
 def _fails(action: Callable[[], Any]) -> Exception | None:
@@ -802,6 +805,7 @@ def compare(program: Program, wrong: Callable[[str], str] | None = None, layout:
     Args:
         program: what to run.
         wrong: changes each line for the patched model. For a test that differences are found.
+        layout: whether strides have to agree too, and that views are refused where autograd refuses them.
 
     Returns:
         The first difference, if there is one.
@@ -860,7 +864,7 @@ def _values(program: Program, stock: Run, lazy: Run, tolerance: float, loose: se
 
 def _gradients(program: Program, stock: Run, lazy: Run, tolerance: float, loose: set[str]) -> Difference | None:
     want, got = _fails(lambda: stock.backward(program.roots)), _fails(lambda: lazy.backward(program.roots))
-    if want is not None:
+    if want is not None or any(map(UNSEEN.search, program.steps)):
         return None  # stock cannot differentiate this; it is no harm if flce can
     if got is not None:
         return None if "does not require grad" in str(got) and loose else Difference("backward raises", _told(got))
@@ -1024,6 +1028,8 @@ def draw(seed: int) -> Program:
             continue
         if rng.random() < 0.05:
             step = f"with torch.no_grad(): {step}"
+        elif step.startswith("note(") and rng.random() < 0.1:
+            step = f"with torch.inference_mode(): {step}"
         error = _fails(lambda step=step: run.step(step))  # type: ignore[misc]
         if error is None:
             steps.append(step)
@@ -1074,7 +1080,7 @@ def _simpler(program: Program) -> Iterator[Program]:
     if program.setup.bias:
         yield replace(program, setup=replace(program.setup, bias=False))
     for position, step in enumerate(program.steps):
-        plainer = [step.replace("with torch.no_grad(): ", "")]
+        plainer = [re.sub(r"^with .*?: ", "", step)]
         plainer += [re.sub(rf"\b{name}\b(?! =)", "lg", step) for name in _names(step) if name != "lg"]
         for other in plainer:
             if other != step:
@@ -1088,13 +1094,15 @@ def _size(program: Program) -> tuple[int, ...]:
     return len(program.steps), len(program.roots), len(names), told, sum(map(len, program.steps))
 
 
-def shrink(program: Program, difference: Difference, wrong: Callable[[str], str] | None = None) -> Program:
+def shrink(
+    program: Program, difference: Difference, wrong: Callable[[str], str] | None = None, layout: bool = False
+) -> Program:
     """A smaller program with a difference of the same kind."""
     while True:
         for other in _simpler(program):
             if _size(other) >= _size(program):
                 continue
-            found = compare(other, wrong)
+            found = compare(other, wrong, layout)
             if found is not None and found.kind == difference.kind:
                 program = other
                 break
@@ -1112,22 +1120,22 @@ class Finding:
         return f"seed {self.seed}: {self.difference}\n{self.program}\n"
 
 
-def check(seed: int, wrong: Callable[[str], str] | None = None) -> Finding | None:
+def check(seed: int, wrong: Callable[[str], str] | None = None, layout: bool = False) -> Finding | None:
     """Run the program of a seed on both models; what differs is shrunk."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = draw(seed)
-        difference = compare(program, wrong)
+        difference = compare(program, wrong, layout)
         if difference is None:
             return None
-        program = shrink(program, difference, wrong)
-        again = compare(program, wrong)
+        program = shrink(program, difference, wrong, layout)
+        again = compare(program, wrong, layout)
         return Finding(seed, program, again or difference)
 
 
-def _checked(seed: int) -> Finding | None:
+def _checked(seed: int, layout: bool) -> Finding | None:
     try:
-        return check(seed)
+        return check(seed, layout=layout)
     except Exception as error:
         raise RuntimeError(f"the fuzzer itself failed at seed {seed}:\n{traceback.format_exc()}") from error
 
@@ -1137,22 +1145,23 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50_000, help="how many seeds")
     parser.add_argument("--start", type=int, default=0, help="the first of them")
     parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--layout", action="store_true", help="compare strides, and what autograd refuses of views")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(arguments.start, arguments.start + arguments.count)
-    start, found = time.perf_counter(), 0
-    if arguments.workers > 1:
-        with multiprocessing.get_context("spawn").Pool(arguments.workers, torch.set_num_threads, (1,)) as pool:
-            for finding in pool.imap(_checked, seeds, chunksize=50):
-                if finding is not None:
-                    found += 1
-                    print(finding, flush=True)
-    else:
-        for finding in map(_checked, seeds):
+    checked = partial(_checked, layout=arguments.layout)
+    started, found = time.perf_counter(), 0
+    with contextlib.ExitStack() as stack:
+        findings: Iterable[Finding | None] = map(checked, seeds)
+        if arguments.workers > 1:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(arguments.workers, torch.set_num_threads, (1,)))
+            findings = pool.imap(checked, seeds, chunksize=50)
+        for finding in findings:
             if finding is not None:
                 found += 1
                 print(finding, flush=True)
-    print(f"{found} of {len(seeds)} seeds differ; {time.perf_counter() - start:.0f} s")
+    print(f"{found} of {len(seeds)} seeds differ; {time.perf_counter() - started:.0f} s")
     sys.exit(found > 0)
 
 
