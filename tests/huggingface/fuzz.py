@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from operator import itemgetter
 from types import CodeType
 from typing import Any
 
@@ -52,7 +53,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.15, tor
 #   loss   a new name, for something that is differentiated in the end
 #   n      a number
 #   inf    a number that masks
-#   d, e   a dimension; i: an index in dimension `d`; p: all dimensions in another order
+#   d, e   a dimension; i: an index in dimension `d`; i0: one in the first; p: all dimensions in another order
 #   s      a slice; c: an index of a class
 #   t      a dtype
 # `note` remembers what is not a tensor. The other functions are made in `Run`.
@@ -678,11 +679,12 @@ class Run:
                 yield f"gradient of {letter}.{name}", parameter.grad
         for x in self.retained:
             yield "retained gradient", x.grad
-        yield f"calls of hooks: {[name for name, _ in self.hooked]}", None
-        yield from ((f"gradient in the hook of {name}", gradient) for name, gradient in self.hooked)
+        hooked = sorted(self.hooked, key=itemgetter(0))  # of two tensors either may be the first
+        yield f"calls of hooks: {[name for name, _ in hooked]}", None
+        yield from ((f"gradient in the hook of {name}", gradient) for name, gradient in hooked)
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Reading does not tell lazy logits from others."""
+        """The notes and the values of all tensors."""
         for code, what in self.notes:
             yield f"`{code}`", what
         for name, x in self.tensors.items():
@@ -697,13 +699,15 @@ class Run:
 
 
 def bits(shape: Sequence[int]) -> Tensor:
+    """A mask. It does not take the first class from all tokens."""
     mask = _drawn(tuple(shape), 5, "float64") > 0.4
     if mask.ndim:
-        mask[..., 0] &= not mask[..., 0].all()  # something is left
+        mask[..., 0] &= not mask[..., 0].all()
     return mask
 
 
 def index(x: Tensor, dim: int) -> Tensor:
+    """The last index of a dimension, and the first."""
     size = x.shape[dim]
     return torch.tensor([size - 1, 0])[: max(size, 1)]
 
@@ -755,12 +759,10 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
         if (got.shape, got.dtype) != (want.shape, want.dtype):
             return f"{tuple(got.shape)} {got.dtype} instead of {tuple(want.shape)} {want.dtype}"
         got, want = got.detach().double().numpy(), want.detach().double().numpy()
-    if isinstance(want, bool | str | Exception | torch.dtype | torch.layout | torch.Size | type(None)) or want is None:
-        return (
-            None
-            if isinstance(want, Exception) or (type(got) is type(want) and got == want)
-            else f"{got} instead of {want}"
-        )
+    if isinstance(want, Exception):
+        return None  # a view that may not be looked at any more
+    if isinstance(want, bool | str | torch.dtype | torch.layout | torch.Size | type(None)):
+        return None if type(got) is type(want) and got == want else f"{got} instead of {want}"
     if isinstance(got, Exception):
         return _told(got)
     if isinstance(want, list | tuple) and not (want and all(type(w) in (int, float) for w in want)):
@@ -847,14 +849,18 @@ def compare(program: Program, wrong: Callable[[str], str] | None = None, layout:
         if want is not None:
             return None
         stock.watch(step)
-        if "no_grad" in step or loose.intersection(_names(step)):
-            loose.update(_names(step) if "no_grad" in step else _made(step))
+        made = set(_made(step))
+        taken = _names(step.split(" = ")[-1])
+        if "no_grad" in step or loose.intersection(taken):
+            loose |= made
+        else:
+            loose -= made
         for name in _names(step):
             if name not in stock.tensors:
                 continue
             theirs = _result(lambda name=name: _properties(stock.tensors[name], layout))  # type: ignore[misc]
             if isinstance(theirs, Exception):
-                continue  # a view that may not be looked at any more
+                continue
             ours = _result(lambda name=name: _properties(lazy.tensors[name], layout))  # type: ignore[misc]
             if isinstance(ours, Exception):
                 return Difference("properties raise", f"{name} after `{step}`: {_told(ours)}")
@@ -1050,7 +1056,7 @@ def draw(seed: int) -> Program:
             continue
         if rng.random() < 0.05:
             step = f"with torch.no_grad(): {step}"
-        elif step.startswith("note(") and rng.random() < 0.1:
+        elif template in OPERATIONS["reads"] and rng.random() < 0.1:
             step = f"with torch.inference_mode(): {step}"
         error = _fails(lambda step=step: run.step(step))  # type: ignore[misc]
         if error is None:
