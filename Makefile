@@ -1,4 +1,4 @@
-# make demo | test | test-models | test-oldest | lint | setup | clean
+# make demo | test | test-models | test-oldest | fuzz | lint | setup | clean
 #
 # The first three set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
 # built once, and again when pyproject.toml or constraints.txt change.
@@ -7,7 +7,8 @@
 #   ENV=current         use $(PYTHON) with what it has installed: nothing is created, nothing is installed
 #   WORKERS=2           processes that the tests run in
 #   ARCHITECTURES=others  for test-models: those that `make test` does not take, instead of all
-#   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner"
+#   ARGS="..."          more arguments for the command: make demo ARGS="--steps 20", make test ARGS="-k planner",
+#               make fuzz ARGS="--start 50000 --count 100000"
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,7 +28,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-models test-oldest lint clean
+.PHONY: help setup demo test test-models test-oldest fuzz lint clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -59,6 +60,10 @@ test-models: $(READY)
 # Patched models with the oldest Transformers that flce supports.
 test-oldest:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/transformers_versions.sh
+
+# Random programs on lazy logits and on real ones; `make test` takes the first 3,000.
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m tests.huggingface.fuzz --count 50000 --workers $(WORKERS) $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check

@@ -1,0 +1,63 @@
+"""Programs of the fuzzer, from fixed seeds. ``make fuzz`` runs more of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.huggingface import fuzz
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+CHUNK, CHUNKS = 100, 30
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_programs_do_on_lazy_logits_what_they_do_on_real_ones(chunk: int) -> None:
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        finding = fuzz.check(seed)
+        assert finding is None, f"\n{finding}"
+
+
+# What one line becomes for the patched model, and the kind of difference that it makes.
+WRONG = {
+    "values": (".tanh()", ".sin()", "value"),
+    "gradients": ("Doubled.apply(", "2 * (", "gradient"),
+    "shapes": (".unsqueeze(", ".squeeze(", "shape"),
+    "reads": (".isnan().any().item()", ".isfinite().any().item()", "note"),
+    "losses": ("label_smoothing=0.1", "label_smoothing=0.11", "value"),
+    "errors": (".log_softmax(-1)", ".log_softmax(-9)", "patched raises"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_finds_what_is_wrong(name: str) -> None:
+    """One operation is another one for the patched model. The program that shows it has hardly another line."""
+    right, wrong, kind = WRONG[name]
+    for seed in range(2000):
+        program = fuzz.draw(seed)
+        if not any(right in step for step in program.steps) or fuzz.compare(program) is not None:
+            continue
+        finding = fuzz.check(seed, lambda step: step.replace(right, wrong))
+        if finding is not None and finding.difference.kind == kind:
+            assert len(finding.program.steps) <= 2, finding
+            assert right in str(finding.program), finding
+            return
+    pytest.fail("it was not found")
+
+
+def test_programs_are_the_same_in_every_run() -> None:
+    assert [fuzz.draw(seed) for seed in range(20)] == [fuzz.draw(seed) for seed in range(20)]
+
+
+def test_operations_are_drawn() -> None:
+    """Each line of the table fits a tensor now and then."""
+    patterns = {
+        template: re.compile(re.sub(r"\\\{\w+\\\}", r"[^=]+?", re.escape(template)))
+        for group in fuzz.OPERATIONS.values()
+        for template in group
+    }
+    steps = {step.removeprefix("with torch.no_grad(): ") for seed in range(1500) for step in fuzz.draw(seed).steps}
+    missed = [template for template, pattern in patterns.items() if not any(map(pattern.fullmatch, steps))]
+    assert not missed
