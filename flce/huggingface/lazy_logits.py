@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
 from flce.huggingface import lazy_ops
@@ -70,7 +71,7 @@ class _Source(NamedTuple):
 
     def is_unchanged(self, memory: Tensor) -> bool:
         lazy = self.lazy
-        return lazy._state is self.state and lazy._made_as == versions_of(memory)
+        return lazy._asked and lazy._state is self.state and lazy._made_as == versions_of(memory)
 
 
 class LazyBase:
@@ -78,8 +79,8 @@ class LazyBase:
 
     Views and copies refer to what they come from, their source. There is one memory for a root and all its views:
     whatever makes one of them real makes the root real, and repeats the views on it. So a write to one shows in all, as
-    in stock. A copy of what is real by now is made from that; one whose source has been written to since, or is not
-    real, is a root of its own.
+    in stock. A copy is a root of its own, but where somebody waits for gradients at its source: then it is made from
+    that, unless that was written to since.
     """
 
     _state: State
@@ -88,6 +89,7 @@ class LazyBase:
     # Of a small view: its values, in memory of their own, for operations that do nothing but read.
     _values: Tensor | None
     _viewed: bool  # has views
+    _asked: bool  # for its place in the autograd graph, where gradients of copies have to pass then
     _family: list[weakref.ref[LazyLogits]]  # the root, all its views, and copies of them
     # Of the shape and strides that stock's logits would have, without data: tells views from copies.
     _shadow: Tensor | None
@@ -95,7 +97,7 @@ class LazyBase:
 
     def _init(self, state: State, source: _Source | None, shadow: Tensor | None = None) -> None:
         self._state, self._source, self._shadow = state, source, shadow
-        self._real, self._values, self._viewed = None, None, False
+        self._real, self._values, self._viewed, self._asked = None, None, False, False
         root = self._viewed_source()
         self._family = [] if root is None else root._family
         if root is not None:
@@ -163,8 +165,7 @@ class LazyBase:
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
         with _mode(True, state.tensors[0].is_inference()):
             real = watch_gradient(state.logits(), state.calls)
-            # A copy of logits whose classes are not last: of some operations it has strides of its own.
-            return real.contiguous() if self._shadow is not None and self._shadow.is_contiguous() else real
+            return real if self._shadow is None or self._viewed_source() is not None else _laid_out(real, self._shadow)
 
     def _read(self) -> Tensor:
         """The values of a small view."""
@@ -189,6 +190,14 @@ class LazyBase:
 
 def _contiguous_shadow(state: State) -> Tensor:
     return torch.empty(state.shape, dtype=state.dtype, device="meta")
+
+
+def _laid_out(real: Tensor, shadow: Tensor) -> Tensor:
+    """With the strides that stock's logits would have; those made from hidden states have their classes last."""
+    sizes = zip(real.shape, real.stride(), shadow.stride(), strict=True)
+    if all(size == 1 or mine == stocks for size, mine, stocks in sizes):
+        return real
+    return torch.empty_strided(shadow.shape, shadow.stride(), dtype=real.dtype, device=real.device).copy_(real)
 
 
 def is_lazy(value: Any) -> bool:
@@ -225,7 +234,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         # An autograd.Function, which does not ask __torch_function__, has returned this tensor.
         if real is None:
             _say_materialized("an autograd.Function", self._state)
-        memory = self._state.logits().detach() if real is None else real.detach().clone()
+        memory = (self._compute() if real is None else real.clone()).detach()
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             _Behind.apply(self, memory)
         if real is None:
@@ -257,9 +266,17 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         for lazy, real in self._relatives():
             asked = func in lazy_ops.GRAPH and lazy._family is self._family
             if asked or lazy._moved() or (lazy._node is not None and not real.requires_grad):
+                # What a Function saved is as it was, if nothing was written.
+                unmoved = not lazy._moved() and real.requires_grad
                 lazy._version_seen = versions_of(real)
                 # A view that was made without gradients has no place any more: an error for whoever uses it.
-                with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), contextlib.suppress(RuntimeError):
+                version = _unsafe_preserve_version_counter(lazy) if unmoved else contextlib.nullcontext()
+                with (
+                    torch._C.DisableTorchFunctionSubclass(),
+                    torch.enable_grad(),
+                    contextlib.suppress(RuntimeError),
+                    version,
+                ):
                     _Behind.apply(real, lazy) if real.requires_grad else lazy.detach_()
                 lazy._node = lazy._place()
 
@@ -499,6 +516,7 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
             with torch._C.DisableTorchFunctionSubclass():
                 return func(lazy, *args, **kwargs)
         _check_graph(lazy, func)
+        lazy._asked = True
     real = lazy._existing()
     if func in lazy_ops.METADATA and isinstance(lazy, LazyLogits):
         with torch._C.DisableTorchFunctionSubclass():
@@ -541,7 +559,7 @@ def _of_several(state: Any) -> Any:
     """Lazy logits that come from several others."""
     if state is NotImplemented:
         return state
-    lazy = make_lazy(state)
+    lazy = make_lazy(state.copied() if isinstance(state, LazyState) else state)
     _note_passing(state.calls, lazy)
     return lazy
 
@@ -560,17 +578,17 @@ def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*_stand_ins(args[:1]), *args[1:], **kwargs)
     if func in lazy_ops.AS and not is_lazy(args[0]):
         return func(args[0], *_stand_ins(args[1:]), **_stand_ins(kwargs))
-    if func in lazy_ops.READING and "out" not in kwargs:
-        small: list[Tensor] = []
-        result = func(*_realise(args, func, small=small), **_realise(kwargs, func, small=small))
-        if not small or not _shares_memory(result, small):
-            return result
-    real, named = _realise(args, func), _realise(kwargs, func)
-    lazies = [value for value in (*args, *kwargs.values()) if isinstance(value, LazyLogits)]
-    for lazy in lazies:
+    reads = func in lazy_ops.READING and "out" not in kwargs
+    small: list[Tensor] | None = [] if reads else None
+    real, named = _realise(args, func, small=small), _realise(kwargs, func, small=small)
+    written = [] if reads else [value for value in (*args, *kwargs.values()) if isinstance(value, LazyLogits)]
+    for lazy in written:
         lazy._relatives()  # views and copies of the memory as it is now: it may be written to, or exchanged
     result = func(*real, **named)
-    for lazy in lazies:
+    if small and _shares_memory(result, small):
+        real = _realise(args, func)
+        result = func(*real, **_realise(kwargs, func))
+    for lazy in written:
         lazy._follow(func)
     return args[0] if args and is_lazy(args[0]) and result is real[0] else result  # as in place, or nothing to do
 
@@ -705,6 +723,7 @@ def _realise(value: Any, func: Any, detach: bool = False, small: list[Tensor] | 
             if value._values is None:
                 _say_materialized(func, value._state)
             small.append(value._read())
+            _note_passing(value._state.calls, value._state)
             return small[-1]
         if value._existing() is None:
             _say_materialized(func, value._state)
@@ -724,8 +743,8 @@ def _realise(value: Any, func: Any, detach: bool = False, small: list[Tensor] | 
 def _stand_ins(value: Any) -> Any:
     """Replace lazy logits by one element, expanded: enough for operations that only read metadata."""
     if is_lazy(value):
-        state = value._state
-        return torch.empty((), dtype=state.dtype, device=state.device).expand(state.shape)
+        like = value._state if value._existing() is None else value._existing()
+        return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
     if isinstance(value, tuple):
         return tuple(_stand_ins(item) for item in value)
     if isinstance(value, dict):

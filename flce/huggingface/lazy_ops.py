@@ -684,7 +684,7 @@ def _stack_getitem(state: StackState, index: Any) -> Any:
         return _getitem(state.part(which), tuple(items))
     if not isinstance(which, slice) or not all(isinstance(item, slice) for item in items):
         return NotImplemented
-    parts = tuple(_getitem(part, tuple(items)) for part in state.parts[which])
+    parts = tuple(_getitem(state.part(i), tuple(items)) for i in range(len(state.parts))[which])
     return NotImplemented if not parts or NotImplemented in parts else replace(state, parts=parts)
 
 

@@ -563,7 +563,7 @@ class StackState:
         return tuple(tensor for part in self.parts for tensor in part.tensors)
 
     def part(self, index: int) -> LazyState:
-        """One of them. The others get gradients of zeros, as they do of what ``torch.stack`` has made."""
+        """One of them, to be taken out. The others get gradients of zeros, as they do of what ``torch.stack`` made."""
         part = self.parts[index]
         others = [t for other in self.parts if other is not part for t in other.tensors if t.requires_grad]
         if not others or not torch.is_grad_enabled():
