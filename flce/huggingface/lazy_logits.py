@@ -71,7 +71,7 @@ class _Source(NamedTuple):
 
     def is_unchanged(self, memory: Tensor) -> bool:
         lazy = self.lazy
-        return lazy._asked and lazy._state is self.state and lazy._made_as == versions_of(memory)
+        return lazy._is_awaited() and lazy._state is self.state and lazy._made_as == versions_of(memory)
 
 
 class LazyBase:
@@ -133,6 +133,10 @@ class LazyBase:
     def is_materialized(self) -> bool:
         """Whether the real logits exist."""
         return self._existing() is not None
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for gradients here, or at what this comes from."""
+        return self._asked or (self._source is not None and self._source.lazy._is_awaited())
 
     def _existing(self) -> Tensor | None:
         if self._real is None and self._source is not None:
@@ -265,7 +269,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         """After ``func``, for C++ code: this tensor and its views stand where the real ones do, if that has changed."""
         for lazy, real in self._relatives():
             asked = func in lazy_ops.GRAPH and lazy._family is self._family
-            if asked or lazy._moved() or (lazy._node is not None and not real.requires_grad):
+            if asked or lazy._moved() or (lazy._node is not None) != real.requires_grad:
                 # What a Function saved is as it was, if nothing was written.
                 unmoved = not lazy._moved() and real.requires_grad
                 lazy._version_seen = versions_of(real)
@@ -638,7 +642,11 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
                 _note_passing(lazy._state.calls, value)
                 watch_gradient(value, lazy._state.calls)
         return result
-    if operation.kind == "view" and not (func is torch.Tensor.__getitem__ and _copies(args[0])):
+    if (
+        operation.kind == "view"
+        and result is not lazy._state
+        and not (func is torch.Tensor.__getitem__ and _copies(args[0]))
+    ):
         view = _view(lazy, result, lambda real: func(real, *args, **kwargs))
         if isinstance(result, StackState) and isinstance(lazy._state, LazyState):
             view._read()  # one class, no longer than the tokens: of use as it is, for as long as it is wanted

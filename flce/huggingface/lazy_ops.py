@@ -283,6 +283,8 @@ def _flatten(state: LazyState, start_dim: int = 0, end_dim: int = -1) -> Any:
     start, end = _dim(state, start_dim), _dim(state, end_dim)
     if not state.vocab_last or end >= state.class_dim or start > end:
         return NotImplemented
+    if start == end:
+        return state
     return state.with_hidden(lambda hidden: hidden.flatten(start, end), state.class_dim - (end - start))
 
 

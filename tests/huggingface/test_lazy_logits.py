@@ -652,7 +652,6 @@ BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "kl": lambda x: F.kl_div(x.log_softmax(-1), x.softmax(-1)),
     "cosine": lambda x: F.cosine_similarity(x, x.roll(1, 0), dim=-1),
     "embedding bag": lambda x: F.pad(x, (0, 1)),
-    "dropout": lambda x: F.dropout(x, 0.5, training=False),
     "cross entropy with probabilities": lambda x: F.cross_entropy(
         x.transpose(1, 2), F.one_hot(PICK[..., 0], V).double().transpose(1, 2)
     ),
