@@ -294,10 +294,12 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         hook = ddp_hook(place)
         if hook is None:
             return False
-        copied: Any = place.next_functions[self.output_nr][0]
+        with torch._C.DisableTorchFunctionSubclass():
+            copied: Any = place.next_functions[self.output_nr][0]
         if not isinstance(copied, _InGraph._backward_cls):
             return False
         self._state, self._node = getattr(copied, "state"), place  # noqa: B009  # an attribute of its ctx
+        self._source = None
         if self._state.calls:
             add_hook(hook, self._state.calls)
         return True

@@ -28,7 +28,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard, TypeVar, get_args
+from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
+from flce.huggingface.compiled import as_tensors, never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
@@ -56,6 +57,8 @@ class _Patch:
     settings: Settings
     compiled_call_has_labels: bool = False
     """As `_calls` says of other calls: the compiler knows no threads."""
+    leaves_graph: bool = False
+    """Whether what a graph makes of the model's outputs becomes tensors where it ends."""
     watch_products: bool | None = None
     """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
     head_called: bool = field(default=False, repr=False)
@@ -81,19 +84,6 @@ class _Patch:
         if expected:
             made_lazy.add(id(self))
         return id(self) in made_lazy
-
-    @contextlib.contextmanager
-    def running(self, owner: nn.Module, labels: bool) -> Iterator[None]:
-        """Around a call of ``owner``. Replicas of a model share the patch, in a thread each."""
-        before = vars(_calls).copy()
-        _calls.owner = owner
-        if labels:
-            _calls.with_labels = before.get("with_labels", frozenset()) | {id(self)}
-        try:
-            yield
-        finally:
-            vars(_calls).clear()
-            vars(_calls).update(before)
 
 
 _calls = threading.local()
@@ -122,9 +112,9 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         weight, bias = self.weight, self.bias  # read once: a parametrised weight is made when it is read
         reason = obstacle(input, weight, bias)
         if compiling:
-            # What a graph returns is no tensor, so wrappers cannot register the hooks without which nothing trains.
+            # What a wrapper's graph returns is no tensor, so others cannot register the hooks that training needs.
             watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if reason is not None or (watched and not patch.compiled_call_has_labels):
+            if reason is not None or (watched and not (patch.compiled_call_has_labels or patch.leaves_graph)):
                 return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
@@ -156,16 +146,8 @@ def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
     """Of the model."""
-    forward, call = original.forward, original.__call__
+    forward = original.forward
     place = _place_of_labels(forward)
-
-    def watching_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """For models with another ``forward`` on the instance, as mixed precision by Accelerate makes it."""
-        patch: _Patch | None = getattr(self, "_flce", None)
-        if patch is None or torch.compiler.is_compiling() or not _has_labels(args, kwargs, place):
-            return call(self, *args, **kwargs)
-        with patch.running(self, labels=True):
-            return call(self, *args, **kwargs)
 
     @functools.wraps(forward)
     def watching_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,12 +162,69 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
             finally:
                 patch.compiled_call_has_labels = before
         _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
-        with patch.running(self, labels), _looking_for_the_head(self, patch):
+        with _looking_for_the_head(self, patch):
             outputs = forward(self, *args, **kwargs)
         gathered = is_data_parallel_replica(self) and labels and torch.is_grad_enabled()
         return _without_logits(outputs) if gathered else outputs
 
-    return {"forward": watching_forward, "__call__": watching_call}
+    # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
+    return {"forward": _outermost(watching_forward, place), "__call__": _outermost(original.__call__, place)}
+
+
+def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
+    """Of what holds the model, if that was patched with it: it may be compiled as a whole."""
+    return {name: _outermost(getattr(original, name), None) for name in ("forward", "__call__")}
+
+
+def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[..., Any]:
+    """A method of the model, which may be where a graph of the compiler begins and ends."""
+    begin, end, leave = never_compiled(_begin), never_compiled(_end), never_compiled(_leave)
+
+    @functools.wraps(method)
+    def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *args, **kwargs)
+        before = begin(self, args, kwargs, place)
+        try:
+            outputs = method(self, *args, **kwargs)
+        finally:
+            end(self, before)
+        return leave(self, outputs, before)
+
+    return not_compiled(outer)
+
+
+class _Before(NamedTuple):
+    """What has to be restored after a call of a patched model."""
+
+    calls: dict[str, Any]
+    leaves_graph: bool
+    labels: bool
+
+
+def _begin(owner: Any, args: Any, kwargs: Any, place: slice | None) -> _Before | None:
+    patch: _Patch | None = getattr(owner, "_flce", None)
+    if patch is None or is_recorded():
+        return None
+    labels = place is not None and _has_labels(args, kwargs, place)
+    before = _Before(vars(_calls).copy(), patch.leaves_graph, labels)
+    patch.leaves_graph = True
+    if place is not None:
+        _calls.owner = owner
+    if before.labels:  # replicas of a model share the patch, in a thread each
+        _calls.with_labels = before.calls.get("with_labels", frozenset()) | {id(patch)}
+    return before
+
+
+def _end(owner: Any, before: _Before | None) -> None:
+    if before is not None:
+        vars(_calls).clear()
+        vars(_calls).update(before.calls)
+        owner._flce.leaves_graph = before.leaves_graph
+
+
+def _leave(owner: Any, outputs: Any, before: _Before | None) -> Any:
+    return outputs if before is None else as_tensors(outputs, owner._flce.usage, owner, passed_by=before.labels)
 
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
@@ -342,6 +381,8 @@ def patch_model(
             _change(owner, _model_methods, patch)
             _backbone(owner).register_forward_pre_hook(patch.count_forward)
         _change_layers(owner, patch, _beside(model, [*owners, *map(model.get_submodule, left)]))
+    if not any(model is owner for owner in owners) and not type(model).__module__.startswith("torch."):
+        _change(model, _wrapper_methods, patch)
     return model
 
 

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.exc import Unsupported
 
 import flce
-from flce.huggingface.lazy_logits import TracedLazyLogits
+from flce.huggingface import LazyLogits
 from tests.huggingface import architectures as small
 
 transformers = pytest.importorskip("transformers")
@@ -106,7 +106,7 @@ def test_compile_without_graph_breaks(architecture: small.Architecture) -> None:
     except Unsupported as error:
         pytest.skip(f"stock: {str(error).splitlines()[0]}")
     loss, logits = compiled_step(patched, architecture)
-    assert isinstance(logits, TracedLazyLogits)
+    assert isinstance(logits, LazyLogits)
     assert not logits.is_materialized
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
     for (name, want), got in zip(stock.named_parameters(), patched.parameters(), strict=True):

@@ -410,7 +410,7 @@ def test_what_is_beside_the_language_model_is_left(other: str, build: Build, fus
     assert_same(stock, patched, lambda model: model())
     assert len(fused_calls) == 1
     report = flce.report(patched)
-    assert report.patched == ("lm", "lm.lm_head")
+    assert report.patched == ("", "lm", "lm.lm_head")
     assert list(report.left) == ["other"]
     assert reason in str(report)
     with pytest.raises(TypeError, match=reason):

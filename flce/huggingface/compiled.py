@@ -1,0 +1,77 @@
+"""Where lazy logits leave a graph of ``torch.compile``.
+
+No graph can make a tensor of ours, so within a graph lazy logits are plain objects
+(:class:`~flce.huggingface.lazy_logits.TracedLazyLogits`). Whoever gets a model's outputs expects tensors. So the
+outermost frame of a patched model is left to Python, which changes what comes out of the graph below it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flce.huggingface.head_call import HeadCall
+from flce.huggingface.lazy_logits import TracedLazyLogits, make_lazy
+from flce.huggingface.lazy_state import LinearTerm, StackState, Term, versions_of
+from flce.huggingface.usage import Usage
+
+
+def not_compiled(method: Any) -> Any:
+    """A method whose own frame the compiler skips; all that it calls is compiled. Within another graph it is traced."""
+    from torch._dynamo.eval_frame import skip_code  # takes a second to import, in which `import flce` has no part
+
+    skip_code(method.__code__)
+    return method
+
+
+@functools.cache
+def never_compiled(function: Any) -> Any:
+    """A function that the compiler leaves alone, with all that it calls."""
+    return torch.compiler.disable(function)
+
+
+def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) -> Any:
+    """The outputs of a model with plain lazy logits replaced by tensors.
+
+    Args:
+        outputs: of any kind; a mapping is changed in place.
+        usage: where to count what becomes of the logits.
+        owner: the model.
+        passed_by: the graph has computed a loss, whose gradient does not pass through the logits.
+    """
+
+    def call_of(term: LinearTerm) -> HeadCall:
+        layer = next((m for m in owner.modules() if m._parameters.get("weight") is term.weight), None)
+        call = HeadCall(term.weight, term.bias, usage, layer, owner)
+        call.passed_by = passed_by
+        return call
+
+    return _replaced(outputs, call_of)
+
+
+def _replaced(value: Any, call_of: Callable[[LinearTerm], HeadCall]) -> Any:
+    if isinstance(value, TracedLazyLogits):
+        real: Tensor | None = value._existing()
+        return make_lazy(_watched(value._state, call_of)) if real is None else real
+    if isinstance(value, MutableMapping):
+        for key, item in list(value.items()):
+            new = _replaced(item, call_of)
+            if new is not item:
+                value[key] = new
+    elif type(value) in (tuple, list):
+        return type(value)(_replaced(item, call_of) for item in value)
+    return value
+
+
+def _watched(state: Any, call_of: Callable[[LinearTerm], HeadCall]) -> Any:
+    """From now on changes of what the logits are made from are noticed, and hooks of wrappers are called."""
+    if isinstance(state, StackState):
+        return replace(state, parts=tuple(_watched(part, call_of) for part in state.parts))
+    terms: tuple[Term, ...] = tuple(replace(term, versions=versions_of(*term.tensors)) for term in state.terms)
+    calls = tuple(call_of(term) for term in terms if isinstance(term, LinearTerm))
+    return replace(state, terms=terms, calls=calls)
