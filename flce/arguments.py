@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
 from flce.scalars import integer, real
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -140,3 +145,18 @@ def output(
         stat("argmax", argmax),
         stat("correct", correct),
     )
+
+
+def overridable(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function that asks ``__torch_function__`` of its first argument, `logits`, as those of PyTorch do."""
+
+    @functools.wraps(function)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> R:
+        logits: Any = args[0] if args else kwargs.get("logits")
+        if not has_torch_function_unary(logits):
+            return function(*args, **kwargs)
+        rest: Any = (args[1:], {name: value for name, value in kwargs.items() if name != "logits"})
+        overridden: R = handle_torch_function(ask, (logits,), logits, *rest[0], **rest[1])
+        return overridden
+
+    return ask

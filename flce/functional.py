@@ -17,6 +17,7 @@ from flce.arguments import (
     check_tensors,
     num_items_tensor,
     output,
+    overridable,
     shifted,
 )
 from flce.autograd import linear_cross_entropy
@@ -176,6 +177,7 @@ def fused_linear_cross_entropy(
     )
 
 
+@overridable
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -7,32 +7,16 @@ outermost frame of a patched model is left to Python, which changes what comes o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy_logits import TracedLazyLogits, make_lazy
 from flce.huggingface.lazy_state import LinearTerm, StackState, Term, versions_of
 from flce.huggingface.usage import Usage
-
-
-def not_compiled(method: Any) -> Any:
-    """A method whose own frame the compiler skips; all that it calls is compiled. Within another graph it is traced."""
-    from torch._dynamo.eval_frame import skip_code  # takes a second to import, in which `import flce` has no part
-
-    skip_code(method.__code__)
-    return method
-
-
-@functools.cache
-def never_compiled(function: Any) -> Any:
-    """A function that the compiler leaves alone, with all that it calls."""
-    return torch.compiler.disable(function)
 
 
 def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) -> Any:

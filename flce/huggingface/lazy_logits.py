@@ -36,6 +36,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
 from flce.huggingface import lazy_ops
+from flce.huggingface.frames import never_compiled
 from flce.huggingface.head_call import HeadCall, add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
 from flce.huggingface.lazy_state import LazyState, StackState, State, versions_of
@@ -305,10 +306,14 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return True
 
     @classmethod
+    @never_compiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.compiler.is_compiling():  # an eager model's logits in a compiled function: this runs outside of it
+            torch._dynamo.graph_break()
         return _dispatch(func, args, kwargs or {})
 
     @classmethod
+    @never_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
-from flce.huggingface.compiled import as_tensors, never_compiled, not_compiled
+from flce.huggingface.compiled import as_tensors
+from flce.huggingface.frames import never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
@@ -178,18 +179,17 @@ def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
 
 def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[..., Any]:
     """A method of the model, which may be where a graph of the compiler begins and ends."""
-    begin, end, leave = never_compiled(_begin), never_compiled(_end), never_compiled(_leave)
 
     @functools.wraps(method)
     def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
-        before = begin(self, args, kwargs, place)
+        before = _begin(self, args, kwargs, place)
         try:
             outputs = method(self, *args, **kwargs)
         finally:
-            end(self, before)
-        return leave(self, outputs, before)
+            _end(self, before)
+        return _leave(self, outputs, before)
 
     return not_compiled(outer)
 
@@ -202,6 +202,7 @@ class _Before(NamedTuple):
     labels: bool
 
 
+@never_compiled
 def _begin(owner: Any, args: Any, kwargs: Any, place: slice | None) -> _Before | None:
     patch: _Patch | None = getattr(owner, "_flce", None)
     if patch is None or is_recorded():
@@ -216,6 +217,7 @@ def _begin(owner: Any, args: Any, kwargs: Any, place: slice | None) -> _Before |
     return before
 
 
+@never_compiled
 def _end(owner: Any, before: _Before | None) -> None:
     if before is not None:
         vars(_calls).clear()
@@ -223,6 +225,7 @@ def _end(owner: Any, before: _Before | None) -> None:
         owner._flce.leaves_graph = before.leaves_graph
 
 
+@never_compiled
 def _leave(owner: Any, outputs: Any, before: _Before | None) -> Any:
     return outputs if before is None else as_tensors(outputs, owner._flce.usage, owner, passed_by=before.labels)
 

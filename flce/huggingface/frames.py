@@ -1,0 +1,25 @@
+"""Frames that ``torch.compile`` leaves to Python. Where a graph is being traced they are traced like any other."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+# What torch.compiler.disable and torch._dynamo do in the end, without the second that importing those takes.
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+FunctionT = TypeVar("FunctionT", bound=Any)
+
+
+def not_compiled(function: FunctionT) -> FunctionT:
+    """The function's own frame is never the beginning of a graph. What it calls may be."""
+    return _marked(function, _FrameAction.DEFAULT)
+
+
+def never_compiled(function: FunctionT) -> FunctionT:
+    """Neither the function's own frame nor what it calls is ever the beginning of a graph."""
+    return _marked(function, _FrameAction.SKIP)
+
+
+def _marked(function: FunctionT, what_it_calls: _FrameAction) -> FunctionT:
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, what_it_calls))
+    return function
