@@ -598,10 +598,13 @@ def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*real, **named)
     if small and _shares_memory(result, small):
         real = _realise(args, func)
-        result = func(*real, **_realise(kwargs, func))
+        named = _realise(kwargs, func)
+        result = func(*real, **named)
     for lazy in written:
         lazy._follow(func)
-    return args[0] if args and is_lazy(args[0]) and result is real[0] else result  # as in place, or nothing to do
+    if args and result is real[0]:  # in place, or there was nothing to do
+        return args[0]
+    return kwargs["out"] if "out" in kwargs and result is named["out"] else result
 
 
 def _shares_memory(result: Any, others: list[Tensor]) -> bool:

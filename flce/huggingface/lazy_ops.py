@@ -276,6 +276,7 @@ def _reshape(state: LazyState, *shape: Any) -> Any:
             return NotImplemented
     elif shape[-1] != vocab:
         return NotImplemented
+    torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
     return state.with_hidden(lambda hidden: hidden.reshape(*shape[:-1], hidden.shape[-1]), len(shape) - 1)
 
 
@@ -574,7 +575,9 @@ def _cross_entropy(
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if not isinstance(target, Tensor) or state.folded.factor != 1.0 or state.class_dim != min(1, state.ndim - 1):
         return NotImplemented
-    if target.device != state.device or (weight is not None and weight.device != state.device):
+    if target.device != state.device or getattr(weight, "device", state.device) != state.device:
+        return NotImplemented
+    if weight is not None and not isinstance(weight, Tensor):
         return NotImplemented
     sizes = list(state.shape)
     del sizes[state.class_dim]
