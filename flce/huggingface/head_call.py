@@ -54,7 +54,7 @@ def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
 def is_recorded() -> bool:
     """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return bool(torch.compiler._is_exporting_flag)  # PyTorch 2.11 says True to `is_exporting()` in any graph
     return torch._C._get_tracing_state() is not None
 
 

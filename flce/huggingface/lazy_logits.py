@@ -520,8 +520,6 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
     """One operation of lazy logits; NotImplemented where it takes the real ones."""
     if func is torch.Tensor.register_hook and lazy._state.calls and is_wrapper_hook(args[-1]):
         return add_hook(args[-1], lazy._state.calls)
-    if func is torch.Tensor.__hash__:
-        return object.__hash__(lazy)
     if func in lazy_ops.GRAPH and not torch.compiler.is_compiling():
         if asks_for_wrapper():
             with torch._C.DisableTorchFunctionSubclass():
