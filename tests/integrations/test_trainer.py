@@ -93,6 +93,21 @@ def test_compiled():
     assert any(event.name == "flce::linear_cross_entropy" for event in profile.events())
 
 
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_compiled_evaluation_before_training(tmp_path):
+    """The trainer gathers the logits, so they have to be tensors."""
+    results = []
+    for patched in (False, True):
+        torch.compiler.reset()
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        made = script.make_trainer(patched, str(tmp_path), steps=1, use_cpu=True, **compiled)
+        evaluated, predicted = made.evaluate()["eval_loss"], made.predict(made.eval_dataset)
+        made.train()
+        results.append([evaluated, predicted.metrics["test_loss"], predicted.predictions, made.evaluate()["eval_loss"]])
+    for want, got in zip(*results, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.usefixtures("nothing_materialises")
 def test_auto_find_batch_size(tmp_path):
     """The first batches do not fit: training starts again with smaller ones, and with the patched model."""
