@@ -168,7 +168,7 @@ class LazyBase:
     def _compute(self) -> Tensor:
         state = self._state
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
-        with _mode(True, state.tensors[0].is_inference()):
+        with _mode(True, not torch.compiler.is_compiling() and state.tensors[0].is_inference()):
             real = watch_gradient(state.logits(), state.calls)
             return real if self._shadow is None or self._viewed_source() is not None else _laid_out(real, self._shadow)
 
@@ -564,11 +564,11 @@ def _join(operation: Operation, several: Any = None, *args: Any, **kwargs: Any) 
     return _of_several(_attempt(operation.of_logits, _states(several), *args, **kwargs))
 
 
-def _of_several(state: Any) -> Any:
+def _of_several(state: Any, shadow: Tensor | None = None) -> Any:
     """Lazy logits that come from several others."""
     if state is NotImplemented:
         return state
-    lazy = make_lazy(state.copied() if isinstance(state, LazyState) else state)
+    lazy = make_lazy(state.copied() if isinstance(state, LazyState) else state, None, shadow)
     _note_passing(state.calls, lazy)
     return lazy
 
@@ -668,7 +668,7 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
     if operation.kind == "elementwise" and lazy._shadow is not None and not lazy._shadow.is_contiguous():
         shadow = torch.empty_like(lazy._shadow, dtype=result.dtype)  # keeps the strides
     if any(isinstance(value, (LazyState, StackState)) for value in (*args, *kwargs.values())):
-        return _of_several(result)
+        return _of_several(result, shadow)
     return make_lazy(result, _source(lazy, lambda real: func(real, *args, **kwargs), is_view=False), shadow)
 
 

@@ -289,17 +289,19 @@ def _flatten(state: LazyState, start_dim: int = 0, end_dim: int = -1) -> Any:
     return state.with_hidden(lambda hidden: hidden.flatten(start, end), state.class_dim - (end - start))
 
 
-def _transpose(state: LazyState, dim0: int, dim1: int) -> LazyState:
+def _transpose(state: LazyState, dim0: int, dim1: int) -> Any:
     order = list(range(state.ndim))
     a, b = _dim(state, dim0), _dim(state, dim1)
     order[a], order[b] = order[b], order[a]
     return _permute(state, *order)
 
 
-def _permute(state: LazyState, *dims: Any) -> LazyState:
+def _permute(state: LazyState, *dims: Any) -> Any:
     if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
         dims = tuple(dims[0])
     order = [_dim(state, dim) for dim in dims]
+    if sorted(order) != list(range(state.ndim)):
+        return NotImplemented  # an error that is PyTorch's to raise
     return state.with_hidden(lambda hidden: hidden.permute(order), order.index(state.class_dim))
 
 

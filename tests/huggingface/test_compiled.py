@@ -110,6 +110,30 @@ def test_what_leaves_is_of_one_kind(models: tuple[Any, Any]) -> None:
         logits.sum()
 
 
+READS: dict[str, Callable[[Any], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1).square().sum(),
+    "topk": lambda x: x.topk(3).values.sum(),
+    "write to a view": lambda x: (x.view(-1, x.shape[-1]).mul_(0.5), own_loss(x))[1],
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(),
+    "cat": lambda x: torch.cat([x, torch.zeros_like(x)], -1).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_logits_that_are_read_in_one_graph(name: str, models: tuple[Any, Any]) -> None:
+    stock, patched = models
+
+    def step(model: Any) -> Tensor:
+        return READS[name](model(IDS).logits * 1)
+
+    results = [step(stock), torch.compile(step, backend="eager", fullgraph=True)(patched)]
+    for result in results:
+        result.backward()
+    torch.testing.assert_close(results[1], results[0])
+    for want, got in zip(stock.parameters(), patched.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)
+
+
 def test_a_step_in_one_graph(models: tuple[Any, Any], fused_calls: list[Any]) -> None:
     """Logits that do not leave it."""
     stock, patched = models

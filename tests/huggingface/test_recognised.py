@@ -242,7 +242,7 @@ def test_heads_of_a_wrapper(stacked: bool, build: Build, fused_calls: Calls) -> 
     for count in (3, 6):
         assert_same(stock, patched, lambda model: model(stacked))
         assert len(fused_calls) == count
-    names = ("base_model", "base_model.lm_head", "medusa_head.0.1", "medusa_head.1.2")
+    names = ("", "base_model", "base_model.lm_head", "medusa_head.0.1", "medusa_head.1.2")
     assert flce.report(patched).patched == names
     unpatch_model(patched)
     assert_same(stock, patched, lambda model: model(stacked))

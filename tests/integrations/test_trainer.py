@@ -99,7 +99,7 @@ def test_compiled_evaluation_before_training(tmp_path):
     results = []
     for patched in (False, True):
         torch.compiler.reset()
-        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
         made = script.make_trainer(patched, str(tmp_path), steps=1, use_cpu=True, **compiled)
         evaluated, predicted = made.evaluate()["eval_loss"], made.predict(made.eval_dataset)
         made.train()
