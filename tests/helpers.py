@@ -422,3 +422,13 @@ def plain_logits(problem: Problem) -> Tensor:
     bias = None if problem.linear_bias is None else problem.linear_bias.double()
     adapters = [(a.double(), up.double()) for a, up in problem.adapters]
     return dense_logits(problem.input.double(), problem.linear_weight.double(), bias, adapters=adapters, **kwargs)
+
+
+def skip_where_old_transformers_fails(stock: Callable[[], Any]) -> None:
+    """Skips the test if a stock model of Transformers 4 fails at what is tested. Of a later version it may not."""
+    transformers = pytest.importorskip("transformers")
+    if transformers.__version__.startswith("4."):
+        try:
+            stock()
+        except Exception as error:
+            pytest.skip(f"stock: {str(error).splitlines()[0]}")

@@ -13,7 +13,7 @@ from torch import Tensor
 import flce
 from flce.huggingface.head_call import HeadCall, StaleLogitsError
 from flce.huggingface.usage import Usage
-from tests.helpers import counted_flops
+from tests.helpers import counted_flops, skip_where_old_transformers_fails
 
 Build = Callable[..., Any]
 
@@ -56,6 +56,7 @@ def test_a_step_on_the_meta_device(own: bool, training: bool, build: Build, fuse
     with torch.device("meta"):
         model = build("Llama").train(training)
         ids = torch.randint(3, 97, (2, 7))
+    skip_where_old_transformers_fails(lambda: model(input_ids=ids))
     flce.patch_model(model)
     output = model(input_ids=ids) if own else model(input_ids=ids, labels=ids)
     loss = own_loss(output.logits, ids) if own else output.loss
