@@ -20,6 +20,7 @@ import flce
 from flce.huggingface import MaterializedLogitsWarning, patch_model
 from flce.huggingface.lazy_logits import is_lazy
 from flce.huggingface.lazy_ops import OPERATIONS
+from tests.huggingface.fuzz import DoubledInPlace
 
 V = 97
 IDS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -379,20 +380,6 @@ def _function(members: Any, name: str) -> Any:
 # ------------------------------------------------------------------------------------- autograd.Function
 
 
-class Doubled(torch.autograd.Function):
-    """In place; its gradient is another, so that it can be told whether it is used."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x.mul_(2)
-        ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * grad
-
-
 class Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -405,26 +392,26 @@ class Plain(torch.autograd.Function):
 
 def dirty_logits(model: Any) -> Any:
     logits = logits_of(model)
-    returned = Doubled.apply(logits)
+    returned = DoubledInPlace.apply(logits)
     return loss_of(logits), loss_of(returned)
 
 
 def dirty_logits_that_were_read(model: Any) -> Any:
     logits = logits_of(model)
     before = logits.softmax(-1).square().sum()
-    Doubled.apply(logits)
+    DoubledInPlace.apply(logits)
     return loss_of(logits), before
 
 
 def dirty_view(model: Any) -> Any:
     logits = logits_of(model)
-    Doubled.apply(logits.view(-1, V))
+    DoubledInPlace.apply(logits.view(-1, V))
     return loss_of(logits)
 
 
 def dirty_slice(model: Any) -> Any:
     logits = logits_of(model)
-    Doubled.apply(logits[:, 2:5])
+    DoubledInPlace.apply(logits[:, 2:5])
     return loss_of(logits)
 
 

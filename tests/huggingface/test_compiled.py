@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import flce
 from flce.huggingface import LazyLogits
+from tests.huggingface.fuzz import Doubled
 
 pytestmark = pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 
@@ -34,18 +35,6 @@ def models(build: Build) -> tuple[Any, Any]:
     return stock, flce.patch_model(copy.deepcopy(stock))
 
 
-class Scaled(torch.autograd.Function):
-    """With a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 3 * gradients[0]
-
-
 def own_loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
 
@@ -58,7 +47,7 @@ def checkpointed(logits: Tensor) -> Tensor:
 LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "labels": lambda model: model(IDS, labels=IDS).loss,
     "own": lambda model: own_loss(model(IDS).logits),
-    "a function of C++": lambda model: (lambda o: o.loss + Scaled.apply(o.logits).square().mean())(
+    "a function of C++": lambda model: (lambda o: o.loss + Doubled.apply(o.logits).square().mean())(
         model(IDS, labels=IDS)
     ),
     "checkpoint": lambda model: (lambda o: o.loss + checkpointed(o.logits))(model(IDS, labels=IDS)),
