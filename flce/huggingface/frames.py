@@ -23,3 +23,17 @@ def never_compiled(function: FunctionT) -> FunctionT:
 def _marked(function: FunctionT, what_it_calls: _FrameAction) -> FunctionT:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, what_it_calls))
     return function
+
+
+def graph_may_end() -> bool:
+    """Within a trace: whether the compiler may end the graph here, rather than fail (``fullgraph=True``).
+
+    The compiler calls this while it traces, and takes the result for a constant.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded: the compiler is running
+
+    translator: Any = InstructionTranslator.current_tx()
+    return not (translator.one_graph or translator.error_on_graph_break)
+
+
+graph_may_end._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -372,6 +374,9 @@ class _Behind(torch.autograd.Function):
         return grad, None
 
 
+_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
+
+
 class TracedLazyLogits(LazyBase):
     """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow.
 
@@ -387,6 +392,23 @@ class TracedLazyLogits(LazyBase):
 
     def _become(self, state: State) -> None:
         self._state, self._source = state, None
+
+    def _existing(self) -> Tensor | None:
+        if not torch.compiler.is_compiling() and self._state.requires_grad and not torch.is_grad_enabled():
+            self._check_caller()
+        return LazyBase._existing(self)
+
+    def _check_caller(self) -> None:
+        """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _APPLY and any(value is self for value in frame.f_locals["args"]):
+                raise TypeError(
+                    f"{frame.f_locals['cls'].__name__}.apply() of logits that a graph with fullgraph=True returned as "
+                    "a plain object would lose their gradient. Give it logits.materialize(), or patch the module that "
+                    "is compiled: flce.patch_model(module)"
+                )
+            frame = frame.f_back
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

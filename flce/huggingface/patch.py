@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
 from flce.huggingface.compiled import as_tensors
-from flce.huggingface.frames import never_compiled, not_compiled
+from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
@@ -183,6 +183,9 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
     @functools.wraps(method)
     def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            patch: _Patch | None = getattr(self, "_flce", None)
+            if patch is not None and not patch.leaves_graph and not is_recorded() and graph_may_end():
+                torch._dynamo.graph_break()  # so that this frame is an outermost one, in a graph of its own
             return method(self, *args, **kwargs)
         before = _begin(self, args, kwargs, place)
         try:

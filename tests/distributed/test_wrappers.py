@@ -103,8 +103,9 @@ def test_evaluation_in_a_wrapper(pair: World) -> None:
 
 @pytest.mark.parametrize("loss", CALLS)
 @pytest.mark.parametrize("wrapping", ["fully_shard(model)", "DDP, unused parameters"])
-def test_compiled(pair: World, wrapping: str, loss: str) -> None:
-    pair.run(training.compiled, wrapping, loss)
+@pytest.mark.parametrize("what", ["the model", "the wrapper"])
+def test_compiled(pair: World, what: str, wrapping: str, loss: str) -> None:
+    pair.run(training.compiled, what, wrapping, loss)
 
 
 def test_several_heads(pair: World) -> None:

@@ -134,6 +134,42 @@ def test_a_step_in_one_graph(models: tuple[Any, Any], fused_calls: list[Any]) ->
     assert len(fused_calls) == 1
 
 
+class Around(nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor | None) -> Any:
+        return self.model(input_ids=ids, labels=labels)
+
+
+@pytest.mark.parametrize("labels", [None, IDS])
+@pytest.mark.parametrize("what", ["a wrapper", "a function"])
+def test_what_leaves_a_graph_that_patch_model_has_not_seen(what: str, labels: Any, models: tuple[Any, Any]) -> None:
+    results = []
+    for model in models:
+        around = Around(model)
+        compiled = torch.compile(around if what == "a wrapper" else around.forward, backend="aot_eager")
+        outputs = compiled(IDS, labels)
+        loss = own_loss(outputs.logits) if labels is None else outputs.loss
+        (loss + Doubled.apply(outputs.logits).square().mean()).backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert type(outputs.logits) is LazyLogits
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_plain_objects_in_an_autograd_function(models: tuple[Any, Any]) -> None:
+    """Of a graph that may not end where the model does."""
+    _, patched = models
+    logits = torch.compile(Around(patched), backend="eager", fullgraph=True)(IDS, None).logits
+    with pytest.raises(TypeError, match=r"Doubled.apply\(\) .* would lose their gradient"):
+        Doubled.apply(logits)
+    Doubled.apply(logits.materialize()).sum().backward()
+    assert patched.lm_head.weight.grad is not None
+    with torch.no_grad():
+        assert Doubled.apply(logits.detach()).shape == logits.shape
+
+
 @pytest.mark.parametrize("order", ["patched first", "wrapped first"])
 def test_a_compiled_wrapper(order: str, models: tuple[Any, Any]) -> None:
     peft = pytest.importorskip("peft")
