@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
 
 from flce.huggingface import lazy_ops
 from flce.huggingface.frames import never_compiled
@@ -616,22 +615,11 @@ def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for lazy in written:
         lazy._relatives()  # views and copies of the memory as it is now: it may be written to, or exchanged
     result = func(*real, **named)
-    if small and _shares_memory(result, small):
-        real = _realise(args, func)
-        named = _realise(kwargs, func)
-        result = func(*real, **named)
     for lazy in written:
         lazy._follow(func)
     if args and result is real[0]:  # in place, or there was nothing to do
         return args[0]
     return kwargs["out"] if "out" in kwargs and result is named["out"] else result
-
-
-def _shares_memory(result: Any, others: list[Tensor]) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-    return any(t.untyped_storage()._cdata == other.untyped_storage()._cdata for t in tensors for other in others)
 
 
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

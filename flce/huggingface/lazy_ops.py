@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import get_overridable_functions
 
 from flce.arguments import autocast_dtype
 from flce.functional import cross_entropy
@@ -280,50 +279,46 @@ def _reshape(state: LazyState, *shape: Any) -> Any:
     return state.with_hidden(lambda hidden: hidden.reshape(*shape[:-1], hidden.shape[-1]), len(shape) - 1)
 
 
-def _flatten(state: LazyState, start_dim: int = 0, end_dim: int = -1) -> Any:
-    start, end = _dim(state, start_dim), _dim(state, end_dim)
-    if not state.vocab_last or end >= state.class_dim or start > end:
+def _rearranged(name: str) -> Callable[..., Any]:
+    """A method that rearranges dimensions, told no sizes: done to the hidden states as it would be to the logits."""
+    method = getattr(Tensor, name)
+
+    def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
+        def shape(size: int) -> list[int]:
+            """Of what would come of logits with so many classes. Raises PyTorch's error, if it is one."""
+            before = (*state.shape[: state.class_dim], size, *state.shape[state.class_dim + 1 :])
+            return list(method(torch.empty(before, device="meta"), *args, **kwargs).shape)
+
+        now, wider = shape(state.vocab_size), shape(state.vocab_size + 1)
+        grown = [dim for dim, size in enumerate(now) if [size] != wider[dim : dim + 1]]
+        if len(grown) != 1 or now[grown[0]] != state.vocab_size:
+            return NotImplemented  # tokens and classes are in one dimension, or classes in none
+        result = state.with_hidden(lambda hidden: method(hidden, *args, **kwargs), grown[0])
+        return result if result.shape == torch.Size(now) else NotImplemented
+
+    return handler
+
+
+def _in_pieces(name: str, place_of_dim: int) -> Callable[..., Any]:
+    """A method that cuts tokens apart, whose argument ``dim`` stands at ``place_of_dim``."""
+    method = getattr(Tensor, name)
+
+    def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
+        dim = _dim(state, kwargs.get("dim", args[place_of_dim] if len(args) > place_of_dim else 0))
+        if dim == state.class_dim:
+            return NotImplemented
+        hidden = [method(term.hidden, *args, **kwargs) for term in state.terms if isinstance(term, LinearTerm)]
+        class_dim = state.class_dim - (hidden[0][0].dim() < state.ndim and dim < state.class_dim)
+        pieces = [iter(together) for together in zip(*hidden, strict=True)]
+        return tuple(state.with_hidden(lambda _, rest=rest: next(rest), class_dim) for rest in pieces)  # type: ignore[misc]
+
+    return handler
+
+
+def _index_select(state: LazyState, dim: int, index: Tensor) -> Any:
+    if _dim(state, dim) == state.class_dim:
         return NotImplemented
-    if start == end:
-        return state
-    return state.with_hidden(lambda hidden: hidden.flatten(start, end), state.class_dim - (end - start))
-
-
-def _transpose(state: LazyState, dim0: int, dim1: int) -> Any:
-    order = list(range(state.ndim))
-    a, b = _dim(state, dim0), _dim(state, dim1)
-    order[a], order[b] = order[b], order[a]
-    return _permute(state, *order)
-
-
-def _permute(state: LazyState, *dims: Any) -> Any:
-    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
-        dims = tuple(dims[0])
-    order = [_dim(state, dim) for dim in dims]
-    if sorted(order) != list(range(state.ndim)):
-        return NotImplemented  # an error that is PyTorch's to raise
-    return state.with_hidden(lambda hidden: hidden.permute(order), order.index(state.class_dim))
-
-
-def _movedim(state: LazyState, source: Any, destination: Any) -> Any:
-    if not isinstance(source, int) or not isinstance(destination, int):
-        return NotImplemented
-    order = list(range(state.ndim))
-    moved = order.pop(_dim(state, source))
-    order.insert(_dim(state, destination), moved)
-    return _permute(state, *order)
-
-
-def _unsqueeze(state: LazyState, dim: int) -> LazyState:
-    at = dim if dim >= 0 else dim + state.ndim + 1
-    return state.with_hidden(lambda hidden: hidden.unsqueeze(dim), state.class_dim + (at <= state.class_dim))
-
-
-def _squeeze(state: LazyState, dim: Any = None) -> Any:
-    if not isinstance(dim, int) or _dim(state, dim) == state.class_dim:
-        return NotImplemented
-    gone = state.shape[dim] == 1 and _dim(state, dim) < state.class_dim
-    return state.with_hidden(lambda hidden: hidden.squeeze(dim), state.class_dim - gone)
+    return state.with_hidden(lambda hidden: hidden.index_select(dim, index))
 
 
 def _getitem(state: LazyState, index: Any) -> Any:
@@ -451,37 +446,6 @@ def _narrow(state: LazyState, dim: int, start: int, length: int) -> Any:
     if not isinstance(start, int) or start < 0:
         return NotImplemented
     return _getitem(state, (*[slice(None)] * _dim(state, dim), slice(start, start + length)))
-
-
-def _index_select(state: LazyState, dim: int, index: Tensor) -> Any:
-    if _dim(state, dim) == state.class_dim:
-        return NotImplemented
-    return state.with_hidden(lambda hidden: hidden.index_select(dim, index))
-
-
-def _unbind(state: LazyState, dim: int = 0) -> Any:
-    if _dim(state, dim) == state.class_dim:
-        return NotImplemented
-    return tuple(_select(state, dim, i) for i in range(state.shape[_dim(state, dim)]))
-
-
-def _split(state: LazyState, split_size_or_sections: Any, dim: int = 0) -> Any:
-    if _dim(state, dim) == state.class_dim:
-        return NotImplemented
-    return _pieces(state, lambda hidden: hidden.split(split_size_or_sections, dim))
-
-
-def _chunk(state: LazyState, chunks: int, dim: int = 0) -> Any:
-    if _dim(state, dim) == state.class_dim:
-        return NotImplemented
-    return _pieces(state, lambda hidden: hidden.chunk(chunks, dim))
-
-
-def _pieces(state: LazyState, cut: Callable[[Tensor], Sequence[Tensor]]) -> tuple[LazyState, ...]:
-    def piece(i: int) -> LazyState:
-        return state.with_hidden(lambda hidden: cut(hidden)[i])
-
-    return tuple(piece(i) for i in range(len(cut(state.head.hidden))))
 
 
 def _dim(state: State, dim: int) -> int:
@@ -753,22 +717,16 @@ def _of_each(run: Callable[..., Any]) -> Callable[..., Any]:
 
 _TABLE: dict[str, Operation] = {
     "view reshape": Operation(_reshape, _stack_reshape, "view"),
-    "flatten": Operation(_flatten, None, "view"),
-    "transpose swapaxes swapdims": Operation(_transpose, None, "view"),
-    "permute": Operation(_permute, None, "view"),
-    "movedim moveaxis": Operation(_movedim, None, "view"),
-    "unsqueeze": Operation(_unsqueeze, None, "view"),
-    "squeeze": Operation(_squeeze, None, "view"),
+    "split": Operation(_in_pieces("split", 1), None, "view"),
+    "chunk": Operation(_in_pieces("chunk", 1), None, "view"),
+    "unbind": Operation(_in_pieces("unbind", 0), _stack_unbind, "view"),
+    "index_select": Operation(_index_select),
     "__getitem__": Operation(_getitem, _stack_getitem, "view"),
     "select": Operation(_select, _stack_select, "view"),
     "narrow": Operation(_narrow, None, "view"),
-    "unbind": Operation(_unbind, _stack_unbind, "view"),
-    "split": Operation(_split, None, "view"),
-    "chunk": Operation(_chunk, None, "view"),
     "detach data": Operation(_detach, _of_each(_detach), "view"),
     "contiguous": Operation(_contiguous, _of_each(_contiguous)),
     "clone": Operation(_clone, None, "elementwise"),
-    "index_select": Operation(_index_select),
     "to": Operation(_to, _of_each(_to), "elementwise"),
     "type": Operation(_type, None, "elementwise"),
     "type_as": Operation(_type_as, None, "elementwise"),
@@ -802,6 +760,9 @@ _TABLE: dict[str, Operation] = {
     "tanh_": Operation(_tanh, None, "in place"),
 }
 
+for _name in ("flatten", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze"):
+    _TABLE[_name] = Operation(_rearranged(_name), None, "view")
+
 OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}
 OPERATIONS[cross_entropy] = Operation(_own_cross_entropy)
 
@@ -825,18 +786,21 @@ NEW = frozenset(functions("new_empty new_zeros new_ones new_full new_tensor"))
 AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
 
 
-def _is_reading(name: str) -> bool:
-    writes = name.endswith("_") and not name.endswith("__")
-    writes = writes or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
-    exports = "reduce" in name or "data" in name or "storage" in name or "dlpack" in name or "array" in name
-    return not (writes or exports or "hook" in name or name in _NEITHER)
-
-
-_NEITHER = {"__setitem__", "__get__", "__set__", "__delete__", "numpy", "retain_grad", "backward"}
-# Do not change their arguments, hand out their memory only as a tensor, do not ask for their place in the graph.
+# Do not change their arguments, make memory of their own, do not ask for their place in the graph.
 READING = frozenset(
-    function
-    for members in get_overridable_functions().values()
-    for function in members
-    if _is_reading(getattr(function, "__name__", "__get__"))
+    functions("""
+    all any amin amax aminmax argmin argmax max min sum nansum mean nanmean std var std_mean var_mean median nanmedian
+    mode prod norm quantile nanquantile logsumexp cumsum cumprod logcumsumexp topk sort argsort kthvalue count_nonzero
+    nonzero unique histc bincount multinomial bernoulli softmax log_softmax softmin sigmoid logsigmoid exp exp2 expm1
+    log log2 log10 log1p sqrt rsqrt square abs absolute sign reciprocal pow float_power clamp clip clamp_min clamp_max
+    nan_to_num round floor ceil tanh sin cos relu gelu silu softplus elu neg negative isnan isfinite isinf isposinf
+    isneginf eq equal ne not_equal lt less le less_equal gt greater ge greater_equal allclose isclose maximum minimum
+    fmax fmin where masked_fill masked_select index_select gather take_along_dim add sub subtract mul multiply div
+    divide true_divide rsub remainder fmod lerp addcmul addcdiv outer dot mv mm bmm matmul linear cat concat
+    concatenate stack hstack vstack clone diff dist cdist cosine_similarity normalize layer_norm gumbel_softmax
+    cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits
+    margin_ranking_loss __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__
+    __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __matmul__ __rmatmul__ __invert__ __eq__ __ne__ __lt__
+    __le__ __gt__ __ge__ __contains__ __bool__ __int__ __float__ __index__ __format__ __repr__ item tolist
+    """)
 )
