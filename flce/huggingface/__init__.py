@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flce.huggingface.lazy_logits import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
+from flce.huggingface.lazy_logits import LazyLogits
 from flce.huggingface.patch import is_patched, patch_model, report, unpatch_model
-from flce.huggingface.usage import NotFusedWarning, Report
+from flce.huggingface.usage import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, Report
 
 if TYPE_CHECKING:
     from flce.huggingface.callback import FlceCallback

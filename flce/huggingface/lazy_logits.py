@@ -41,17 +41,8 @@ from flce.huggingface.frames import never_compiled
 from flce.huggingface.head_call import HeadCall, add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
 from flce.huggingface.lazy_state import LazyState, StackState, State, versions_of
-from flce.huggingface.usage import ASKED_FOR, caller
+from flce.huggingface.usage import ASKED_FOR, MaterializedLogitsWarning, caller, name_of, say_materialized
 from flce.huggingface.wrappers import asks_for_wrapper, ddp_hook, is_wrapper_hook
-
-
-class MaterializedLogitsWarning(UserWarning):
-    """An operation that has no lazy form has made the full logits."""
-
-
-class MaterializedLogitsError(RuntimeError):
-    """The same where ``patch_model(model, on_materialize="raise")`` forbids it."""
-
 
 # -------------------------------------------------------------------------------------------------- classes
 
@@ -239,7 +230,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             return real
         # An autograd.Function, which does not ask __torch_function__, has returned this tensor.
         if real is None:
-            _say_materialized("an autograd.Function", self._state)
+            _say_materialized(self._state, "an autograd.Function")
         memory = (self._compute() if real is None else real.clone()).detach()
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             _Behind.apply(self, memory)
@@ -413,26 +404,6 @@ class TracedLazyLogits(LazyBase):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
 
-    @property
-    def shape(self) -> torch.Size:
-        return self._state.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._state.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._state.device
-
-    @property
-    def ndim(self) -> int:
-        return self._state.ndim
-
-    @property
-    def requires_grad(self) -> bool:
-        return self._state.requires_grad
-
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
@@ -483,6 +454,8 @@ def _define_methods() -> None:
     """.split()  # noqa: SIM905
     members = [(name, getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
     lazy = [name for name, member in members if callable(member) and member in lazy_ops.OPERATIONS]
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad"):
+        setattr(TracedLazyLogits, name, property(lambda lazy, name=name: getattr(lazy._state, name)))  # type: ignore[misc]
     for name in [f"__{op}__" for op in operators] + lazy:
         if name not in TracedLazyLogits.__dict__:
             setattr(TracedLazyLogits, name, method(name, getattr(torch.Tensor, name)))
@@ -609,8 +582,7 @@ def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in lazy_ops.AS and not is_lazy(args[0]):
         return func(args[0], *_stand_ins(args[1:]), **_stand_ins(kwargs))
     reads = func in lazy_ops.READING and "out" not in kwargs
-    small: list[Tensor] | None = [] if reads else None
-    real, named = _realise(args, func, small=small), _realise(kwargs, func, small=small)
+    real, named = _realise(args, func, small=reads), _realise(kwargs, func, small=reads)
     written = [] if reads else [value for value in (*args, *kwargs.values()) if isinstance(value, LazyLogits)]
     for lazy in written:
         lazy._relatives()  # views and copies of the memory as it is now: it may be written to, or exchanged
@@ -634,13 +606,23 @@ def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _states(value: Any) -> Any:
     """Arguments with lazy logits replaced by their states; by the real ones where they exist."""
+
+    def state_of(lazy: Any) -> Any:
+        real = lazy._existing()
+        return lazy._state if real is None else real
+
+    return _replaced(value, state_of)
+
+
+def _replaced(value: Any, replacement: Callable[[Any], Any]) -> Any:
+    """Replace the lazy logits in arguments, however nested."""
     if is_lazy(value):
-        real = value._existing()
-        return value._state if real is None else real
-    if type(value) in (tuple, list):
-        return type(value)(_states(item) for item in value)
-    if type(value) is dict:
-        return {key: _states(item) for key, item in value.items()}
+        return replacement(value)
+    if isinstance(value, (tuple, list)):
+        items = [_replaced(item, replacement) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, replacement) for key, item in value.items()}
     return value
 
 
@@ -718,102 +700,52 @@ def _check_graph(lazy: LazyBase, func: Any) -> None:
     if not any(call.passed_by for call in lazy._state.calls):
         return
     message = (
-        f"logits.{_name(func)} after the loss, or after something else was made from the logits without computing "
+        f"logits.{name_of(func)} after the loss, or after something else was made from the logits without computing "
         "them: its gradient does not pass through them. Call logits.materialize() before that, and use what it returns."
     )
-    if _name(func) == "grad_fn":  # perhaps only looked at
+    if name_of(func) == "grad_fn":  # perhaps only looked at
         caller().warn(message, MaterializedLogitsWarning)
     else:
         raise RuntimeError(message)
 
 
-def _name(func: Any) -> str:
-    """The name of a torch function or method; for the getter of a property, the property's name."""
-    name: str = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        return func.__self__.__name__
-    return name
-
-
-def _realise(value: Any, func: Any, detach: bool = False, small: list[Tensor] | None = None) -> Any:
+def _realise(value: Any, func: Any, detach: bool = False, small: bool = False) -> Any:
     """Replace lazy logits by real ones in arguments, however nested, and say so the first time.
 
     Args:
         value: arguments of ``func``.
         func: what needs the logits.
         detach: without their autograd graph.
-        small: small views are replaced by values of their own, which are added here.
+        small: small views may be replaced by values of their own.
     """
-    if is_lazy(value):
-        if small is not None and value._existing() is None and value._is_small():
-            if value._values is None:
-                _say_materialized(func, value._state)
-            small.append(value._read())
-            _note_passing(value._state.calls, value._state)
-            return small[-1]
-        if value._existing() is None:
-            _say_materialized(func, value._state)
-        real = value._make_real()
-        if not detach:
-            return real
-        _note_passing(value._state.calls, value._state)
-        return real.detach()
-    if isinstance(value, (tuple, list)):
-        items = [_realise(item, func, detach, small) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        return {key: _realise(item, func, detach, small) for key, item in value.items()}
-    return value
+
+    def real(lazy: Any) -> Tensor:
+        unknown = lazy._existing() is None
+        apart = small and unknown and lazy._is_small()
+        if unknown and not (apart and lazy._values is not None):
+            _say_materialized(lazy._state, func)
+        if apart or detach:
+            _note_passing(lazy._state.calls, lazy._state)
+        return lazy._read() if apart else lazy._make_real().detach() if detach else lazy._make_real()
+
+    return _replaced(value, real)
 
 
 def _stand_ins(value: Any) -> Any:
     """Replace lazy logits by one element, expanded: enough for operations that only read metadata."""
-    if is_lazy(value):
-        like = value._state if value._existing() is None else value._existing()
+
+    def one(lazy: Any) -> Tensor:
+        like = lazy._state if lazy._existing() is None else lazy._existing()
         return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
-    if isinstance(value, tuple):
-        return tuple(_stand_ins(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _stand_ins(item) for key, item in value.items()}
-    return value
+
+    return _replaced(value, one)
 
 
-def _say_materialized(func: Any, state: State) -> None:
+def _say_materialized(state: State, func: Any) -> None:
     """Count, and warn or raise, as ``patch_model`` was told to. ``func``: what needs the logits."""
-    if torch.compiler.is_compiling():
-        return  # the compiler has no frames to look at, and would have to break the graph for a warning
-    by = caller()
-    where = f"{func if isinstance(func, str) else _qualified_name(func)} at {by.line}"
-    if by.via is not None:
-        where += f" (in {by.via})"
-    if state.calls:
-        state.calls[0].usage.materialized[where] += 1
-        state.calls[0].usage.used |= state.requires_grad
-    if state.settings.on_materialize == "ignore":
-        return
-    hint = ""
-    if by.in_evaluation:
-        hint = " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) does without them."
-    if state.settings.on_materialize == "raise":
-        raise MaterializedLogitsError(
-            f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
-            "logits.materialize() to ask for them all the same."
-        )
-    by.warn(
-        f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
-        "logits.materialize() to ask for them without this warning.",
-        MaterializedLogitsWarning,
-    )
-
-
-def _qualified_name(func: Any) -> str:
-    name = _name(func)
-    if name != getattr(func, "__name__", name) or hasattr(func, "__objclass__"):
-        return f"torch.Tensor.{name}"
-    if str(getattr(func, "__qualname__", "")).startswith("Tensor."):
-        return f"torch.Tensor.{name}"
-    module = getattr(func, "__module__", None)
-    return f"{module if isinstance(module, str) and not module.startswith('torch._') else 'torch'}.{name}"
+    if not torch.compiler.is_compiling():  # it has no frames to look at, and a warning would break the graph
+        usage = state.calls[0].usage if state.calls else None
+        say_materialized(func, state.settings.on_materialize, usage, state.requires_grad)
 
 
 _define_methods()

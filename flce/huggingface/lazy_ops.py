@@ -682,10 +682,11 @@ def _stack_reshape(state: StackState, *shape: Any) -> Any:
 
 def functions(names: str) -> list[Callable[..., Any]]:
     """The functions, methods and getters of PyTorch with these names, as ``__torch_function__`` is given them."""
-    homes: tuple[Any, ...] = (Tensor, torch, F, torch.special)
-    found = [getattr(home, name, None) for name in names.split() for home in homes]
+    found = [getattr(Tensor, name, None) for name in names.split()]
+    plain = [name for name in names.split() if not name.startswith("__")]  # Python gives modules the others, too
+    found += [getattr(home, name, None) for name in plain for home in (torch, F, torch.special)]
     found = [member if callable(member) else getattr(member, "__get__", None) for member in found]
-    return [member for member in found if member is not None]
+    return [member for member in found if member is not None and not isinstance(member, type)]
 
 
 class Operation(NamedTuple):

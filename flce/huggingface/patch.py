@@ -39,9 +39,9 @@ from flce.functional import check_options
 from flce.huggingface.compiled import as_tensors
 from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
-from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
+from flce.huggingface.lazy_logits import is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
-from flce.huggingface.usage import EVALUATION, Report, Usage, caller, listed
+from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, caller, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.planning import ChunkOptions
 

@@ -45,6 +45,14 @@ class NotFusedWarning(UserWarning):
     """A patched model is trained, and its loss is not computed by flce."""
 
 
+class MaterializedLogitsWarning(UserWarning):
+    """An operation that has no lazy form has made the full logits."""
+
+
+class MaterializedLogitsError(RuntimeError):
+    """The same where ``patch_model(model, on_materialize="raise")`` forbids it."""
+
+
 @dataclass
 class Usage:
     """Counts of one patched model."""
@@ -134,6 +142,57 @@ def caller() -> Caller:
         in_evaluation = in_evaluation or frame.f_code.co_name in ("evaluation_loop", "prediction_step")
         frame = frame.f_back
     return Caller(frame, via, in_evaluation)
+
+
+def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
+    """Count, and warn or raise, as ``patch_model`` was told to.
+
+    Args:
+        func: what needs the logits: a function of torch, or text.
+        on_materialize: as in ``patch_model``.
+        usage: where to count.
+        with_gradient: whether the logits have one.
+    """
+    by = caller()
+    where = f"{func if isinstance(func, str) else _qualified_name(func)} at {by.line}"
+    if by.via is not None:
+        where += f" (in {by.via})"
+    if usage is not None:
+        usage.materialized[where] += 1
+        usage.used |= with_gradient
+    if on_materialize == "ignore":
+        return
+    hint = ""
+    if by.in_evaluation:
+        hint = " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) does without them."
+    if on_materialize == "raise":
+        raise MaterializedLogitsError(
+            f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
+            "logits.materialize() to ask for them all the same."
+        )
+    by.warn(
+        f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
+        "logits.materialize() to ask for them without this warning.",
+        MaterializedLogitsWarning,
+    )
+
+
+def name_of(func: Any) -> str:
+    """The name of a torch function or method; for the getter of a property, the property's name."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return func.__self__.__name__
+    return name
+
+
+def _qualified_name(func: Any) -> str:
+    name = name_of(func)
+    if name != getattr(func, "__name__", name) or hasattr(func, "__objclass__"):
+        return f"torch.Tensor.{name}"
+    if str(getattr(func, "__qualname__", "")).startswith("Tensor."):
+        return f"torch.Tensor.{name}"
+    module = getattr(func, "__module__", None)
+    return f"{module if isinstance(module, str) and not module.startswith('torch._') else 'torch'}.{name}"
 
 
 @dataclass(frozen=True)
