@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flce.arguments import autocast_dtype
 from flce.huggingface.usage import Usage, watch_call
-from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed
+from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
 
 # Of a weight so many rows and columns, at most, are compared when logits are read late.
 _SAMPLE = 64
@@ -82,7 +82,15 @@ class HeadCall:
         self._owner = None if owner is None else weakref.ref(owner)
         self._parameters = [_Watched(tensor) for tensor in (weight, bias) if tensor is not None]
         self._step = _steps.count
+        pack = pack_of_checkpoint()
+        self._checkpoint = None if pack is None else weakref.ref(pack)
         watch_call(self)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether this code runs within a checkpoint that the call was not made in."""
+        pack = pack_of_checkpoint()
+        return pack is not None and (self._checkpoint is None or self._checkpoint() is not pack)
 
     # -- the weight
 

@@ -133,14 +133,20 @@ def why_not_lazy(head: nn.Module | None, weight: Tensor) -> str | None:
     return None
 
 
+def pack_of_checkpoint() -> Any:
+    """What decides which tensors autograd saves, if that is ``checkpoint(use_reentrant=False)``, else None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
 def checkpoint_around() -> Any:
     """What ``torch.utils.checkpoint`` runs this code for: the same object in the first pass and when it recomputes.
 
     None outside of it, and where its insides are not as known.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = None if hooks is None else inspect.unwrap(hooks[0])
-    if getattr(pack, "__module__", None) == "torch.utils.checkpoint":
+    pack = pack_of_checkpoint()
+    if pack is not None:
         cells = inspect.getclosurevars(pack).nonlocals
         return cells["frame"] if "frame" in cells else cells.get("target_frame_ref", lambda: None)()
     passes = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)

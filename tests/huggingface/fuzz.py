@@ -923,7 +923,7 @@ def _gradients(program: Program, stock: Run, lazy: Run, tolerance: float, loose:
         return None  # stock cannot differentiate this; it is no harm if flce can
     if got is not None:
         told = _told(got)
-        # Documented: a checkpoint that is given lazy logits, and makes something else of them than a loss.
+        # Documented: a checkpoint in which logits stayed lazy, and that were read between it and backward.
         allowed = ("does not require grad" in told and loose) or told.startswith("CheckpointError")
         return None if allowed else Difference("backward raises", told)
     ours = list(lazy.gradients())

@@ -187,6 +187,28 @@ def test_an_own_loss_in_a_checkpoint(reentrant: bool, build: Build, fused_calls:
         assert len(fused_calls) == count
 
 
+READ: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: x.softmax(-1).square().sum(),
+    "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(),
+    "a view": lambda x: x.view(-1, x.shape[-1]).exp().sum() + x[:, -1].square().sum(),
+    "a few": lambda x: x[:1, -1].exp().sum(),
+    "and a loss": lambda x: x.softmax(-1).square().sum() + F.cross_entropy(x.flatten(0, 1), IDS.flatten()),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_logits_that_are_read_in_a_checkpoint(name: str, build: Build) -> None:
+    """A recomputation is given the logits that the first pass computed."""
+    stock = build("Llama", num_hidden_layers=1)
+    patched = patch_model(copy.deepcopy(stock), on_materialize="ignore")
+    results = []
+    for model in (stock, patched):
+        loss: Any = checkpoint(READ[name], model(input_ids=IDS).logits, use_reentrant=False)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_inference_in_training_mode_is_no_checkpoint(build: Build) -> None:
     model = patch_model(build("Llama"))
     with torch.no_grad():
