@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy_logits import TracedLazyLogits, make_lazy
-from flce.huggingface.lazy_state import LinearTerm, StackState, Term, versions_of
+from flce.huggingface.lazy_state import StackState
+from flce.huggingface.terms import LinearTerm, Term, versions_of
 from flce.huggingface.usage import Usage
 
 

@@ -18,17 +18,9 @@ from torch import Tensor
 
 from flce.arguments import autocast_dtype
 from flce.functional import cross_entropy
-from flce.huggingface.lazy_state import (
-    BiasTerm,
-    LazyState,
-    LinearTerm,
-    StackState,
-    State,
-    Term,
-    merged_calls,
-    replay,
-    versions_of,
-)
+from flce.huggingface.elementwise import replay
+from flce.huggingface.lazy_state import LazyState, StackState, State, merged_calls
+from flce.huggingface.terms import BiasTerm, LinearTerm, Term, versions_of
 
 _STATES = (LazyState, StackState)
 

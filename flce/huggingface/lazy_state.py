@@ -1,4 +1,4 @@
-"""What lazy logits would be computed from: matrix products, and what has been done to their sum since.
+"""What lazy logits would be computed from: the sum of some :mod:`.terms`, and what has been done to it since.
 
 :class:`LazyState` is immutable; every operation makes another. It knows how to compute the logits as the model
 would have, bit for bit, and how to do without them: the fused loss, and the values that models and trainers
@@ -8,10 +8,9 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,233 +18,13 @@ from torch import Tensor
 
 from flce.arguments import autocast_dtype
 from flce.functional import fused_linear_cross_entropy
-from flce.huggingface.head_call import HeadCall, StaleLogitsError, weights_of
+from flce.huggingface.elementwise import Folded, Op, dtype_after, fold, replay
+from flce.huggingface.head_call import HeadCall, weights_of
+from flce.huggingface.terms import LinearTerm, Term, dealt_out, versions_of
 from flce.planning import ChunkOptions
 from flce.problem import accumulation_dtype
 
-# One recorded operation: ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), or ("log_softmax",
-# None), over the vocabulary.
-Op = tuple[str, Any]
-
 OnMaterialize = Literal["warn", "ignore", "raise"]
-
-
-# ---------------------------------------------------------------------------------- elementwise normal form
-
-
-class Folded(NamedTuple):
-    """``softcap * tanh(logit_scale * x / softcap)``, then perhaps ``factor * log_softmax(...)``."""
-
-    logit_scale: float
-    softcap: float | None  # None: no tanh
-    normalised: bool = False
-    factor: float = 1.0
-
-    @property
-    def linear(self) -> bool:
-        return self.softcap is None and not self.normalised
-
-
-def fold(ops: tuple[Op, ...]) -> Folded | None:
-    """Bring elementwise operations into the operator's form.
-
-    Casts and copies are skipped: the operator computes in float32 (or float64) whatever the model rounds to. So is a
-    log-softmax of log-probabilities, which are normalised already.
-
-    Returns:
-        None where the operations do not fit (two tanh, a factor that is not finite).
-    """
-    inner, outer = 1.0, None  # outer * tanh(inner * x), or inner * x while outer is None
-    normalised, behind = False, 1.0
-    for name, value in ops:
-        if name == "log_softmax":
-            if normalised and behind != 1.0:
-                return None
-            normalised = True
-        elif name == "tanh":
-            if outer is not None or normalised:
-                return None
-            outer = 1.0
-        elif name not in ("to", "clone"):
-            if name == "div" and value == 0:
-                return None
-            factor = float(value) if name == "mul" else 1.0 / float(value)
-            if normalised:
-                behind *= factor
-            elif outer is None:
-                inner *= factor
-            else:
-                outer *= factor
-    if not all(math.isfinite(factor) for factor in (inner, outer or 0.0, behind)):
-        return None
-    if outer is None:
-        return Folded(_snap(inner), None, normalised, behind)
-    if outer == 0.0:
-        return Folded(0.0, None, normalised, behind)
-    # |outer| is the softcap, whose division of the argument is undone; tanh is odd, so a sign can go inside.
-    return Folded(_snap(inner * outer), abs(outer), normalised, behind)
-
-
-def _snap(scale: float) -> float:
-    """``x / c * c`` multiplies by 1 up to a rounding error; let the operator see that there is no scale."""
-    return 1.0 if abs(scale - 1.0) < 1e-14 else scale
-
-
-def replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
-    """Do to real logits, vocabulary last, what was recorded."""
-    for name, value in ops:
-        if name == "mul":
-            z = z * value
-        elif name == "div":
-            z = z / value
-        elif name == "tanh":
-            z = torch.tanh(z)
-        elif name == "log_softmax":
-            z = torch.log_softmax(z, -1)
-        elif name == "clone":
-            z = z.clone()
-        else:
-            z = z.to(value)
-    return z
-
-
-def _dtype_after(ops: tuple[Op, ...], before: torch.dtype) -> torch.dtype:
-    return next((value for name, value in reversed(ops) if name == "to"), before)
-
-
-# ---------------------------------------------------------------------------------------------------- terms
-
-
-@dataclass(frozen=True)
-class LinearTerm:
-    """One matrix product, and what was done to it before it was added to others.
-
-    Attributes:
-        hidden: the logits' shape, with the hidden size H in place of the vocabulary V. Everything that
-            happens to the token dimensions of the logits happens to this tensor.
-        weight: ``(V, H)``.
-        bias: ``(V,)`` or None.
-        dtype: of the product.
-        versions: in-place versions of the tensors when the product was to be made, None where they cannot be
-            had or do not matter.
-        ops: factors and casts.
-        filled: ``(V,)`` bool, the classes whose rows of the weight were replaced by zeros, and their bias by a number;
-            their logits get no gradient. None: no class.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    dtype: torch.dtype
-    versions: tuple[int, ...] | None = None
-    ops: tuple[Op, ...] = ()
-    filled: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.hidden, self.weight) if self.bias is None else (self.hidden, self.weight, self.bias)
-
-    @property
-    def factor(self) -> float:
-        return _factor(self.ops)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> LinearTerm:
-        """The term on other tensors, which nobody changes in place."""
-        bias = None if self.bias is None else tensors[2]
-        return replace(self, hidden=tensors[0], weight=tensors[1], bias=bias, versions=None)
-
-    def with_hidden(self, hidden: Tensor) -> LinearTerm:
-        """After an operation on the token dimensions, which made ``hidden`` of the hidden states."""
-        versions = self.versions
-        if versions is not None and hidden.is_inference():
-            versions = None
-        elif versions is not None:
-            # A view shares the counter of what it views; a copy counts from zero. Keep a change that came before.
-            versions = (versions[0] + hidden._version - self.hidden._version, *versions[1:])
-        return replace(self, hidden=hidden, versions=versions)
-
-    def with_bias(self, bias: Tensor) -> LinearTerm:
-        """With a bias that was made for this term."""
-        versions = self.versions
-        if versions is not None:
-            versions = None if bias.is_inference() else (*versions[:2], bias._version)
-        return replace(self, bias=bias, versions=versions)
-
-    def detach(self) -> LinearTerm:
-        bias = None if self.bias is None else self.bias.detach()
-        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
-
-    def check_unchanged(self) -> None:
-        _check_versions(self.versions, self.tensors)
-
-
-@dataclass(frozen=True)
-class BiasTerm:
-    """A vector that was added to the logits of every token, as it was: it may be wider than they are.
-
-    Attributes:
-        bias: ``(V,)``.
-        versions, ops: as of a :class:`LinearTerm`.
-    """
-
-    bias: Tensor
-    versions: tuple[int, ...] | None = None
-    ops: tuple[Op, ...] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.bias.dtype
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.bias,)
-
-    @property
-    def factor(self) -> float:
-        return _factor(self.ops)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> BiasTerm:
-        return replace(self, bias=tensors[0], versions=None)
-
-    def detach(self) -> BiasTerm:
-        return replace(self, bias=self.bias.detach())
-
-    def check_unchanged(self) -> None:
-        _check_versions(self.versions, self.tensors)
-
-
-Term = LinearTerm | BiasTerm
-
-
-def _with_tensors(pieces: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The pieces on other tensors, which are dealt out in their order."""
-    rest = iter(tensors)
-    return tuple(piece.with_tensors([next(rest) for _ in piece.tensors]) for piece in pieces)
-
-
-def _factor(ops: tuple[Op, ...]) -> float:
-    folded = fold(ops)
-    assert folded is not None
-    return folded.logit_scale
-
-
-def _check_versions(versions: tuple[int, ...] | None, tensors: tuple[Tensor, ...]) -> None:
-    if versions is not None and versions != versions_of(*tensors):
-        raise StaleLogitsError(
-            "these lazy logits can no longer be computed: the hidden states or the output embedding were "
-            "modified in place since the model ran (an optimizer step?). Read them before that, call "
-            "outputs.logits.materialize() before it, or use patch_model(..., keep_logits=True), which computes the "
-            "logits of outputs that are still referenced right before each optimizer step."
-        )
-
-
-def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
-    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
-        return None  # inference tensors do not count their changes
-    return tuple(t._version for t in tensors)
-
-
-# ---------------------------------------------------------------------------------------------------- state
 
 
 @dataclass(frozen=True)
@@ -307,11 +86,11 @@ class LazyState:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtypes = [_dtype_after(term.ops, term.dtype) for term in self.terms]
+        dtypes = [dtype_after(term.ops, term.dtype) for term in self.terms]
         total = dtypes[0]
         for dtype in dtypes[1:]:
             total = torch.promote_types(total, dtype)
-        return _dtype_after(self.ops, total)
+        return dtype_after(self.ops, total)
 
     @property
     def home(self) -> torch.device:
@@ -351,7 +130,7 @@ class LazyState:
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> LazyState:
         """The state on other tensors, in the order of :attr:`tensors`."""
-        return replace(self, terms=_with_tensors(self.terms, tensors))
+        return replace(self, terms=dealt_out(self.terms, tensors))
 
     def detach(self) -> LazyState:
         return replace(self, terms=tuple(term.detach() for term in self.terms))
@@ -576,7 +355,7 @@ class StackState:
         return any(part.requires_grad for part in self.parts)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> StackState:
-        return replace(self, parts=_with_tensors(self.parts, tensors))
+        return replace(self, parts=dealt_out(self.parts, tensors))
 
     def detach(self) -> StackState:
         return replace(self, parts=tuple(part.detach() for part in self.parts))
