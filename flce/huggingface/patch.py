@@ -11,9 +11,6 @@ Two kinds of modules are changed, both by giving the instance another ``__class_
 The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model
 that is evaluated with labels computes the fused loss, a training loop that computes its own cross-entropy gets
 it too, and ``generate()`` and inference run stock code.
-
-Some models make their logits elsewhere than in the layer that they call their output embedding, or in no layer
-at all. The first call finds that out: it watches matrix products for one that is as wide as the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,22 +18,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import threading
 import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
 from flce.huggingface.compiled import as_tensors
+from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.frames import never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
@@ -162,7 +158,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
-        _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
+        _change_heads(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
         with _looking_for_the_head(self, patch):
             outputs = forward(self, *args, **kwargs)
         gathered = is_data_parallel_replica(self) and labels and torch.is_grad_enabled()
@@ -237,6 +233,13 @@ def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
     return any(value is not None for value in labels)
 
 
+def _place_of_labels(forward: Callable[..., Any]) -> slice:
+    """Where ``labels`` stand among the positional arguments behind ``self``; empty if nowhere."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
+
+
 def _without_logits(outputs: Any) -> Any:
     """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
     if isinstance(outputs, dict):
@@ -263,63 +266,25 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     watched = patch.watch_products
     if watched is None:
         # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
-        watched = not (_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
-    products = _Products(owner, patch) if watched else None
+        watched = not (embedding_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
+
+    def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        # Right whatever it is, because lazy logits stand for their value. One that is none of logits would be computed
+        # all the same, with a warning.
+        if getattr(_calls, "stock", False) or obstacle(hidden, weight, bias) is not None:
+            return None
+        call = HeadCall(weight, bias, patch.usage, None, owner)
+        return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
+
+    products = WideProducts(owner, not patch.watch_products, lazy_product) if watched else None
     patch.head_called = False
     with products or contextlib.nullcontext():
         yield
-    if products is not None and products.caught:
+    if products is not None and products.replaced:
         patch.watch_products = True
     else:
         # Not in its layers either: an adapter around them may make the logits by itself from now on.
         patch.watch_products = False if patch.head_called else None
-
-
-class _Products(TorchFunctionMode):
-    """Makes every matrix product lazy that is as wide as the vocabulary.
-
-    Right whatever it catches, because lazy logits stand for their value; a product that is none of logits would
-    be computed all the same, with a warning.
-    """
-
-    def __init__(self, owner: Any, patch: _Patch) -> None:
-        super().__init__()
-        self.owner, self.patch, self.sizes = owner, patch, _vocabulary_sizes(owner)
-        # Where the model has a proper output embedding, another layer's parameter is none of its logits'.
-        self.heads = [] if patch.watch_products else [_own_weight(layer) for layer in _layers(owner)]
-        self.caught: list[Tensor] = []  # inputs of such products: of others with them logits are made as well
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        product = None if getattr(_calls, "stock", False) else _as_linear(func, args, kwargs)
-        if product is not None:
-            hidden, weight, bias = product
-            wide = weight.shape[0] in self.sizes or any(hidden is other for other in self.caught)
-            source = weight if weight._base is None else weight._base
-            foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self.heads)
-            wide = wide and hidden.dim() > 1 and not (self.heads and foreign)
-            if wide and obstacle(hidden, weight, bias) is None:
-                self.caught.append(hidden)
-                call = HeadCall(weight, bias, self.patch.usage, None, self.owner)
-                return make_lazy(head_state(hidden, weight, bias, self.patch.settings, call))
-        return func(*args, **kwargs)
-
-
-def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
-    if func is F.linear:
-        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-        hidden, weight, bias = given["input"], given["weight"], given.get("bias")
-    elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
-        fits = bool(re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")))
-        hidden, weight, bias = args[1], args[2] if fits else None, None
-    elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
-        fits = isinstance(args[1], Tensor) and args[1].dim() == 2
-        hidden, weight, bias = args[0], args[1].t() if fits else None, None
-    else:
-        return None
-    fits = type(hidden) is Tensor and isinstance(weight, Tensor) and weight.dim() == 2
-    return (hidden, weight, bias) if fits else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
@@ -369,7 +334,7 @@ def patch_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
     watch_optimizers()
-    owners, left = _owners(model)
+    owners, left = find_owners(model)
     if not owners:
         missing = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). "
         remedy = "Patch a model of Transformers with a language-model head, or give yours that method"
@@ -382,8 +347,8 @@ def patch_model(
         patch.settings = settings
         if "_flce" not in owner.__dict__:
             _change(owner, _model_methods, patch)
-            _backbone(owner).register_forward_pre_hook(patch.count_forward)
-        _change_layers(owner, patch, _beside(model, [*owners, *map(model.get_submodule, left)]))
+            backbone(owner).register_forward_pre_hook(patch.count_forward)
+        _change_heads(owner, patch, beside(model, [*owners, *map(model.get_submodule, left)]))
     if not any(model is owner for owner in owners) and not type(model).__module__.startswith("torch."):
         _change(model, _wrapper_methods, patch)
     return model
@@ -422,7 +387,7 @@ def report(model: nn.Module) -> Report:
         fused=sum(usage.fused for usage in usages),
         materialized=sum((usage.materialized for usage in usages), Counter()),
         stock=sum((usage.stock for usage in usages), Counter()),
-        left=_owners(model)[1],
+        left=find_owners(model)[1],
     )
 
 
@@ -436,133 +401,12 @@ def _patches(model: nn.Module) -> dict[str, _Patch]:
     return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}
 
 
-# ------------------------------------------------------------------------------------------- what is to be changed
-
-
-def _owners(module: nn.Module, name: str = "") -> tuple[list[Any], dict[str, str]]:
-    """The outermost modules with an output embedding, of which there may be several; and by name why others stay."""
-    model: Any = module if hasattr(type(module), "get_output_embeddings") else None
-    reason = None if model is None else _why_not(model)
-    if model is not None and reason is None:
-        return [model], {}
-    owners: list[Any] = []
-    left: dict[str, str] = {}
-    for child_name, child in module.named_children():
-        found, others = _owners(child, f"{name}.{child_name}".lstrip("."))
-        owners += found
-        left |= others
-    if reason is not None and (not owners or model.get_output_embeddings() is not None):
-        left = {name: reason}
-    return owners, left
-
-
-def _beside(module: nn.Module, others: list[nn.Module]) -> Iterator[nn.Module]:
-    """``module`` and what is in it, without ``others`` and what is in them."""
-    if not any(module is other for other in others):
-        yield module
-        for child in module.children():
-            yield from _beside(child, others)
-
-
-def _layers(owner: Any) -> list[nn.Linear]:
-    """The linear layers in the output embedding that make logits; none where it has no such."""
-    head = owner.get_output_embeddings()
-    return _wide_layers(head.modules(), owner) if isinstance(head, nn.Module) else []
-
-
-def _wide_layers(modules: Iterable[nn.Module], owner: Any) -> list[nn.Linear]:
-    """The plain linear layers among ``modules`` that make an output for each token of the vocabulary."""
-    sizes = _vocabulary_sizes(owner)
-    wide = (m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes)
-    plain = (m for m in wide if inspect.unwrap(type(m).forward) is nn.Linear.forward)
-    return [m for m in plain if not _is_quantised(_own_weight(m))]
-
-
-def _own_weight(layer: nn.Module) -> Tensor | None:
-    """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
-    return layer._parameters.get("weight")
-
-
-def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
-    return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _backbone(owner: Any) -> nn.Module:
-    """The model below the head; the model itself where it does not name one."""
-    backbone = getattr(owner, "base_model", owner)
-    return backbone if isinstance(backbone, nn.Module) else owner
-
-
-def _why_not(owner: Any) -> str | None:
-    """Why a model cannot be patched; None: it can."""
-    if "_flce" in owner.__dict__ or _layers(owner):
-        return None
-    name, head = type(owner).__name__, owner.get_output_embeddings()
-    kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    weight = _own_weight(head) if isinstance(head, nn.Module) else None
-    if _is_quantised(weight):
-        return (
-            f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
-            "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
-            "again"
-        )
-    own = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
-    if own and name in _names_of_language_models():
-        return None  # makes its logits in its own way, which the first call will find
-    if head is None:
-        return (
-            f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
-            "language-model head (for example the class ...ForCausalLM)"
-        )
-    return (
-        f"the output embedding of {name} is a {kind}, with no plain torch.nn.Linear in it that makes the logits; only "
-        "such a layer can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
-        "get_output_embeddings() return the layer"
-    )
-
-
-@functools.cache
-def _names_of_language_models() -> frozenset[str]:
-    """Classes of Transformers with a language-model head, by its own account."""
-    from transformers.models.auto import modeling_auto
-
-    names: set[str] = set()
-    for kind in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        for value in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values():
-            names.update((value,) if isinstance(value, str) else value)
-    return frozenset(names)
-
-
-def _vocabulary_sizes(owner: Any) -> frozenset[int]:
-    head = owner.get_output_embeddings()
-    size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
-    if isinstance(size, int):
-        return frozenset({size})
-    config: Any = getattr(owner, "config", None)
-    configs = [] if config is None else [config, config.get_text_config(decoder=True)]
-    return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
-
-
-def _place_of_labels(forward: Callable[..., Any]) -> slice:
-    """Where ``labels`` stand among the positional arguments behind ``self``; empty if nowhere."""
-    parameters = inspect.signature(forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
-
-
 # ------------------------------------------------------------------------------------------------ how it is changed
 
 
-def _change_layers(owner: Any, patch: _Patch, beside: Iterable[nn.Module] = ()) -> None:
-    """Change the output embedding, and heads of as many classes ``beside`` it and the model below it."""
-    layers, backbone = _layers(owner), _backbone(owner)
-    if layers:
-        own: Iterable[nn.Module] = _beside(owner, [backbone])
-        if backbone is owner:  # which does not say what is below the head: only what looks just like it
-            own = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
-        layers += _wide_layers([*own, *beside], owner)
-    for layer in layers:
-        _change(layer, _head_methods, patch)
+def _change_heads(owner: Any, patch: _Patch, others: Iterable[nn.Module] = ()) -> None:
+    for head in find_heads(owner, others):
+        _change(head, _head_methods, patch)
 
 
 def _change(module: Any, methods: Methods, patch: _Patch) -> None:
