@@ -1,11 +1,8 @@
 """``patch_model``: make a model's output embedding return lazy logits while a loss is going to be computed.
 
-Two kinds of modules are changed, both by giving the instance another ``__class__``. Tied weights, ``state_dict``,
-``deepcopy``, ``pickle`` and ``save_pretrained`` do not see a difference, and neither do wrappers that call
-``model.forward`` directly, which would go round a hook:
+Two kinds of modules are changed:
 
-* the linear layers that make logits return lazy ones. There may be several: adapters (LoRA, copies to be trained) wrap
-  the original one and add to it, as lazy logits can be added; and there may be heads beside it, as Medusa's;
+* the linear layers that make logits (``find_heads.py``) return lazy ones;
 * the model notes whether it is called with ``labels``.
 
 The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model
@@ -19,7 +16,6 @@ import contextlib
 import functools
 import inspect
 import threading
-import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,14 +33,12 @@ from flce.huggingface.frames import never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
+from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.usage import EVALUATION, Report, Usage, caller, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-# What a changed class has in place of the original's.
-Methods = Callable[[Any], dict[str, Callable[..., Any]]]
 
 
 @dataclass
@@ -359,8 +353,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
-            # What has changed the class since stays; without `_flce` ours does what the original does.
-            _set_class(module, lambda changed: vars(changed).get("_flce_original", changed))
+            take_class(module)  # where that cannot be done: without `_flce` it does what the original does
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]
@@ -396,12 +389,10 @@ def usages_of(model: nn.Module) -> list[Usage]:
     return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
 
 
-def _patches(model: nn.Module) -> dict[str, _Patch]:
-    """What each changed module in ``model`` has been given, by its name."""
-    return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}
-
-
-# ------------------------------------------------------------------------------------------------ how it is changed
+def _change(module: Any, methods: Methods, patch: _Patch) -> None:
+    if "_flce" not in module.__dict__:
+        give_class(module, methods)
+        module._flce = patch
 
 
 def _change_heads(owner: Any, patch: _Patch, others: Iterable[nn.Module] = ()) -> None:
@@ -409,41 +400,6 @@ def _change_heads(owner: Any, patch: _Patch, others: Iterable[nn.Module] = ()) -
         _change(head, _head_methods, patch)
 
 
-def _change(module: Any, methods: Methods, patch: _Patch) -> None:
-    if "_flce" not in module.__dict__:
-        _set_class(module, lambda original: _changed_class(original, methods))
-        module._flce = patch
-
-
-def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
-    """Put another class in the place of the module's."""
-    kind: Any = type(module)
-    if nn.utils.parametrize.is_parametrized(module) and any(name in vars(kind) for name in module.parametrizations):
-        # A class that holds the parametrisations, and that their removal takes away: ours has to be below it.
-        module.__class__ = type(kind.__name__, (replaced(kind.__bases__[0]),), dict(vars(kind)))
-    else:
-        module.__class__ = replaced(kind)
-    # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
-    kept = module.__dict__.get("_old_forward")
-    if getattr(kept, "__func__", None) is kind.forward:
-        module._old_forward = types.MethodType(type(module).forward, module)
-
-
-@functools.cache
-def _changed_class(original: Any, methods: Methods) -> Any:
-    """A subclass that looks like `original` and has other methods."""
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # The class cannot be found by its name; make it anew.
-        _, _, *state = super(changed, self).__reduce_ex__(max(2, protocol))
-        return _new, (original, methods), *state
-
-    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"__reduce_ex__": __reduce_ex__, "_flce_original": original, **methods(original)}
-    changed: Any = type(original.__name__, (original,), {**same, **own})
-    return changed
-
-
-def _new(original: Any, methods: Methods) -> Any:
-    changed = _changed_class(original, methods)
-    return changed.__new__(changed)
+def _patches(model: nn.Module) -> dict[str, _Patch]:
+    """What each changed module in ``model`` has been given, by its name."""
+    return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}
