@@ -67,7 +67,7 @@ class _Patch:
         if torch.compiler.is_compiling():
             return self.compiled_call_has_labels
         checkpoint = checkpoint_around()
-        expected = id(self) in getattr(_calls, "with_labels", ()) or (module.training and is_reentrant(checkpoint))
+        expected = id(self) in _calls.with_labels or (module.training and is_reentrant(checkpoint))
         if checkpoint is None:
             return expected
         # A recomputation does not see the labels, and has to make the same tensors as the first pass.
@@ -77,7 +77,17 @@ class _Patch:
         return id(self) in made_lazy
 
 
-_calls = threading.local()
+class _Calls(threading.local):
+    """The call of a patched model that a thread is in."""
+
+    owner: Any = None
+    with_labels: frozenset[int] = frozenset()
+    """Patches of models that were given labels, by id: replicas of a model share the patch, in a thread each."""
+    stock = False
+    """Whether the head runs as it is, so that its product stays one."""
+
+
+_calls = _Calls()
 
 
 # ------------------------------------------------------------------------------------------- the changed modules
@@ -109,17 +119,17 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
-        owner: Any = getattr(_calls, "owner", None)
+        owner = _calls.owner
         reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight) or reason
         if reason is not None:
-            return _stock(patch, lambda: F.linear(input, weight, bias), reason)
+            return _stock(patch, reason, input, weight, bias)
         call = HeadCall(weight, bias, patch.usage, self, owner)
         return make_lazy(head_state(input, weight, bias, patch.settings, call))
 
     return {"forward": lazy_forward}
 
 
-def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
+def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """Run the head as it is, where lazy logits were expected."""
     if torch.is_grad_enabled() and patch.settings.on_materialize == "raise":
         raise MaterializedLogitsError(
@@ -127,7 +137,7 @@ def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
         )
     _calls.stock = True
     try:
-        logits = forward()
+        logits = F.linear(input, weight, bias)
     finally:
         _calls.stock = False
     if torch.is_grad_enabled():
@@ -145,18 +155,15 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None or is_recorded():
             return forward(self, *args, **kwargs)
-        labels = _has_labels(args, kwargs, place)
         if torch.compiler.is_compiling():
-            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, labels
+            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, _has_labels(args, kwargs, place)
             try:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
         _change_heads(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
         with _looking_for_the_head(self, patch):
-            outputs = forward(self, *args, **kwargs)
-        gathered = is_data_parallel_replica(self) and labels and torch.is_grad_enabled()
-        return _without_logits(outputs) if gathered else outputs
+            return forward(self, *args, **kwargs)
 
     # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
     return {"forward": _outermost(watching_forward, place), "__call__": _outermost(original.__call__, place)}
@@ -176,10 +183,9 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
             return method(self, *args, **kwargs)
         before = _begin(self, args, kwargs, place)
         try:
-            outputs = method(self, *args, **kwargs)
+            return _leave(self, method(self, *args, **kwargs), before)
         finally:
             _end(self, before)
-        return _leave(self, outputs, before)
 
     return not_compiled(outer)
 
@@ -202,9 +208,18 @@ def _begin(owner: Any, args: Any, kwargs: Any, place: slice | None) -> _Before |
     patch.leaves_graph = True
     if place is not None:
         _calls.owner = owner
-    if before.labels:  # replicas of a model share the patch, in a thread each
-        _calls.with_labels = before.calls.get("with_labels", frozenset()) | {id(patch)}
+    if labels:
+        _calls.with_labels |= {id(patch)}
     return before
+
+
+@never_compiled
+def _leave(owner: Any, outputs: Any, before: _Before | None) -> Any:
+    if before is None:
+        return outputs
+    outputs = as_tensors(outputs, owner._flce.usage, owner, passed_by=before.labels)
+    gathered = before.labels and is_data_parallel_replica(owner) and torch.is_grad_enabled()
+    return _without_logits(outputs) if gathered else outputs
 
 
 @never_compiled
@@ -213,11 +228,6 @@ def _end(owner: Any, before: _Before | None) -> None:
         vars(_calls).clear()
         vars(_calls).update(before.calls)
         owner._flce.leaves_graph = before.leaves_graph
-
-
-@never_compiled
-def _leave(owner: Any, outputs: Any, before: _Before | None) -> Any:
-    return outputs if before is None else as_tensors(outputs, owner._flce.usage, owner, passed_by=before.labels)
 
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
@@ -236,19 +246,18 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
 
 def _without_logits(outputs: Any) -> Any:
     """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
-    if isinstance(outputs, dict):
-        kept: Any = type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
-    elif type(outputs) in (tuple, list):
-        kept = type(outputs)(None if is_lazy(value) else value for value in outputs)
-    else:
+    named = isinstance(outputs, dict)
+    values = outputs.values() if named else outputs if type(outputs) in (tuple, list) else ()
+    if not any(map(is_lazy, values)):
         return outputs
-    if any(map(is_lazy, outputs.values() if isinstance(outputs, dict) else outputs)):
-        warnings.warn(
-            "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
-            "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
-            stacklevel=2,
-        )
-    return kept
+    warnings.warn(
+        "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
+        "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
+        stacklevel=2,
+    )
+    if named:
+        return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
+    return type(outputs)(None if is_lazy(value) else value for value in outputs)
 
 
 @contextlib.contextmanager
@@ -265,7 +274,7 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         # Right whatever it is, because lazy logits stand for their value. One that is none of logits would be computed
         # all the same, with a warning.
-        if getattr(_calls, "stock", False) or obstacle(hidden, weight, bias) is not None:
+        if _calls.stock or obstacle(hidden, weight, bias) is not None:
             return None
         call = HeadCall(weight, bias, patch.usage, None, owner)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
