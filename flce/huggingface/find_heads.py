@@ -1,10 +1,9 @@
 """Which modules of a model make logits of the vocabulary, or which matrix products where no module is known to.
 
-A model names its output embedding (``get_output_embeddings``). The logits are made by the linear layers in it that are
-as wide as the vocabulary. There may be several: adapters (LoRA, copies to be trained) wrap the original one and add to
-it; and there may be heads beside it, as Medusa's.
+A model names its output embedding. Linear layers in it that are as wide as the vocabulary make the logits. There may be
+several: adapters (LoRA, copies to be trained) wrap the original one and add to it. Heads may be beside it, as Medusa's.
 
-Some models make their logits elsewhere, or in no layer at all. That shows in a call, in its matrix products.
+Some models make their logits elsewhere, or in no layer at all. The matrix products of a call show where.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class WideProducts(TorchFunctionMode):
     def __init__(self, owner: Any, only_own: bool, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
         super().__init__()
         self.replaced: list[Tensor] = []
-        """Inputs of replaced products: of others with them logits are made as well."""
+        """Inputs of replaced products. Other products of these inputs are logits too."""
         self._sizes, self._replace = _vocabulary_sizes(owner), replace
         self._heads = [_own_weight(layer) for layer in embedding_layers(owner)] if only_own else []
 

@@ -1,13 +1,11 @@
 """``patch_model``: make a model's output embedding return lazy logits while a loss is going to be computed.
 
-Two kinds of modules are changed:
+The linear layers that make logits (``find_heads.py``) return lazy ones. The model notes whether it is called with
+``labels``.
 
-* the linear layers that make logits (``find_heads.py``) return lazy ones;
-* the model notes whether it is called with ``labels``.
-
-The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model
-that is evaluated with labels computes the fused loss, a training loop that computes its own cross-entropy gets
-it too, and ``generate()`` and inference run stock code.
+The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model that
+is evaluated with labels computes the fused loss, and a training loop that computes its own cross-entropy gets it too.
+``generate()`` and inference run stock code.
 """
 
 from __future__ import annotations
@@ -16,24 +14,23 @@ import contextlib
 import functools
 import inspect
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce.functional import check_options
-from flce.huggingface.compiled import as_tensors
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.frames import never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
-from flce.huggingface.lazy_logits import MaterializedLogitsError, is_lazy, make_lazy
+from flce.huggingface.lazy_logits import MaterializedLogitsError, make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
+from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.usage import EVALUATION, Report, Usage, caller, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.planning import ChunkOptions
@@ -47,7 +44,7 @@ class _Patch:
 
     settings: Settings
     compiled_call_has_labels: bool = False
-    """As `_calls` says of other calls: the compiler knows no threads."""
+    """Of calls that are being compiled; of others `_running` knows, but the compiler knows no threads."""
     leaves_graph: bool = False
     """Whether what a graph makes of the model's outputs becomes tensors where it ends."""
     watch_products: bool | None = None
@@ -55,10 +52,10 @@ class _Patch:
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
 
-    def count_forward(self, backbone: nn.Module, args: Any) -> None:
+    def count_forward(self, below: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recorded():
-            self.usage.forward_begins(backbone.training)
+            self.usage.forward_begins(below.training)
 
     def expects_loss(self, module: nn.Module) -> bool:
         """Whether logits that ``module`` makes are to be lazy: it is being trained, or there are labels."""
@@ -67,7 +64,7 @@ class _Patch:
         if torch.compiler.is_compiling():
             return self.compiled_call_has_labels
         checkpoint = checkpoint_around()
-        expected = id(self) in _calls.with_labels or (module.training and is_reentrant(checkpoint))
+        expected = id(self) in _running.with_labels or (module.training and is_reentrant(checkpoint))
         if checkpoint is None:
             return expected
         # A recomputation does not see the labels, and has to make the same tensors as the first pass.
@@ -77,8 +74,8 @@ class _Patch:
         return id(self) in made_lazy
 
 
-class _Calls(threading.local):
-    """The call of a patched model that a thread is in."""
+class _Running(threading.local):
+    """The calls of patched models that a thread is in."""
 
     owner: Any = None
     with_labels: frozenset[int] = frozenset()
@@ -87,10 +84,7 @@ class _Calls(threading.local):
     """Whether the head runs as it is, so that its product stays one."""
 
 
-_calls = _Calls()
-
-
-# ------------------------------------------------------------------------------------------- the changed modules
+_running = _Running()
 
 
 def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
@@ -119,7 +113,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
-        owner = _calls.owner
+        owner = _running.owner
         reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight) or reason
         if reason is not None:
             return _stock(patch, reason, input, weight, bias)
@@ -135,11 +129,11 @@ def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tens
         raise MaterializedLogitsError(
             f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
         )
-    _calls.stock = True
+    _running.stock = True
     try:
         logits = F.linear(input, weight, bias)
     finally:
-        _calls.stock = False
+        _running.stock = False
     if torch.is_grad_enabled():
         patch.usage.ran_stock(logits, reason)
     return logits
@@ -161,7 +155,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
-        _change_heads(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
+        _change(find_heads(self), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
         with _looking_for_the_head(self, patch):
             return forward(self, *args, **kwargs)
 
@@ -181,53 +175,46 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
     def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return method(self, *args, **kwargs)
-        before = _begin(self, args, kwargs, place)
+        call = _Call(self, args, kwargs, place)
         try:
-            return _leave(self, method(self, *args, **kwargs), before)
+            return call.leave(method(self, *args, **kwargs))
         finally:
-            _end(self, before)
+            call.end()
 
     return not_compiled(outer)
 
 
-class _Before(NamedTuple):
-    """What has to be restored after a call of a patched model."""
+class _Call:
+    """A call of a patched model, or of what holds one. That has no ``place`` for labels."""
 
-    calls: dict[str, Any]
-    leaves_graph: bool
-    labels: bool
+    @never_compiled
+    def __init__(self, owner: Any, args: Any, kwargs: Any, place: slice | None) -> None:
+        self.owner = owner
+        self.patch: _Patch | None = None if is_recorded() else getattr(owner, "_flce", None)
+        if self.patch is None:
+            return
+        self.labels = place is not None and _has_labels(args, kwargs, place)
+        self.before, self.left_graph = vars(_running).copy(), self.patch.leaves_graph
+        self.patch.leaves_graph = True
+        if place is not None:
+            _running.owner = owner
+        if self.labels:
+            _running.with_labels |= {id(self.patch)}
 
+    @never_compiled
+    def leave(self, outputs: Any) -> Any:
+        if self.patch is None:
+            return outputs
+        outputs = as_tensors(outputs, self.patch.usage, self.owner, passed_by=self.labels)
+        gathered = self.labels and is_data_parallel_replica(self.owner) and torch.is_grad_enabled()
+        return without_logits(outputs) if gathered else outputs
 
-@never_compiled
-def _begin(owner: Any, args: Any, kwargs: Any, place: slice | None) -> _Before | None:
-    patch: _Patch | None = getattr(owner, "_flce", None)
-    if patch is None or is_recorded():
-        return None
-    labels = place is not None and _has_labels(args, kwargs, place)
-    before = _Before(vars(_calls).copy(), patch.leaves_graph, labels)
-    patch.leaves_graph = True
-    if place is not None:
-        _calls.owner = owner
-    if labels:
-        _calls.with_labels |= {id(patch)}
-    return before
-
-
-@never_compiled
-def _leave(owner: Any, outputs: Any, before: _Before | None) -> Any:
-    if before is None:
-        return outputs
-    outputs = as_tensors(outputs, owner._flce.usage, owner, passed_by=before.labels)
-    gathered = before.labels and is_data_parallel_replica(owner) and torch.is_grad_enabled()
-    return _without_logits(outputs) if gathered else outputs
-
-
-@never_compiled
-def _end(owner: Any, before: _Before | None) -> None:
-    if before is not None:
-        vars(_calls).clear()
-        vars(_calls).update(before.calls)
-        owner._flce.leaves_graph = before.leaves_graph
+    @never_compiled
+    def end(self) -> None:
+        if self.patch is not None:
+            vars(_running).clear()
+            vars(_running).update(self.before)
+            self.patch.leaves_graph = self.left_graph
 
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
@@ -244,22 +231,6 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
     return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
-def _without_logits(outputs: Any) -> Any:
-    """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
-    named = isinstance(outputs, dict)
-    values = outputs.values() if named else outputs if type(outputs) in (tuple, list) else ()
-    if not any(map(is_lazy, values)):
-        return outputs
-    warnings.warn(
-        "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
-        "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
-        stacklevel=2,
-    )
-    if named:
-        return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
-    return type(outputs)(None if is_lazy(value) else value for value in outputs)
-
-
 @contextlib.contextmanager
 def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     """Around a call: finds out where logits for a loss are made, unless an earlier call has."""
@@ -272,9 +243,9 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
         watched = not (embedding_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
 
     def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        # Right whatever it is, because lazy logits stand for their value. One that is none of logits would be computed
-        # all the same, with a warning.
-        if _calls.stock or obstacle(hidden, weight, bias) is not None:
+        # Right for any product, as lazy logits stand for its value. One that is no logits would be computed when it is
+        # read, with a warning.
+        if _running.stock or obstacle(hidden, weight, bias) is not None:
             return None
         call = HeadCall(weight, bias, patch.usage, None, owner)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
@@ -283,11 +254,9 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     patch.head_called = False
     with products or contextlib.nullcontext():
         yield
-    if products is not None and products.replaced:
-        patch.watch_products = True
-    else:
-        # Not in its layers either: an adapter around them may make the logits by itself from now on.
-        patch.watch_products = False if patch.head_called else None
+    found = products is not None and bool(products.replaced)
+    # Where neither made them, an adapter around the layers may make the logits by itself from now on.
+    patch.watch_products = found if found or patch.head_called else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
@@ -302,9 +271,8 @@ def patch_model(
 ) -> ModelT:
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
-    Loss, gradients and generated text are the stock model's. ``outputs.logits`` is a
-    :class:`~flce.huggingface.LazyLogits` where a loss was computed, which turns into the real logits when something
-    reads them.
+    Loss, gradients and generated text are the stock model's. Where a loss was computed ``outputs.logits`` is a
+    :class:`~flce.huggingface.LazyLogits`, which turns into the real logits when something reads them.
 
     Adapters on the output embedding (PEFT's LoRA) may be added before or after; they are computed without their
     logits too. Where several models are in ``model``, a warning names those that cannot be patched. Call
@@ -349,11 +317,12 @@ def patch_model(
         patch = next(iter(_patches(owner).values()), None) or _Patch(settings)
         patch.settings = settings
         if "_flce" not in owner.__dict__:
-            _change(owner, _model_methods, patch)
+            _change([owner], _model_methods, patch)
             backbone(owner).register_forward_pre_hook(patch.count_forward)
-        _change_heads(owner, patch, beside(model, [*owners, *map(model.get_submodule, left)]))
+        others = beside(model, [*owners, *map(model.get_submodule, left)])
+        _change(find_heads(owner, others), _head_methods, patch)
     if not any(model is owner for owner in owners) and not type(model).__module__.startswith("torch."):
-        _change(model, _wrapper_methods, patch)
+        _change([model], _wrapper_methods, patch)
     return model
 
 
@@ -398,15 +367,11 @@ def usages_of(model: nn.Module) -> list[Usage]:
     return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
 
 
-def _change(module: Any, methods: Methods, patch: _Patch) -> None:
-    if "_flce" not in module.__dict__:
-        give_class(module, methods)
-        module._flce = patch
-
-
-def _change_heads(owner: Any, patch: _Patch, others: Iterable[nn.Module] = ()) -> None:
-    for head in find_heads(owner, others):
-        _change(head, _head_methods, patch)
+def _change(modules: Iterable[Any], methods: Methods, patch: _Patch) -> None:
+    for module in modules:
+        if "_flce" not in module.__dict__:
+            give_class(module, methods)
+            module._flce = patch
 
 
 def _patches(model: nn.Module) -> dict[str, _Patch]:
