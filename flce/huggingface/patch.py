@@ -1,19 +1,11 @@
 """``patch_model``: make a model's output embedding return lazy logits while a loss is going to be computed.
 
-Two kinds of modules are changed, both by giving the instance another ``__class__``. Tied weights, ``state_dict``,
-``deepcopy``, ``pickle`` and ``save_pretrained`` do not see a difference, and neither do wrappers that call
-``model.forward`` directly, which would go round a hook:
+The linear layers that make logits (``find_heads.py``) return lazy ones. The model notes whether it is called with
+``labels``.
 
-* the linear layers that make logits return lazy ones. There may be several: adapters (LoRA, copies to be trained) wrap
-  the original one and add to it, as lazy logits can be added; and there may be heads beside it, as Medusa's;
-* the model notes whether it is called with ``labels``.
-
-The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model
-that is evaluated with labels computes the fused loss, a training loop that computes its own cross-entropy gets
-it too, and ``generate()`` and inference run stock code.
-
-Some models make their logits elsewhere than in the layer that they call their output embedding, or in no layer
-at all. The first call finds that out: it watches matrix products for one that is as wide as the vocabulary.
+The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model that
+is evaluated with labels computes the fused loss, and a training loop that computes its own cross-entropy gets it too.
+``generate()`` and inference run stock code.
 """
 
 from __future__ import annotations
@@ -21,34 +13,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import threading
-import types
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flce.functional import check_options
-from flce.huggingface.compiled import as_tensors
+from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
-from flce.huggingface.lazy_logits import is_lazy, make_lazy
+from flce.huggingface.lazy_logits import make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
+from flce.huggingface.other_class import Methods, give_class, take_class
+from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, caller, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.planning import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-# What a changed class has in place of the original's.
-Methods = Callable[[Any], dict[str, Callable[..., Any]]]
 
 
 @dataclass
@@ -57,7 +44,7 @@ class _Patch:
 
     settings: Settings
     compiled_call_has_labels: bool = False
-    """As `_calls` says of other calls: the compiler knows no threads."""
+    """Of calls that are being compiled; of others `_running` knows, but the compiler knows no threads."""
     leaves_graph: bool = False
     """Whether what a graph makes of the model's outputs becomes tensors where it ends."""
     watch_products: bool | None = None
@@ -65,10 +52,10 @@ class _Patch:
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
 
-    def count_forward(self, backbone: nn.Module, args: Any) -> None:
+    def count_forward(self, below: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_recorded():
-            self.usage.forward_begins(backbone.training)
+            self.usage.forward_begins(below.training)
 
     def expects_loss(self, module: nn.Module) -> bool:
         """Whether logits that ``module`` makes are to be lazy: it is being trained, or there are labels."""
@@ -77,7 +64,7 @@ class _Patch:
         if torch.compiler.is_compiling():
             return self.compiled_call_has_labels
         checkpoint = checkpoint_around()
-        expected = id(self) in getattr(_calls, "with_labels", ()) or (module.training and is_reentrant(checkpoint))
+        expected = id(self) in _running.with_labels or (module.training and is_reentrant(checkpoint))
         if checkpoint is None:
             return expected
         # A recomputation does not see the labels, and has to make the same tensors as the first pass.
@@ -87,10 +74,17 @@ class _Patch:
         return id(self) in made_lazy
 
 
-_calls = threading.local()
+class _Running(threading.local):
+    """The calls of patched models that a thread is in."""
+
+    owner: Any = None
+    with_labels: frozenset[int] = frozenset()
+    """Patches of models that were given labels, by id: replicas of a model share the patch, in a thread each."""
+    stock = False
+    """Whether the head runs as it is, so that its product stays one."""
 
 
-# ------------------------------------------------------------------------------------------- the changed modules
+_running = _Running()
 
 
 def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
@@ -119,27 +113,27 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
                 return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
-        owner: Any = getattr(_calls, "owner", None)
+        owner = _running.owner
         reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight) or reason
         if reason is not None:
-            return _stock(patch, lambda: F.linear(input, weight, bias), reason)
+            return _stock(patch, reason, input, weight, bias)
         call = HeadCall(weight, bias, patch.usage, self, owner)
         return make_lazy(head_state(input, weight, bias, patch.settings, call))
 
     return {"forward": lazy_forward}
 
 
-def _stock(patch: _Patch, forward: Callable[[], Any], reason: str) -> Any:
+def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """Run the head as it is, where lazy logits were expected."""
     if torch.is_grad_enabled() and patch.settings.on_materialize == "raise":
         raise MaterializedLogitsError(
             f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
         )
-    _calls.stock = True
+    _running.stock = True
     try:
-        logits = forward()
+        logits = F.linear(input, weight, bias)
     finally:
-        _calls.stock = False
+        _running.stock = False
     if torch.is_grad_enabled():
         patch.usage.ran_stock(logits, reason)
     return logits
@@ -155,18 +149,15 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None or is_recorded():
             return forward(self, *args, **kwargs)
-        labels = _has_labels(args, kwargs, place)
         if torch.compiler.is_compiling():
-            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, labels
+            before, patch.compiled_call_has_labels = patch.compiled_call_has_labels, _has_labels(args, kwargs, place)
             try:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
-        _change_layers(self, patch)  # resizing the vocabulary replaces the layer, adapters add some
+        _change(find_heads(self), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
         with _looking_for_the_head(self, patch):
-            outputs = forward(self, *args, **kwargs)
-        gathered = is_data_parallel_replica(self) and labels and torch.is_grad_enabled()
-        return _without_logits(outputs) if gathered else outputs
+            return forward(self, *args, **kwargs)
 
     # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
     return {"forward": _outermost(watching_forward, place), "__call__": _outermost(original.__call__, place)}
@@ -187,50 +178,46 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
             if patch is not None and not patch.leaves_graph and not is_recorded() and graph_may_end():
                 torch._dynamo.graph_break()  # so that this frame is an outermost one, in a graph of its own
             return method(self, *args, **kwargs)
-        before = _begin(self, args, kwargs, place)
+        call = _Call(self, args, kwargs, place)
         try:
-            outputs = method(self, *args, **kwargs)
+            return call.leave(method(self, *args, **kwargs))
         finally:
-            _end(self, before)
-        return _leave(self, outputs, before)
+            call.end()
 
     return not_compiled(outer)
 
 
-class _Before(NamedTuple):
-    """What has to be restored after a call of a patched model."""
+class _Call:
+    """A call of a patched model, or of what holds one. That has no ``place`` for labels."""
 
-    calls: dict[str, Any]
-    leaves_graph: bool
-    labels: bool
+    @never_compiled
+    def __init__(self, owner: Any, args: Any, kwargs: Any, place: slice | None) -> None:
+        self.owner = owner
+        self.patch: _Patch | None = None if is_recorded() else getattr(owner, "_flce", None)
+        if self.patch is None:
+            return
+        self.labels = place is not None and _has_labels(args, kwargs, place)
+        self.before, self.left_graph = vars(_running).copy(), self.patch.leaves_graph
+        self.patch.leaves_graph = True
+        if place is not None:
+            _running.owner = owner
+        if self.labels:
+            _running.with_labels |= {id(self.patch)}
 
+    @never_compiled
+    def leave(self, outputs: Any) -> Any:
+        if self.patch is None:
+            return outputs
+        outputs = as_tensors(outputs, self.patch.usage, self.owner, passed_by=self.labels)
+        gathered = self.labels and is_data_parallel_replica(self.owner) and torch.is_grad_enabled()
+        return without_logits(outputs) if gathered else outputs
 
-@never_compiled
-def _begin(owner: Any, args: Any, kwargs: Any, place: slice | None) -> _Before | None:
-    patch: _Patch | None = getattr(owner, "_flce", None)
-    if patch is None or is_recorded():
-        return None
-    labels = place is not None and _has_labels(args, kwargs, place)
-    before = _Before(vars(_calls).copy(), patch.leaves_graph, labels)
-    patch.leaves_graph = True
-    if place is not None:
-        _calls.owner = owner
-    if before.labels:  # replicas of a model share the patch, in a thread each
-        _calls.with_labels = before.calls.get("with_labels", frozenset()) | {id(patch)}
-    return before
-
-
-@never_compiled
-def _end(owner: Any, before: _Before | None) -> None:
-    if before is not None:
-        vars(_calls).clear()
-        vars(_calls).update(before.calls)
-        owner._flce.leaves_graph = before.leaves_graph
-
-
-@never_compiled
-def _leave(owner: Any, outputs: Any, before: _Before | None) -> Any:
-    return outputs if before is None else as_tensors(outputs, owner._flce.usage, owner, passed_by=before.labels)
+    @never_compiled
+    def end(self) -> None:
+        if self.patch is not None:
+            vars(_running).clear()
+            vars(_running).update(self.before)
+            self.patch.leaves_graph = self.left_graph
 
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
@@ -240,21 +227,11 @@ def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
     return any(value is not None for value in labels)
 
 
-def _without_logits(outputs: Any) -> Any:
-    """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
-    if isinstance(outputs, dict):
-        kept: Any = type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
-    elif type(outputs) in (tuple, list):
-        kept = type(outputs)(None if is_lazy(value) else value for value in outputs)
-    else:
-        return outputs
-    if any(map(is_lazy, outputs.values() if isinstance(outputs, dict) else outputs)):
-        warnings.warn(
-            "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
-            "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
-            stacklevel=2,
-        )
-    return kept
+def _place_of_labels(forward: Callable[..., Any]) -> slice:
+    """Where ``labels`` stand among the positional arguments behind ``self``; empty if nowhere."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
 @contextlib.contextmanager
@@ -266,63 +243,23 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
     watched = patch.watch_products
     if watched is None:
         # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
-        watched = not (_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
-    products = _Products(owner, patch) if watched else None
+        watched = not (embedding_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
+
+    def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        # Right for any product, as lazy logits stand for its value. One that is no logits would be computed when it is
+        # read, with a warning.
+        if _running.stock or obstacle(hidden, weight, bias) is not None:
+            return None
+        call = HeadCall(weight, bias, patch.usage, None, owner)
+        return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
+
+    products = WideProducts(owner, not patch.watch_products, lazy_product) if watched else None
     patch.head_called = False
     with products or contextlib.nullcontext():
         yield
-    if products is not None and products.caught:
-        patch.watch_products = True
-    else:
-        # Not in its layers either: an adapter around them may make the logits by itself from now on.
-        patch.watch_products = False if patch.head_called else None
-
-
-class _Products(TorchFunctionMode):
-    """Makes every matrix product lazy that is as wide as the vocabulary.
-
-    Right whatever it catches, because lazy logits stand for their value; a product that is none of logits would
-    be computed all the same, with a warning.
-    """
-
-    def __init__(self, owner: Any, patch: _Patch) -> None:
-        super().__init__()
-        self.owner, self.patch, self.sizes = owner, patch, _vocabulary_sizes(owner)
-        # Where the model has a proper output embedding, another layer's parameter is none of its logits'.
-        self.heads = [] if patch.watch_products else [_own_weight(layer) for layer in _layers(owner)]
-        self.caught: list[Tensor] = []  # inputs of such products: of others with them logits are made as well
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        product = None if getattr(_calls, "stock", False) else _as_linear(func, args, kwargs)
-        if product is not None:
-            hidden, weight, bias = product
-            wide = weight.shape[0] in self.sizes or any(hidden is other for other in self.caught)
-            source = weight if weight._base is None else weight._base
-            foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self.heads)
-            wide = wide and hidden.dim() > 1 and not (self.heads and foreign)
-            if wide and obstacle(hidden, weight, bias) is None:
-                self.caught.append(hidden)
-                call = HeadCall(weight, bias, self.patch.usage, None, self.owner)
-                return make_lazy(head_state(hidden, weight, bias, self.patch.settings, call))
-        return func(*args, **kwargs)
-
-
-def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
-    if func is F.linear:
-        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
-        hidden, weight, bias = given["input"], given["weight"], given.get("bias")
-    elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
-        fits = bool(re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")))
-        hidden, weight, bias = args[1], args[2] if fits else None, None
-    elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
-        fits = isinstance(args[1], Tensor) and args[1].dim() == 2
-        hidden, weight, bias = args[0], args[1].t() if fits else None, None
-    else:
-        return None
-    fits = type(hidden) is Tensor and isinstance(weight, Tensor) and weight.dim() == 2
-    return (hidden, weight, bias) if fits else None
+    found = products is not None and bool(products.replaced)
+    # Where neither made them, an adapter around the layers may make the logits by itself from now on.
+    patch.watch_products = found if found or patch.head_called else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
@@ -337,9 +274,8 @@ def patch_model(
 ) -> ModelT:
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
-    Loss, gradients and generated text are the stock model's. ``outputs.logits`` is a
-    :class:`~flce.huggingface.LazyLogits` where a loss was computed, which turns into the real logits when something
-    reads them.
+    Loss, gradients and generated text are the stock model's. Where a loss was computed ``outputs.logits`` is a
+    :class:`~flce.huggingface.LazyLogits`, which turns into the real logits when something reads them.
 
     Adapters on the output embedding (PEFT's LoRA) may be added before or after; they are computed without their
     logits too. Where several models are in ``model``, a warning names those that cannot be patched. Call
@@ -372,7 +308,7 @@ def patch_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
     watch_optimizers()
-    owners, left = _owners(model)
+    owners, left = find_owners(model)
     if not owners:
         missing = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). "
         remedy = "Patch a model of Transformers with a language-model head, or give yours that method"
@@ -384,11 +320,12 @@ def patch_model(
         patch = next(iter(_patches(owner).values()), None) or _Patch(settings)
         patch.settings = settings
         if "_flce" not in owner.__dict__:
-            _change(owner, _model_methods, patch)
-            _backbone(owner).register_forward_pre_hook(patch.count_forward)
-        _change_layers(owner, patch, _beside(model, [*owners, *map(model.get_submodule, left)]))
+            _change([owner], _model_methods, patch)
+            backbone(owner).register_forward_pre_hook(patch.count_forward)
+        others = beside(model, [*owners, *map(model.get_submodule, left)])
+        _change(find_heads(owner, others), _head_methods, patch)
     if not any(model is owner for owner in owners) and not type(model).__module__.startswith("torch."):
-        _change(model, _wrapper_methods, patch)
+        _change([model], _wrapper_methods, patch)
     return model
 
 
@@ -397,8 +334,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
-            # What has changed the class since stays; without `_flce` ours does what the original does.
-            _set_class(module, lambda changed: vars(changed).get("_flce_original", changed))
+            take_class(module)  # where that cannot be done: without `_flce` it does what the original does
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]
@@ -425,7 +361,7 @@ def report(model: nn.Module) -> Report:
         fused=sum(usage.fused for usage in usages),
         materialized=sum((usage.materialized for usage in usages), Counter()),
         stock=sum((usage.stock for usage in usages), Counter()),
-        left=_owners(model)[1],
+        left=find_owners(model)[1],
     )
 
 
@@ -434,175 +370,13 @@ def usages_of(model: nn.Module) -> list[Usage]:
     return list({id(patch): patch.usage for patch in _patches(model).values()}.values())
 
 
+def _change(modules: Iterable[Any], methods: Methods, patch: _Patch) -> None:
+    for module in modules:
+        if "_flce" not in module.__dict__:
+            give_class(module, methods)
+            module._flce = patch
+
+
 def _patches(model: nn.Module) -> dict[str, _Patch]:
     """What each changed module in ``model`` has been given, by its name."""
     return {name: module.__dict__["_flce"] for name, module in model.named_modules() if "_flce" in module.__dict__}
-
-
-# ------------------------------------------------------------------------------------------- what is to be changed
-
-
-def _owners(module: nn.Module, name: str = "") -> tuple[list[Any], dict[str, str]]:
-    """The outermost modules with an output embedding, of which there may be several; and by name why others stay."""
-    model: Any = module if hasattr(type(module), "get_output_embeddings") else None
-    reason = None if model is None else _why_not(model)
-    if model is not None and reason is None:
-        return [model], {}
-    owners: list[Any] = []
-    left: dict[str, str] = {}
-    for child_name, child in module.named_children():
-        found, others = _owners(child, f"{name}.{child_name}".lstrip("."))
-        owners += found
-        left |= others
-    if reason is not None and (not owners or model.get_output_embeddings() is not None):
-        left = {name: reason}
-    return owners, left
-
-
-def _beside(module: nn.Module, others: list[nn.Module]) -> Iterator[nn.Module]:
-    """``module`` and what is in it, without ``others`` and what is in them."""
-    if not any(module is other for other in others):
-        yield module
-        for child in module.children():
-            yield from _beside(child, others)
-
-
-def _layers(owner: Any) -> list[nn.Linear]:
-    """The linear layers in the output embedding that make logits; none where it has no such."""
-    head = owner.get_output_embeddings()
-    return _wide_layers(head.modules(), owner) if isinstance(head, nn.Module) else []
-
-
-def _wide_layers(modules: Iterable[nn.Module], owner: Any) -> list[nn.Linear]:
-    """The plain linear layers among ``modules`` that make an output for each token of the vocabulary."""
-    sizes = _vocabulary_sizes(owner)
-    wide = (m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes)
-    plain = (m for m in wide if inspect.unwrap(type(m).forward) is nn.Linear.forward)
-    return [m for m in plain if not _is_quantised(_own_weight(m))]
-
-
-def _own_weight(layer: nn.Module) -> Tensor | None:
-    """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
-    return layer._parameters.get("weight")
-
-
-def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
-    return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def _backbone(owner: Any) -> nn.Module:
-    """The model below the head; the model itself where it does not name one."""
-    backbone = getattr(owner, "base_model", owner)
-    return backbone if isinstance(backbone, nn.Module) else owner
-
-
-def _why_not(owner: Any) -> str | None:
-    """Why a model cannot be patched; None: it can."""
-    if "_flce" in owner.__dict__ or _layers(owner):
-        return None
-    name, head = type(owner).__name__, owner.get_output_embeddings()
-    kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    weight = _own_weight(head) if isinstance(head, nn.Module) else None
-    if _is_quantised(weight):
-        return (
-            f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
-            "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
-            "again"
-        )
-    own = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
-    if own and name in _names_of_language_models():
-        return None  # makes its logits in its own way, which the first call will find
-    if head is None:
-        return (
-            f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
-            "language-model head (for example the class ...ForCausalLM)"
-        )
-    return (
-        f"the output embedding of {name} is a {kind}, with no plain torch.nn.Linear in it that makes the logits; only "
-        "such a layer can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
-        "get_output_embeddings() return the layer"
-    )
-
-
-@functools.cache
-def _names_of_language_models() -> frozenset[str]:
-    """Classes of Transformers with a language-model head, by its own account."""
-    from transformers.models.auto import modeling_auto
-
-    names: set[str] = set()
-    for kind in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
-        for value in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values():
-            names.update((value,) if isinstance(value, str) else value)
-    return frozenset(names)
-
-
-def _vocabulary_sizes(owner: Any) -> frozenset[int]:
-    head = owner.get_output_embeddings()
-    size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
-    if isinstance(size, int):
-        return frozenset({size})
-    config: Any = getattr(owner, "config", None)
-    configs = [] if config is None else [config, config.get_text_config(decoder=True)]
-    return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
-
-
-def _place_of_labels(forward: Callable[..., Any]) -> slice:
-    """Where ``labels`` stand among the positional arguments behind ``self``; empty if nowhere."""
-    parameters = inspect.signature(forward).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-    return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
-
-
-# ------------------------------------------------------------------------------------------------ how it is changed
-
-
-def _change_layers(owner: Any, patch: _Patch, beside: Iterable[nn.Module] = ()) -> None:
-    """Change the output embedding, and heads of as many classes ``beside`` it and the model below it."""
-    layers, backbone = _layers(owner), _backbone(owner)
-    if layers:
-        own: Iterable[nn.Module] = _beside(owner, [backbone])
-        if backbone is owner:  # which does not say what is below the head: only what looks just like it
-            own = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
-        layers += _wide_layers([*own, *beside], owner)
-    for layer in layers:
-        _change(layer, _head_methods, patch)
-
-
-def _change(module: Any, methods: Methods, patch: _Patch) -> None:
-    if "_flce" not in module.__dict__:
-        _set_class(module, lambda original: _changed_class(original, methods))
-        module._flce = patch
-
-
-def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
-    """Put another class in the place of the module's."""
-    kind: Any = type(module)
-    if nn.utils.parametrize.is_parametrized(module) and any(name in vars(kind) for name in module.parametrizations):
-        # A class that holds the parametrisations, and that their removal takes away: ours has to be below it.
-        module.__class__ = type(kind.__name__, (replaced(kind.__bases__[0]),), dict(vars(kind)))
-    else:
-        module.__class__ = replaced(kind)
-    # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
-    kept = module.__dict__.get("_old_forward")
-    if getattr(kept, "__func__", None) is kind.forward:
-        module._old_forward = types.MethodType(type(module).forward, module)
-
-
-@functools.cache
-def _changed_class(original: Any, methods: Methods) -> Any:
-    """A subclass that looks like `original` and has other methods."""
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # The class cannot be found by its name; make it anew.
-        _, _, *state = super(changed, self).__reduce_ex__(max(2, protocol))
-        return _new, (original, methods), *state
-
-    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"__reduce_ex__": __reduce_ex__, "_flce_original": original, **methods(original)}
-    changed: Any = type(original.__name__, (original,), {**same, **own})
-    return changed
-
-
-def _new(original: Any, methods: Methods) -> Any:
-    changed = _changed_class(original, methods)
-    return changed.__new__(changed)

@@ -1,4 +1,4 @@
-"""Where lazy logits leave a graph of ``torch.compile``.
+"""What a patched model returns: where lazy logits leave a graph of ``torch.compile``, and where they are left out.
 
 No graph can make a tensor of ours, so within a graph lazy logits are plain objects
 (:class:`~flce.huggingface.lazy_logits.TracedLazyLogits`). Whoever gets a model's outputs expects tensors. So the
@@ -7,6 +7,7 @@ outermost frame of a patched model is left to Python, which changes what comes o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flce.huggingface.head_call import HeadCall
-from flce.huggingface.lazy_logits import TracedLazyLogits, make_lazy
+from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy_state import StackState
 from flce.huggingface.terms import LinearTerm, Term, versions_of
 from flce.huggingface.usage import Usage
@@ -60,3 +61,19 @@ def _watched(state: Any, call_of: Callable[[LinearTerm], HeadCall]) -> Any:
     terms: tuple[Term, ...] = tuple(replace(term, versions=versions_of(*term.tensors)) for term in state.terms)
     calls = tuple(call_of(term) for term in terms if isinstance(term, LinearTerm))
     return replace(state, terms=terms, calls=calls)
+
+
+def without_logits(outputs: Any) -> Any:
+    """The outputs of a replica of ``nn.DataParallel``, which would gather all logits on one GPU."""
+    named = isinstance(outputs, dict)
+    values = outputs.values() if named else outputs if type(outputs) in (tuple, list) else ()
+    if not any(map(is_lazy, values)):
+        return outputs
+    warnings.warn(
+        "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
+        "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
+        stacklevel=2,
+    )
+    if named:
+        return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})
+    return type(outputs)(None if is_lazy(value) else value for value in outputs)

@@ -1,0 +1,190 @@
+"""Which modules of a model make logits of the vocabulary, or which matrix products where no module is known to.
+
+A model names its output embedding. Linear layers in it that are as wide as the vocabulary make the logits. There may be
+several: adapters (LoRA, copies to be trained) wrap the original one and add to it. Heads may be beside it, as Medusa's.
+
+Some models make their logits elsewhere, or in no layer at all. The matrix products of a call show where.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:
+    """The outermost modules with an output embedding, of which there may be several; and by name why others stay."""
+    has_embedding = hasattr(type(module), "get_output_embeddings")
+    reason = _why_not(module) if has_embedding else None
+    if has_embedding and reason is None:
+        return [module], {}
+    owners: list[Any] = []
+    left: dict[str, str] = {}
+    for child_name, child in module.named_children():
+        found, others = find_owners(child, f"{name}.{child_name}".lstrip("."))
+        owners += found
+        left |= others
+    if reason is not None and (not owners or module.get_output_embeddings() is not None):
+        left = {name: reason}
+    return owners, left
+
+
+def beside(module: nn.Module, others: list[nn.Module]) -> Iterator[nn.Module]:
+    """``module`` and what is in it, without ``others`` and what is in them."""
+    if not any(module is other for other in others):
+        yield module
+        for child in module.children():
+            yield from beside(child, others)
+
+
+def backbone(owner: Any) -> nn.Module:
+    """The model below the head; the model itself where it does not name one."""
+    below = getattr(owner, "base_model", owner)
+    return below if isinstance(below, nn.Module) else owner
+
+
+def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
+    """The layers of the output embedding, and heads of as many classes beside it and the model below it.
+
+    Args:
+        owner: a model with an output embedding.
+        others: modules outside of ``owner`` that may be heads of it.
+    """
+    layers, below = embedding_layers(owner), backbone(owner)
+    if not layers:
+        return []
+    own: Iterable[nn.Module] = beside(owner, [below])
+    if below is owner:  # which does not say what is below the head: only what looks just like it
+        own = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
+    return layers + _wide_layers([*own, *others], owner)
+
+
+def embedding_layers(owner: Any) -> list[nn.Linear]:
+    """The linear layers in the output embedding that make logits; none where it has no such."""
+    head = owner.get_output_embeddings()
+    return _wide_layers(head.modules(), owner) if isinstance(head, nn.Module) else []
+
+
+def _wide_layers(modules: Iterable[nn.Module], owner: Any) -> list[nn.Linear]:
+    """The plain linear layers among ``modules`` that make an output for each token of the vocabulary."""
+    sizes = _vocabulary_sizes(owner)
+    wide = (m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes)
+    plain = (m for m in wide if inspect.unwrap(type(m).forward) is nn.Linear.forward)
+    return [m for m in plain if not _is_quantised(_own_weight(m))]
+
+
+def _own_weight(layer: nn.Module) -> Tensor | None:
+    """The parameter; None for a parametrised layer, which makes its weight whenever it is read."""
+    return layer._parameters.get("weight")
+
+
+def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
+    return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _vocabulary_sizes(owner: Any) -> frozenset[int]:
+    head = owner.get_output_embeddings()
+    size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
+    if isinstance(size, int):
+        return frozenset({size})
+    config: Any = getattr(owner, "config", None)
+    configs = [] if config is None else [config, config.get_text_config(decoder=True)]
+    return frozenset(c.vocab_size for c in configs if isinstance(getattr(c, "vocab_size", None), int))
+
+
+def _why_not(owner: Any) -> str | None:
+    """Why a model cannot be patched; None: it can, or is."""
+    if "_flce" in owner.__dict__ or embedding_layers(owner):
+        return None
+    name, head = type(owner).__name__, owner.get_output_embeddings()
+    kind = f"{type(head).__module__}.{type(head).__qualname__}"
+    weight = _own_weight(head) if isinstance(head, nn.Module) else None
+    if _is_quantised(weight):
+        return (
+            f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
+            "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
+            "again"
+        )
+    own = head is None or isinstance(head, nn.Embedding) or type(head).__module__.startswith("transformers.")
+    if own and name in _names_of_language_models():
+        return None  # makes its logits in its own way, which the first call will find
+    if head is None:
+        return (
+            f"{name} has no output embedding (get_output_embeddings() returns None); patch the model with the "
+            "language-model head (for example the class ...ForCausalLM)"
+        )
+    return (
+        f"the output embedding of {name} is a {kind}, with no plain torch.nn.Linear in it that makes the logits; only "
+        "such a layer can be patched. Compute the loss with flce.fused_linear_cross_entropy, or let "
+        "get_output_embeddings() return the layer"
+    )
+
+
+@functools.cache
+def _names_of_language_models() -> frozenset[str]:
+    """Classes of Transformers with a language-model head, by its own account."""
+    from transformers.models.auto import modeling_auto
+
+    names: set[str] = set()
+    for kind in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"):
+        for value in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values():
+            names.update((value,) if isinstance(value, str) else value)
+    return frozenset(names)
+
+
+class WideProducts(TorchFunctionMode):
+    """Offers every matrix product that is as wide as the vocabulary to ``replace``.
+
+    Args:
+        owner: the model that runs.
+        only_own: pass over products with parameters other than the output embedding's, where that has linear layers.
+        replace: ``(hidden, weight, bias)`` to what stands for their product; to None: it is computed.
+    """
+
+    def __init__(self, owner: Any, only_own: bool, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
+        super().__init__()
+        self.replaced: list[Tensor] = []
+        """Inputs of replaced products. Other products of these inputs are logits too."""
+        self._sizes, self._replace = _vocabulary_sizes(owner), replace
+        self._heads = [_own_weight(layer) for layer in embedding_layers(owner)] if only_own else []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        product = _as_linear(func, args, kwargs)
+        if product is not None and self._makes_logits(product[0], product[1]):
+            logits = self._replace(*product)
+            if logits is not None:
+                self.replaced.append(product[0])
+                return logits
+        return func(*args, **kwargs)
+
+    def _makes_logits(self, hidden: Tensor, weight: Tensor) -> bool:
+        wide = weight.shape[0] in self._sizes or any(hidden is other for other in self.replaced)
+        source = weight if weight._base is None else weight._base
+        foreign = isinstance(source, nn.Parameter) and not any(source is head for head in self._heads)
+        return wide and hidden.dim() > 1 and not (self._heads and foreign)
+
+
+def _as_linear(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """``(hidden, weight, bias)`` of a call that is a linear layer by its arguments, else None."""
+    if func is F.linear:
+        given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+        hidden, weight, bias = given["input"], given["weight"], given.get("bias")
+    elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
+        fits = bool(re.fullmatch(r"(\w+)(\w),(\w)\2->\1\3", args[0].replace(" ", "")))
+        hidden, weight, bias = args[1], args[2] if fits else None, None
+    elif func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and len(args) == 2 and not kwargs:
+        fits = isinstance(args[1], Tensor) and args[1].dim() == 2
+        hidden, weight, bias = args[0], args[1].t() if fits else None, None
+    else:
+        return None
+    fits = type(hidden) is Tensor and isinstance(weight, Tensor) and weight.dim() == 2
+    return (hidden, weight, bias) if fits else None
