@@ -326,6 +326,8 @@ def _getitem(state: LazyState, index: Any) -> Any:
             class_item, items[place], class_dim = item, slice(None), kept
             at, kept = at + 1, kept + 1
         elif isinstance(item, Tensor):
+            if item.dtype == torch.bool and item.shape != state.shape[at : at + item.dim()]:
+                return NotImplemented  # an error that is PyTorch's to raise
             advanced = True
             at += item.dim() if item.dtype == torch.bool else 1
         else:
@@ -488,12 +490,13 @@ def _gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fa
     # Each token's rows of the head are copied for it: more than its logits, if they are many.
     if list(index.shape) != sizes or (count > 1 and count * state.head.weight.shape[1] >= state.vocab_size):
         return NotImplemented
+    on_cpu = index.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_cpu and bool(((index < 0) | (index >= state.vocab_size)).any()):
+        return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
     if count != 1 or not state.folded.normalised:
         index = index.movedim(state.class_dim, -1)
         return _values(state, lambda logits: logits.picked(index)).movedim(-1, state.class_dim)
     target = index.squeeze(state.class_dim)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling() and bool((target < 0).any()):
-        return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
     loss = state.cross_entropy(target, reduction="none")
     return _tokens(state, (loss * -state.folded.factor).to(state.dtype), keepdim=True)
 
@@ -620,7 +623,7 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
 
 def _joined(first: LazyState, terms: Sequence[LinearTerm], dim: int) -> Any:
     if _dim(first, dim) != first.class_dim:
-        if any(term.weight is not terms[0].weight or term.bias is not terms[0].bias for term in terms):
+        if not all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms):
             return NotImplemented
         return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
     if first.folded.normalised or any(term.hidden is not terms[0].hidden for term in terms):
@@ -636,6 +639,14 @@ def _joined(first: LazyState, terms: Sequence[LinearTerm], dim: int) -> Any:
     bias, filled = vectors
     weight = torch.cat([term.weight for term in terms])
     return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, filled=filled, versions=None),))
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two weights are one, or were detached from one."""
+    if a is b or a is None or b is None or torch.compiler.is_compiling() or a.requires_grad or b.requires_grad:
+        return a is b
+    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b)]
+    return places[0] == places[1]
 
 
 def _stack_getitem(state: StackState, index: Any) -> Any:

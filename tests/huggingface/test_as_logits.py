@@ -746,6 +746,13 @@ WRONG_SIZES: dict[str, Program] = {
     "reshape": lambda logits: logits.reshape(-1, 5, V),
     "torch.reshape": lambda logits: torch.reshape(logits * 2, (17, V)),
     "view of a view": lambda logits: logits.flatten(0, 1).view(7, V),
+    "mask": lambda logits: logits[torch.ones(2, 8, dtype=torch.bool)],
+    "mask of tokens": lambda logits: logits[:, torch.ones(8, dtype=torch.bool)],
+    "gather": lambda logits: logits.gather(-1, torch.full((2, 9, 1), V)),
+    "gather of log-probabilities": lambda logits: logits.log_softmax(-1).gather(-1, torch.full((2, 9, 1), -1)),
+    "split": lambda logits: logits.split([4, 4], 1),
+    "squeeze": lambda logits: logits.squeeze(3),
+    "movedim": lambda logits: logits.movedim((0, 1), (0, 3)),
 }
 
 
@@ -753,6 +760,18 @@ WRONG_SIZES: dict[str, Program] = {
 def test_errors_tell_the_size_of_the_logits(name: str, models: tuple[Any, Any]) -> None:
     stock, patched = errors_of(models, WRONG_SIZES[name])
     assert (type(patched), str(patched)) == (type(stock), str(stock))
+
+
+def test_several_steps_detached_are_cat_without_logits(models: tuple[Any, Any]) -> None:
+    """As evaluations gather them."""
+
+    def program(model: Any) -> Tensor:
+        steps = [model(input_ids=ids).logits.detach() for ids in (IDS, IDS.flip(0))]
+        joined = torch.cat(steps)
+        assert is_lazy(joined) == hasattr(model, "_flce")
+        return joined.argmax(-1)
+
+    assert_same(models, program)
 
 
 # ------------------------------------------------------------------------------------------ other grad modes
