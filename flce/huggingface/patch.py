@@ -174,9 +174,12 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
     @functools.wraps(method)
     def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            patch: _Patch | None = getattr(self, "_flce", None)
-            if patch is not None and not patch.leaves_graph and not is_recorded() and graph_may_end():
-                torch._dynamo.graph_break()  # so that this frame is an outermost one, in a graph of its own
+            # The graph is somebody else's. It is to end here, so that this frame is the outermost of another.
+            patch: _Patch | None = None if is_recorded() else getattr(self, "_flce", None)
+            if patch is not None and not patch.leaves_graph:
+                labels = place is not None and _has_labels(args, kwargs, place)
+                if (labels or (self.training and torch.is_grad_enabled())) and graph_may_end():
+                    torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         call = _Call(self, args, kwargs, place)
         try:

@@ -158,6 +158,19 @@ def test_what_leaves_a_graph_that_patch_model_has_not_seen(what: str, labels: An
     torch.testing.assert_close(results[1], results[0])
 
 
+def test_graphs_are_whole_where_stock_code_runs(models: tuple[Any, Any]) -> None:
+    """An inference in a compiled function."""
+    counts = []
+    for model in models:
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        with torch.no_grad():
+            logits = torch.compile(Around(model.eval()), backend=counter)(IDS, None).logits
+        assert type(logits) is Tensor
+        counts.append(counter.frame_count)
+    assert counts == [1, 1]
+
+
 def test_plain_objects_in_an_autograd_function(models: tuple[Any, Any]) -> None:
     """Of a graph that may not end where the model does."""
     _, patched = models
