@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flce.chunk_plan import ChunkPlan
-from flce.dense_softmax import log_softmax, softmax
 from flce.functional import cross_entropy, fused_linear_cross_entropy
 from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
 from flce.planning import ChunkOptions, plan
 from flce.problem import LinearCrossEntropyOutput
+from flce.softmax_op import log_softmax, softmax
 
 if TYPE_CHECKING:
     from flce.huggingface import is_patched, patch_model, report, unpatch_model

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from flce.backends.contract import PRODUCT_BLOCK, STATE_SLOTS
-from flce.backends.torch_ import SCALE_SLAB, slab_rows, slab_temporaries
+from flce.backends.eager import SCALE_SLAB, slab_rows, slab_temporaries
 from flce.gemm import ALIGNMENT, CAST_BYTES, COLUMN_MULTIPLE, padded_cols
 from flce.problem import LossSpec, Needs, accumulation_dtype
 

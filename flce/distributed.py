@@ -17,7 +17,7 @@ from torch import Tensor
 from flce.backends.contract import MAX
 from flce.backends.state import merge_shards, used_slots
 from flce.problem import LossSpec
-from flce.row_vectors import looks_at_values
+from flce.rows import looks_at_values
 from flce.scalars import integer
 
 

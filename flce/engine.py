@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce import row_vectors
+from flce import rows as vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowOutputs, Tile
 from flce.chunk_plan import ChunkPlan, Sweep
@@ -41,20 +41,20 @@ class ForwardResult:
 
 
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
-    row_vectors.check_targets(problem)
+    vectors.check_targets(problem)
     with_gradients = problem.needs.any and not plan.deferred
     late = plan.late_normalization and problem.num_tokens > 0 and _operands_fuse(problem)
     if late:
         get_backend(problem.device).prepare(problem, plan.skip_ignored)
     # Before the selection, which may wait for the device.
-    constants = row_vectors.constants(problem) if with_gradients else row_vectors.statistics_constants(problem)
+    constants = vectors.constants(problem) if with_gradients else vectors.statistics_constants(problem)
     selection = Selection.of(problem, plan, late)
-    rows = row_vectors.allocate(problem, selection.most_rows)
+    rows = vectors.allocate(problem, selection.most_rows)
     unit, grads = None, []
     if with_gradients:
         assert constants is not None
-        unit = row_vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
-        scaled = row_vectors.scaled(constants, unit)
+        unit = vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
+        scaled = vectors.scaled(constants, unit)
         sums = GradientSums(problem, plan, selection)
         (_losses_and_late_gradients if late else _losses_and_gradients)(problem, plan, selection, scaled, rows, sums)
         for sweep in plan.sweeps[1:]:
@@ -63,7 +63,7 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
     else:
         _statistics(problem, plan, selection, constants, rows)
     rows = selection.scatter(rows)
-    loss, z_loss, _ = row_vectors.reduce(problem, rows, constants)
+    loss, z_loss, _ = vectors.reduce(problem, rows, constants)
     return ForwardResult(loss, z_loss, rows, grads, unit)
 
 
@@ -74,12 +74,12 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         normalizer: (2, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    constants = row_vectors.constants(problem)
+    constants = vectors.constants(problem)
     selection = Selection.of(problem, plan, False)
     accum = constants.dtype
     per_row = None
     if upstream.dim() == 0:
-        constants = row_vectors.scaled(constants, upstream.to(accum))
+        constants = vectors.scaled(constants, upstream.to(accum))
     else:
         per_row = selection.take(upstream.to(accum))
     normalizer = selection.take(normalizer, dim=1)

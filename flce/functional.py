@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce import composition, dense_loss, distributed
+from flce import distributed, logits_loss, unfused
 from flce.arguments import (
     FLOATING,
     autocast_dtype,
@@ -20,8 +20,8 @@ from flce.arguments import (
     overridable,
     shifted,
 )
-from flce.autograd import linear_cross_entropy
-from flce.dense_loss import CrossEntropyProblem, check_overwritable
+from flce.logits_loss import CrossEntropyProblem, check_overwritable
+from flce.operators import linear_cross_entropy
 from flce.planning import ChunkOptions
 from flce.problem import (
     LinearCrossEntropyOutput,
@@ -139,7 +139,7 @@ def fused_linear_cross_entropy(
     if probabilities or linear_weight.dim() > 2:
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
-        return composition.linear_cross_entropy(
+        return unfused.linear_cross_entropy(
             input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, spec
         )
     tokens, vocab = tuple(input.shape[:-1]), (linear_weight.shape[0],)
@@ -301,7 +301,7 @@ def cross_entropy(
         for name, value in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
             if value:
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
-        return composition.cross_entropy(logits, target, weight, token_weight, num_items, spec)
+        return unfused.cross_entropy(logits, target, weight, token_weight, num_items, spec)
 
     accum = accumulation_dtype(logits.dtype)
     problem = CrossEntropyProblem(
@@ -313,7 +313,7 @@ def cross_entropy(
         spec=spec,
         shard=shard,
     )
-    out = dense_loss.cross_entropy(problem, inplace)
+    out = logits_loss.cross_entropy(problem, inplace)
     if overwritten_dtensor is not None:  # it counts its versions apart from what is in it
         torch.autograd.graph.increment_version(overwritten_dtensor)
     return output(*out[:-1], problem.target, torch.Size(tokens), spec)  # the last is for backward

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce.backends import torch_
+from flce.backends import eager
 from flce.layout import may_overlap, row_order
 from tests.helpers import (
     BACKENDS,
@@ -166,7 +166,7 @@ def test_layouts(layout: str, inplace: bool, backend: str, device: torch.device)
 @pytest.mark.parametrize("rows", [1, 3, 5, 9, 19])
 def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few rows, whose borders are within those that are next to each other, or between them."""
-    monkeypatch.setattr(torch_, "CPU_SLAB_BYTES", rows * 37 * 8)
+    monkeypatch.setattr(eager, "CPU_SLAB_BYTES", rows * 37 * 8)
     p = make((5, 4), ignored=0.2, token_weight=True, class_weight=True, reduction="none")
     upstream = torch.linspace(0.5, 2.0, 20, dtype=torch.float64).view(5, 4)
     for layout, inplace in (("contiguous", False), ("in the middle", True)):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flce
-from flce import autograd, gradient_sums, planning
+from flce import gradient_sums, operators, planning
 from flce.chunk_plan import BLOCK_MULTIPLE, ChunkPlan
 from tests.helpers import (
     ALL_GRADS,
@@ -54,12 +54,12 @@ def half_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def force(monkeypatch: pytest.MonkeyPatch, problem: Problem, **changes: Any) -> ChunkPlan:
     """Plans that a budget makes of large problems only; returns that of this problem."""
-    original = autograd._plan
+    original = operators._plan
 
     def changed(p: Any, options: flce.ChunkOptions) -> ChunkPlan:
         return replace(original(p, options), **changes)
 
-    monkeypatch.setattr(autograd, "_plan", changed)
+    monkeypatch.setattr(operators, "_plan", changed)
     return replace(plan_for(problem, VOCAB), **changes)
 
 

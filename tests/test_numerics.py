@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import flce
-from flce import autograd
+from flce import operators
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
@@ -192,8 +192,8 @@ def test_many_blocks_are_as_exact_as_one(
     p = make_problem((96,), 32, 512, dtype=dtype, device=device, std=2.0, bias=True)
     options = flce.ChunkOptions(strategy="vocab", chunk_rows=rows)
     one = errors(p, run_fused(p, options=options))
-    original = autograd._plan
-    monkeypatch.setattr(autograd, "_plan", lambda p, options: replace(original(p, options), block_cols=16))
+    original = operators._plan
+    monkeypatch.setattr(operators, "_plan", lambda p, options: replace(original(p, options), block_cols=16))
     for name, error in errors(p, run_fused(p, options=options)).items():
         assert error <= 1.1 * one[name] + TINY, (name, error, one[name])
 

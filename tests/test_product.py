@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flce
-from flce import autograd, chunk_plan
+from flce import chunk_plan, operators
 from flce.backends import get_backend
 from flce.chunk_plan import ChunkPlan
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
@@ -70,8 +70,8 @@ def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, m
     options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows, skip_ignored=skip)  # type: ignore[arg-type]
     plan_of(problem, options)
     if strategy == "vocab":
-        original = autograd._plan
-        monkeypatch.setattr(autograd, "_plan", lambda p, o: replace(original(p, o), block_cols=136))
+        original = operators._plan
+        monkeypatch.setattr(operators, "_plan", lambda p, o: replace(original(p, o), block_cols=136))
     monkeypatch.setattr(chunk_plan, "PRODUCT_ROWS", 64)
     check(problem, options=options, grad_output=1.7, tolerance=3 * HALF_ULP[DTYPES[0]])
 

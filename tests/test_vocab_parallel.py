@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce import row_vectors
+from flce import rows as vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, Tile
 from flce.backends.state import empty_shard, finish, merge_shards, used_slots
-from flce.dense_loss import CrossEntropyProblem
 from flce.distributed import bounds
+from flce.logits_loss import CrossEntropyProblem
 from flce.problem import LossSpec
 from tests import quick_interpreter
 from tests.helpers import STATS, Outcome, assert_outcome, run_oracle
@@ -55,8 +55,8 @@ def test_merged_states(edges: tuple[int, ...], offset: float, backend: str, devi
     z[1, 30], z[1, 35], z[4, 5], z[4, 36] = offset + 50.0, offset + 50.0, offset + 50.0, offset + 50.0  # ties
     weight = p.kwargs["weight"]
     problem = CrossEntropyProblem(z, p.target, weight, p.kwargs["token_weight"], None, spec, None)
-    rows = RowInputs(p.target, p.kwargs["token_weight"], weight, None, row_vectors.constants(problem))
-    whole, merged = (row_vectors.allocate(problem, 9) for _ in range(2))
+    rows = RowInputs(p.target, p.kwargs["token_weight"], weight, None, vectors.constants(problem))
+    whole, merged = (vectors.allocate(problem, 9) for _ in range(2))
     kernels = get_backend(z.device)
     kernels.statistics(z, rows, spec, Tile(0, 37, 37, room=37, keep=True), None, whole)
     states, sums = [], []
@@ -82,8 +82,8 @@ def test_rows_of_infinities(backend: str, device: torch.device) -> None:
     z[0, :4], z[1], z[2, 6], z[3, 1], z[4, 4:] = -torch.inf, -torch.inf, torch.inf, torch.nan, -torch.inf
     y = torch.tensor([5, 1, 2, 7, 0, 3], device=device)
     problem = CrossEntropyProblem(z, y, None, None, None, spec, None)
-    rows = RowInputs(y, None, None, None, row_vectors.constants(problem))
-    out = row_vectors.allocate(problem, 6)
+    rows = RowInputs(y, None, None, None, vectors.constants(problem))
+    out = vectors.allocate(problem, 6)
     states = torch.empty(2, STATE_SLOTS, 6, dtype=torch.float64, device=device)
     for k in range(2):
         tile = Tile(4 * k, 4, 8, room=4, shard=True, keep=True)

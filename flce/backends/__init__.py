@@ -66,6 +66,6 @@ def _load(name: str) -> Backend:
         from flce.backends.triton import TritonBackend
 
         return TritonBackend()
-    from flce.backends.torch_ import TorchBackend
+    from flce.backends.eager import TorchBackend
 
     return TorchBackend()

@@ -127,7 +127,7 @@ def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
     def fail(*args):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(sys.modules["flce.backends.torch_"].TorchBackend, "gradient", fail)
+    monkeypatch.setattr(sys.modules["flce.backends.eager"].TorchBackend, "gradient", fail)
     out = tmp_path / "kernels.json"
     done = CliRunner().invoke(app, ["kernels", "--shape", "8,16", "--device", "cpu", "--out", str(out)])
     assert done.exit_code == 1

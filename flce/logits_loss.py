@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce import distributed, row_vectors
+from flce import distributed
+from flce import rows as vectors
 from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
@@ -131,9 +132,9 @@ def check_overwritable(logits: Tensor) -> None:
 
 def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
-    constants = row_vectors.statistics_constants(p)
+    constants = vectors.statistics_constants(p)
     logits, order = rows_of(p.logits)
-    out = row_vectors.allocate(p, p.target.numel())
+    out = vectors.allocate(p, p.target.numel())
     _statistics(p, logits, _row_inputs(p, order, constants), out)
     return _outputs(p, order, out, constants)
 
@@ -141,14 +142,14 @@ def _losses(p: CrossEntropyProblem) -> Outputs:
 def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None]:
     """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
     the logits."""
-    constants = row_vectors.constants(p)
-    unit = row_vectors.grad_unit(p, constants) if p.dtype == torch.float16 else None
+    constants = vectors.constants(p)
+    unit = vectors.grad_unit(p, constants) if p.dtype == torch.float16 else None
     logits, order = rows_of(p.logits)
-    rows = _row_inputs(p, order, row_vectors.scaled(constants, unit))
-    out = row_vectors.allocate(p, p.target.numel())
+    rows = _row_inputs(p, order, vectors.scaled(constants, unit))
+    out = vectors.allocate(p, p.target.numel())
     backend = get_backend(p.device)
     if p.shard is None:
-        row_vectors.check_targets(p)
+        vectors.check_targets(p)
         backend.loss_and_gradient(logits, logits, rows, p.spec, _tile(p), out)
     else:
         _statistics(p, logits, rows, out)
@@ -162,7 +163,7 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, ups
     logits, order = rows_of(p.logits)
     grad, grad_rows = empty_like_rows(p.logits, order)
     if logits.numel():
-        rows = _row_inputs(p, order, constants if constants.numel() else row_vectors.constants(p))
+        rows = _row_inputs(p, order, constants if constants.numel() else vectors.constants(p))
         upstream = order.vector(upstream) if upstream.dim() else upstream
         tile = _tile(p, keep=True)
         get_backend(p.device).gradient(logits, grad_rows, rows, p.spec, tile, order.vector(normalizer), upstream)
@@ -172,7 +173,7 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, ups
 def _statistics(p: CrossEntropyProblem, logits: Tensor, rows: RowInputs, out: RowOutputs) -> None:
     backend, tile = get_backend(p.device), _tile(p, keep=True)
     if p.shard is None:
-        row_vectors.check_targets(p)
+        vectors.check_targets(p)
         backend.statistics(logits, rows, p.spec, tile, None, out)
         return
     state = out.loss.new_empty(STATE_SLOTS, rows.target.numel())
@@ -182,7 +183,7 @@ def _statistics(p: CrossEntropyProblem, logits: Tensor, rows: RowInputs, out: Ro
         empty_shard(state)
     merged = distributed.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
     # Not before: the other processes would wait for one that has raised an error.
-    row_vectors.check_targets(p)
+    vectors.check_targets(p)
     finish(merged, rows, p.spec, p.vocab_size, out)
 
 
@@ -200,7 +201,7 @@ def _row_inputs(p: CrossEntropyProblem, order: RowOrder, constants: Tensor | Non
 
 
 def _outputs(p: CrossEntropyProblem, order: RowOrder, out: RowOutputs, constants: Tensor | None) -> Outputs:
-    loss, z_loss, constants = row_vectors.reduce(p, out, constants)
+    loss, z_loss, constants = vectors.reduce(p, out, constants)
 
     def put(x: Tensor | None) -> Tensor:
         if x is None:
