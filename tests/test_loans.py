@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flce
-from flce import gradient_sums, operators, planning
+from flce import operators, planning, sums
 from flce.chunk_plan import BLOCK_MULTIPLE, ChunkPlan
 from tests.helpers import (
     ALL_GRADS,
@@ -146,7 +146,7 @@ def test_a_float32_sum_half_in_its_gradients_memory(
     vocab: int, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, extras = HALVES[kind]
-    monkeypatch.setattr(gradient_sums, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
+    monkeypatch.setattr(sums, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
     problem = make_problem((3, 8), 24, vocab, dtype=dtype, **extras)
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=5, skip_ignored=False)
     (sweep,) = plan_for(problem, options).sweeps

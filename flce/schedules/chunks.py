@@ -1,0 +1,60 @@
+"""Some tokens and all classes at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flce.schedules.schedule import Schedule
+from flce.schedules.statistics import Deferred
+from flce.stage import Stage
+from flce.sums import WeightSum, add_bias, add_input, weight_sums
+
+
+@dataclass(frozen=True)
+class Chunks(Schedule):
+    """Three products: logits of a chunk, and its share of dX and dW. Losses and gradients are made in one pass."""
+
+    rows: int
+
+    def forward(self, s: Stage) -> None:
+        logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
+        sums = weight_sums(s, self.rows)
+        for rows in s.chunks(self.rows):
+            size = rows.stop - rows.start
+            s.write_logits(s.inputs(rows), s.classes, logits[:size])
+            s.losses_and_gradient(logits[:size], dlogits[:size], rows)
+            _add(s, dlogits[:size], rows, sums)
+        _finish(sums)
+
+
+@dataclass(frozen=True)
+class DeferredChunks(Deferred):
+    """Four products: the logits are made twice. For an upstream gradient of each token."""
+
+    rows: int
+
+    def backward(self, s: Stage) -> None:
+        logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
+        sums = weight_sums(s, self.rows)
+        for rows in s.chunks(self.rows):
+            size = rows.stop - rows.start
+            s.gradient(s.inputs(rows), rows, s.classes, logits[:size], dlogits[:size])
+            _add(s, dlogits[:size], rows, sums)
+        _finish(sums)
+
+
+def _add(s: Stage, dlogits: Tensor, rows: slice, sums: Mapping[int, WeightSum]) -> None:
+    for k, x in enumerate(s.inputs(rows)):
+        if k in s.wanted_inputs:
+            add_input(s, k, dlogits, rows, s.classes)
+        if k in sums:
+            sums[k].add(dlogits, x)
+    add_bias(s, dlogits, s.classes)
+
+
+def _finish(sums: Mapping[int, WeightSum]) -> None:
+    for total in sums.values():
+        total.finish()

@@ -1,0 +1,302 @@
+"""What a schedule works with: the tensors of one call, memory for more, and the steps that schedules are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.backends import get_backend
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, TargetTerms, Tile
+from flce.gemm import matmul, padded_cols
+from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
+from flce.selection import Selection
+
+# The share of a chunk, one in so many, that has logits in memory at a time where operands cannot be described to the
+# products that should have kept them in registers.
+UNALIGNED_SHARE = 128
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of what a call makes."""
+
+    logits: torch.dtype
+    """In memory."""
+    logits_grad: torch.dtype
+    sums: torch.dtype
+    """Of gradients, over tiles."""
+    input_grad: torch.dtype
+    weight_grad: torch.dtype
+    """Both as they leave the schedule."""
+
+
+@dataclass
+class Stage:
+    """One forward or backward pass.
+
+    Sizes: N tokens, of which `num_rows` are worked on; V classes; H the hidden size of a term.
+
+    Attributes:
+        problem: the call.
+        dtypes: of what is made.
+        selection: which tokens are worked on.
+        constants: (3,), as of `Backend.constants`, for the loss times the upstream gradient.
+        normalizer: (2, rows), written by losses and statistics, read by gradients.
+        out: where the results of rows go. None in backward.
+        upstream: (rows,) gradient of each row's loss; None: that of all is in `constants`.
+        products: whether the backend's products keep logits in registers: those that are wanted for statistics, or a
+            second time for their gradient. The operands have to lie where such products can read them.
+        aligned: whether they do.
+    """
+
+    problem: LinearCrossEntropyProblem
+    dtypes: Dtypes
+    selection: Selection
+    constants: Tensor | None
+    normalizer: Tensor
+    out: RowOutputs | None
+    upstream: Tensor | None
+    products: bool
+    aligned: bool
+
+    def __post_init__(self) -> None:
+        self._backend = get_backend(self.problem.device)
+        self._inputs: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._bias: Tensor | None = None
+        self._gathered: tuple[slice, list[Tensor]] | None = None
+
+    # ------------------------------------------------------------------------------------------------- sizes
+
+    @property
+    def terms(self) -> tuple[LinearTerm, ...]:
+        return self.problem.terms
+
+    @property
+    def vocab_size(self) -> int:
+        return self.problem.vocab_size
+
+    @property
+    def wanted_inputs(self) -> list[int]:
+        """Terms whose dX is asked for."""
+        return [k for k, needed in enumerate(self.problem.needs.inputs) if needed]
+
+    @property
+    def wanted_weights(self) -> list[int]:
+        """Terms whose dW is asked for."""
+        return [k for k, needed in enumerate(self.problem.needs.weights) if needed]
+
+    @property
+    def classes(self) -> slice:
+        """All of them."""
+        return slice(0, self.vocab_size)
+
+    def whole(self, rows: int) -> bool:
+        """Whether a chunk of so many rows has all tokens."""
+        return rows >= self.problem.num_tokens
+
+    def chunks(self, step: int) -> Iterator[slice]:
+        """The rows, some at a time. If the device has counted them, the host waits for their number after the first."""
+        start, stop = 0, self.selection.most_rows
+        while start < stop:
+            yield slice(start, min(start + step, stop))
+            start, stop = start + max(1, step), self.selection.num_rows
+
+    def blocks(self, step: int, start: int = 0, stop: int | None = None) -> Iterator[slice]:
+        """The classes, some at a time."""
+        stop = self.vocab_size if stop is None else stop
+        for first in range(start, stop, max(1, step)):
+            yield slice(first, min(first + step, stop))
+
+    def counted(self, rows: slice) -> slice:
+        """Those of `rows` that exist, when their number is known."""
+        return slice(rows.start, max(rows.start, min(rows.stop, self.selection.num_rows)))
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.problem.device)
+
+    def tile(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+        """(rows, cols), of rows whose stride is aligned: products on others run several times slower."""
+        return self.new(rows, padded_cols(cols), dtype=dtype)[:, :cols]
+
+    def logits_and_gradient(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+        """Two tiles, which are one where they have one dtype."""
+        dlogits = self.tile(rows, cols, self.dtypes.logits_grad)
+        if self.dtypes.logits == self.dtypes.logits_grad:
+            return dlogits, dlogits
+        return self.tile(rows, cols, self.dtypes.logits), dlogits
+
+    def inputs(self, rows: slice) -> list[Tensor]:
+        """Of each term, (rows, H). The rows before, if they were gathered, are given back."""
+        if self._gathered is None or self._gathered[0] != rows:
+            self._gathered = None
+            self._gathered = rows, self.selection.inputs(rows)
+        return self._gathered[1]
+
+    def release_inputs(self) -> None:
+        """Gathered rows are given back."""
+        self._gathered = None
+
+    def input_gradient(self, term: int) -> Tensor:
+        """(N, H) of a term, allocated when first asked for: by then the device has the first logits to make."""
+        if term not in self._inputs:
+            self.new_input_gradient(term, self.dtypes.input_grad)
+        return self._inputs[term]
+
+    def new_input_gradient(self, term: int, dtype: torch.dtype) -> None:
+        # What no tile writes must be zero: dropped rows.
+        allocate = torch.empty if self.selection.index is None and self.selection.num_rows > 0 else torch.zeros
+        x = self.terms[term].input
+        self._inputs[term] = allocate(x.shape, dtype=dtype, device=x.device)
+
+    def weight_gradient(self, term: int = 0) -> Tensor:
+        """(V, H) of a term, likewise."""
+        if term not in self._weights:
+            allocate = torch.empty if self.selection.num_rows > 0 else torch.zeros  # if all rows are dropped
+            weight = self.terms[term].weight
+            self._weights[term] = allocate(weight.shape, dtype=self.dtypes.weight_grad, device=weight.device)
+        return self._weights[term]
+
+    def set_input_gradient(self, term: int, grad: Tensor) -> None:
+        self._inputs[term] = grad
+
+    def gradients(self) -> list[Tensor]:
+        """Those that are needed, in the order of `Needs.flat`. What no schedule has touched is made here."""
+        grads = [self.input_gradient(k) for k in self.wanted_inputs]
+        grads += [self.weight_gradient(k) for k in self.wanted_weights]
+        return [*grads, self.bias_gradient()] if self.problem.needs.bias else grads
+
+    def bias_gradient(self) -> Tensor:
+        """(V,)"""
+        if self._bias is None:
+            p = self.problem
+            self._bias = torch.zeros(p.vocab_size, dtype=accumulation_dtype(p.dtype), device=p.device)
+        return self._bias
+
+    # ------------------------------------------------------------------------------------------- from logits
+
+    def write_logits(self, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:
+        """The sum of all terms for a tile: `xs` are its rows of their inputs, `out` (rows, cols)."""
+        for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
+            matmul(x, term.weight[cols].t(), out=out, accumulate=k > 0)
+
+    def losses_and_gradient(self, logits: Tensor, dlogits: Tensor, rows: slice) -> None:
+        """Of rows of all classes. `dlogits` may be `logits`."""
+        inputs, out = self._row_inputs(rows), self._out(rows)
+        self._backend.loss_and_gradient(logits, dlogits, inputs, self.problem.spec, self._tile(self.classes), out)
+
+    def statistics(self, xs: Sequence[Tensor], rows: slice, logits: Tensor) -> None:
+        """Of rows of all classes, whose logits are made in `logits`, (rows, some classes), after each other."""
+        inputs, out, state = self._row_inputs(rows), self._out(rows), None
+        if logits.shape[1] < self.vocab_size:
+            state = out.loss.new_empty(STATE_SLOTS, len(logits))
+        for cols in self.blocks(logits.shape[1]):
+            part = logits[:, : cols.stop - cols.start]
+            self.write_logits(xs, cols, part)
+            self._backend.statistics(part, inputs, self.problem.spec, self._tile(cols), state, out)
+
+    def product_statistics(self, x: Tensor, rows: slice) -> None:
+        """The same, of logits that never are in memory."""
+        inputs = self._row_inputs(rows)
+        self._backend.product_statistics(x, self.terms[0].weight, inputs, self.problem.spec, self._out(rows))
+
+    def gradient(self, xs: Sequence[Tensor], rows: slice, cols: slice, logits: Tensor, dlogits: Tensor) -> None:
+        """Of the logits of a tile, which are made again. Both: (rows, cols), and may be one."""
+        inputs, spec, tile = self._row_inputs(rows), self.problem.spec, self._tile(cols)
+        normalizer, upstream = self.normalizer[:, rows], None if self.upstream is None else self.upstream[rows]
+        if self.products and self.aligned:
+            weight = self.terms[0].weight[cols]
+            self._backend.product_gradient(xs[0], weight, dlogits, inputs, spec, tile, normalizer, upstream)
+        else:
+            self.write_logits(xs, cols, logits)
+            self._backend.gradient(logits, dlogits, inputs, spec, tile, normalizer, upstream)
+
+    # -------------------------------------------------------------------------------- unnormalized exponentials
+
+    def new_factors(self) -> Tensor:
+        """(2, rows): what rows of exponentials are multiplied by, and gradients of the targets' logits."""
+        return self.new(2, self.selection.most_rows, dtype=torch.float32)
+
+    def exponentials(self, x: Tensor, tiles: Sequence[Tensor], rows: slice, factors: Tensor) -> None:
+        """Losses, and exponentials of rows of all classes, in tiles of consecutive ones; no logits are in memory.
+
+        The gradient of the logits is ``factors[0] * exponentials``, but in the target's column ``factors[1]``.
+        """
+        if not self.aligned:
+            self._small_pieces(x, tiles, rows, factors)
+            return
+        inputs, out, count = self._row_inputs(rows), self._out(rows), self.selection.count
+        on_device = None if count is None or rows.start > 0 else count.on_device
+        self._backend.product_exponentials(
+            x, self.terms[0].weight, tiles, inputs, self.problem.spec, out, factors[:, rows], on_device
+        )
+
+    def _small_pieces(self, x: Tensor, tiles: Sequence[Tensor], rows: slice, factors: Tensor) -> None:
+        """The gradient of the logits itself, and the factors that leave it as it is; few rows have logits at a time."""
+        step = max(1, len(x) // UNALIGNED_SHARE)
+        logits, dlogits = self.logits_and_gradient(step, self.vocab_size)
+        for start in range(0, len(x), step):
+            part = slice(start, min(start + step, len(x)))
+            size = part.stop - part.start
+            self.write_logits([x[part]], self.classes, logits[:size])
+            of_part = slice(rows.start + part.start, rows.start + part.stop)
+            self.losses_and_gradient(logits[:size], dlogits[:size], of_part)
+            for tile, piece in zip(tiles, dlogits[:size].split([t.shape[1] for t in tiles], 1), strict=True):
+                tile[part] = piece
+        factors[0, rows], factors[1, rows] = 1.0, 0.0
+
+    def scaled_rows(self, x: Tensor, rows: slice, factors: Tensor, out: Tensor) -> Tensor:
+        """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
+        ignore_index = self.problem.spec.ignore_index
+        self._backend.combine_rows(x, None, out, self.selection.target[rows], factors[:, rows], ignore_index, None)
+        return out
+
+    def finish_input_gradient(self, product: Tensor, rows: slice, factors: Tensor) -> None:
+        """dX of the head: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
+        selection = self.selection
+        index = None if selection.index is None else selection.index[rows]
+        grad = self.input_gradient(0)
+        out = grad[rows] if index is None else grad
+        self._backend.combine_rows(
+            product,
+            self.terms[0].weight,
+            out,
+            selection.target[rows],
+            factors[:, rows],
+            self.problem.spec.ignore_index,
+            index,
+        )
+
+    def weight_products(
+        self, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
+    ) -> None:
+        """dW of the head from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
+        self._backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
+
+    def add_to_targets(self, sums: Sequence[Tensor], factors: Tensor) -> None:
+        """The targets' terms, to sums of dW of consecutive classes."""
+        self._backend.add_to_targets(sums, self._target_terms(factors))
+
+    def _target_terms(self, factors: Tensor) -> TargetTerms:
+        selection, rows = self.selection, slice(0, self.selection.num_rows)
+        index = None if selection.index is None else selection.index[rows]
+        ignore_index = self.problem.spec.ignore_index
+        return TargetTerms(self.terms[0].input, index, selection.target[rows], factors[1, rows], ignore_index)
+
+    # ------------------------------------------------------------------------------------------------- others
+
+    def _row_inputs(self, rows: slice) -> RowInputs:
+        return self.selection.row_inputs(rows, self.constants)
+
+    def _out(self, rows: slice) -> RowOutputs:
+        assert self.out is not None
+        return self.out.rows(rows)
+
+    def _tile(self, cols: slice) -> Tile:
+        size = cols.stop - cols.start
+        return Tile(cols.start, size, self.vocab_size, padded_cols(size))

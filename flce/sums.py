@@ -1,0 +1,171 @@
+"""Gradients of inputs and weights while tiles are added to them: where each sum is, and when it is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flce.gemm import ALIGNMENT, matmul
+from flce.stage import Stage
+
+# Classes whose float32 sum is copied when it is rounded to where it lies, see `HalvedSum`.
+COMPACTION_ROWS = 256
+
+
+def add_input(s: Stage, term: int, dlogits: Tensor, rows: slice, cols: slice) -> None:
+    """The share of a tile in dX of a term, in its own memory. dlogits: (rows, cols)."""
+    grad, weight, index = s.input_gradient(term), s.terms[term].weight[cols], s.selection.index
+    if index is None:
+        matmul(dlogits, weight, out=grad[rows], accumulate=cols.start > 0)
+        return
+    part = s.new(len(dlogits), grad.shape[1], dtype=grad.dtype)
+    matmul(dlogits, weight, out=part)
+    # To copy takes a fifth of the time. Rows differ, so both are deterministic.
+    put = grad.index_copy_ if cols.start == 0 else grad.index_add_
+    put(0, index[rows], part)
+
+
+def add_bias(s: Stage, dlogits: Tensor, cols: slice) -> None:
+    """The share of a tile in the gradient of the bias."""
+    if s.problem.needs.bias:
+        # A product, because a sum over rows in another dtype takes memory that nobody counts.
+        ones = dlogits.new_ones(1, dlogits.shape[0])
+        matmul(ones, dlogits, out=s.bias_gradient()[None, cols], accumulate=True)
+
+
+class ChunkSum:
+    """dX of a term for some tokens, summed over blocks of classes: apart, and rounded at the last block; or in its own
+    memory where that is as exact."""
+
+    def __init__(self, s: Stage, term: int, rows: int, cols: int) -> None:
+        self._stage, self._term, self._most = s, term, rows
+        self._apart = cols < s.vocab_size and s.dtypes.sums != s.problem.dtype
+        self._sum: Tensor | None = None
+
+    def add(self, dlogits: Tensor, rows: slice, cols: slice) -> None:
+        s, weight = self._stage, self._stage.terms[self._term].weight
+        if not self._apart:
+            add_input(s, self._term, dlogits, rows, cols)
+            return
+        if self._sum is None:
+            self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
+        total = self._sum[: len(dlogits)]
+        matmul(dlogits, weight[cols], out=total, accumulate=cols.start > 0)
+        if cols.stop < s.vocab_size:
+            return
+        grad, index = s.input_gradient(self._term), s.selection.index
+        if index is None:
+            grad[rows] = total
+        else:
+            grad.index_copy_(0, index[rows], total.to(grad.dtype))
+
+
+class WeightSum:
+    """dW of a term for a block of classes, summed over chunks of tokens in its own memory."""
+
+    def __init__(self, s: Stage, term: int, cols: slice) -> None:
+        self._stage, self._term, self._cols = s, term, cols
+        self._started = False
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        """The share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
+        matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._started)
+        self._started = True
+
+    def finish(self, complete: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        """After the last. `complete` is given the sums, of consecutive classes, before they are rounded."""
+        if self._started:
+            if complete is not None:
+                complete(self._sums())
+            self._round()
+
+    def _sums(self) -> list[Tensor]:
+        return [self._stage.weight_gradient(self._term)[self._cols]]
+
+    def _round(self) -> None:
+        pass
+
+
+class BlockSum(WeightSum):
+    """The same in memory apart, which the blocks share; rounded at the last chunk."""
+
+    def __init__(self, s: Stage, term: int, cols: slice, memory: Tensor) -> None:
+        super().__init__(s, term, cols)
+        self._sum = memory[: cols.stop - cols.start]
+
+    def _sums(self) -> list[Tensor]:
+        return [self._sum]
+
+    def _round(self) -> None:
+        self._stage.weight_gradient(self._term)[self._cols] = self._sum
+
+
+class HalvedSum(WeightSum):
+    """dW of half precision, of classes up to `stop`, summed in float32: of the first half of all classes in the memory
+    of the gradient, which these sums fill; of the others in memory of their own.
+
+    When they are complete they are rounded, from the first on, to their places, which are never behind what is left to
+    read. So a gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
+    """
+
+    def __init__(self, s: Stage, term: int, stop: int) -> None:
+        super().__init__(s, term, slice(0, stop))
+        self._half, self._stop = halfway(s.vocab_size), stop
+        self._behind: Tensor | None = None
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        before, *behind = self._sums()
+        matmul(dlogits[:, : self._half].t(), x, out=before, accumulate=self._started)
+        for total in behind:
+            matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self._started)
+        self._started = True
+
+    def _sums(self) -> list[Tensor]:
+        grad, half = self._stage.weight_gradient(self._term), self._half
+        hidden = grad.shape[1]
+        if self._behind is None:
+            self._behind = self._stage.new(self._stop - half, hidden, dtype=torch.float32)
+        before = grad.view(-1)[: 2 * half * hidden].view(torch.float32).view(half, hidden)
+        return [before, self._behind] if len(self._behind) else [before]
+
+    def _round(self) -> None:
+        grad, half, (before, *behind) = self._stage.weight_gradient(self._term), self._half, self._sums()
+        # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
+        done, next_done = 0, min(half, COMPACTION_ROWS)
+        while done < half:
+            piece = before[done:next_done]
+            grad[done:next_done] = piece.to(grad.dtype) if done == 0 else piece
+            done, next_done = next_done, min(half, 2 * next_done)
+        for total in behind:
+            grad[half : self._stop] = total
+        self._behind = None
+
+
+def weight_sums(s: Stage, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
+    """By term, over chunks of `rows` tokens, of the classes before `stop`."""
+    stop, dtypes = s.vocab_size if stop is None else stop, s.dtypes
+    if not s.whole(rows) and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
+        return {k: HalvedSum(s, k, stop) for k in s.wanted_weights}
+    return {k: WeightSum(s, k, slice(0, stop)) for k in s.wanted_weights}
+
+
+def block_sums(s: Stage, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
+    """For each block of at most `cols` classes, by term, over chunks of `rows` tokens."""
+    if s.whole(rows) or s.dtypes.sums == s.problem.dtype:
+        return lambda block: {k: WeightSum(s, k, block) for k in s.wanted_weights}
+    memory: dict[int, Tensor] = {}
+
+    def of(block: slice) -> dict[int, WeightSum]:
+        for k in s.wanted_weights:
+            if k not in memory:
+                memory[k] = s.new(cols, s.terms[k].weight.shape[1], dtype=s.dtypes.sums)
+        return {k: BlockSum(s, k, block, memory[k]) for k in s.wanted_weights}
+
+    return of
+
+
+def halfway(vocab_size: int) -> int:
+    """The first of the classes whose weight gradient is summed in memory of its own, see `HalvedSum`."""
+    return vocab_size // 2 // ALIGNMENT * ALIGNMENT
