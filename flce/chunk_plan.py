@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
 from flce.backends.contract import PRODUCT_BLOCK, STATE_SLOTS
 from flce.backends.eager import SCALE_SLAB, slab_rows, slab_temporaries
+from flce.borrowing import (
+    BLOCK_MULTIPLE,
+    COMPACTION_ROWS,
+    BorrowedBlocks,
+    ExponentialTile,
+    exponential_tiles,
+    halfway,
+)
 from flce.gemm import ALIGNMENT, CAST_BYTES, COLUMN_MULTIPLE, padded_cols
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
@@ -63,15 +70,10 @@ LATE_CHUNK = 1 << 37
 LATE_ROW_BYTES = 72
 # The share of a chunk, one in so many, that has float32 logits at a time where they are in memory after all.
 UNFUSED_SHARE = 128
-# Entries of a piece of dX, if it cannot be made in one: 132 blocks of 128 x 256, as many as multiprocessors of an H200.
-INPUT_PIECE = 132 * 128 * 256
-# Classes whose float32 sum is copied when it is rounded to where it lies, see `halfway`.
-COMPACTION_ROWS = 256
-# Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time. Large
-# blocks of one size, of which there are many, are better off with multiples of more, in times four bare products 1.13
-# for 1.15 (16384 x 1024 x 151936, 256 MiB), 1.02 for 1.03 (8192 x 4096 x 128256), 1.03 for 1.04 (8192 x 2304 x 256000),
-# 1.03 for 1.02 (8192 x 3584 x 152064). Small ones lose too much: 1.34 for 1.30 (16384 x 1024 x 151936, 64 MiB).
-BLOCK_MULTIPLE = 256
+# Large blocks of one size, of which there are many, are better off with multiples of more. In times four bare products:
+# 1.13 for 1.15 (16384 x 1024 x 151936, 256 MiB), 1.02 for 1.03 (8192 x 4096 x 128256), 1.03 for 1.04 (8192 x 2304 x
+# 256000), 1.03 for 1.02 (8192 x 3584 x 152064). Small ones lose too much: 1.34 for 1.30 (16384 x 1024 x 151936 in
+# 64 MiB).
 LARGE_BLOCK, LARGE_MULTIPLE = 6144, 2048
 
 
@@ -126,35 +128,17 @@ class Sweep:
 
     def blocks(self) -> Iterator[tuple[slice, bool]]:
         """The blocks of classes in their order, and whether a tile of one is made in lent memory."""
-        start = self.start
-        while start < self.stop:
-            lent = self._lent(start)
-            stop = min(self.stop, start + max(lent, self.cols))
-            yield slice(start, stop), lent > self.cols
-            start = stop
+        return self.borrowed.of(self.start, self.stop)
 
-    def _lent(self, start: int) -> int:
-        # rows * cols entries of a tile in the (stop - start - cols) * lent_cols behind its own classes
-        room = (self.stop - start) * self.lent_cols // (max(1, self.rows) + self.lent_cols)
-        return min(room, self.most_cols) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+    @property
+    def borrowed(self) -> BorrowedBlocks:
+        return BorrowedBlocks(self.rows, self.cols, self.lent_cols, self.most_cols)
 
     @property
     def widest(self) -> int:
         """Classes of the largest block, which is the first."""
-        return min(self.stop - self.start, max(self._lent(self.start), self.cols))
-
-
-class ExponentialTile(NamedTuple):
-    """Exponentials of all tokens and some classes."""
-
-    start: int
-    stop: int
-    place: int | None
-    """The class whose weight gradient will be where they begin; None: in memory of their own."""
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.start, self.stop)
+        first, _ = next(self.blocks())
+        return first.stop - first.start
 
 
 @dataclass(frozen=True)
@@ -249,27 +233,7 @@ class ChunkPlan(CallShape):
 
     @property
     def exponential_tiles(self) -> tuple[ExponentialTile, ...]:
-        """The tiles of all classes, of all tokens. The first has memory of its own.
-
-        The weight gradient of the last is made first, and so on. So a tile may be in the memory of the gradients of all
-        classes before its own. There are k equal ones, as large as fits: with r = N / H a tile of c classes takes the
-        memory of r c, rounded up. If r is 1 or more they lie next to each other and the last's own classes are all that
-        is behind them, c + k (r c + 1) <= V; if it is less, each lies before its own classes, k c + r c + 1 <= V.
-        """
-        rows, hidden = self.num_tokens, self.hidden_sizes[0]
-        k, vocab_size = self.lent_tiles, self.vocab_size
-        most = (vocab_size - k) * hidden // max(k * hidden + rows, hidden + k * rows)
-        if most < PRODUCT_BLOCK:
-            return (ExponentialTile(0, vocab_size, None),)
-        cols = most // PRODUCT_BLOCK * PRODUCT_BLOCK
-        tiles = []
-        stop = place = vocab_size
-        for _ in range(k):
-            start = ceil_div(stop - cols, PRODUCT_BLOCK) * PRODUCT_BLOCK
-            place = min(start, place) - ceil_div(rows * padded_cols(stop - start), hidden)
-            tiles.append(ExponentialTile(start, stop, place))
-            stop = start
-        return (ExponentialTile(0, stop, None), *reversed(tiles))
+        return exponential_tiles(self.num_tokens, self.hidden_sizes[0], self.vocab_size, self.lent_tiles)
 
     @property
     def own_cols(self) -> int:
@@ -584,8 +548,7 @@ class ChunkPlan(CallShape):
             piece = min(CAST_BYTES, cols * max(sizes) * 4)
             size += max(rows * max(sizes) * 4, part + min(CAST_BYTES, rows * widest_grad * 4)) + piece
         elif self.late_normalization:
-            freed = self.lent_tiles > 0 or input_in_freed_memory(rows, max(sizes), cols)
-            size += 0 if freed else rows * widest_grad * 4
+            size += 0 if self.lent_tiles else rows * widest_grad * 4
         elif self.dtype.itemsize < 4 and (cols % ALIGNMENT or (part and self._rounds_last_block(sweep))):
             # see gemm: the gradient of the rows, before it is rounded
             size += part + rows * widest_grad * 4
@@ -617,31 +580,6 @@ class ChunkPlan(CallShape):
             f"{self.num_matmuls} matrix products, "
             f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
         )
-
-
-def input_in_freed_memory(rows: int, hidden_size: int, vocab_size: int) -> bool:
-    """Whether the float32 products for dX of exponentials are made in memory that is free by then.
-
-    That is, a third of the rows at most where gradients will be, the others where exponentials were: as many as there
-    is room for, half as many again or more, at a time. Fewer have memory of their own, beside which exponentials are
-    large, since every piece reads the whole head.
-    """
-    return rows >= 3 * input_piece(hidden_size) and vocab_size >= hidden_size
-
-
-def input_piece(hidden_size: int) -> int:
-    """Rows of dX that are worth a product of their own."""
-    return max(ROW_MULTIPLE, INPUT_PIECE // hidden_size)
-
-
-def halfway(vocab_size: int) -> int:
-    """The first of the classes whose weight gradient is summed in memory of its own.
-
-    Sums of those before, in float32, fill the memory of the gradient of all, in half precision. When they are
-    complete they are rounded, from the first on, to their places there, which are never behind what is left to read.
-    So a gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
-    """
-    return vocab_size // 2 // ALIGNMENT * ALIGNMENT
 
 
 def defaults_of(device_type: str) -> Defaults:

@@ -46,8 +46,8 @@ from typing import Literal
 import torch
 
 from flce.backends import backend_name, has_product
+from flce.borrowing import BLOCK_MULTIPLE, halfway
 from flce.chunk_plan import (
-    BLOCK_MULTIPLE,
     LARGE_BLOCK,
     ROW_MULTIPLE,
     STATISTICS_ROWS,
@@ -56,7 +56,6 @@ from flce.chunk_plan import (
     ceil_div,
     defaults_of,
     dtype_text,
-    halfway,
     size_text,
     whole_blocks,
 )

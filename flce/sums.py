@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flce.gemm import ALIGNMENT, matmul
+from flce.borrowing import COMPACTION_ROWS, halfway
+from flce.gemm import matmul
 from flce.stage import Stage
-
-# Classes whose float32 sum is copied when it is rounded to where it lies, see `HalvedSum`.
-COMPACTION_ROWS = 256
 
 
 def add_input(s: Stage, term: int, dlogits: Tensor, rows: slice, cols: slice) -> None:
@@ -164,8 +162,3 @@ def block_sums(s: Stage, rows: int, cols: int) -> Callable[[slice], dict[int, We
         return {k: BlockSum(s, k, block, memory[k]) for k in s.wanted_weights}
 
     return of
-
-
-def halfway(vocab_size: int) -> int:
-    """The first of the classes whose weight gradient is summed in memory of its own, see `HalvedSum`."""
-    return vocab_size // 2 // ALIGNMENT * ALIGNMENT

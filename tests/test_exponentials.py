@@ -18,7 +18,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import flce
-from flce import chunk_plan, gradient_sums, planning
+from flce import chunk_plan, planning
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
 from flce.chunk_plan import CallShape, ChunkPlan
@@ -42,7 +42,7 @@ from tests.test_plan import assert_kept, promise_and_peak
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
 # As they are; see `late_normalization`.
-CONSTANTS = {name: getattr(chunk_plan, name) for name in ("LATE_HEAD", "LATE_CHUNK", "INPUT_PIECE")}
+CONSTANTS = {name: getattr(chunk_plan, name) for name in ("LATE_HEAD", "LATE_CHUNK")}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,6 @@ def late_normalization(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> 
     """Also for small vocabularies and chunks."""
     monkeypatch.setattr(chunk_plan, "LATE_HEAD", 1)
     monkeypatch.setattr(chunk_plan, "LATE_CHUNK", 1)
-    monkeypatch.setattr(chunk_plan, "INPUT_PIECE", 128 * 64)  # dX in pieces from 384 rows on
     if not CUDA:
         interpreted_bfloat16.mend(monkeypatch)
     yield from as_on_hopper(monkeypatch)
@@ -369,35 +368,6 @@ def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool
     assert relative_error(mine, expected) < 1.5 * ULP
 
 
-@pytest.mark.parametrize("rows, chunk_rows", [(1, 1), (383, 383), (384, 384), (300, 384), (1000, 1000), (8190, 8190)])
-@pytest.mark.parametrize("shape", [(4096, 128256), (1024, 1030), (64, 5000), (72, 40)], ids=str)
-def test_memory_for_the_gradient_of_the_inputs(rows: int, chunk_rows: int, shape: tuple[int, int]) -> None:
-    """All rows once; nothing is written over what is still needed; all begin where kernels want them to. The chunk may
-    be the last, and shorter."""
-    hidden, vocab = shape
-    room = -(-vocab // 64) * 64
-    exps = torch.empty(rows, room, dtype=torch.bfloat16, device="meta")[:, :vocab]
-    spare = torch.empty(rows, hidden, dtype=torch.bfloat16, device="meta")
-    done = 0
-    for number, (piece, memory) in enumerate(gradient_sums._in_freed_memory(exps, exps[rows:], spare, chunk_rows)):
-        size = piece.stop - piece.start
-        assert piece.start == done
-        assert piece.start % 16 == 0
-        assert memory.shape == (size, hidden)
-        assert memory.dtype == torch.float32
-        entries = 2 * memory.numel()  # of 16 bits
-        if not chunk_plan.input_in_freed_memory(chunk_rows, hidden, vocab):
-            assert size == rows
-        elif number == 0:
-            assert memory.storage_offset() * 2 + entries <= rows * hidden
-            assert memory.storage_offset() * 2 >= size * hidden  # the rows' own gradients
-        else:
-            assert memory.storage_offset() * 2 + entries <= piece.start * room
-        done = piece.stop
-    assert done == rows
-
-
-# Pieces of the inputs' gradient, of many tokens, and none.
 @pairs(logits_dtype=[None, torch.float32], tokens=[60, 400], skip=[False, True])
 def test_operands_without_descriptors(
     logits_dtype: torch.dtype | None, tokens: int, skip: bool, device: torch.device

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import flce
 from flce import operators, planning, sums
-from flce.chunk_plan import BLOCK_MULTIPLE, ChunkPlan
+from flce.borrowing import BLOCK_MULTIPLE
+from flce.chunk_plan import ChunkPlan
 from tests.helpers import (
     ALL_GRADS,
     Problem,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flce.schedules.borrowing import BorrowedBlocks, borrow
+from flce.borrowing import BorrowedBlocks, borrow
 from flce.schedules.statistics import Deferred
 from flce.stage import Stage
 from flce.sums import ChunkSum, add_bias, add_input, block_sums

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flce.borrowing import BorrowedBlocks, ExponentialTile, borrow
 from flce.gemm import matmul
 from flce.schedules.blocks import make_blocks
-from flce.schedules.borrowing import BorrowedBlocks, ExponentialTile, borrow
 from flce.schedules.schedule import Schedule
 from flce.stage import Stage
 from flce.sums import weight_sums

@@ -1,4 +1,4 @@
-"""Where tiles lie in the memory of dW that is not written yet."""
+"""Where tiles and sums lie in the memory of dW that is not written yet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flce.backends.contract import PRODUCT_BLOCK
-from flce.gemm import padded_cols
+from flce.gemm import ALIGNMENT, padded_cols
 
 # Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time.
 BLOCK_MULTIPLE = 256
+# Classes whose float32 sum is copied when it is rounded to where it lies, see `sums.HalvedSum`.
+COMPACTION_ROWS = 256
 
 
 def borrow(memory: Tensor, rows: int, cols: int) -> Tensor:
@@ -81,3 +83,8 @@ class BorrowedBlocks:
             end = min(stop, start + max(borrowed, self.cols))
             yield slice(start, end), borrowed > self.cols
             start = end
+
+
+def halfway(vocab_size: int) -> int:
+    """The first of the classes whose weight gradient is summed in memory of its own, see `sums.HalvedSum`."""
+    return vocab_size // 2 // ALIGNMENT * ALIGNMENT
