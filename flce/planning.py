@@ -610,7 +610,10 @@ def _fit_split(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
     if fitted is None:
         return None
     rows = _largest(lambda rows: _split(fitted, rows).workspace_bytes, budget, max(1, vocab.num_tokens), ROW_MULTIPLE)
-    return _split(fitted, rows) if rows else None
+    if not rows:
+        return None
+    # A power of two fills whole waves, and leaves no rest of most numbers of tokens.
+    return min((_split(fitted, size) for size in (rows, 1 << rows.bit_length() - 1)), key=cost.seconds)
 
 
 def _split(vocab: ChunkPlan, rows: int) -> ChunkPlan:
