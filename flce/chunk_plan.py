@@ -28,14 +28,12 @@ class Defaults:
     statistics: int | None  # of a forward that makes no gradients; None: what else the plan says
 
 
-# On an H200, in the dtype of half precision:
+# On an H200, in half precision:
 # * a weight gradient of 128256 x 4096 that is summed over two chunks takes 0.8 ms more in its products and 0.8 ms in
 #   its cast, of 36 ms for 8192 tokens; with the logits in one piece (2004 MiB) that time is saved at the same
 #   workspace, since there is no float32 copy. 4.75 GiB are 16,384 tokens of 151,936 classes.
 # * more than 2 GiB a chunk (8,192 tokens of 128,256 classes) gains less than 2% over that.
-# * with a frozen head there is nothing to sum, but the product for dX has few tiles, which do not fill the last wave of
-#   a device: in three to five chunks 1.10, 1.10 and 1.33 times the two products alone at 8192 x 3584 x 152064,
-#   8192 x 2304 x 256000 and 16384 x 1024 x 151936; in one or two 1.06 at 4096 and 8192 x 4096 x 128256.
+# * where nothing is summed over chunks, less does as well, see `planning.WITHIN`.
 # * statistics of a tile take 13 us and 12 us more for each 64 MiB (part of it is still in the L2 cache): the larger,
 #   the better, and 128 MiB are to be enough for a call without gradients. See `STATISTICS_COLS`.
 # On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
