@@ -5,6 +5,7 @@ Pure arithmetic on shapes. Nothing here depends on anything but the plan's field
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -34,14 +35,12 @@ class Defaults:
     statistics: int | None  # of a forward that makes no gradients; None: what else the plan says
 
 
-# On an H200, in the dtype of half precision:
+# On an H200, in half precision:
 # * a weight gradient of 128256 x 4096 that is summed over two chunks takes 0.8 ms more in its products and 0.8 ms in
 #   its cast, of 36 ms for 8192 tokens; with the logits in one piece (2004 MiB) that time is saved at the same
 #   workspace, since there is no float32 copy. 4.75 GiB are 16,384 tokens of 151,936 classes.
 # * more than 2 GiB a chunk (8,192 tokens of 128,256 classes) gains less than 2% over that.
-# * with a frozen head there is nothing to sum, but the product for dX has few tiles, which do not fill the last wave of
-#   a device: in three to five chunks 1.10, 1.10 and 1.33 times the two products alone at 8192 x 3584 x 152064,
-#   8192 x 2304 x 256000 and 16384 x 1024 x 151936; in one or two 1.06 at 4096 and 8192 x 4096 x 128256.
+# * where nothing is summed over chunks, less does as well, see `planning.WITHIN`.
 # * statistics of a tile take 13 us and 12 us more for each 64 MiB (part of it is still in the L2 cache): the larger,
 #   the better, and 128 MiB are to be enough for a call without gradients. See `STATISTICS_COLS`.
 # On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
@@ -168,7 +167,7 @@ class ChunkPlan(CallShape):
     """Classes, the last, whose weight gradient is not summed over chunks: their logits are made once more, of all
     tokens at once, when every row's normalizer is known."""
 
-    @property
+    @functools.cached_property
     def chunk_rows(self) -> int:
         """Rows of a chunk (the last may be shorter)."""
         if self.num_tokens <= self.max_rows or not self.equal_rows:
@@ -184,7 +183,7 @@ class ChunkPlan(CallShape):
     def num_blocks(self) -> int:
         return ceil_div(self.vocab_size, self.block_cols)
 
-    @property
+    @functools.cached_property
     def fused_product(self) -> bool:
         """Whether logits that are wanted for their statistics, or a second time, are not in memory at all."""
         return (
@@ -193,7 +192,7 @@ class ChunkPlan(CallShape):
             and self.logits_dtype == self.grad_dtype == self.dtype
         )
 
-    @property
+    @functools.cached_property
     def late_normalization(self) -> bool:
         """Whether logits that are wanted once are not in memory, and exponentials are in the place of their gradient.
 
@@ -219,10 +218,10 @@ class ChunkPlan(CallShape):
         """Of the smallest chunks of equal size that are normalized late."""
         rows = ceil_div(LATE_CHUNK, self.vocab_size * self.hidden_sizes[0])
         too_few = (rows - 1) // ROW_MULTIPLE * ROW_MULTIPLE
-        if not too_few:
-            return ceil_div(rows, ALIGNMENT) * ALIGNMENT
-        most_chunks = max(1, (self.num_tokens - 1) // too_few)  # each of more than so few, to be rounded up
-        return ceil_div(ceil_div(self.num_tokens, most_chunks), ROW_MULTIPLE) * ROW_MULTIPLE
+        if too_few:
+            most_chunks = max(1, (self.num_tokens - 1) // too_few)  # each of more than so few, to be rounded up
+            rows = max(rows, ceil_div(self.num_tokens, most_chunks))
+        return ceil_div(rows, ALIGNMENT) * ALIGNMENT
 
     @property
     def unfused_rows(self) -> int | None:
@@ -235,12 +234,12 @@ class ChunkPlan(CallShape):
     def exponential_tiles(self) -> tuple[ExponentialTile, ...]:
         return exponential_tiles(self.num_tokens, self.hidden_sizes[0], self.vocab_size, self.lent_tiles)
 
-    @property
+    @functools.cached_property
     def own_cols(self) -> int:
         """Classes of a tile in memory of its own."""
         return self.exponential_tiles[0].stop if self.lent_tiles else self.block_cols
 
-    @property
+    @functools.cached_property
     def _product_suffices(self) -> bool:
         """Whether the backend's products make all that is asked for."""
         return (
@@ -282,7 +281,7 @@ class ChunkPlan(CallShape):
         multiple = STATISTICS_COLS if cols >= STATISTICS_COLS else COLUMN_MULTIPLE
         return rows, min(self.vocab_size, max(1, cols // multiple * multiple))
 
-    @property
+    @functools.cached_property
     def deferred(self) -> bool:
         """Whether gradients are computed in backward, from recomputed logits, rather than in forward.
 
@@ -291,12 +290,12 @@ class ChunkPlan(CallShape):
         """
         return self.needs.any and (self.strategy == "vocab" or self.spec.reduction == "none")
 
-    @property
+    @functools.cached_property
     def in_place(self) -> bool:
         """Whether the gradient of the logits overwrites them."""
         return self.grad_dtype == self.logits_dtype
 
-    @property
+    @functools.cached_property
     def sweeps(self) -> tuple[Sweep, ...]:
         """The passes over all tiles in which gradients are made: in forward, or in backward if `deferred`."""
         inputs, weights = any(self.needs.inputs), any(self.needs.weights) or self.needs.bias
@@ -389,7 +388,7 @@ class ChunkPlan(CallShape):
         """As `input_grad_dtype`, for the gradients of weights."""
         return torch.float32 if self.dtype == torch.float16 and not self.deferred else self.dtype
 
-    @property
+    @functools.cached_property
     def _accum(self) -> torch.dtype:
         return self.accum_dtype if self.dtype == torch.bfloat16 else accumulation_dtype(self.dtype)
 
@@ -431,7 +430,7 @@ class ChunkPlan(CallShape):
             sizes.append(self.logits_dtype.itemsize)
         return rows * padded_cols(cols) * sum(sizes)
 
-    @property
+    @functools.cached_property
     def workspace_bytes(self) -> int:
         """Peak bytes above the inputs and the returned gradients, over forward and backward."""
         # No product with a truth value below: not every version of torch.compile has those of symbols.

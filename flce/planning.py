@@ -2,29 +2,32 @@
 
 The policy, in full:
 
-* **Strategy** ``tokens`` unless a budget rules it out: the logits of `chunk_rows` tokens and all classes at
-  a time, three matrix products in all. ``vocab`` takes all tokens and `block_cols` classes at a time and
-  multiplies a fourth time, but needs no float32 copy of the weight gradient.
+* **Strategy**: ``tokens`` makes the logits of some tokens and all classes at a time, three matrix products in all.
+  ``vocab`` takes all tokens and `block_cols` classes at a time and multiplies a fourth time, but needs no float32 copy
+  of the weight gradient. Without a budget it is ``tokens``, but see below.
 * **Without a budget** the logits take at most the bytes of `chunk_plan.DEFAULTS`, absolute figures (twice that for
   chunks of float32 logits with a gradient of half precision beside them): the workspace does not grow with the number
   of tokens. All tokens are one chunk where that fits, because a weight gradient that is summed over chunks in float32
   takes as much memory again (`halfway`) and its traffic.
-* **With** ``max_workspace_bytes`` the chunk is as large as the budget allows. ``tokens`` is taken if it gets
-  at least `MIN_EFFICIENT_ROWS` rows, or all of them, or is as fast as ``vocab`` in the way that comes next; else
-  ``vocab``; if neither gets so much, whichever fits.
+* **Where nothing is summed over chunks** a large chunk gains little. Without a budget a GPU then has the least
+  workspace within `WITHIN` of the fastest: with a frozen head the smallest such chunks (`_frozen_rows`, which does not
+  look at the number of tokens), with ``reduction="none"``, whose logits are made twice in any case, the smallest such
+  blocks of ``vocab`` (`_unreduced`).
+* **With** ``max_workspace_bytes`` the plan is the fastest that keeps it, by `cost.seconds`. `_affordable` chooses the
+  strategy and `_fit` the sizes.
 * **In between**: sums over chunks of the weight gradient of half of the classes fit in the memory of that gradient
   (`halfway`). Where the sums of the others would leave little room for chunks, some or all of these are not summed:
   their logits are made once more afterwards, of all tokens at once, as in ``vocab`` (`ChunkPlan.remade_cols`).
 * **Loans**: the gradient of the head's weight is written a block of classes after the other, and the memory of those
   that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
-  Where the budget leaves less than `EFFICIENT_COLS` classes beside the sum of the input gradient over blocks, N x H
-  in float32, that sum is in the memory of the last classes, whose own logits are then made once more.
+  The sum of the input gradient over blocks, N x H in float32, can be in the memory of the last classes, whose own
+  logits are then made once more (`ChunkPlan.lent_input_sum`).
   ``tokens`` with all tokens in one chunk, normalized late (see below), has exponentials of the last classes there
   where tokens are not too many (`LENT_RATIO`) or a budget asks for it: their share of dW is made first, that of the
   others over them.
-* **Split**: where that is no way out either, because the tokens are many or rows are dropped or the head is frozen,
-  gradients of inputs and of weights are made in a sweep each, with a fifth product: the first is summed over classes
-  for a few tokens at a time, the second over tokens for a few classes.
+* **Split**: gradients of inputs and of weights can be made in a sweep each, with a fifth product: the first is summed
+  over classes for a few tokens at a time, the second over tokens for a few classes. That is for many tokens, for rows
+  that are dropped and for a frozen head.
 * **Products with an epilogue**: where the device has them (`backends.has_product`) and the call asks for nothing that
   they do not make (`ChunkPlan.fused_product`), logits that are wanted for their statistics, or a second time for their
   gradient, are never in memory; the tile then holds their gradient only.
@@ -39,16 +42,17 @@ Nothing here depends on anything but the arguments, so every call of one shape h
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
+from flce import cost
 from flce.backends import backend_name, has_product
 from flce.borrowing import BLOCK_MULTIPLE, halfway
 from flce.chunk_plan import (
-    LARGE_BLOCK,
     ROW_MULTIPLE,
     STATISTICS_ROWS,
     CallShape,
@@ -63,20 +67,17 @@ from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE
 from flce.problem import LossSpec, Needs, accumulation_dtype
 from flce.scalars import INT64_MAX, integer
 
-# Below this many rows the traffic of accumulating the weight gradient costs more than the fourth matrix
-# product of `vocab`. Per chunk it is 8VH bytes against 6HV flops a row: on an H200 (4 TB/s, 700 TFLOP/s)
-# a chunk of 768 rows spends a third of its time on it, which is what `vocab` adds. Measured at 8192 x 2304 x 256000,
-# milliseconds: in one chunk 40.6, in 5 of 1664 rows 47.3, in 11 of 768 58.0, `vocab` 55.5 to 56.3. That is 1.6 a chunk,
-# and the two are even at 10 chunks, of 850 rows.
-MIN_EFFICIENT_ROWS = {"cpu": 32, "other": 850}
-# To make the logits of some classes again after the chunks (`ChunkPlan.remade_cols`), in times their share of what
-# `vocab` takes for it. On an H200, milliseconds, with 0, 1, 2, 3 and 4 eighths of the classes made again, and `vocab`:
-# 16384 x 1024 x 151936 in 594 MiB 27.8, 26.6, 25.6, 25.9, 26.2, and 28.2; 8192 x 4096 x 128256 in 800 MiB with 2, 3, 4
-# 40.7, 41.8, 40.6, and 45.2, in 512 MiB with 4 (1,664 rows) 42.1 and 45.2, in 300 MiB (1,024) 41.8 and 43.9, in 256 MiB
-# (896) 46.2 and 44.8; 8192 x 2304 x 256000 in 700 MiB with 4 (1,280) 50.0 and 52.0, in 600 MiB (1,024) 51.5 and 51.7.
-REMAKING = 1.15
-# By the same count, 8NH bytes a block for the input gradient: with fewer classes a fifth product costs less.
-EFFICIENT_COLS = 1024
+# Of the fastest plan's time, what a plan without a budget may take to be the smallest.
+WITHIN = 1.03
+FROZEN = Needs((True,), (False,), False)
+# Sizes among which the strategy is chosen; those of the plan are then fitted to the budget.
+LADDER_ROWS = (32, 64, 128, 192, 224, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192)
+LADDER_COLS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
+# Tokens for which the times of these sizes are compared, of up to twice as many: the time of a token hardly depends on
+# their number, and a traced graph does not know it.
+LADDER_TOKENS = (2048, 8192, 32768)
+# Classes of a block without a budget, at least: each is a handful of launches.
+LEAST_COLS = 1024
 # CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
 # to keep the budget too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
@@ -216,7 +217,7 @@ def make_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
     base = base_plan(shape, options)
     budget = options.max_workspace_bytes
     if budget is None:
-        return _lending(base)[0]
+        return _lending(_without_sums(base, options))[0]
     room = budget - ALLOCATOR_SLACK.get(shape.device_type, 0)
     if options.chunk_rows is not None and base.strategy == "tokens":
         plans = _lending(base)
@@ -236,9 +237,9 @@ def make_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
 
 
 def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
-    """The plan before its sizes are fitted to a budget: strategy and dtypes are final.
+    """The plan before its sizes are chosen: dtypes are final, and whether gradients are deferred.
 
-    Sizes may be symbolic; only a few inequalities in them are decided here.
+    Sizes may be symbolic; only inequalities in the number of tokens are decided here.
     """
     dtype, device_type, vocab_size = shape.dtype, shape.device_type, shape.vocab_size
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -268,20 +269,24 @@ def base_plan(shape: CallShape, options: ChunkOptions) -> ChunkPlan:
         tokens = replace(tokens, max_rows=_default_rows(tokens))
     if options.strategy == "tokens" or (options.strategy == "auto" and options.max_workspace_bytes is None):
         return tokens
-    rows = max(1, shape.num_tokens)
+    vocab = _vocab(tokens, options)
+    if options.strategy == "vocab":
+        return vocab
+    return _affordable(tokens, vocab, options.chunk_rows is not None)
+
+
+def _vocab(tokens: ChunkPlan, options: ChunkOptions) -> ChunkPlan:
+    rows = max(1, tokens.num_tokens)
     # Without a budget a quarter of what a chunk of `tokens` would take: `vocab` is for saving memory. With fewer tokens
     # a block is no wider: its weight gradient has to be summed over them.
-    cols = defaults_of(device_type).chunk // 4 // (rows * logits_dtype.itemsize)
-    vocab = replace(
+    cols = defaults_of(tokens.device_type).chunk // 4 // (rows * tokens.logits_dtype.itemsize)
+    return replace(
         tokens,
         strategy="vocab",
         max_rows=options.chunk_rows or rows,
         equal_rows=False,
-        block_cols=min(vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE)),
+        block_cols=min(tokens.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE)),
     )
-    if options.strategy == "vocab":
-        return vocab
-    return _cheaper_within_budget(tokens, vocab, options.chunk_rows is not None)
 
 
 def _logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
@@ -296,10 +301,6 @@ def _logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) 
         # processor has no instructions for them, so they are made in float32 everywhere.
         return accumulation_dtype(dtype), accumulation_dtype(dtype)
     return options.logits_dtype or dtype, dtype
-
-
-def _efficient_rows(device_type: str) -> int:
-    return MIN_EFFICIENT_ROWS["cpu" if device_type == "cpu" else "other"]
 
 
 def _default_rows(tokens: ChunkPlan) -> int:
@@ -318,23 +319,149 @@ def _default_rows(tokens: ChunkPlan) -> int:
     return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
-def _cheaper_within_budget(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: bool) -> ChunkPlan:
-    """The first in order of preference that keeps the budget, or the smallest of all."""
+def _without_sums(base: ChunkPlan, options: ChunkOptions) -> ChunkPlan:
+    """The smallest plan within `WITHIN` of the fastest, where no gradient of a weight is summed over chunks."""
+    free = options.chunk_rows is None and base.strategy == "tokens" and base.num_tokens > 0
+    if not free or not base.needs.any or base.device_type == "cpu":
+        return base
+    if not base.needs.weights[0]:
+        head = replace(base, num_tokens=1, max_rows=1, hidden_sizes=base.hidden_sizes[:1], needs=FROZEN)
+        rows = _frozen_rows(head)
+        # Chunks of equal size may fill no whole waves, and those that do may leave a rest of a few rows.
+        return min((replace(base, max_rows=rows, equal_rows=equal) for equal in (True, False)), key=cost.seconds)
+    return _unreduced(base, _vocab(base, options)) if base.deferred and options.strategy == "auto" else base
+
+
+@functools.lru_cache(maxsize=1024)
+def _frozen_rows(tokens: ChunkPlan) -> int:
+    """Of the smallest chunk with a rate within `WITHIN` of the fastest, whatever the number of tokens."""
+    defaults, per_row = defaults_of(tokens.device_type), tokens._logits_bytes(1, tokens.vocab_size)
+    # A forward without gradients has as much.
+    rows, step = [ceil_div(ceil_div(defaults.statistics or 1, per_row), ROW_MULTIPLE) * ROW_MULTIPLE], ROW_MULTIPLE
+    while rows[-1] + step <= defaults.chunk // per_row:
+        rows.append(rows[-1] + step)
+        if rows[-1] >= 16 * step:
+            step *= 2
+    times = [cost.seconds(replace(tokens, num_tokens=8 * size, max_rows=size)) / size for size in rows]
+    return next(size for size, time in zip(rows, times, strict=True) if time <= WITHIN * min(times))
+
+
+def _unreduced(tokens: ChunkPlan, vocab: ChunkPlan) -> ChunkPlan:
+    """Logits are made twice with either strategy, and ``vocab`` sums no gradient of a weight. It sums that of inputs,
+    which takes more than `tokens` does where tokens are very many."""
+    plans = [tokens, *(_with_cols(vocab, cols) for cols in LADDER_COLS if LEAST_COLS <= cols < vocab.vocab_size)]
+    plans = [plan for plan in plans if plan.workspace_bytes <= tokens.workspace_bytes]
+    times = [cost.seconds(plan) for plan in plans]
+    limit = WITHIN * min(times)
+    near = [(plan.workspace_bytes, time, plan) for plan, time in zip(plans, times, strict=True) if time <= limit]
+    return min(near, key=lambda choice: choice[:2])[2]
+
+
+class _Rung(NamedTuple):
+    """A plan of one of a few sizes, for any number of tokens."""
+
+    strategy: str
+    size: int
+    remade: bool = False
+    lent_input_sum: bool = False
+    split: bool = False
+
+    def plan(self, tokens: ChunkPlan, vocab: ChunkPlan) -> ChunkPlan | None:
+        """None: it is not possible."""
+        if self.remade and not _may_remake(tokens):
+            return None
+        if self.remade:
+            made = _remaking(tokens)
+            made = _with_rows(made, max(self.size, made.least_late_rows))
+            return made if _can_remake(made) else None
+        if self.strategy == "tokens":
+            return _with_rows(tokens, self.size)
+        if self.split:
+            # As many classes for the gradient of the weight as take about as much.
+            cols = 4 * vocab.hidden_sizes[0] * self.size // max(1, vocab.num_tokens)
+            made = _with_cols(vocab, max(COLUMN_MULTIPLE, cols))
+            return _split(made, self.size) if _can_split(made) else None
+        if self.size >= vocab.vocab_size:
+            return None
+        made = _with_cols(vocab, self.size)
+        if self.lent_input_sum:
+            return replace(made, lent_input_sum=True) if _can_lend_input_sum(made) else None
+        return made
+
+
+Family = tuple[tuple[_Rung, float], ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _ladder(tokens: ChunkPlan, vocab: ChunkPlan, num_tokens: int) -> tuple[Family, ...]:
+    """The rungs of each kind of plan, from the smallest on, with the time that the fastest so far takes; the kind with
+    the fastest of all first."""
+
+    def time(rung: _Rung) -> float:
+        # Of several chunks.
+        count = max(num_tokens, 2 * rung.size if rung.strategy == "tokens" else 0)
+        plan = rung.plan(replace(tokens, num_tokens=count), replace(vocab, num_tokens=count, max_rows=count))
+        return float("inf") if plan is None else cost.seconds(plan) / count
+
+    families = []
+    for rungs in (
+        [_Rung("tokens", size) for size in LADDER_ROWS],
+        [_Rung("tokens", size, remade=True) for size in LADDER_ROWS],
+        [_Rung("vocab", size) for size in LADDER_COLS],
+        [_Rung("vocab", size, lent_input_sum=True) for size in LADDER_COLS],
+        [_Rung("vocab", size, split=True) for size in LADDER_ROWS],
+    ):
+        times = [(rung, time(rung)) for rung in rungs]
+        possible = [rung for rung, seconds in times if seconds < float("inf")]
+        fastest = itertools.accumulate((seconds for _, seconds in times if seconds < float("inf")), min)
+        families.append(tuple(zip(possible, fastest, strict=True)))
+    return tuple(sorted((family for family in families if family), key=lambda family: family[-1][1]))
+
+
+def _without_tokens(plan: ChunkPlan) -> ChunkPlan:
+    """What the ladder depends on. The sizes of a head that are symbols are not to change."""
+    hidden_sizes, vocab_size = tuple(map(int, plan.hidden_sizes)), int(plan.vocab_size)
+    return replace(
+        plan,
+        num_tokens=1,
+        hidden_sizes=hidden_sizes,
+        vocab_size=vocab_size,
+        max_rows=1,
+        block_cols=vocab_size,
+        max_workspace_bytes=None,
+    )
+
+
+def _affordable(tokens: ChunkPlan, vocab: ChunkPlan, rows_are_given: bool) -> ChunkPlan:
+    """Of the two strategies the one with the fastest rung that keeps the budget, or with the smallest plan of all.
+
+    A traced graph that was made for one number of tokens has to have the same strategy for others: what depends on
+    their number is compared with the budget, and nothing else.
+    """
     assert tokens.max_workspace_bytes is not None
     budget = tokens.max_workspace_bytes - ALLOCATOR_SLACK.get(tokens.device_type, 0)
     if rows_are_given:
         return vocab if _first_within(_lending(tokens), budget) is None else tokens
-    efficient_rows = _efficient_rows(tokens.device_type)
     # All tokens at once have no sum of their weight gradient apart, and may take less than a few of them.
-    if _with_rows(tokens, efficient_rows).workspace_bytes <= budget or _in_one_chunk(tokens, budget) is not None:
+    if _in_one_chunk(tokens, budget) is not None:
         return tokens
-    remaking = _least_remaking(tokens)
-    if _can_remake(remaking) and remaking.workspace_bytes <= budget and _more_work(remaking) <= 1.0:
+    if not tokens.needs.any and _with_rows(tokens, ROW_MULTIPLE).workspace_bytes <= budget:
         return tokens
-    if _efficient(vocab, budget) is not None:
-        return vocab
-    if _with_rows(tokens, efficient_rows // 8).workspace_bytes <= budget:
-        return tokens
+    best, least_time = None, float("inf")
+    count = next((count for count in LADDER_TOKENS if tokens.num_tokens <= 2 * count), LADDER_TOKENS[-1])
+    for family in _ladder(_without_tokens(tokens), _without_tokens(vocab), count):
+        if family[-1][1] >= least_time:
+            break
+        # The largest rung that keeps the budget.
+        low, high = -1, len(family)
+        while high - low > 1:
+            middle = (low + high) // 2
+            plan = family[middle][0].plan(tokens, vocab)
+            low, high = (middle, high) if plan is not None and plan.workspace_bytes <= budget else (low, middle)
+        if low >= 0 and family[low][1] < least_time:
+            best, least_time = family[low][0], family[low][1]
+    if best is not None:
+        return tokens if best.strategy == "tokens" else vocab
     return tokens if _smallest(tokens).workspace_bytes <= _smallest(vocab).workspace_bytes else vocab
 
 
@@ -349,40 +476,32 @@ def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
 
 def _in_chunks(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
     """Some tokens at a time, with as many classes made once more as is best; None if nothing fits."""
-    least = _least_remaking(tokens)
-    most = least.remade_cols
-    remade = (0, *(whole_blocks(most * k // 4) for k in range(1, 4)), most)
+    most = _remaking(tokens).remade_cols
+    remade = (0, *(whole_blocks(most * k // 4) for k in range(1, 4)), most) if _may_remake(tokens) else (0,)
     plans = [_fit_size(replace(tokens, remade_cols=cols), budget) for cols in remade]
-    # Workspace may be less with more rows, where dX then is in freed memory. The search may have missed that.
-    plans.append(least if least.workspace_bytes <= budget else None)
     # Whether a plan can make classes once more depends on its rows, too.
     possible = [plan for plan in plans if plan is not None and (not plan.remade_cols or _can_remake(plan))]
-    return min(possible, key=_more_work, default=None)
+    return min(possible, key=cost.seconds, default=None)
 
 
-def _least_remaking(tokens: ChunkPlan) -> ChunkPlan:
-    """All classes made once more whose sums have no place in the memory of the gradient, that is half of them, and
-    chunks of so many rows that this is as fast as `vocab` (see `_more_work`)."""
-    most = tokens.vocab_size - halfway(tokens.vocab_size)
-    rows = ceil_div(int(_efficient_rows(tokens.device_type) / (2.0 - REMAKING)), ROW_MULTIPLE) * ROW_MULTIPLE
-    return _with_rows(replace(tokens, remade_cols=most), rows)
+def _remaking(tokens: ChunkPlan) -> ChunkPlan:
+    """All classes made once more whose sums have no place in the memory of the gradient, that is half of them."""
+    return replace(tokens, remade_cols=tokens.vocab_size - halfway(tokens.vocab_size))
 
 
-def _more_work(tokens: ChunkPlan) -> float:
-    """What a plan has to do beside three products, in times what `vocab` has to do: to make all logits again."""
-    if tokens.num_chunks <= 1:
-        return 0.0
-    remade = tokens.remade_cols / tokens.vocab_size
-    return REMAKING * remade + (1.0 - remade) * _efficient_rows(tokens.device_type) / tokens.chunk_rows
+def _may_remake(plan: ChunkPlan) -> bool:
+    """Whatever its sizes are."""
+    return (
+        plan.has_product
+        and plan.needs.weights[0]
+        and not plan.deferred
+        and plan.in_place  # operands that cannot be fused after all have nothing else for their logits
+        and not plan.skip_ignored
+    )
 
 
 def _can_remake(plan: ChunkPlan) -> bool:
-    return (
-        plan.late_normalization
-        and plan.in_place  # operands that cannot be fused after all have nothing else for their logits
-        and plan.sweeps[0].weight_halves
-        and not plan.skip_ignored
-    )
+    return _may_remake(plan) and plan.late_normalization and plan.sweeps[0].weight_halves
 
 
 def _first_within(plans: Sequence[ChunkPlan], budget: int) -> ChunkPlan | None:
@@ -431,7 +550,7 @@ def _smallest(plan: ChunkPlan) -> ChunkPlan:
     candidates = [_with_size(plan, size) for size in (1, min(ALIGNMENT, most), most)]
     if plan.strategy == "tokens":
         candidates += _lending(_with_size(plan, most))
-        remaking = _with_rows(_least_remaking(plan), plan.least_late_rows)
+        remaking = _with_rows(_remaking(plan), plan.least_late_rows)
         candidates += [remaking] if _can_remake(remaking) else []
     if _can_lend_input_sum(plan):
         candidates += [replace(c, lent_input_sum=True) for c in candidates if c.block_cols < plan.vocab_size]
@@ -460,64 +579,105 @@ def _can_lend_input_sum(plan: ChunkPlan) -> bool:
     )
 
 
-def _efficient(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
-    """The plan with one sweep if that gets `EFFICIENT_COLS` classes, else with a lent sum, else split; None if none
-    of them fits."""
-    whole = _with_cols(vocab, EFFICIENT_COLS)
-    if whole.workspace_bytes <= budget:
-        return _fit_size(vocab, budget)
-    if _can_lend_input_sum(vocab):
-        lent = replace(vocab, lent_input_sum=True)
-        # Only the last blocks are so narrow.
-        if _with_cols(lent, min(EFFICIENT_COLS // 4, _largest_size(lent))).workspace_bytes <= budget:
-            return _fit_size(lent, budget)
-    return _fit_split(vocab, budget) if _can_split(vocab) else None
-
-
 def _fit(plan: ChunkPlan, budget: int) -> ChunkPlan:
-    """The plan with the largest tiles within the budget, or that with the least workspace if none is."""
+    """The fastest plan of its strategy within the budget, or that with the least workspace if none is."""
     if plan.strategy == "vocab":
-        return _efficient(plan, budget) or _fit_size(plan, budget) or _smallest(plan)
+        return _in_blocks(plan, budget) or _smallest(plan)
     return _in_one_chunk(plan, budget) or _in_chunks(plan, budget) or _smallest(plan)
+
+
+def _in_blocks(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
+    """Some classes at a time, with whichever place for the gradient of inputs is best; None if nothing fits."""
+    best = _fit_size(vocab, budget)
+    lent = replace(vocab, lent_input_sum=True)
+    for possible, largest, fit in (
+        (_can_lend_input_sum(vocab), lent, lambda: _fit_size(lent, budget)),
+        (_can_split(vocab), _split(vocab, vocab.num_tokens), lambda: _fit_split(vocab, budget)),
+    ):
+        # Not worth a search if it is slower even with all the memory that it could use.
+        if possible and (
+            best is None or cost.seconds(_with_cols(largest, _largest_size(largest))) < cost.seconds(best)
+        ):
+            plans = [plan for plan in (best, fit()) if plan is not None]
+            best = min(plans, key=cost.seconds, default=None)
+    return best
 
 
 def _fit_split(vocab: ChunkPlan, budget: int) -> ChunkPlan | None:
     """Two sweeps, each as large as the budget allows."""
-    none = replace(vocab, input_tile=(1, 1))
-    fitted = _fit_size(none, budget)
+    fitted = _fit_size(replace(vocab, input_tile=(1, 1)), budget)
     if fitted is None:
         return None
-    # The sum for a chunk of tokens, R x H in float32, and its tile, R x C, get about the same memory.
+    rows = _largest(lambda rows: _split(fitted, rows).workspace_bytes, budget, max(1, vocab.num_tokens), ROW_MULTIPLE)
+    if not rows:
+        return None
+    # A power of two fills whole waves, and leaves no rest of most numbers of tokens.
+    return min((_split(fitted, size) for size in (rows, 1 << rows.bit_length() - 1)), key=cost.seconds)
+
+
+def _split(vocab: ChunkPlan, rows: int) -> ChunkPlan:
+    """With a sweep of its own for the gradients of inputs, of some tokens at a time."""
+    # Their sum, R x H in float32, and their tile, R x C, get about the same memory.
     cols = min(vocab.vocab_size, max(COLUMN_MULTIPLE, 2 * vocab.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
-
-    def split(rows: int) -> ChunkPlan:
-        return replace(fitted, input_tile=(min(rows, vocab.num_tokens), cols))
-
-    rows = _largest(lambda rows: split(rows).workspace_bytes <= budget, vocab.num_tokens, ROW_MULTIPLE)
-    return split(rows) if rows else None
+    return replace(vocab, input_tile=(min(rows, max(1, vocab.num_tokens)), cols))
 
 
 def _fit_size(plan: ChunkPlan, budget: int) -> ChunkPlan | None:
-    """The plan with the largest tiles of one sweep within the budget, None if none is."""
-    multiple = ROW_MULTIPLE if plan.strategy == "tokens" else BLOCK_MULTIPLE
-    size = _largest(lambda size: _with_size(plan, size).workspace_bytes <= budget, _largest_size(plan), multiple)
-    if plan.strategy == "vocab" and LARGE_BLOCK <= size < plan.vocab_size:
-        size = whole_blocks(size)
-    return _with_size(plan, size) if size else None
+    """The plan with the largest tiles of one sweep within the budget, or a little smaller and faster ones; None if none
+    is within it."""
+    most = _largest_size(plan)
+    if plan.strategy == "vocab":
+        size = _largest_cols(plan, budget, most)
+        return _with_cols(plan, size) if size else None
+
+    def taken(rows: int) -> int:
+        # What chunks of equal size take is no line, and less. Statistics have tiles of another kind for them.
+        made = _with_rows(plan, rows)
+        return replace(made, equal_rows=made.equal_rows and not plan.needs.any).workspace_bytes
+
+    size = _largest(taken, budget, most, ALIGNMENT)
+    sizes = {size, *(size // multiple * multiple for multiple in (ROW_MULTIPLE, 2 * ROW_MULTIPLE))} - {0}
+    fitted = (_with_rows(plan, rows) for rows in sizes)
+    return min((plan for plan in fitted if plan.workspace_bytes <= budget), key=cost.seconds, default=None)
 
 
-def _largest(fits: Callable[[int], bool], most: int, multiple: int) -> int:
-    """`most` if that fits, else the largest multiple of `multiple`, or of less, that does; 0 if none does."""
-    if fits(most):
+def _largest_cols(plan: ChunkPlan, budget: int, most: int) -> int:
+    def taken(cols: int) -> int:
+        return _with_cols(plan, cols).workspace_bytes
+
+    size = _largest(taken, budget, most, BLOCK_MULTIPLE)
+    if size == most or size >= 4 * BLOCK_MULTIPLE:
+        return size if size == most else whole_blocks(size)
+    size = _largest(taken, budget, min(most, size + BLOCK_MULTIPLE), COLUMN_MULTIPLE)
+    half = BLOCK_MULTIPLE // 2
+    return size // half * half if size >= BLOCK_MULTIPLE else size
+
+
+def _largest(taken: Callable[[int], int], budget: int, most: int, multiple: int) -> int:
+    """`most` if ``taken(most) <= budget``, else the largest multiple of `multiple`, or of less, for which that holds;
+    0 if there is none. What is taken is nearly affine in the size, so most tries are where the line through the last
+    two meets the budget.
+    """
+    if taken(most) <= budget:
         return most
     for step, limit in ((multiple, most), (ALIGNMENT, min(multiple, most)), (1, min(ALIGNMENT, most))):
-        low, high = 0, (limit - 1) // step  # of the sizes that fit, the largest seen; the largest that may
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(middle * step):
-                low = middle
-            else:
-                high = middle - 1
+        # Of the sizes that fit the largest seen, of those that do not the smallest, and the next to try.
+        low, high, size = 0, (limit - 1) // step + 1, 1
+        tries: list[tuple[int, int]] = []
+        while high - low > 1:
+            bytes_ = taken(size * step)
+            low, high = (size, high) if bytes_ <= budget else (low, size)
+            tries.append((size, bytes_))
+            size = _next_try(tries, budget) if len(tries) % 4 else (low + high) // 2
+            size = min(max(size, low + 1), high - 1)
         if low:
             return low * step
     return 0
+
+
+def _next_try(tries: Sequence[tuple[int, int]], budget: int) -> int:
+    if len(tries) == 1:
+        return 16
+    (size_1, bytes_1), (size_2, bytes_2) = tries[-2:]
+    slope = (bytes_2 - bytes_1) / (size_2 - size_1) if size_2 != size_1 else 0.0
+    return size_2 + int((budget - bytes_2) / slope) if slope > 0 else size_2

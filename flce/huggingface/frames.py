@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
+
 # What torch.compiler.disable and torch._dynamo do in the end, without the second that importing those takes.
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
@@ -33,7 +35,13 @@ def graph_may_end() -> bool:
     from torch._dynamo.symbolic_convert import InstructionTranslator  # loaded: the compiler is running
 
     translator: Any = InstructionTranslator.current_tx()
-    return not (translator.one_graph or translator.error_on_graph_break)
+    return not (translator.one_graph or translator.error_on_graph_break or is_transformed())
 
 
-graph_may_end._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is running; within a trace, whether this code is traced for one."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+for _function in (graph_may_end, is_transformed):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result

@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.hooks import RemovableHandle
 
 from flce.arguments import autocast_dtype
+from flce.huggingface.frames import is_transformed
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
 
@@ -47,8 +48,7 @@ def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if not same_dtype and autocast_dtype(hidden.device.type) is None:
         return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
     # A transform could not replay our objects.
-    in_transform = not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    return "the model runs in a transform of torch.func" if in_transform else None
+    return "the model runs in a transform of torch.func" if is_transformed() else None
 
 
 def is_recorded() -> bool:

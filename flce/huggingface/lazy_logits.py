@@ -37,13 +37,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flce.huggingface import lazy_ops
-from flce.huggingface.frames import never_compiled
+from flce.huggingface.frames import is_transformed, never_compiled
 from flce.huggingface.head_call import HeadCall, add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
 from flce.huggingface.lazy_state import LazyState, StackState, State
 from flce.huggingface.terms import versions_of
 from flce.huggingface.usage import ASKED_FOR, MaterializedLogitsWarning, caller, name_of, say_materialized
-from flce.huggingface.wrappers import asks_for_wrapper, ddp_hook, is_wrapper_hook
+from flce.huggingface.wrappers import asks_for_wrapper, ddp_hook, is_wrapper_hook, outside_of_checkpoint
 
 # -------------------------------------------------------------------------------------------------- classes
 
@@ -164,7 +164,7 @@ class LazyBase:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_mode(True, not torch.compiler.is_compiling() and state.tensors[0].is_inference()))
             if any(call.is_outside for call in state.calls):  # a recomputation will find these logits, as stock's
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+                stack.enter_context(outside_of_checkpoint())
             real = watch_gradient(state.logits(), state.calls)
             return real if self._shadow is None or self._viewed_source() is not None else _laid_out(real, self._shadow)
 
@@ -372,11 +372,7 @@ _APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
 
 
 class TracedLazyLogits(LazyBase):
-    """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow.
-
-    It is not a ``torch.Tensor``; where a compiled model returns it, call :meth:`materialize` or use it in
-    any torch function.
-    """
+    """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
 
     @staticmethod
     def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
@@ -458,7 +454,7 @@ def _define_methods() -> None:
     """.split()  # noqa: SIM905
     members = [(name, getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
     lazy = [name for name, member in members if callable(member) and member in lazy_ops.OPERATIONS]
-    for name in ("shape", "dtype", "device", "ndim", "requires_grad"):
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad"):  # what the state tells
         setattr(TracedLazyLogits, name, property(lambda lazy, name=name: getattr(lazy._state, name)))  # type: ignore[misc]
     for name in [f"__{op}__" for op in operators] + lazy:
         if name not in TracedLazyLogits.__dict__:
@@ -493,7 +489,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args and is_lazy(kwargs.get("input")):
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
-    if _transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         with temporarily_clear_interpreter_stack():  # real logits are no part of the transform
             args, kwargs = _realise(args, func), _realise(kwargs, func)
         return func(*args, **kwargs)
@@ -507,11 +503,6 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         result = NotImplemented
     return _of_real(func, args, kwargs) if result is NotImplemented else result
-
-
-def _transformed() -> bool:
-    """Whether a transform of ``torch.func`` is running, which cannot know lazy logits."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -739,7 +730,7 @@ def _stand_ins(value: Any) -> Any:
     """Replace lazy logits by one element, expanded: enough for operations that only read metadata."""
 
     def one(lazy: Any) -> Tensor:
-        like = lazy._state if lazy._existing() is None else lazy._existing()
+        like = _states(lazy)
         return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
 
     return _replaced(value, one)

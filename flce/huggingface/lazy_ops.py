@@ -286,25 +286,33 @@ def _rearranged(name: str) -> Callable[..., Any]:
         if len(grown) != 1 or now[grown[0]] != state.vocab_size:
             return NotImplemented  # tokens and classes are in one dimension, or classes in none
         result = state.with_hidden(lambda hidden: method(hidden, *args, **kwargs), grown[0])
-        return result if result.shape == torch.Size(now) else NotImplemented
+        same = result.ndim == len(now) and result.shape == torch.Size(now)
+        return result if same else NotImplemented  # a hidden size of 1 may be squeezed away
 
     return handler
 
 
-def _in_pieces(name: str, place_of_dim: int) -> Callable[..., Any]:
-    """A method that cuts tokens apart, whose argument ``dim`` stands at ``place_of_dim``."""
-    method = getattr(Tensor, name)
+def _split(state: LazyState, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
+    sizes = split_size_or_sections if split_size is None else split_size
+    return _pieces(state, dim, lambda hidden: hidden.split(sizes, dim))
 
-    def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
-        dim = _dim(state, kwargs.get("dim", args[place_of_dim] if len(args) > place_of_dim else 0))
-        if dim == state.class_dim:
-            return NotImplemented
-        hidden = [method(term.hidden, *args, **kwargs) for term in state.terms if isinstance(term, LinearTerm)]
-        class_dim = state.class_dim - (hidden[0][0].dim() < state.ndim and dim < state.class_dim)
-        pieces = [iter(together) for together in zip(*hidden, strict=True)]
-        return tuple(state.with_hidden(lambda _, rest=rest: next(rest), class_dim) for rest in pieces)  # type: ignore[misc]
 
-    return handler
+def _chunk(state: LazyState, chunks: int, dim: int = 0) -> Any:
+    return _pieces(state, dim, lambda hidden: hidden.chunk(chunks, dim))
+
+
+def _unbind(state: LazyState, dim: int = 0) -> Any:
+    return _pieces(state, dim, lambda hidden: hidden.unbind(dim), lost=1)
+
+
+def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]], lost: int = 0) -> Any:
+    """Tokens cut apart along `dim`, which the pieces may have `lost`."""
+    if _dim(state, dim) == state.class_dim:
+        return NotImplemented
+    class_dim = state.class_dim - (lost if _dim(state, dim) < state.class_dim else 0)
+    hidden = [cut(term.hidden) for term in state.terms if isinstance(term, LinearTerm)]
+    pieces = [iter(together) for together in zip(*hidden, strict=True)]
+    return tuple(state.with_hidden(lambda _, rest=rest: next(rest), class_dim) for rest in pieces)  # type: ignore[misc]
 
 
 def _index_select(state: LazyState, dim: int, index: Tensor) -> Any:
@@ -721,9 +729,9 @@ def _of_each(run: Callable[..., Any]) -> Callable[..., Any]:
 
 _TABLE: dict[str, Operation] = {
     "view reshape": Operation(_reshape, _stack_reshape, "view"),
-    "split": Operation(_in_pieces("split", 1), None, "view"),
-    "chunk": Operation(_in_pieces("chunk", 1), None, "view"),
-    "unbind": Operation(_in_pieces("unbind", 0), _stack_unbind, "view"),
+    "split": Operation(_split, None, "view"),
+    "chunk": Operation(_chunk, None, "view"),
+    "unbind": Operation(_unbind, _stack_unbind, "view"),
     "index_select": Operation(_index_select),
     "__getitem__": Operation(_getitem, _stack_getitem, "view"),
     "select": Operation(_select, _stack_select, "view"),
@@ -732,6 +740,7 @@ _TABLE: dict[str, Operation] = {
     "contiguous": Operation(_contiguous, _of_each(_contiguous)),
     "clone": Operation(_clone, None, "elementwise"),
     "to": Operation(_to, _of_each(_to), "elementwise"),
+    "cpu": Operation(lambda state: _to(state, "cpu"), None, "elementwise"),
     "type": Operation(_type, None, "elementwise"),
     "type_as": Operation(_type_as, None, "elementwise"),
     "float": Operation(_cast(torch.float32), _of_each(_cast(torch.float32)), "elementwise"),
@@ -792,7 +801,8 @@ AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
 
 # Do not change their arguments, make memory of their own, do not ask for their place in the graph.
 READING = frozenset(
-    functions("""
+    function
+    for function in functions("""
     all any amin amax aminmax argmin argmax max min sum nansum mean nanmean std var std_mean var_mean median nanmedian
     mode prod norm quantile nanquantile logsumexp cumsum cumprod logcumsumexp topk sort argsort kthvalue count_nonzero
     nonzero unique histc bincount multinomial bernoulli softmax log_softmax softmin sigmoid logsigmoid exp exp2 expm1
@@ -805,6 +815,10 @@ READING = frozenset(
     cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits
     margin_ranking_loss __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__
     __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __matmul__ __rmatmul__ __invert__ __eq__ __ne__ __lt__
-    __le__ __gt__ __ge__ __contains__ __bool__ __int__ __float__ __index__ __format__ __repr__ item tolist
+    __le__ __gt__ __ge__ __contains__ __bool__ __int__ __float__ __index__ __format__ __repr__ item tolist scatter
+    scatter_add index_fill repeat repeat_interleave tile roll flip inner addmm baddbmm logaddexp xlogy expit entr
+    logical_not bucketize isin msort soft_margin_loss poisson_nll_loss gaussian_nll_loss multi_margin_loss
+    hinge_embedding_loss triplet_margin_loss dstack column_stack int long bool leaky_relu
     """)
+    if "inplace" not in getattr(getattr(function, "__code__", None), "co_varnames", ())
 )

@@ -7,15 +7,17 @@ only where their module has been imported.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -138,6 +140,17 @@ def pack_of_checkpoint() -> Any:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
+
+
+@contextlib.contextmanager
+def outside_of_checkpoint() -> Iterator[None]:
+    """Autograd saves tensors as outside of a checkpoint, and that keeps none of these operations' results either."""
+    keeps = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        _disable_current_modes() if keeps else contextlib.nullcontext(),
+    ):
+        yield
 
 
 def checkpoint_around() -> Any:

@@ -762,6 +762,26 @@ def test_errors_tell_the_size_of_the_logits(name: str, models: tuple[Any, Any]) 
     assert (type(patched), str(patched)) == (type(stock), str(stock))
 
 
+@pytest.mark.parametrize("function", [F.relu, F.silu, F.elu, F.leaky_relu])
+def test_a_function_that_may_write(function: Any, models: tuple[Any, Any]) -> None:
+    def program(model: Any) -> Any:
+        logits = logits_of(model)
+        written = function(logits[:, -1], inplace=True)
+        return loss_of(logits), written.square().mean(), logits.sum()
+
+    assert_same(models, program)
+
+
+def test_pieces_of_nothing(models: tuple[Any, Any]) -> None:
+    def program(model: Any) -> Any:
+        logits = logits_of(model)
+        assert list(logits[IDS < 0]) == []
+        assert logits[:0].unbind(0) == ()
+        return logits.movedim(0, 1).unbind(1)[1].square().sum(), loss_of(logits)
+
+    assert_same(models, program)
+
+
 def test_several_steps_detached_are_cat_without_logits(models: tuple[Any, Any]) -> None:
     """As evaluations gather them."""
 

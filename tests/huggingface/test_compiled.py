@@ -105,6 +105,7 @@ READS: dict[str, Callable[[Any], Tensor]] = {
     "write to a view": lambda x: (x.view(-1, x.shape[-1]).mul_(0.5), own_loss(x))[1],
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(),
     "cat": lambda x: torch.cat([x, torch.zeros_like(x)], -1).square().sum(),
+    "split": lambda x: torch.split(x, split_size_or_sections=2, dim=1)[1].square().sum(),
 }
 
 
@@ -169,6 +170,15 @@ def test_graphs_are_whole_where_stock_code_runs(models: tuple[Any, Any]) -> None
         assert type(logits) is Tensor
         counts.append(counter.frame_count)
     assert counts == [1, 1]
+
+
+def test_a_transform_in_a_compiled_function(models: tuple[Any, Any]) -> None:
+    def loss_of_each(model: Any) -> Tensor:
+        losses: Tensor = torch.vmap(lambda ids: model(ids[None], labels=ids[None]).loss)(IDS)
+        return losses.sum()
+
+    results = [torch.compile(loss_of_each, backend="eager")(model) for model in models]
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_plain_objects_in_an_autograd_function(models: tuple[Any, Any]) -> None:

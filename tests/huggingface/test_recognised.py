@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import flce
 from flce.huggingface import NotFusedWarning, patch_model, unpatch_model
@@ -193,17 +193,23 @@ READ: dict[str, Callable[[Tensor], Tensor]] = {
     "a view": lambda x: x.view(-1, x.shape[-1]).exp().sum() + x[:, -1].square().sum(),
     "a few": lambda x: x[:1, -1].exp().sum(),
     "and a loss": lambda x: x.softmax(-1).square().sum() + F.cross_entropy(x.flatten(0, 1), IDS.flatten()),
+    "a product": lambda x: (x.softmax(-1) @ x.transpose(1, 2)).square().sum(),
 }
 
 
+def some_are_kept() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.bmm.default])
+
+
+@pytest.mark.parametrize("contexts", [noop_context_fn, some_are_kept])
 @pytest.mark.parametrize("name", READ)
-def test_logits_that_are_read_in_a_checkpoint(name: str, build: Build) -> None:
+def test_logits_that_are_read_in_a_checkpoint(name: str, contexts: Any, build: Build) -> None:
     """A recomputation is given the logits that the first pass computed."""
     stock = build("Llama", num_hidden_layers=1)
     patched = patch_model(copy.deepcopy(stock), on_materialize="ignore")
     results = []
     for model in (stock, patched):
-        loss: Any = checkpoint(READ[name], model(input_ids=IDS).logits, use_reentrant=False)
+        loss: Any = checkpoint(READ[name], model(input_ids=IDS).logits, use_reentrant=False, context_fn=contexts)
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
     torch.testing.assert_close(results[1], results[0])
