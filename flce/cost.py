@@ -30,12 +30,14 @@ class Device(NamedTuple):
     """Rows and columns of the result that a multiprocessor makes at a time."""
     depth: int
     """Of a block, the least that is worth a multiprocessor of its own."""
+    host: float
+    """Seconds that Python takes to launch what a tile needs, while the device has the tile before."""
 
 
 # Fitted to benchmarks/results/h200.json and h200-earlier.json.
-H200 = Device(710e12, 50e12, 4e12, 2.5e12, 3e-6, 132, (128, 256), 1024)
+H200 = Device(710e12, 50e12, 4e12, 2.5e12, 3e-6, 132, (128, 256), 1024, 130e-6)
 # Two cores without instructions for half precision: the products of benchmarks/results/cpu.json.
-CPU = Device(150e9, 150e9, 19e9, 19e9, 20e-6, 1, (16, 16), 1 << 30)
+CPU = Device(150e9, 150e9, 19e9, 19e9, 20e-6, 1, (16, 16), 1 << 30, 0.0)
 
 # Small kernels around the products of a chunk that is normalized late.
 LATE_LAUNCHES = 14
@@ -82,7 +84,7 @@ def _sweep(plan: ChunkPlan, sweep: Sweep, number: int) -> float:
             one += sum(product(device, kept, h, r, itemsize) for h in weights)
             if in_memory:
                 one += r * c * (plan.logits_dtype.itemsize + plan.grad_dtype.itemsize) / device.bandwidth
-            total += row_tiles * col_tiles * one
+            total += row_tiles * col_tiles * max(one, device.host)
     total += LATE_LAUNCHES * num_rows * device.launch if late else 0.0
     sum_itemsize = plan._accum.itemsize
     classes = min(sweep.weight_stop, sweep.stop) - sweep.start
