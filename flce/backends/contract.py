@@ -10,7 +10,7 @@ and `product_exponentials`). Everything is computed in float32 (float64 for floa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -25,6 +25,16 @@ MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE
 # `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and so many classes,
 # `product_exponentials` one.
 PRODUCT_BLOCK = 256
+# Of a LossSpec, what these and `Backend.product_gradient` know to do. A field or statistic that is not listed here goes
+# the way of a pass over logits in memory.
+PRODUCT_FIELDS = frozenset({"reduction", "ignore_index", "softcap", "logit_scale", "temperature", "z_loss", "stats"})
+PRODUCT_STATS = frozenset({"lse", "logprob"})
+
+
+def products_know(spec: LossSpec) -> bool:
+    """Whether products with an epilogue make all that is asked for."""
+    asked = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
+    return asked <= PRODUCT_FIELDS and set(spec.stats) <= PRODUCT_STATS
 
 
 class RowProblem(Protocol):
