@@ -121,8 +121,16 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
-    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    spec = LossSpec(
+        reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        z_loss=z_loss,
+        stats=stats,
+    )
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
     shift = check_shift(shift)
@@ -266,8 +274,16 @@ def cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
-    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    spec = LossSpec(
+        reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        z_loss=z_loss,
+        stats=stats,
+    )
     check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
     shift = check_shift(shift)
     check_inplace(inplace)

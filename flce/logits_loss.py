@@ -27,13 +27,14 @@ from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.backends.state import empty_shard, finish
 from flce.batching import is_batched, register_loop
+from flce.custom_op import define
 from flce.distributed import Shard
 from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
-from flce.problem import SPEC_SCHEMA, LossSpec, accumulation_dtype
+from flce.problem import SPEC, LossSpec, accumulation_dtype
 
 _ARGUMENTS = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    f"{SPEC_SCHEMA}, str? group, SymInt start, SymInt vocab_size"
+    f"{SPEC.schema}, str? group, SymInt start, SymInt vocab_size"
 )
 _NUM_TENSORS = 5
 
@@ -283,13 +284,21 @@ def _refuse_double_backward() -> None:
 
 def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
     shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
-    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, *p.spec.flat, *shard)
+    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, *SPEC.pack(p.spec), *shard)
 
 
 def _unpack(args: tuple[Any, ...]) -> CrossEntropyProblem:
-    tensors, (*spec, group, start, vocab_size) = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
-    shard = None if group is None else Shard(group, start, vocab_size)
-    return CrossEntropyProblem(*tensors, LossSpec.from_flat(spec), shard)  # type: ignore[call-arg]
+    (logits, target, class_weight, token_weight, num_items), scalars = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
+    group, start, vocab_size = scalars[len(SPEC) :]
+    return CrossEntropyProblem(
+        logits=logits,
+        target=target,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        num_items=num_items,
+        spec=SPEC.unpack(scalars[: len(SPEC)]),
+        shard=None if group is None else Shard(group, start, vocab_size),
+    )
 
 
 def _forward(*args: Any) -> Outputs:
@@ -344,20 +353,21 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 
 
 def _register() -> None:
-    def define(name: str, schema: str, implementation: Any, fake: Any) -> None:
-        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
-        torch.library.register_fake(f"flce::{name}", fake)
-
     outputs = ", ".join("Tensor" for _ in Outputs._fields)
-    define("cross_entropy", f"({_ARGUMENTS}) -> ({outputs})", _forward, _forward_fake)
+    define(
+        "cross_entropy",
+        f"({_ARGUMENTS}) -> ({outputs})",
+        _forward,
+        _forward_fake,
+        backward=_differentiate,
+        setup_context=_setup_context,
+    )
     define(
         "cross_entropy_backward",
         f"(Tensor normalizer, Tensor constants, Tensor upstream, {_ARGUMENTS}) -> Tensor",
         _backward,
         _backward_fake,
     )
-    torch.library.register_autograd("flce::cross_entropy", _differentiate, setup_context=_setup_context)
     register_loop("cross_entropy_backward")
 
 

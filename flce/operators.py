@@ -12,6 +12,7 @@ An operator's schema takes tensors, scalars and lists of them only: `_pack` take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +23,17 @@ from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product
 from flce.batching import for_each, is_batched, register_loop
 from flce.chunk_plan import CallShape, ChunkPlan
+from flce.custom_op import Flat, define
 from flce.planning import ChunkOptions, base_plan, make_plan
-from flce.problem import SPEC_SCHEMA, LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
+from flce.problem import SPEC, LinearCrossEntropyProblem, LinearTerm, Needs, accumulation_dtype
 
-# Of _ARGUMENTS: the tensors and lists of them, and the fields of LossSpec that follow.
-_NUM_TENSORS = 7
-_NUM_SPEC = 8
+_OPTIONS = Flat(ChunkOptions)
+# Tensors and lists of them; then scalars: the fields of LossSpec, `Needs.flat`, the fields of ChunkOptions.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    "Tensor? token_weight, Tensor? num_items, "
-    f"{SPEC_SCHEMA}, "
-    "bool[] needs, "
-    "int? chunk_rows, int? max_workspace_bytes, str strategy, ScalarType? logits_dtype, "
-    "ScalarType accum_dtype, bool? skip_ignored"
+    f"Tensor? token_weight, Tensor? num_items, {SPEC.schema}, bool[] needs, {_OPTIONS.schema}"
 )
+_NUM_TENSORS = 7
 
 
 class Outputs(NamedTuple):
@@ -76,26 +74,30 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         p.class_weight,
         p.token_weight,
         p.num_items,
-        *p.spec.flat,
+        *SPEC.pack(p.spec),
         p.needs.flat,
-        options.chunk_rows,
-        options.max_workspace_bytes,
-        options.strategy,
-        options.logits_dtype,
-        options.accum_dtype,
-        None if options.skip_ignored == "auto" else options.skip_ignored,
+        *_OPTIONS.pack(options),
     )
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan]:
-    inputs, weights, *tensors = args[:_NUM_TENSORS]
+    inputs, weights, target, linear_bias, class_weight, token_weight, num_items = args[:_NUM_TENSORS]
     scalars = args[_NUM_TENSORS:]
-    needs, *chunking, skip = scalars[_NUM_SPEC:]
-    terms = tuple(map(LinearTerm, inputs, weights))
-    spec = LossSpec.from_flat(scalars[:_NUM_SPEC])
-    problem = LinearCrossEntropyProblem(terms, *tensors, spec, Needs.from_flat(needs))  # type: ignore[call-arg]
-    options = ChunkOptions(*chunking, "auto" if skip is None else skip)  # type: ignore[call-arg]
-    return problem, _plan(problem, options)
+    problem = LinearCrossEntropyProblem(
+        terms=tuple(map(LinearTerm, inputs, weights)),
+        target=target,
+        linear_bias=linear_bias,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        num_items=num_items,
+        spec=SPEC.unpack(scalars[: len(SPEC)]),
+        needs=_needs(scalars),
+    )
+    return problem, _plan(problem, _OPTIONS.unpack(scalars[len(SPEC) + 1 :]))
+
+
+def _needs(scalars: Sequence[Any]) -> Needs:
+    return Needs.from_flat(scalars[len(SPEC)])
 
 
 def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
@@ -182,7 +184,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.mark_non_differentiable(*others, *grads, unit)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.needs = Needs.from_flat(ctx.scalars[_NUM_SPEC])
+    ctx.needs = _needs(ctx.scalars)
     ctx.dtype = of_inputs[0].dtype
     ctx.deferred = not grads
     ctx.used = False
@@ -250,7 +252,7 @@ def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: A
 
 def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
     """Of the products for the logits, and of those for the gradients that are needed."""
-    inputs, weights, needs = args[0], args[1], Needs.from_flat(args[_NUM_TENSORS + _NUM_SPEC])
+    inputs, weights, needs = args[0], args[1], _needs(args[_NUM_TENSORS:])
     of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]
     wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
     return sum(of_terms), sum(count for count, needed in wanted if needed)
@@ -265,13 +267,15 @@ def _scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _register() -> None:
-    def define(name: str, schema: str, implementation: Any, fake: Any) -> None:
-        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
-        torch.library.register_fake(f"flce::{name}", fake)
-
     outputs = ", ".join("Tensor[]" if name == "grads" else "Tensor" for name in Outputs._fields)
-    define("linear_cross_entropy", f"({_ARGUMENTS}) -> ({outputs})", _forward, _forward_fake)
+    define(
+        "linear_cross_entropy",
+        f"({_ARGUMENTS}) -> ({outputs})",
+        _forward,
+        _forward_fake,
+        backward=_differentiate,
+        setup_context=_setup_context,
+    )
     define(
         "linear_cross_entropy_backward",
         f"(Tensor normalizer, Tensor upstream, {_ARGUMENTS}) -> Tensor[]",
@@ -285,7 +289,6 @@ def _register() -> None:
         _scale_cast,
         lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
     )
-    torch.library.register_autograd("flce::linear_cross_entropy", _differentiate, setup_context=_setup_context)
     flops.declare("linear_cross_entropy", _forward_flops)
     flops.declare("linear_cross_entropy_backward", _backward_flops)
     register_loop("linear_cross_entropy_backward")

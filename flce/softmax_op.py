@@ -14,6 +14,7 @@ from torch import Tensor
 from flce.arguments import autocast_dtype, check_tensor, refuse_forward_mode
 from flce.backends import get_backend
 from flce.batching import register_loop
+from flce.custom_op import define
 from flce.problem import accumulation_dtype
 from flce.scalars import integer
 
@@ -141,27 +142,21 @@ def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _register() -> None:
-    def define(name: str, schema: str, implementation: Any, fake: Any, backward: Any, setup: Any) -> None:
-        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
-        torch.library.register_fake(f"flce::{name}", fake)
-        torch.library.register_autograd(f"flce::{name}", backward, setup_context=setup)
-
     define(
         "softmax",
         "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
         _forward,
         lambda x, dim, dtype, log: torch.empty_like(x, dtype=dtype),
-        _differentiate,
-        _setup_context,
+        backward=_differentiate,
+        setup_context=_setup_context,
     )
     define(
         "softmax_backward",
         "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
         _backward,
         lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
-        _differentiate_twice,
-        _setup_second_context,
+        backward=_differentiate_twice,
+        setup_context=_setup_second_context,
     )
     register_loop("softmax_backward")
 
