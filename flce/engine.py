@@ -33,9 +33,7 @@ from flce.selection import Selection
 
 @dataclass(frozen=True)
 class ForwardResult:
-    loss: Tensor  # () or (N,)
-    z_loss: Tensor | None  # like loss
-    rows: RowOutputs  # of all N rows
+    rows: RowOutputs  # of all N rows, but the losses: () or (N,)
     grads: list[Tensor]  # of the loss, times grad_unit; empty if the plan defers them
     grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
 
@@ -62,16 +60,15 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
         grads = sums.result()
     else:
         _statistics(problem, plan, selection, constants, rows)
-    rows = selection.scatter(rows)
-    loss, z_loss, _ = vectors.reduce(problem, rows, constants)
-    return ForwardResult(loss, z_loss, rows, grads, unit)
+    results, _ = vectors.reduce(problem, selection.scatter(rows), constants)
+    return ForwardResult(results, grads, unit)
 
 
 def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor) -> list[Tensor]:
     """The gradients, from recomputed logits.
 
     Args:
-        normalizer: (2, N), as `forward` left it.
+        normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     constants = vectors.constants(problem)
@@ -202,7 +199,7 @@ def _gradients(
     sweep: Sweep,
     selection: Selection,
     constants: Tensor,
-    normalizer: Tensor,  # (2, rows)
+    normalizer: Tensor,  # (NORMALIZER_SLOTS, rows)
     upstream: Tensor | None,  # (rows,)
     grads: GradientSums,
 ) -> None:

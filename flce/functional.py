@@ -180,9 +180,7 @@ def fused_linear_cross_entropy(
         ),
     )
     out = linear_cross_entropy(problem, options or ChunkOptions())
-    return output(
-        out.loss, out.z_loss, out.normalizer, out.logprob, out.entropy, out.argmax, problem.target, shape, spec
-    )
+    return output(out, problem.target, shape, spec)
 
 
 @overridable
@@ -332,7 +330,7 @@ def cross_entropy(
     out = logits_loss.cross_entropy(problem, inplace)
     if overwritten_dtensor is not None:  # it counts its versions apart from what is in it
         torch.autograd.graph.increment_version(overwritten_dtensor)
-    return output(*out[:-1], problem.target, torch.Size(tokens), spec)  # the last is for backward
+    return output(out, problem.target, torch.Size(tokens), spec)
 
 
 def _check_logits_shapes(

@@ -18,6 +18,9 @@ Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
 
 STATS: tuple[str, ...] = get_args(Stat)
 
+# See `LossSpec.typical_gradient`.
+TYPICAL_LSE = 32.0
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of losses, statistics and row arithmetic: float64 for float64, else float32."""
@@ -81,6 +84,11 @@ class LossSpec:
     def cap(self) -> float:
         """See `scale`; 1 without softcap."""
         return 1.0 if self.softcap is None else self.softcap / self.temperature
+
+    @property
+    def typical_gradient(self) -> float:
+        """How large a gradient in a logit may well be, of a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
+        return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
 
 
 # Its numbers, and which of them may be None.

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.backends.eager import TorchBackend
-from flce.backends.state import finish
+from flce.backends.eager import TorchBackend, finish
 from flce.problem import LossSpec
 from tests.helpers import allpairs
 
