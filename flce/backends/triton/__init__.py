@@ -308,7 +308,7 @@ def _launch(
             FINISH=tile.last,
             GRADIENT=grad is not None,
             TWO_LEVEL=logits.dim() == 3,
-            HAS_SMOOTHING=spec.label_smoothing != 0.0,
+            HAS_LABEL_SMOOTHING=spec.label_smoothing != 0.0,
             WANT_LOGPROB=out is not None and out.logprob is not None,
             WANT_ENTROPY=out is not None and out.entropy is not None,
             WANT_ARGMAX=out is not None and out.argmax is not None,
