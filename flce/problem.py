@@ -48,7 +48,7 @@ class LossSpec:
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
-        for name, may_be_none in _FLOATS.items():
+        for name, may_be_none in NUMBERS.items():
             value = getattr(self, name)
             if type(value) is not float and not (may_be_none and value is None):
                 # PyTorch has only the first, and takes a bool for it.
@@ -92,7 +92,7 @@ class LossSpec:
 
 
 # Its numbers, and which of them may be None.
-_FLOATS = {name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)}
+NUMBERS = {name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)}
 # As arguments of a custom operator.
 SPEC = Flat(LossSpec)
 

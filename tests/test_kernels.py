@@ -536,6 +536,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> lis
     real = kernels.cross_entropy_kernel
 
     class Kernel:
+        arg_names = real.arg_names
+
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             def launch(*args: Any, **kwargs: Any) -> None:
                 flags.append((kwargs["HEAD_BYTES"], kwargs["ONE_BLOCK"]))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from flce.backends.contract import RowInputs
-from flce.problem import LossSpec
+from flce.backends import capability
+from flce.backends.contract import RowInputs, RowOutputs
+from flce.problem import NUMBERS, LossSpec
+
+_OUTPUTS = tuple(field.name for field in fields(RowOutputs))
 
 # A thread loads this many bytes at a time.
 VECTOR_BYTES = 16
@@ -25,27 +30,29 @@ FILLED = 3 / 4
 
 
 class Launch(NamedTuple):
-    """A kernel, and what it is launched with."""
+    """A kernel, and what it is launched with, by the names of its parameters."""
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]
+    args: dict[str, Any]
     options: dict[str, Any]
+    """What it is built for, and how it is launched."""
 
     def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.options)
+        self.kernel[self.grid](**self.args, **self.options)
 
     def build(self) -> None:
         """Everything but the launch. To take a built kernel with a grid loads it; before Triton 3.7 a C compiler then
         builds its launcher, which takes as long as the kernel."""
-        self.kernel.warmup(*self.args, grid=self.grid, **self.options)[self.grid]
+        self.kernel.warmup(grid=self.grid, **self.args, **self.options)[self.grid]
 
 
 def build_key(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec) -> tuple[Hashable, ...]:
     """What decides on the kernels of a call: types, sizes and flags, no values."""
     tensors = (x, rows.bias, rows.class_weight, rows.token_weight)
     dtypes = (None if t is None else t.dtype for t in tensors)
-    return (*dtypes, *weight.shape, *features(rows, spec, None).values(), spec.reduction, "logprob" in spec.stats)
+    flags = call_arguments(rows, spec, x).flags
+    return (*dtypes, *weight.shape, *flags.values(), *RowOutputs.asked(spec), spec.reduction)
 
 
 # Of `build_once`.
@@ -77,6 +84,7 @@ class DeviceFacts(NamedTuple):
     registers: int  # of a multiprocessor, 32 bits each
 
 
+@functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":  # the interpreter
         return DeviceFacts(1, 0, 65536)
@@ -89,7 +97,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
 def overlap(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
     ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
-    possible = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    possible = device.type == "cuda" and capability(device) >= 9
     return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
 
 
@@ -107,14 +115,48 @@ def filled(row: int, block: int) -> float:
     return row / (triton.cdiv(row, block) * block)
 
 
-def features(rows: RowInputs, spec: LossSpec, upstream: Tensor | None) -> dict[str, bool]:
-    """Of what kernels know to do with logits, what a call asks for."""
-    return {
+class CallArguments(NamedTuple):
+    """All that kernels know to do with the logits of a call, by the names of their parameters.
+
+    Whoever adds an option to `LossSpec`, or a result to `RowOutputs`, finds it here: a number ``name`` with a flag
+    ``HAS_NAME``, memory ``name_ptr`` with a flag ``WANT_NAME``.
+    """
+
+    values: dict[str, Any]
+    """Tensors and numbers."""
+    flags: dict[str, bool]
+    """Of each option, whether it is used."""
+
+
+def call_arguments(
+    rows: RowInputs, spec: LossSpec, unused: Tensor, *, out: RowOutputs | None = None, upstream: Tensor | None = None
+) -> CallArguments:
+    """`unused` stands for tensors that a flag switches off. They are never read."""
+    inputs = {"class_weight": rows.class_weight, "token_weight": rows.token_weight, "upstream": upstream}
+    outputs = {name: None if out is None else getattr(out, name) for name in _OUTPUTS}
+    numbers = {name: getattr(spec, name) for name in NUMBERS}
+    tensors = {**inputs, **outputs, "target": rows.target, "constants": rows.constants}
+    values = {
+        **{f"{name}_ptr": unused if tensor is None else tensor for name, tensor in tensors.items()},
+        **numbers,
+        "normalizer_stride": 0 if out is None else out.normalizer.stride(0),
+        "ignore_index": spec.ignore_index,
+        "scale": spec.scale,
+        "cap": spec.cap,
+    }
+    flags = {
+        **{f"HAS_{name.upper()}": tensor is not None for name, tensor in inputs.items()},
+        **{f"WANT_{name.upper()}": tensor is not None for name, tensor in outputs.items()},
+        **{f"HAS_{name.upper()}": number != getattr(LossSpec, name) for name, number in numbers.items()},
         "HAS_SCALE": spec.scale != 1.0,
         "HAS_BIAS": rows.bias is not None,
-        "HAS_SOFTCAP": spec.softcap is not None,
-        "HAS_CLASS_WEIGHT": rows.class_weight is not None,
-        "HAS_TOKEN_WEIGHT": rows.token_weight is not None,
-        "HAS_UPSTREAM": upstream is not None,
-        "HAS_Z_LOSS": spec.z_loss != 0.0,
     }
+    return CallArguments(values, flags)
+
+
+def launch_of(
+    kernel: Any, grid: tuple[int, ...], call: CallArguments, options: Mapping[str, Any], **args: Any
+) -> Launch:
+    """What of `call` the kernel has a parameter for, and what it takes besides."""
+    values, flags = ({n: known[n] for n in kernel.arg_names if n in known} for known in call)
+    return Launch(kernel, grid, {**values, **args}, {**flags, **options})
