@@ -20,7 +20,7 @@ from flce.arguments import autocast_dtype
 from flce.functional import cross_entropy
 from flce.huggingface.elementwise import replay
 from flce.huggingface.lazy_state import LazyState, StackState, State, merged_calls
-from flce.huggingface.terms import BiasTerm, LinearTerm, Term, versions_of
+from flce.huggingface.terms import BiasTerm, Product, Term, versions_of
 
 _STATES = (LazyState, StackState)
 
@@ -299,7 +299,7 @@ def _in_pieces(name: str, place_of_dim: int) -> Callable[..., Any]:
         dim = _dim(state, kwargs.get("dim", args[place_of_dim] if len(args) > place_of_dim else 0))
         if dim == state.class_dim:
             return NotImplemented
-        hidden = [method(term.hidden, *args, **kwargs) for term in state.terms if isinstance(term, LinearTerm)]
+        hidden = [method(term.hidden, *args, **kwargs) for term in state.terms if isinstance(term, Product)]
         class_dim = state.class_dim - (hidden[0][0].dim() < state.ndim and dim < state.class_dim)
         pieces = [iter(together) for together in zip(*hidden, strict=True)]
         return tuple(state.with_hidden(lambda _, rest=rest: next(rest), class_dim) for rest in pieces)  # type: ignore[misc]
@@ -621,7 +621,7 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
         return _joined(replace(first, terms=(terms[0],)), terms, dim)
 
 
-def _joined(first: LazyState, terms: Sequence[LinearTerm], dim: int) -> Any:
+def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
     if _dim(first, dim) != first.class_dim:
         if not all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms):
             return NotImplemented
