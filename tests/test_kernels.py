@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -461,6 +461,23 @@ def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, col
             assert isinstance(b, Tensor)
             assert torch.equal(a, b)
     torch.testing.assert_close(results[0][3], results[0][4], rtol=8e-3, atol=0.0)
+
+
+def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, asked = importlib.import_module("flce.backends.triton.launch"), []
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20, regs_per_multiprocessor=65536)
+
+    def answer(device: Any, what: Any) -> Any:
+        asked.append(device)
+        return what
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: answer(device, properties))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: answer(device, (9, 0)))
+    device = torch.device("cuda", 77)
+    for _ in range(3):
+        assert launch.device_facts(device) == launch.DeviceFacts(132, 60 << 20, 65536)
+        assert launch.overlap(device)["launch_pdl"]
+    assert asked == [device, 77]
 
 
 H200, A100, SMALL = (132, 60 << 20), (108, 40 << 20), (82, 6 << 20)
