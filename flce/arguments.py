@@ -62,6 +62,18 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
 
 
+def narrowed(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """What autocast makes of an operand of a matrix product: it leaves float64 alone."""
+    autocast = autocast_dtype(device_type)
+    return dtype if autocast is None or dtype == torch.float64 else autocast
+
+
+def widened(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype of what autocast makes in float32, losses and softmax among it: it leaves float64 alone."""
+    autocast = autocast_dtype(device_type)
+    return dtype if autocast is None or dtype == torch.float64 else torch.float32
+
+
 def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | None]) -> None:
     """RuntimeError for a tensor with a forward-mode tangent, which would be lost without a word."""
     # Looked up here, for what is asked in every call and traced with it: mostly there are no dual tensors anywhere.

@@ -11,10 +11,10 @@ from torch import Tensor
 from flce import distributed, logits_loss, unfused
 from flce.arguments import (
     FLOATING,
-    autocast_dtype,
     check_inplace,
     check_shift,
     check_tensors,
+    narrowed,
     num_items_tensor,
     output,
     overridable,
@@ -356,8 +356,7 @@ def _check_logits_shapes(
 
 def _autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
-    dtype = autocast_dtype(tensor.device.type)
-    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+    return tensor.to(narrowed(tensor.dtype, tensor.device.type))
 
 
 def _check_tensors(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.arguments import autocast_dtype, check_tensor, refuse_forward_mode
+from flce.arguments import check_tensor, refuse_forward_mode, widened
 from flce.backends import get_backend
 from flce.batching import register_loop
 from flce.custom_op import define
@@ -86,16 +86,12 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
         raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")
     refuse_forward_mode(name, f"torch.nn.functional.{name}", (input,))
     if dtype is None:
-        dtype = torch.float32 if _autocasts(input) else input.dtype
+        # As PyTorch has it, autocast on a CPU does not make softmax float32.
+        kind = input.device.type
+        dtype = input.dtype if kind == "cpu" else widened(input.dtype, kind)
     x = input if input.dim() else input[None]
     y: Tensor = torch.ops.flce.softmax(x, dim % dims, dtype, log)
     return y if input.dim() else y[0]
-
-
-def _autocasts(input: Tensor) -> bool:
-    """Whether PyTorch would make the result float32: both functions are among those that autocast widens."""
-    device_type = input.device.type
-    return device_type != "cpu" and input.dtype != torch.float64 and autocast_dtype(device_type) is not None
 
 
 def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.arguments import autocast_dtype
+from flce.arguments import widened
 from flce.functional import cross_entropy
 from flce.huggingface.elementwise import replay
 from flce.huggingface.lazy_state import LazyState, StackState, State, merged_calls
@@ -169,8 +169,8 @@ def _log_softmax(
     if dim is None or _dim(state, dim) != state.class_dim:
         return NotImplemented
     kind = state.device.type
-    if dtype is None and kind != "cpu" and autocast_dtype(kind) is not None and state.dtype != torch.float64:
-        dtype = torch.float32  # as autocast has it, but on the CPU
+    if dtype is None and kind != "cpu":  # there autocast leaves it as it is
+        dtype = widened(state.dtype, kind)
     state = state if dtype is None else to_dtype(state, dtype)
     return state if state is NotImplemented else _or_real(state.with_op("log_softmax"))
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.arguments import autocast_dtype
+from flce.arguments import autocast_dtype, narrowed, widened
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.elementwise import Folded, Op, dtype_after, fold, replay
 from flce.huggingface.head_call import HeadCall, weights_of
@@ -205,8 +205,7 @@ class LazyState:
         with self.weights():
             loss = self.fused(target, weight=weight, **spec)
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
-        under_autocast = autocast_dtype(self.device.type) is not None and self.dtype != torch.float64
-        return loss.to(self.device, torch.float32 if under_autocast else self.dtype)
+        return loss.to(self.device, widened(self.dtype, self.device.type))
 
     def statistics(self, *names: str) -> tuple[Tensor, ...]:
         """``"argmax"`` and ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
@@ -278,14 +277,11 @@ def head_state(
         call: what wrappers and weights are watched by; None under the compiler.
     """
     kind = hidden.device.type
-    autocast = autocast_dtype(kind)
-    # Autocast leaves float64 alone.
-    dtype = hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
     versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
-    term = Product(hidden, weight, bias, dtype, versions)
+    term = Product(hidden, weight, bias, narrowed(hidden.dtype, kind), versions)
     settings = Settings() if settings is None else settings
     calls = () if call is None else (call,)
-    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, settings, (), calls)
+    return LazyState((term,), hidden.dim() - 1, autocast_dtype(kind), hidden.device, settings, (), calls)
 
 
 def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:
