@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.backends.contract import PRODUCT_FIELDS, STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.backends.eager import TorchBackend, finish
-from flce.problem import LossSpec
+from flce.problem import NUMBERS, LossSpec
 from tests.helpers import allpairs
 
 pytest.importorskip("triton")
@@ -461,6 +461,19 @@ def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, col
             assert isinstance(b, Tensor)
             assert torch.equal(a, b)
     torch.testing.assert_close(results[0][3], results[0][4], rtol=8e-3, atol=0.0)
+
+
+def test_kernels_have_a_parameter_for_every_option(kernels: ModuleType) -> None:
+    """An option goes to the kernels by its name, and what has no parameter of that name does nothing."""
+    from flce.backends.triton import product
+
+    in_scale = {"logit_scale", "temperature"}  # `LossSpec.scale` and `cap`
+    known = set(kernels.cross_entropy_kernel.arg_names)
+    assert {f"HAS_{name.upper()}" for name in NUMBERS if name not in in_scale} <= known
+    known = {*product.product_kernel.arg_names, *product.finish_statistics_kernel.arg_names}
+    numbers = PRODUCT_FIELDS & set(NUMBERS) - in_scale
+    assert numbers
+    assert {f"HAS_{name.upper()}" for name in numbers} <= known
 
 
 def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ class Tile:
     written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
 
     `shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
-    `state.merge_shards` and `state.finish` go on from.
+    `state.merge_shards` and `eager.finish` go on from.
 
     `keep`: logits are left as they are, but where the gradient is written over them.
     """

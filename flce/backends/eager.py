@@ -301,7 +301,8 @@ def _gradient(
     upstream: Tensor | None,
     grad: Tensor,
 ) -> None:
-    """Gradient from exp(z - row_max), which it overwrites. The formula is that of the Triton kernel."""
+    """Gradient from exp(z - row_max), which it overwrites. `triton/math.py` has the same formula, in `gradient_factors`
+    and `logit_gradient`."""
     valid = _valid(rows, spec)
     in_range = (rows.target >= 0) & (rows.target < tile.vocab_size)
     assert rows.constants is not None
@@ -312,23 +313,23 @@ def _gradient(
     row_scale = torch.where(in_range, row_scale, torch.nan)  # wrong targets make NaN, not nonsense
     ce = row_scale * ce_scale
     smoothing = spec.label_smoothing / tile.vocab_size
-    one_hot = ce * (1.0 - spec.label_smoothing)
+    of_target = ce * (1.0 - spec.label_smoothing)
     if rows.class_weight is not None:
-        one_hot = one_hot * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
-    softmax = one_hot + ce * (smoothing * weight_sum) if spec.label_smoothing else one_hot
+        of_target = of_target * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
+    of_softmax = of_target + ce * (smoothing * weight_sum) if spec.label_smoothing else of_target
     if spec.z_loss:
-        softmax = softmax + row_scale * z_scale * (2.0 * spec.z_loss) * (row_max + log_sum)
+        of_softmax = of_softmax + row_scale * z_scale * (2.0 * spec.z_loss) * (row_max + log_sum)
 
-    g = exps.mul_((softmax * (-log_sum).exp())[:, None])
+    g = exps.mul_((of_softmax * (-log_sum).exp())[:, None])
     column, inside = _local_target(rows, tile)
-    g.scatter_add_(1, column[:, None], torch.where(inside, -one_hot, 0.0)[:, None])
+    g.scatter_add_(1, column[:, None], torch.where(inside, -of_target, 0.0)[:, None])
     if spec.label_smoothing:
-        uniform = (ce * smoothing)[:, None]
+        of_classes = (ce * smoothing)[:, None]
         if rows.class_weight is None:
-            g.sub_(uniform)
+            g.sub_(of_classes)
         else:
             weight = rows.class_weight[tile.columns].to(g.dtype)
-            g.addcmul_(uniform, weight, value=-1.0)
+            g.addcmul_(of_classes, weight, value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)
     if g.device.type != "cpu" or not bool(valid.all()):
