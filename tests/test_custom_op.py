@@ -58,14 +58,14 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 class _WithOptions(LossSpec):
     """Of a loss with two more options, of which nothing else here knows."""
 
-    gamma: float = 0.0
-    margin: float | None = None
+    unheard_of: float = 0.0
+    perhaps: float | None = None
 
 
 def test_an_option_is_an_argument_by_its_type() -> None:
     flat: Flat[Any] = Flat(_WithOptions)
-    assert flat.schema == f"{SPEC.schema}, float gamma, float? margin"
-    spec = _WithOptions(reduction="sum", softcap=2.0, stats=("lse", "entropy"), gamma=2.0)
+    assert flat.schema == f"{SPEC.schema}, float unheard_of, float? perhaps"
+    spec = _WithOptions(reduction="sum", softcap=2.0, stats=("lse", "entropy"), unheard_of=2.0)
     assert len(flat.pack(spec)) == len(flat) == len(SPEC) + 2
     assert flat.unpack(flat.pack(spec)) == spec
     assert flat.unpack(flat.pack(_WithOptions())) == _WithOptions()
