@@ -16,7 +16,10 @@ from flce.backends import capability
 from flce.backends.contract import RowInputs, RowOutputs
 from flce.problem import NUMBERS, LossSpec
 
-_OUTPUTS = tuple(field.name for field in fields(RowOutputs))
+# Of `call_arguments`, made once: the name of each field, of its parameter and of its flag.
+_OUTPUTS = tuple((f.name, f"{f.name}_ptr", f"WANT_{f.name.upper()}") for f in fields(RowOutputs))
+# Likewise of each number of the spec, its flag and the value that switches it off.
+_NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
 # A thread loads this many bytes at a time.
 VECTOR_BYTES = 16
@@ -132,31 +135,44 @@ def call_arguments(
     rows: RowInputs, spec: LossSpec, unused: Tensor, *, out: RowOutputs | None = None, upstream: Tensor | None = None
 ) -> CallArguments:
     """`unused` stands for tensors that a flag switches off. They are never read."""
-    inputs = {"class_weight": rows.class_weight, "token_weight": rows.token_weight, "upstream": upstream}
-    outputs = {name: None if out is None else getattr(out, name) for name in _OUTPUTS}
-    numbers = {name: getattr(spec, name) for name in NUMBERS}
-    tensors = {**inputs, **outputs, "target": rows.target, "constants": rows.constants}
-    values = {
-        **{f"{name}_ptr": unused if tensor is None else tensor for name, tensor in tensors.items()},
-        **numbers,
+    values: dict[str, Any] = {
+        "target_ptr": rows.target,
+        "constants_ptr": unused if rows.constants is None else rows.constants,
+        "class_weight_ptr": unused if rows.class_weight is None else rows.class_weight,
+        "token_weight_ptr": unused if rows.token_weight is None else rows.token_weight,
+        "upstream_ptr": unused if upstream is None else upstream,
         "normalizer_stride": 0 if out is None else out.normalizer.stride(0),
         "ignore_index": spec.ignore_index,
         "scale": spec.scale,
         "cap": spec.cap,
     }
     flags = {
-        **{f"HAS_{name.upper()}": tensor is not None for name, tensor in inputs.items()},
-        **{f"WANT_{name.upper()}": tensor is not None for name, tensor in outputs.items()},
-        **{f"HAS_{name.upper()}": number != getattr(LossSpec, name) for name, number in numbers.items()},
-        "HAS_SCALE": spec.scale != 1.0,
         "HAS_BIAS": rows.bias is not None,
+        "HAS_CLASS_WEIGHT": rows.class_weight is not None,
+        "HAS_TOKEN_WEIGHT": rows.token_weight is not None,
+        "HAS_UPSTREAM": upstream is not None,
+        "HAS_SCALE": spec.scale != 1.0,
     }
+    for name, pointer, flag in _OUTPUTS:
+        tensor = None if out is None else getattr(out, name)
+        values[pointer] = unused if tensor is None else tensor
+        flags[flag] = tensor is not None
+    for name, flag, default in _NUMBERS:
+        values[name] = number = getattr(spec, name)
+        flags[flag] = number != default
     return CallArguments(values, flags)
+
+
+@functools.cache
+def _taken(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those for which the kernel has a parameter."""
+    parameters = set(kernel.arg_names)
+    return tuple(name for name in names if name in parameters)
 
 
 def launch_of(
     kernel: Any, grid: tuple[int, ...], call: CallArguments, options: Mapping[str, Any], **args: Any
 ) -> Launch:
     """What of `call` the kernel has a parameter for, and what it takes besides."""
-    values, flags = ({n: known[n] for n in kernel.arg_names if n in known} for known in call)
+    values, flags = ({name: known[name] for name in _taken(kernel, tuple(known))} for known in call)
     return Launch(kernel, grid, {**values, **args}, {**flags, **options})
