@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import PRODUCT_FIELDS, STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.backends.contract import (
+    NORMALIZER_SLOTS,
+    PRODUCT_FIELDS,
+    STATE_SLOTS,
+    RowInputs,
+    RowOutputs,
+    Tile,
+    log_sum_exp,
+)
 from flce.backends.eager import TorchBackend, finish
 from flce.problem import NUMBERS, LossSpec
 from tests.helpers import allpairs
@@ -105,26 +113,17 @@ class Rows:
         return buffer[:, : stop - start], Tile(start, stop - start, self.vocab, room)
 
     def outputs(self) -> RowOutputs:
-        n, stats = self.logits.shape[0], self.spec.stats
+        def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.full((*slots, self.logits.shape[0]), -77, dtype=dtype, device=self.logits.device)
 
-        def new(*shape: int, dtype: torch.dtype = self.accum) -> Tensor:
-            return torch.full((*shape, n), -77, dtype=dtype, device=self.logits.device)
-
-        return RowOutputs(
-            new(),
-            new() if self.spec.z_loss else None,
-            new(2),
-            new() if "logprob" in stats else None,
-            new() if "entropy" in stats else None,
-            new(dtype=torch.int64) if "argmax" in stats else None,
-        )
+        return RowOutputs.of(self.spec, self.accum, new)
 
 
 def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
     for name in (field.name for field in fields(RowOutputs)):
         a, b = getattr(mine, name), getattr(theirs, name)
         if name == "normalizer":  # of what is not finite, only that it is not is the same
-            a, b = (x.sum(0).where(x.isfinite().all(0), torch.nan) for x in (a, b))
+            a, b = (log_sum_exp(x).where(x.isfinite().all(0), torch.nan) for x in (a, b))
         if b is not None:
             torch.testing.assert_close(
                 a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True, msg=named(name)
@@ -310,7 +309,7 @@ def test_constants_and_sums(
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
-    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
+    out = RowOutputs(loss, z, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
     count = (target != -100).sum().double()
     z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
     ce_scale = z_scale
@@ -345,7 +344,7 @@ def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
         target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
         p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
         loss = torch.zeros(rows, dtype=torch.float64, device=device)
-        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+        out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
         kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
     assert settled == [True, False, False, False]
 
@@ -356,7 +355,7 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     target = torch.randint(-1, 11, (rows,), device="cuda")
     p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
     loss = torch.rand(rows, device="cuda")
-    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+    out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
     total, _, constants = kernels.TritonBackend().reduce(p, out, None)
     count = int((target != -1).sum())
     if count:

@@ -212,6 +212,7 @@ def finish_kernel(
         )  # fmt: skip
 
         scales = load_scales(constants_ptr, tl.float32)
+        # The target's weight is in the scale already, so it is 1 in what follows.
         ce = tl.where(in_range, row_weight, float("nan")) * target_weight * scales[0]
         of_softmax, of_one_hot, _of_classes = gradient_factors(
             ce, row_weight * scales[1], 1.0, 0.0, offset + log_sum, vocab_size, 0.0, z_loss, False, HAS_Z_LOSS
