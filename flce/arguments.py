@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from flce.backends.contract import RowOutputs, log_sum_exp
 from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
 from flce.scalars import integer, real
 
@@ -59,6 +60,18 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
     return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
+
+
+def narrowed(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """What autocast makes of an operand of a matrix product: it leaves float64 alone."""
+    autocast = autocast_dtype(device_type)
+    return dtype if autocast is None or dtype == torch.float64 else autocast
+
+
+def widened(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype of what autocast makes in float32, losses and softmax among it: it leaves float64 alone."""
+    autocast = autocast_dtype(device_type)
+    return dtype if autocast is None or dtype == torch.float64 else torch.float32
 
 
 def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | None]) -> None:
@@ -111,40 +124,32 @@ def num_items_tensor(num_items: int | Tensor | None, spec: LossSpec, input: Tens
     return torch.full((), number, dtype=accumulation_dtype(input.dtype), device=input.device)
 
 
-def output(
-    loss: Tensor,
-    z_loss: Tensor,
-    normalizer: Tensor,  # (2, N)
-    logprob: Tensor,  # (N,), as entropy and argmax; anything where it was not asked for
-    entropy: Tensor,
-    argmax: Tensor,
-    target: Tensor,  # (N,) as the loss saw it
-    shape: torch.Size,  # of the losses of all tokens
-    spec: LossSpec,
-) -> Tensor | LinearCrossEntropyOutput:
-    """The loss, or with statistics all that was asked for."""
-    loss = loss.reshape(shape) if spec.reduction == "none" else loss
+def output(rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+    """The loss, or with statistics all that was asked for.
+
+    Args:
+        rows: of N tokens, the losses reduced.
+        target: (N,) as the loss saw it.
+        shape: of the losses of all tokens.
+    """
+    loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
     if not spec.stats:
         return loss
-
-    def stat(name: str, value: Tensor) -> Tensor | None:
-        return value.detach().reshape(shape) if name in spec.stats else None
-
-    z = None
-    if spec.z_loss:
-        z = z_loss.detach().reshape(shape) if spec.reduction == "none" else z_loss.detach()
-    correct = argmax
+    made: dict[str, Any] = {
+        name: getattr(rows, name) for name in LinearCrossEntropyOutput._fields if hasattr(rows, name)
+    }
+    if "lse" in spec.stats:
+        made["lse"] = log_sum_exp(rows.normalizer)
     if "correct" in spec.stats:  # argmax is -1 where ignored, which may be what ignore_index is
-        correct = (argmax == target) & (target != spec.ignore_index)
-    return LinearCrossEntropyOutput(
-        loss,
-        z,
-        stat("lse", normalizer.sum(0) if "lse" in spec.stats else loss),
-        stat("logprob", logprob),
-        stat("entropy", entropy),
-        stat("argmax", argmax),
-        stat("correct", correct),
-    )
+        made["correct"] = (made["argmax"] == target) & (target != spec.ignore_index)
+    if "argmax" not in spec.stats:
+        made["argmax"] = None
+
+    for name, value in made.items():
+        if value is not None:
+            made[name] = value.detach().reshape(shape) if value.dim() else value.detach()
+    made["loss"] = loss
+    return LinearCrossEntropyOutput(**made)
 
 
 def overridable(function: Callable[P, R]) -> Callable[P, R]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flce.backends.contract import PRODUCT_BLOCK, STATE_SLOTS
+from flce.backends.contract import PRODUCT_BLOCK, STATE_SLOTS, products_know
 from flce.backends.eager import SCALE_SLAB, slab_rows, slab_temporaries
 from flce.borrowing import (
     BLOCK_MULTIPLE,
@@ -247,8 +247,7 @@ class ChunkPlan(CallShape):
             and len(self.hidden_sizes) == 1
             and self.hidden_sizes[0] % ALIGNMENT == 0
             and self.dtype.itemsize == 2
-            and not self.spec.label_smoothing
-            and not {"entropy", "argmax", "correct"} & set(self.spec.stats)
+            and products_know(self.spec)
         )
 
     @property

@@ -28,9 +28,7 @@ from flce.stage import Dtypes, Stage
 
 @dataclass(frozen=True)
 class ForwardResult:
-    loss: Tensor  # () or (N,)
-    z_loss: Tensor | None  # like loss
-    rows: RowOutputs  # of all N rows
+    rows: RowOutputs  # of all N rows, but the losses: () or (N,)
     grads: list[Tensor]  # of the loss, times grad_unit; empty if the plan defers them
     grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
 
@@ -55,16 +53,15 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
     stage = Stage(problem, _dtypes(plan), selection, scaled, rows.normalizer, rows, None, plan.fused_product, aligned)
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
-    rows = selection.scatter(rows)
-    loss, z_loss, _ = vectors.reduce(problem, rows, constants)
-    return ForwardResult(loss, z_loss, rows, grads, unit)
+    results, _ = vectors.reduce(problem, selection.scatter(rows), constants)
+    return ForwardResult(results, grads, unit)
 
 
 def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor) -> list[Tensor]:
     """The gradients, from recomputed logits.
 
     Args:
-        normalizer: (2, N), as `forward` left it.
+        normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     constants = vectors.constants(problem)

@@ -11,10 +11,10 @@ from torch import Tensor
 from flce import distributed, logits_loss, unfused
 from flce.arguments import (
     FLOATING,
-    autocast_dtype,
     check_inplace,
     check_shift,
     check_tensors,
+    narrowed,
     num_items_tensor,
     output,
     overridable,
@@ -121,8 +121,16 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
-    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    spec = LossSpec(
+        reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        z_loss=z_loss,
+        stats=stats,
+    )
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
     shift = check_shift(shift)
@@ -172,9 +180,7 @@ def fused_linear_cross_entropy(
         ),
     )
     out = linear_cross_entropy(problem, options or ChunkOptions())
-    return output(
-        out.loss, out.z_loss, out.normalizer, out.logprob, out.entropy, out.argmax, problem.target, shape, spec
-    )
+    return output(out, problem.target, shape, spec)
 
 
 @overridable
@@ -266,8 +272,16 @@ def cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
     """
-    ignore_index = -100 if ignore_index is None else ignore_index
-    spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    spec = LossSpec(
+        reduction=reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+        z_loss=z_loss,
+        stats=stats,
+    )
     check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
     shift = check_shift(shift)
     check_inplace(inplace)
@@ -316,7 +330,7 @@ def cross_entropy(
     out = logits_loss.cross_entropy(problem, inplace)
     if overwritten_dtensor is not None:  # it counts its versions apart from what is in it
         torch.autograd.graph.increment_version(overwritten_dtensor)
-    return output(*out[:-1], problem.target, torch.Size(tokens), spec)  # the last is for backward
+    return output(out, problem.target, torch.Size(tokens), spec)
 
 
 def _check_logits_shapes(
@@ -342,8 +356,7 @@ def _check_logits_shapes(
 
 def _autocast(tensor: Tensor) -> Tensor:
     """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
-    dtype = autocast_dtype(tensor.device.type)
-    return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+    return tensor.to(narrowed(tensor.dtype, tensor.device.type))
 
 
 def _check_tensors(

@@ -14,7 +14,8 @@ Both take rows where they are (`layout`), and between the passes finish statisti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +26,17 @@ from flce import rows as vectors
 from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.backends.state import empty_shard, finish
+from flce.backends.eager import finish
+from flce.backends.state import empty_shard
 from flce.batching import is_batched, register_loop
+from flce.custom_op import define
 from flce.distributed import Shard
 from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
-from flce.problem import SPEC_SCHEMA, LossSpec, accumulation_dtype
+from flce.problem import SPEC, LossSpec, accumulation_dtype
 
 _ARGUMENTS = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    f"{SPEC_SCHEMA}, str? group, SymInt start, SymInt vocab_size"
+    f"{SPEC.schema}, str? group, SymInt start, SymInt vocab_size"
 )
 _NUM_TENSORS = 5
 
@@ -64,18 +67,22 @@ class CrossEntropyProblem:
 
 
 class Outputs(NamedTuple):
-    """What ``flce::cross_entropy`` returns; what was not asked for is empty, of shape (0,)."""
+    """What ``flce::cross_entropy`` returns, one after the other."""
 
-    loss: Tensor  # () or (...)
-    z_loss: Tensor  # like loss
-    normalizer: Tensor  # (2, ...); its sum is the log-sum-exp
-    logprob: Tensor  # (...)
-    entropy: Tensor  # (...)
-    argmax: Tensor  # (...)
-    constants: Tensor  # (3,) of `Backend.constants`, for backward
+    rows: tuple[Tensor, ...]  # `rows.as_outputs`, of the shape of the target; the first is the loss
+    constants: Tensor  # (3,) of `Backend.constants`, for backward; (0,) if there are none
+
+    @staticmethod
+    def of(flat: Sequence[Tensor]) -> Outputs:
+        *rows, constants = flat
+        return Outputs(tuple(rows), constants)
+
+    @property
+    def flat(self) -> tuple[Tensor, ...]:
+        return (*self.rows, self.constants)
 
 
-def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> Outputs:
+def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
     """Solve a problem. Differentiable once, in ``loss``; as often as one likes where the logits stay.
 
     Raises:
@@ -89,8 +96,10 @@ def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> Outputs:
         # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
         rebase = not logits._is_view() and not logits.retains_grad
         outputs = _InPlace.apply(logits, problem, rebase)
-        return Outputs(*(outputs[1:] if rebase else outputs))
-    return Outputs(*torch.ops.flce.cross_entropy(*_pack(problem)))
+        out = Outputs.of(outputs[1:] if rebase else outputs)
+    else:
+        out = Outputs.of(torch.ops.flce.cross_entropy(*_pack(problem)))
+    return RowOutputs.given(problem.spec, out.rows)
 
 
 def check_overwritable(logits: Tensor) -> None:
@@ -159,7 +168,7 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None
 
 
 def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, upstream: Tensor) -> Tensor:
-    """Like the logits. `normalizer` and `constants` as in `Outputs`; `upstream` like the loss."""
+    """Like the logits. `normalizer` and `constants` as forward left them; `upstream` like the loss."""
     logits, order = rows_of(p.logits)
     grad, grad_rows = empty_like_rows(p.logits, order)
     if logits.numel():
@@ -201,17 +210,9 @@ def _row_inputs(p: CrossEntropyProblem, order: RowOrder, constants: Tensor | Non
 
 
 def _outputs(p: CrossEntropyProblem, order: RowOrder, out: RowOutputs, constants: Tensor | None) -> Outputs:
-    loss, z_loss, constants = vectors.reduce(p, out, constants)
-
-    def put(x: Tensor | None) -> Tensor:
-        if x is None:
-            return out.loss.new_empty(0)
-        return order.restore(x) if x.dim() else x
-
-    # Outputs of an operator must not share memory: without a z-loss, a loss of every row is that of `out`.
-    stats = put(out.logprob), put(out.entropy), put(out.argmax)
-    kept = out.loss.new_empty(0) if constants is None else constants
-    return Outputs(put(loss), put(z_loss), put(out.normalizer), *stats, kept)
+    results, constants = vectors.reduce(p, out, constants)
+    results = results.map(lambda t: order.restore(t) if t.dim() else t)
+    return Outputs(vectors.as_outputs(results), out.loss.new_empty(0) if constants is None else constants)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -232,9 +233,9 @@ class _InPlace(torch.autograd.Function):
         ctx.save_for_backward(logits.detach(), unit, problem.target)
         ctx.rebase, ctx.ignore_index = rebase, problem.spec.ignore_index
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out[1:])
+        ctx.mark_non_differentiable(*out.flat[1:])
         ctx.used = False
-        return (logits, *out) if rebase else tuple(out)
+        return (logits, *out.flat) if rebase else out.flat
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
@@ -283,36 +284,32 @@ def _refuse_double_backward() -> None:
 
 def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
     shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
-    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, *p.spec.flat, *shard)
+    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, *SPEC.pack(p.spec), *shard)
 
 
 def _unpack(args: tuple[Any, ...]) -> CrossEntropyProblem:
-    tensors, (*spec, group, start, vocab_size) = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
-    shard = None if group is None else Shard(group, start, vocab_size)
-    return CrossEntropyProblem(*tensors, LossSpec.from_flat(spec), shard)  # type: ignore[call-arg]
-
-
-def _forward(*args: Any) -> Outputs:
-    return _losses(_unpack(args))
-
-
-def _forward_fake(*args: Any) -> Outputs:
-    p = _unpack(args)
-    accum, stats, rows = accumulation_dtype(p.dtype), p.spec.stats, tuple(p.target.shape)
-    loss_shape = rows if p.spec.reduction == "none" else ()
-
-    def new(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = accum) -> Tensor:
-        return p.logits.new_empty(shape if wanted else (0,), dtype=dtype if wanted else accum)
-
-    return Outputs(
-        new(True, loss_shape),
-        new(p.spec.z_loss != 0.0, loss_shape),
-        new(True, (2, *rows)),
-        new("logprob" in stats, rows),
-        new("entropy" in stats, rows),
-        new("argmax" in stats or "correct" in stats, rows, torch.int64),
-        new(p.spec.reduction != "none" or p.class_weight is not None, (3,)),
+    (logits, target, class_weight, token_weight, num_items), scalars = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
+    group, start, vocab_size = scalars[len(SPEC) :]
+    return CrossEntropyProblem(
+        logits=logits,
+        target=target,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        num_items=num_items,
+        spec=SPEC.unpack(scalars[: len(SPEC)]),
+        shard=None if group is None else Shard(group, start, vocab_size),
     )
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    return _losses(_unpack(args)).flat
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    p = _unpack(args)
+    kept = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
+    constants = p.logits.new_empty(kept, dtype=accumulation_dtype(p.dtype))
+    return Outputs(vectors.fake_outputs(p, p.logits), constants).flat
 
 
 def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
@@ -325,11 +322,11 @@ def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, *arg
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    out = Outputs(*output)
+    out = Outputs.of(output)
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*out[1:])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.save_for_backward(out.normalizer, out.constants, *inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(RowOutputs(*out.rows).normalizer, out.constants, *inputs[:_NUM_TENSORS])
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -344,20 +341,21 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 
 
 def _register() -> None:
-    def define(name: str, schema: str, implementation: Any, fake: Any) -> None:
-        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
-        torch.library.register_fake(f"flce::{name}", fake)
-
-    outputs = ", ".join("Tensor" for _ in Outputs._fields)
-    define("cross_entropy", f"({_ARGUMENTS}) -> ({outputs})", _forward, _forward_fake)
+    outputs = ", ".join(["Tensor"] * (len(fields(RowOutputs)) + 1))
+    define(
+        "cross_entropy",
+        f"({_ARGUMENTS}) -> ({outputs})",
+        _forward,
+        _forward_fake,
+        backward=_differentiate,
+        setup_context=_setup_context,
+    )
     define(
         "cross_entropy_backward",
         f"(Tensor normalizer, Tensor constants, Tensor upstream, {_ARGUMENTS}) -> Tensor",
         _backward,
         _backward_fake,
     )
-    torch.library.register_autograd("flce::cross_entropy", _differentiate, setup_context=_setup_context)
     register_loop("cross_entropy_backward")
 
 

@@ -21,24 +21,11 @@ class _Loss(nn.Module):
 
     weight: Tensor | None
 
-    def __init__(
-        self,
-        weight: Tensor | None,
-        reduction: str,
-        ignore_index: int | None,
-        label_smoothing: float,
-        softcap: float | None,
-        logit_scale: float,
-        temperature: float,
-        z_loss: float,
-        shift: int,
-        stats: tuple[str, ...],
-    ) -> None:
+    def __init__(self, *, weight: Tensor | None, ignore_index: int | None, shift: int, **spec: Any) -> None:
         super().__init__()
         if weight is not None:
             check_tensor("weight", weight)
-        ignore_index = -100 if ignore_index is None else ignore_index
-        self.spec = LossSpec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+        self.spec = LossSpec(ignore_index=-100 if ignore_index is None else ignore_index, **spec)
         self.shift = check_shift(shift)
         self.register_buffer("weight", weight)
 
@@ -80,7 +67,16 @@ class FusedLinearCrossEntropyLoss(_Loss):
         options: ChunkOptions | None = None,
     ) -> None:
         super().__init__(
-            weight, reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift, stats
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            z_loss=z_loss,
+            shift=shift,
+            stats=stats,
         )
         check_options(options)
         self.options = options
@@ -191,7 +187,16 @@ class CrossEntropyLoss(_Loss):
         vocab_size: int | None = None,
     ) -> None:
         super().__init__(
-            weight, reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, shift, stats
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            temperature=temperature,
+            z_loss=z_loss,
+            shift=shift,
+            stats=stats,
         )
         check_inplace(inplace)
         self.inplace = inplace

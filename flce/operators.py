@@ -12,46 +12,51 @@ An operator's schema takes tensors, scalars and lists of them only: `_pack` take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce import engine, flops
+from flce import rows as vectors
 from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product
+from flce.backends.contract import RowOutputs
 from flce.batching import for_each, is_batched, register_loop
 from flce.chunk_plan import CallShape, ChunkPlan
+from flce.custom_op import Flat, define
 from flce.planning import ChunkOptions, base_plan, make_plan
-from flce.problem import SPEC_SCHEMA, LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
+from flce.problem import SPEC, LinearCrossEntropyProblem, LinearTerm, Needs, accumulation_dtype
 
-# Of _ARGUMENTS: the tensors and lists of them, and the fields of LossSpec that follow.
-_NUM_TENSORS = 7
-_NUM_SPEC = 8
+_OPTIONS = Flat(ChunkOptions)
+# Tensors and lists of them; then scalars: the fields of LossSpec, `Needs.flat`, the fields of ChunkOptions.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    "Tensor? token_weight, Tensor? num_items, "
-    f"{SPEC_SCHEMA}, "
-    "bool[] needs, "
-    "int? chunk_rows, int? max_workspace_bytes, str strategy, ScalarType? logits_dtype, "
-    "ScalarType accum_dtype, bool? skip_ignored"
+    f"Tensor? token_weight, Tensor? num_items, {SPEC.schema}, bool[] needs, {_OPTIONS.schema}"
 )
+_NUM_TENSORS = 7
 
 
 class Outputs(NamedTuple):
-    """What ``flce::linear_cross_entropy`` returns; what was not asked for is empty, of shape (0,)."""
+    """What ``flce::linear_cross_entropy`` returns, one after the other."""
 
-    loss: Tensor  # () or (N,)
-    z_loss: Tensor  # like loss
-    normalizer: Tensor  # (2, N); its sum is the log-sum-exp
-    logprob: Tensor  # (N,)
-    entropy: Tensor  # (N,)
-    argmax: Tensor  # (N,)
+    rows: tuple[Tensor, ...]  # `rows.as_outputs`; the first is the loss
     grads: list[Tensor]  # of the loss, times grad_unit, as `Needs.flat` lists them; no user sees these
-    grad_unit: Tensor  # ()
+    grad_unit: Tensor  # (), or (0,) for 1
+
+    @staticmethod
+    def of(flat: Sequence[Any]) -> Outputs:
+        *rows, grads, unit = flat
+        return Outputs(tuple(rows), grads, unit)
+
+    @property
+    def flat(self) -> tuple[Any, ...]:
+        return (*self.rows, self.grads, self.grad_unit)
 
 
-def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> Outputs:
+def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> RowOutputs:
     """Solve a problem. Differentiable once, in ``loss``.
 
     Raises:
@@ -64,7 +69,8 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
     )
     if not torch.compiler.is_compiling():
         flops.tell_active_counters()
-    return Outputs(*torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
+    out = Outputs.of(torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
+    return RowOutputs.given(problem.spec, out.rows)
 
 
 def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...]:
@@ -76,26 +82,30 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         p.class_weight,
         p.token_weight,
         p.num_items,
-        *p.spec.flat,
+        *SPEC.pack(p.spec),
         p.needs.flat,
-        options.chunk_rows,
-        options.max_workspace_bytes,
-        options.strategy,
-        options.logits_dtype,
-        options.accum_dtype,
-        None if options.skip_ignored == "auto" else options.skip_ignored,
+        *_OPTIONS.pack(options),
     )
 
 
 def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan]:
-    inputs, weights, *tensors = args[:_NUM_TENSORS]
+    inputs, weights, target, linear_bias, class_weight, token_weight, num_items = args[:_NUM_TENSORS]
     scalars = args[_NUM_TENSORS:]
-    needs, *chunking, skip = scalars[_NUM_SPEC:]
-    terms = tuple(map(LinearTerm, inputs, weights))
-    spec = LossSpec.from_flat(scalars[:_NUM_SPEC])
-    problem = LinearCrossEntropyProblem(terms, *tensors, spec, Needs.from_flat(needs))  # type: ignore[call-arg]
-    options = ChunkOptions(*chunking, "auto" if skip is None else skip)  # type: ignore[call-arg]
-    return problem, _plan(problem, options)
+    problem = LinearCrossEntropyProblem(
+        terms=tuple(map(LinearTerm, inputs, weights)),
+        target=target,
+        linear_bias=linear_bias,
+        class_weight=class_weight,
+        token_weight=token_weight,
+        num_items=num_items,
+        spec=SPEC.unpack(scalars[: len(SPEC)]),
+        needs=_needs(scalars),
+    )
+    return problem, _plan(problem, _OPTIONS.unpack(scalars[len(SPEC) + 1 :]))
+
+
+def _needs(scalars: Sequence[Any]) -> Needs:
+    return Needs.from_flat(scalars[len(SPEC)])
 
 
 def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
@@ -109,46 +119,23 @@ def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
     return base_plan(shape, options)
 
 
-def _forward(*args: Any) -> Outputs:
+def _forward(*args: Any) -> tuple[Any, ...]:
     problem, plan = _unpack(args)
     result = engine.forward(problem, plan)
-    empty = problem.terms[0].input.new_empty(0)
-
-    def put(t: Tensor | None) -> Tensor:
-        return empty.clone() if t is None else t  # outputs of an operator must not share memory
-
-    return Outputs(
-        result.loss,
-        put(result.z_loss),
-        result.rows.normalizer,
-        put(result.rows.logprob),
-        put(result.rows.entropy),
-        put(result.rows.argmax),
-        result.grads,
-        put(result.grad_unit),
-    )
+    unit = result.rows.loss.new_empty(0) if result.grad_unit is None else result.grad_unit
+    return Outputs(vectors.as_outputs(result.rows), result.grads, unit).flat
 
 
-def _forward_fake(*args: Any) -> Outputs:
+def _forward_fake(*args: Any) -> tuple[Any, ...]:
     p, plan = _unpack(args)
-    accum, stats, n = accumulation_dtype(p.dtype), p.spec.stats, p.num_tokens
-    like = p.terms[0].input
-    loss_shape = (n,) if p.spec.reduction == "none" else ()
+    accum, like = accumulation_dtype(p.dtype), p.terms[0].input
     ahead = p.needs.any and not plan.deferred
-
-    def new(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = accum) -> Tensor:
-        return like.new_empty(shape, dtype=dtype) if wanted else like.new_empty(0)
-
+    scaled = ahead and plan.grad_dtype == torch.float16
     return Outputs(
-        new(True, loss_shape),
-        new(p.spec.z_loss != 0.0, loss_shape),
-        new(True, (2, n)),
-        new("logprob" in stats, (n,)),
-        new("entropy" in stats, (n,)),
-        new("argmax" in stats or "correct" in stats, (n,), torch.int64),
+        vectors.fake_outputs(p, like),
         _fake_grads(p, plan.input_grad_dtype, plan.weight_grad_dtype, accum) if ahead else [],
-        new(ahead and plan.grad_dtype == torch.float16, ()),
-    )
+        like.new_empty(() if scaled else (0,), dtype=accum),
+    ).flat
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
@@ -175,21 +162,20 @@ def _fake_grads(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    out = Outputs(*output)
+    out = Outputs.of(output)
     # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
     ctx.set_materialize_grads(False)
-    *others, grads, unit = out[1:]
-    ctx.mark_non_differentiable(*others, *grads, unit)
+    ctx.mark_non_differentiable(*out.rows[1:], *out.grads, out.grad_unit)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.needs = Needs.from_flat(ctx.scalars[_NUM_SPEC])
+    ctx.needs = _needs(ctx.scalars)
     ctx.dtype = of_inputs[0].dtype
-    ctx.deferred = not grads
+    ctx.deferred = not out.grads
     ctx.used = False
     if ctx.deferred:
-        ctx.save_for_backward(out.normalizer, *of_inputs, *of_weights, *tensors)
+        ctx.save_for_backward(RowOutputs(*out.rows).normalizer, *of_inputs, *of_weights, *tensors)
     else:
-        ctx.save_for_backward(*grads, unit)
+        ctx.save_for_backward(*out.grads, out.grad_unit)
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -241,7 +227,7 @@ def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
     logits, gradients = _flops(args)
-    return logits + (gradients if Outputs(*out_val).grads else 0)
+    return logits + (gradients if Outputs.of(out_val).grads else 0)
 
 
 def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
@@ -250,7 +236,7 @@ def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: A
 
 def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
     """Of the products for the logits, and of those for the gradients that are needed."""
-    inputs, weights, needs = args[0], args[1], Needs.from_flat(args[_NUM_TENSORS + _NUM_SPEC])
+    inputs, weights, needs = args[0], args[1], _needs(args[_NUM_TENSORS:])
     of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]
     wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
     return sum(of_terms), sum(count for count, needed in wanted if needed)
@@ -265,13 +251,15 @@ def _scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _register() -> None:
-    def define(name: str, schema: str, implementation: Any, fake: Any) -> None:
-        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
-        torch.library.register_fake(f"flce::{name}", fake)
-
-    outputs = ", ".join("Tensor[]" if name == "grads" else "Tensor" for name in Outputs._fields)
-    define("linear_cross_entropy", f"({_ARGUMENTS}) -> ({outputs})", _forward, _forward_fake)
+    outputs = ", ".join([*("Tensor" for _ in fields(RowOutputs)), "Tensor[]", "Tensor"])
+    define(
+        "linear_cross_entropy",
+        f"({_ARGUMENTS}) -> ({outputs})",
+        _forward,
+        _forward_fake,
+        backward=_differentiate,
+        setup_context=_setup_context,
+    )
     define(
         "linear_cross_entropy_backward",
         f"(Tensor normalizer, Tensor upstream, {_ARGUMENTS}) -> Tensor[]",
@@ -285,7 +273,6 @@ def _register() -> None:
         _scale_cast,
         lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
     )
-    torch.library.register_autograd("flce::linear_cross_entropy", _differentiate, setup_context=_setup_context)
     flops.declare("linear_cross_entropy", _forward_flops)
     flops.declare("linear_cross_entropy_backward", _backward_flops)
     register_loop("linear_cross_entropy_backward")

@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
+from flce.custom_op import Flat
 from flce.scalars import integer, real
 
 Reduction = Literal["none", "mean", "sum"]
 Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
 
-# A LossSpec among the arguments of a custom operator.
-SPEC_SCHEMA = (
-    "str reduction, int ignore_index, float label_smoothing, float? softcap, float logit_scale, "
-    "float temperature, float z_loss, str stats"
-)
-
 STATS: tuple[str, ...] = get_args(Stat)
+
+# See `LossSpec.typical_gradient`.
+TYPICAL_LSE = 32.0
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -50,9 +48,9 @@ class LossSpec:
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
-        for name in ("label_smoothing", "logit_scale", "temperature", "z_loss", "softcap"):
+        for name, may_be_none in NUMBERS.items():
             value = getattr(self, name)
-            if type(value) is not float and (value is not None or name != "softcap"):
+            if type(value) is not float and not (may_be_none and value is None):
                 # PyTorch has only the first, and takes a bool for it.
                 object.__setattr__(self, name, real(name, value, may_be_bool=name == "label_smoothing"))
         if type(self.ignore_index) is not int:
@@ -88,23 +86,15 @@ class LossSpec:
         return 1.0 if self.softcap is None else self.softcap / self.temperature
 
     @property
-    def flat(self) -> tuple[str | int | float | None, ...]:
-        """The values that `SPEC_SCHEMA` declares."""
-        return (
-            self.reduction,
-            self.ignore_index,
-            self.label_smoothing,
-            self.softcap,
-            self.logit_scale,
-            self.temperature,
-            self.z_loss,
-            ",".join(self.stats),
-        )
+    def typical_gradient(self) -> float:
+        """How large a gradient in a logit may well be, of a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
+        return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
 
-    @staticmethod
-    def from_flat(flat: Sequence[Any]) -> LossSpec:
-        *values, stats = flat
-        return LossSpec(*values, tuple(stats.split(",")) if stats else ())  # type: ignore[call-arg]
+
+# Its numbers, and which of them may be None.
+NUMBERS = {name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)}
+# As arguments of a custom operator.
+SPEC = Flat(LossSpec)
 
 
 def check_shapes(

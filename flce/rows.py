@@ -12,27 +12,36 @@ from flce.backends.contract import RowOutputs, RowProblem
 from flce.problem import accumulation_dtype
 
 # The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
-# room of 2^6 is for z-losses of a log-sum-exp beyond TYPICAL_LSE.
+# room of 2^6 is for what `LossSpec.typical_gradient` leaves out.
 FLOAT16_GRAD_PEAK = 2.0**10
-TYPICAL_LSE = 32.0
 
 
 def allocate(p: RowProblem, num_rows: int) -> RowOutputs:
     """Memory for what the backend makes of `num_rows` rows."""
-    accum = accumulation_dtype(p.dtype)
-    stats = p.spec.stats
 
-    def new(*shape: int, dtype: torch.dtype = accum) -> Tensor:
-        return torch.empty(*shape, num_rows, dtype=dtype, device=p.device)
+    def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(*slots, num_rows, dtype=dtype, device=p.device)
 
-    return RowOutputs(
-        new(),
-        new() if p.spec.z_loss else None,
-        new(2),
-        new() if "logprob" in stats else None,
-        new() if "entropy" in stats else None,
-        new(dtype=torch.int64) if "argmax" in stats or "correct" in stats else None,
-    )
+    return RowOutputs.of(p.spec, accumulation_dtype(p.dtype), new)
+
+
+def as_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
+    """As custom operators return them: what was not asked for is empty, of shape (0,). None share memory."""
+    return tuple(rows.loss.new_empty(0) if t is None else t for t in rows.tensors)
+
+
+def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
+    """What `as_outputs` of the reduced rows of a problem looks like; `like` says of which kind."""
+    tokens = tuple(p.target.shape)
+
+    def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return like.new_empty((*slots, *tokens), dtype=dtype)
+
+    rows = RowOutputs.of(p.spec, accumulation_dtype(p.dtype), new)
+    if p.spec.reduction != "none":
+        loss, second = rows.losses
+        rows = rows.reduced(loss.new_empty(()), None if second is None else second.new_empty(()))
+    return as_outputs(rows)
 
 
 def constants(p: RowProblem) -> Tensor:
@@ -58,8 +67,7 @@ def grad_unit(p: RowProblem, constants: Tensor) -> Tensor:
     ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
     divides this unit out in float32, together with the upstream gradient.
     """
-    z_loss = 2.0 * p.spec.z_loss * TYPICAL_LSE
-    peak = constants[0] * (abs(p.spec.logit_scale) / p.spec.temperature * (1.0 + z_loss))
+    peak = constants[0] * p.spec.typical_gradient
     if p.class_weight is not None:
         peak = peak * p.class_weight.abs().max()
     if p.token_weight is not None and p.token_weight.numel():
@@ -69,11 +77,13 @@ def grad_unit(p: RowProblem, constants: Tensor) -> Tensor:
     return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
-def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Loss (z-loss included), z-loss, and the constants where there are some."""
+def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[RowOutputs, Tensor | None]:
+    """The results with the whole loss, and the constants where there are some."""
     if p.spec.reduction == "none":
-        return (rows.loss if rows.z_loss is None else rows.loss + rows.z_loss), rows.z_loss, constants
-    return get_backend(p.device).reduce(p, rows, constants)
+        first, second = rows.losses
+        return rows.reduced(first if second is None else first + second, second), constants
+    loss, second, constants = get_backend(p.device).reduce(p, rows, constants)
+    return rows.reduced(loss, second), constants
 
 
 def looks_at_values(device: torch.device) -> bool:

@@ -100,18 +100,8 @@ class Selection:
         index, n = self.index[: self.num_rows], self.problem.num_tokens
         out = out.rows(slice(0, self.num_rows))
 
-        def put(values: Tensor, fill: float = 0) -> Tensor:
-            full = values.new_full((*values.shape[:-1], n), fill)
-            return full.index_copy_(-1, index, values)
+        def put(values: Tensor) -> Tensor:
+            nothing = 0 if values.is_floating_point() else -1  # an index is that of no class
+            return values.new_full((*values.shape[:-1], n), nothing).index_copy_(-1, index, values)
 
-        def put_optional(values: Tensor | None, fill: float = 0) -> Tensor | None:
-            return None if values is None else put(values, fill)
-
-        return RowOutputs(
-            put(out.loss),
-            put_optional(out.z_loss),
-            put(out.normalizer),
-            put_optional(out.logprob),
-            put_optional(out.entropy),
-            put_optional(out.argmax, -1),
-        )
+        return out.map(put)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.arguments import autocast_dtype, check_tensor, refuse_forward_mode
+from flce.arguments import check_tensor, refuse_forward_mode, widened
 from flce.backends import get_backend
 from flce.batching import register_loop
+from flce.custom_op import define
 from flce.problem import accumulation_dtype
 from flce.scalars import integer
 
@@ -85,16 +86,12 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
         raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")
     refuse_forward_mode(name, f"torch.nn.functional.{name}", (input,))
     if dtype is None:
-        dtype = torch.float32 if _autocasts(input) else input.dtype
+        # As PyTorch has it, autocast on a CPU does not make softmax float32.
+        kind = input.device.type
+        dtype = input.dtype if kind == "cpu" else widened(input.dtype, kind)
     x = input if input.dim() else input[None]
     y: Tensor = torch.ops.flce.softmax(x, dim % dims, dtype, log)
     return y if input.dim() else y[0]
-
-
-def _autocasts(input: Tensor) -> bool:
-    """Whether PyTorch would make the result float32: both functions are among those that autocast widens."""
-    device_type = input.device.type
-    return device_type != "cpu" and input.dtype != torch.float64 and autocast_dtype(device_type) is not None
 
 
 def _forward(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
@@ -141,27 +138,21 @@ def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _register() -> None:
-    def define(name: str, schema: str, implementation: Any, fake: Any, backward: Any, setup: Any) -> None:
-        torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-        torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
-        torch.library.register_fake(f"flce::{name}", fake)
-        torch.library.register_autograd(f"flce::{name}", backward, setup_context=setup)
-
     define(
         "softmax",
         "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
         _forward,
         lambda x, dim, dtype, log: torch.empty_like(x, dtype=dtype),
-        _differentiate,
-        _setup_context,
+        backward=_differentiate,
+        setup_context=_setup_context,
     )
     define(
         "softmax_backward",
         "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
         _backward,
         lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
-        _differentiate_twice,
-        _setup_second_context,
+        backward=_differentiate_twice,
+        setup_context=_setup_second_context,
     )
     register_loop("softmax_backward")
 

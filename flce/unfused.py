@@ -118,24 +118,31 @@ def _loss_of_rows(
         ignore_index=spec.ignore_index,
         label_smoothing=spec.label_smoothing,
     )
-    lse = z.logsumexp(-1)
-    zl = torch.where(valid, spec.z_loss * lse.square(), 0.0)
+    lse = z.logsumexp(-1) if spec.z_loss or "lse" in spec.stats else None
+    zl = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
     if token_weight is not None:
-        ce, zl = ce * token_weight.reshape(-1).detach(), zl * token_weight.reshape(-1).detach()
+        ce = ce * token_weight.reshape(-1).detach()
+        zl = None if zl is None else zl * token_weight.reshape(-1).detach()
     if spec.reduction == "none":
-        z_loss = zl.reshape(tokens)
-        loss = ce.reshape(tokens) + z_loss if spec.z_loss else ce.reshape(tokens)
+        loss = ce.reshape(tokens)
+        z_loss = None if zl is None else zl.reshape(tokens)
     elif spec.reduction == "mean":
-        z_loss = zl.sum() / count
-        loss = ce.sum() / denominator + z_loss if spec.z_loss else ce.sum() / denominator
+        loss = ce.sum() / denominator
+        z_loss = None if zl is None else zl.sum() / count
     else:
         scale = 1.0 if num_items is None else num_items.to(z.dtype).reciprocal()
-        z_loss = zl.sum() * scale
-        loss = ce.sum() * scale + z_loss if spec.z_loss else ce.sum() * scale
+        loss = ce.sum() * scale
+        z_loss = None if zl is None else zl.sum() * scale
+    loss = loss if z_loss is None else loss + z_loss
     if not spec.stats:
         return loss
     with torch.no_grad():
-        return _with_stats(loss, z_loss if spec.z_loss else None, z, lse, y, valid, tokens, spec)
+        stats = _stats(z.detach(), None if lse is None else lse.detach(), y, valid, spec)
+    return LinearCrossEntropyOutput(
+        loss,
+        None if z_loss is None else z_loss.detach(),
+        **{name: value.reshape(tokens) for name, value in stats.items() if name in spec.stats},
+    )
 
 
 def _transform(a: Tensor, spec: LossSpec) -> Tensor:
@@ -145,36 +152,23 @@ def _transform(a: Tensor, spec: LossSpec) -> Tensor:
     return z / spec.temperature
 
 
-def _with_stats(
-    loss: Tensor,
-    z_loss: Tensor | None,
-    z: Tensor,
-    lse: Tensor,
-    y: Tensor,
-    valid: Tensor,
-    tokens: tuple[int, ...],
-    spec: LossSpec,
-) -> LinearCrossEntropyOutput:
-    log_softmax = z.detach().log_softmax(-1)
-    argmax = torch.where(valid, z.argmax(-1), -1)
-
-    def stat(name: str, value: Tensor) -> Tensor | None:
-        return value.reshape(tokens) if name in spec.stats else None
-
-    logprob = lse
-    if "logprob" in spec.stats:
-        picked = log_softmax.gather(1, y.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-        logprob = torch.where(valid, picked, 0.0)
-    entropy = torch.special.entr(log_softmax.exp()).sum(-1)
-    return LinearCrossEntropyOutput(
-        loss,
-        None if z_loss is None else z_loss.detach(),
-        stat("lse", torch.where(valid, lse.detach(), 0.0)),
-        stat("logprob", logprob),
-        stat("entropy", torch.where(valid, entropy, 0.0)),
-        stat("argmax", argmax),
-        stat("correct", (argmax == y) & valid) if "correct" in spec.stats else None,
-    )
+def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec) -> dict[str, Tensor]:
+    """By name, those of each row that are asked for, and what they need."""
+    stats = {}
+    if lse is not None:
+        stats["lse"] = torch.where(valid, lse, 0.0)
+    if {"logprob", "entropy"} & set(spec.stats):
+        log_softmax = z.log_softmax(-1)
+        if "logprob" in spec.stats:
+            picked = log_softmax.gather(1, y.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+            stats["logprob"] = torch.where(valid, picked, 0.0)
+        if "entropy" in spec.stats:
+            stats["entropy"] = torch.where(valid, torch.special.entr(log_softmax.exp()).sum(-1), 0.0)
+    if {"argmax", "correct"} & set(spec.stats):
+        stats["argmax"] = torch.where(valid, z.argmax(-1), -1)
+        if "correct" in spec.stats:
+            stats["correct"] = (stats["argmax"] == y) & valid
+    return stats
 
 
 def _check_probabilities(spec: LossSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flce
 from flce import chunk_plan, planning
+from flce.custom_op import Flat
+from flce.problem import SPEC, LossSpec
 from tests.helpers import (
     ALL_GRADS,
     BACKENDS,
@@ -49,6 +52,40 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------------
 # torch.library
+
+
+@dataclass(frozen=True)
+class _WithOptions(LossSpec):
+    """Of a loss with two more options, of which nothing else here knows."""
+
+    unheard_of: float = 0.0
+    perhaps: float | None = None
+
+
+def test_an_option_is_an_argument_by_its_type() -> None:
+    flat: Flat[Any] = Flat(_WithOptions)
+    assert flat.schema == f"{SPEC.schema}, float unheard_of, float? perhaps"
+    spec = _WithOptions(reduction="sum", softcap=2.0, stats=("lse", "entropy"), unheard_of=2.0)
+    assert len(flat.pack(spec)) == len(flat) == len(SPEC) + 2
+    assert flat.unpack(flat.pack(spec)) == spec
+    assert flat.unpack(flat.pack(_WithOptions())) == _WithOptions()
+
+
+@pytest.mark.parametrize("skip", [True, False, "auto"])
+def test_options_survive_the_operator(skip: Any) -> None:
+    flat = Flat(flce.ChunkOptions)
+    options = flce.ChunkOptions(chunk_rows=7, strategy="vocab", logits_dtype=torch.float32, skip_ignored=skip)
+    assert flat.unpack(flat.pack(options)) == options
+    assert "bool? skip_ignored" in flat.schema
+
+
+def test_a_field_that_operators_cannot_take() -> None:
+    @dataclass(frozen=True)
+    class WithTensor:
+        weight: Tensor
+
+    with pytest.raises(TypeError, match="weight"):
+        Flat(WithTensor)
 
 
 def copied(value: Any) -> Any:

@@ -7,17 +7,24 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.backends.eager import TorchBackend
-from flce.backends.state import finish
-from flce.problem import LossSpec
+from flce.backends.contract import (
+    NORMALIZER_SLOTS,
+    PRODUCT_FIELDS,
+    STATE_SLOTS,
+    RowInputs,
+    RowOutputs,
+    Tile,
+    log_sum_exp,
+)
+from flce.backends.eager import TorchBackend, finish
+from flce.problem import NUMBERS, LossSpec
 from tests.helpers import allpairs
 
 pytest.importorskip("triton")
@@ -106,26 +113,17 @@ class Rows:
         return buffer[:, : stop - start], Tile(start, stop - start, self.vocab, room)
 
     def outputs(self) -> RowOutputs:
-        n, stats = self.logits.shape[0], self.spec.stats
+        def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.full((*slots, self.logits.shape[0]), -77, dtype=dtype, device=self.logits.device)
 
-        def new(*shape: int, dtype: torch.dtype = self.accum) -> Tensor:
-            return torch.full((*shape, n), -77, dtype=dtype, device=self.logits.device)
-
-        return RowOutputs(
-            new(),
-            new() if self.spec.z_loss else None,
-            new(2),
-            new() if "logprob" in stats else None,
-            new() if "entropy" in stats else None,
-            new(dtype=torch.int64) if "argmax" in stats else None,
-        )
+        return RowOutputs.of(self.spec, self.accum, new)
 
 
 def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
     for name in (field.name for field in fields(RowOutputs)):
         a, b = getattr(mine, name), getattr(theirs, name)
         if name == "normalizer":  # of what is not finite, only that it is not is the same
-            a, b = (x.sum(0).where(x.isfinite().all(0), torch.nan) for x in (a, b))
+            a, b = (log_sum_exp(x).where(x.isfinite().all(0), torch.nan) for x in (a, b))
         if b is not None:
             torch.testing.assert_close(
                 a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True, msg=named(name)
@@ -311,7 +309,7 @@ def test_constants_and_sums(
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
-    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
+    out = RowOutputs(loss, z, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
     count = (target != -100).sum().double()
     z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
     ce_scale = z_scale
@@ -346,7 +344,7 @@ def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
         target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
         p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
         loss = torch.zeros(rows, dtype=torch.float64, device=device)
-        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+        out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
         kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
     assert settled == [True, False, False, False]
 
@@ -357,7 +355,7 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     target = torch.randint(-1, 11, (rows,), device="cuda")
     p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
     loss = torch.rand(rows, device="cuda")
-    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+    out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
     total, _, constants = kernels.TritonBackend().reduce(p, out, None)
     count = int((target != -1).sum())
     if count:
@@ -464,6 +462,36 @@ def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, col
     torch.testing.assert_close(results[0][3], results[0][4], rtol=8e-3, atol=0.0)
 
 
+def test_kernels_have_a_parameter_for_every_option(kernels: ModuleType) -> None:
+    """An option goes to the kernels by its name, and what has no parameter of that name does nothing."""
+    from flce.backends.triton import product
+
+    in_scale = {"logit_scale", "temperature"}  # `LossSpec.scale` and `cap`
+    known = set(kernels.cross_entropy_kernel.arg_names)
+    assert {f"HAS_{name.upper()}" for name in NUMBERS if name not in in_scale} <= known
+    known = {*product.product_kernel.arg_names, *product.finish_statistics_kernel.arg_names}
+    numbers = PRODUCT_FIELDS & set(NUMBERS) - in_scale
+    assert numbers
+    assert {f"HAS_{name.upper()}" for name in numbers} <= known
+
+
+def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, asked = importlib.import_module("flce.backends.triton.launch"), []
+    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20, regs_per_multiprocessor=65536)
+
+    def answer(device: Any, what: Any) -> Any:
+        asked.append(device)
+        return what
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: answer(device, properties))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: answer(device, (9, 0)))
+    device = torch.device("cuda", 77)
+    for _ in range(3):
+        assert launch.device_facts(device) == launch.DeviceFacts(132, 60 << 20, 65536)
+        assert launch.overlap(device)["launch_pdl"]
+    assert asked == [device, 77]
+
+
 H200, A100, SMALL = (132, 60 << 20), (108, 40 << 20), (82, 6 << 20)
 
 
@@ -537,6 +565,8 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> lis
     real = kernels.cross_entropy_kernel
 
     class Kernel:
+        arg_names = real.arg_names
+
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             def launch(*args: Any, **kwargs: Any) -> None:
                 flags.append((kwargs["HEAD_BYTES"], kwargs["ONE_BLOCK"]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from tests.helpers import (
@@ -640,6 +641,37 @@ def test_one_hot_probabilities_equal_indices(backend: str) -> None:
         b = run_fused(replace(reduced, target=one_hot))
         for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
             torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-10, atol=1e-12)
+
+
+class _Calls(TorchDispatchMode):
+    """The names of all operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "stats, z_loss, made",
+    [
+        ((), 0.0, set()),
+        (("argmax",), 0.0, {"argmax"}),
+        (("entropy",), 0.0, {"special_entr"}),
+        (("lse",), 0.0, {"logsumexp"}),
+        ((), 0.1, {"logsumexp"}),
+        (("lse", "argmax", "entropy"), 0.1, {"argmax", "special_entr", "logsumexp"}),
+    ],
+)
+def test_only_what_is_asked_for_is_made(stats: tuple[str, ...], z_loss: float, made: set[str]) -> None:
+    """Also where the logits are in memory, and each statistic is a pass over them."""
+    x, w, y = torch.randn(4, 8), torch.randn(11, 8), torch.rand(4, 11).softmax(-1)
+    with _Calls() as calls:
+        flce.fused_linear_cross_entropy(x, w, y, stats=stats, z_loss=z_loss)
+    assert calls.names & {"argmax", "special_entr", "logsumexp"} == made
 
 
 def test_statistics_of_probability_targets(backend: str) -> None:

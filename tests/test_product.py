@@ -6,7 +6,7 @@ They are for Hopper. Under the interpreter they are tested in float16, the half 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,9 @@ import torch
 
 import flce
 from flce import chunk_plan, operators
-from flce.backends import get_backend
+from flce.backends import contract, get_backend
 from flce.chunk_plan import ChunkPlan
+from flce.problem import STATS, LossSpec
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
 from tests.hopper import as_on_hopper
 from tests.test_plan import assert_kept, promise_and_peak
@@ -189,6 +190,25 @@ def test_what_is_not_fused(device: torch.device) -> None:
     assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").fused_product
     assert not plan(problem_of(device, DTYPES[0], hidden=60), "").fused_product
     assert not plan(problem_of(device, torch.float32), "").fused_product
+
+
+@dataclass(frozen=True)
+class _WithOption(LossSpec):
+    """Of a loss that has one more option, which no product knows."""
+
+    unheard_of: float = 0.0
+
+
+def test_an_option_that_products_do_not_know(device: torch.device) -> None:
+    """They are refused where it is asked for, whoever forgot to say so."""
+    plain = plan_for(problem_of(device, DTYPES[0]), flce.ChunkOptions(), "")
+    assert plain.fused_product
+    assert replace(plain, spec=_WithOption()).fused_product
+    assert not replace(plain, spec=_WithOption(unheard_of=2.0)).fused_product
+    assert not replace(plain, spec=LossSpec(stats=("argmax",))).fused_product
+    # What they know is spelled as it is asked for.
+    assert {field.name for field in fields(LossSpec)} > contract.PRODUCT_FIELDS
+    assert set(STATS) > contract.PRODUCT_STATS
 
 
 @pytest.mark.gpu

@@ -20,7 +20,8 @@ import flce
 from flce import rows as vectors
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, Tile
-from flce.backends.state import empty_shard, finish, merge_shards, used_slots
+from flce.backends.eager import finish
+from flce.backends.state import empty_shard, merge_shards, used_slots
 from flce.distributed import bounds
 from flce.logits_loss import CrossEntropyProblem
 from flce.problem import LossSpec

@@ -44,7 +44,17 @@ def has_product(device: torch.device) -> bool:
     """
     if device.type != "cuda" or not torch.cuda.is_available() or backend_name(device) != "triton":
         return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return capability(device) == 9
+
+
+def capability(device: torch.device) -> int:
+    """The major number of the compute capability of a CUDA device."""
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
 
 
 def get_backend(device: torch.device) -> Backend:

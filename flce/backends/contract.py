@@ -9,8 +9,8 @@ and `product_exponentials`). Everything is computed in float32 (float64 for floa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -22,9 +22,29 @@ from flce.problem import LinearCrossEntropyProblem, LossSpec
 STATE_SLOTS = 7
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE_SLOTS)
 
+# What is kept of each row between forward and backward: some logit m, the largest as a rule, and log(sum(exp(z - m))).
+NORMALIZER_SLOTS = 2
+OFFSET, LOG_SUM = range(NORMALIZER_SLOTS)
+
+
+def log_sum_exp(normalizer: Tensor) -> Tensor:
+    """Of each row, from (NORMALIZER_SLOTS, ...)."""
+    return normalizer[OFFSET] + normalizer[LOG_SUM]
+
+
 # `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and so many classes,
 # `product_exponentials` one.
 PRODUCT_BLOCK = 256
+# Of a LossSpec, what these and `Backend.product_gradient` know to do. A field or statistic that is not listed here goes
+# the way of a pass over logits in memory.
+PRODUCT_FIELDS = frozenset({"reduction", "ignore_index", "softcap", "logit_scale", "temperature", "z_loss", "stats"})
+PRODUCT_STATS = frozenset({"lse", "logprob"})
+
+
+def products_know(spec: LossSpec) -> bool:
+    """Whether products with an epilogue make all that is asked for."""
+    asked = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
+    return asked <= PRODUCT_FIELDS and set(spec.stats) <= PRODUCT_STATS
 
 
 class RowProblem(Protocol):
@@ -73,23 +93,59 @@ class RowOutputs:
 
     loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
     z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
-    normalizer: Tensor  # (2, rows) some logit m, the largest as a rule, and log(sum(exp(z - m))): lse is their sum
+    normalizer: Tensor  # (NORMALIZER_SLOTS, rows) what backward needs to know of a row
     logprob: Tensor | None  # (rows,)
     entropy: Tensor | None  # (rows,)
     argmax: Tensor | None  # (rows,) int64
 
-    def rows(self, rows: slice) -> RowOutputs:
-        def cut(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t[rows]
+    @staticmethod
+    def asked(spec: LossSpec) -> tuple[bool, ...]:
+        """For each field, whether a call asks for it."""
+        stats = spec.stats
+        argmax = "argmax" in stats or "correct" in stats
+        return True, spec.z_loss != 0.0, True, "logprob" in stats, "entropy" in stats, argmax
 
-        return RowOutputs(
-            self.loss[rows],
-            cut(self.z_loss),
-            self.normalizer[:, rows],
-            cut(self.logprob),
-            cut(self.entropy),
-            cut(self.argmax),
+    @staticmethod
+    def of(spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> RowOutputs:
+        """What a call asks for: ``new(slots, dtype)`` is memory for so many values of each row, () for one."""
+        made = (
+            new((NORMALIZER_SLOTS,) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
+            if asked
+            else None
+            for name, asked in zip(_ROW_OUTPUTS, RowOutputs.asked(spec), strict=True)
         )
+        return RowOutputs(*made)  # type: ignore[arg-type]
+
+    @staticmethod
+    def given(spec: LossSpec, tensors: Sequence[Tensor]) -> RowOutputs:
+        """Of `tensors`, one for each field, those that a call asks for."""
+        pairs = zip(tensors, RowOutputs.asked(spec), strict=True)
+        return RowOutputs(*(tensor if asked else None for tensor, asked in pairs))  # type: ignore[arg-type]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of the fields."""
+        return tuple([getattr(self, name) for name in _ROW_OUTPUTS])
+
+    @property
+    def losses(self) -> tuple[Tensor, Tensor | None]:
+        """What the loss is the sum of: cross entropy and another. Each has a constant that multiplies it, the first and
+        the second of `Backend.constants`."""
+        return self.loss, self.z_loss
+
+    def reduced(self, loss: Tensor, second: Tensor | None) -> RowOutputs:
+        """With the whole loss in the place of the first of `losses`, and its second part."""
+        return replace(self, loss=loss, z_loss=second)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowOutputs:
+        made = (None if t is None else function(t) for t in self.tensors)
+        return RowOutputs(*made)  # type: ignore[arg-type]
+
+    def rows(self, rows: slice) -> RowOutputs:
+        return self.map(lambda t: t[..., rows])
+
+
+_ROW_OUTPUTS = tuple(field.name for field in fields(RowOutputs))
 
 
 @dataclass(frozen=True)
@@ -100,7 +156,7 @@ class Tile:
     written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
 
     `shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
-    `state.merge_shards` and `state.finish` go on from.
+    `state.merge_shards` and `eager.finish` go on from.
 
     `keep`: logits are left as they are, but where the gradient is written over them.
     """
@@ -163,8 +219,8 @@ class Backend(Protocol):
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
 
         `grad` has as many dimensions as `logits`, and may have other strides.
-        `normalizer`: (2, rows) as `statistics` left it. `upstream`: (rows,) gradient of each row's loss, or () of
-        all, or None for 1; it multiplies the scales in ``rows.constants``.
+        `normalizer`: (NORMALIZER_SLOTS, rows) as `statistics` left it. `upstream`: (rows,) gradient of each row's loss,
+        or () of all, or None for 1; it multiplies the scales in ``rows.constants``.
         """
 
     def loss_and_gradient(
@@ -249,13 +305,14 @@ class Backend(Protocol):
         some of the last may be missing. Their targets have no part in it."""
 
     def constants(self, p: RowProblem) -> Tensor:
-        """(3,): what the sums of cross entropies and of z-losses are multiplied by; sum of the class weights.
+        """(3,): what the sums of both `RowOutputs.losses` are multiplied by; sum of the class weights.
 
         Here and in `reduce` nothing may wait for the device.
         """
 
     def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Loss (z-loss included) and z-loss of all rows, () each, and `constants`, which are made if they are None."""
+        """The whole loss of all rows and its second part, () each, if `RowOutputs.losses` has one; and `constants`,
+        which are made if they are None."""
 
     def scale_(self, x: Tensor, factor: Tensor) -> None:
         """``x *= factor`` for a 0-d `factor` on x's device; reads and writes nothing if it is 1."""

@@ -16,7 +16,9 @@ from flce.backends import reduction
 from flce.backends.contract import (
     ARGMAX,
     ENTROPY_SUM,
+    LOG_SUM,
     MAX,
+    OFFSET,
     REFERENCE,
     SMOOTH_SUM,
     SUM,
@@ -26,7 +28,6 @@ from flce.backends.contract import (
     RowProblem,
     Tile,
 )
-from flce.backends.state import finish
 from flce.problem import LossSpec, accumulation_dtype
 
 # Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
@@ -75,7 +76,7 @@ class TorchBackend:
     ) -> None:
         for piece, part in _slabs(logits):
             z, jacobian = _transform(logits[piece], rows, spec, tile, want_jacobian=True)
-            row_max, log_sum = normalizer[:, part]
+            row_max, log_sum = normalizer[OFFSET, part], normalizer[LOG_SUM, part]
             exps = z.sub_(row_max[:, None]).exp_()
             up = upstream[part] if upstream is not None and upstream.dim() else upstream
             _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[piece])
@@ -259,6 +260,36 @@ def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor
     return merged, exps
 
 
+def finish(state: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out: RowOutputs) -> None:
+    """Turn the state of all classes, (STATE_SLOTS, rows), into the losses and statistics of the rows."""
+    valid = rows.target != spec.ignore_index
+    row_max, log_sum = state[MAX], state[SUM].log()
+    in_range = (rows.target >= 0) & (rows.target < vocab_size)
+    # (m - z_y) before + log_sum: exact where all logits share a large offset.
+    nll = log_sum + (row_max - state[TARGET_LOGIT])
+    nll = torch.where(in_range, nll, torch.nan)
+    loss = nll
+    if rows.class_weight is not None:
+        loss = loss * rows.class_weight[rows.target.clamp(0, vocab_size - 1)]
+    if spec.label_smoothing:
+        smooth = rows.weight_sum(vocab_size) * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
+        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / vocab_size) * smooth
+    weight = rows.token_weight
+    lse = row_max + log_sum
+    out.loss.copy_(torch.where(valid, loss if weight is None else loss * weight, 0.0))
+    out.normalizer[OFFSET] = torch.where(valid, row_max, 0.0)
+    out.normalizer[LOG_SUM] = torch.where(valid, log_sum, 0.0)
+    if out.z_loss is not None:
+        z_loss = spec.z_loss * lse.square()
+        out.z_loss.copy_(torch.where(valid, z_loss if weight is None else z_loss * weight, 0.0))
+    if out.logprob is not None:
+        out.logprob.copy_(torch.where(valid, -nll, 0.0))
+    if out.entropy is not None:
+        out.entropy.copy_(torch.where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
+    if out.argmax is not None:
+        out.argmax.copy_(torch.where(valid, state[ARGMAX].long(), -1))
+
+
 def _gradient(
     exps: Tensor,
     jacobian: Tensor | float,
@@ -270,7 +301,8 @@ def _gradient(
     upstream: Tensor | None,
     grad: Tensor,
 ) -> None:
-    """Gradient from exp(z - row_max), which it overwrites. The formula is that of the Triton kernel."""
+    """Gradient from exp(z - row_max), which it overwrites. `triton/math.py` has the same formula, in `gradient_factors`
+    and `logit_gradient`."""
     valid = _valid(rows, spec)
     in_range = (rows.target >= 0) & (rows.target < tile.vocab_size)
     assert rows.constants is not None
@@ -281,23 +313,23 @@ def _gradient(
     row_scale = torch.where(in_range, row_scale, torch.nan)  # wrong targets make NaN, not nonsense
     ce = row_scale * ce_scale
     smoothing = spec.label_smoothing / tile.vocab_size
-    one_hot = ce * (1.0 - spec.label_smoothing)
+    of_target = ce * (1.0 - spec.label_smoothing)
     if rows.class_weight is not None:
-        one_hot = one_hot * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
-    softmax = one_hot + ce * (smoothing * weight_sum) if spec.label_smoothing else one_hot
+        of_target = of_target * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
+    of_softmax = of_target + ce * (smoothing * weight_sum) if spec.label_smoothing else of_target
     if spec.z_loss:
-        softmax = softmax + row_scale * z_scale * (2.0 * spec.z_loss) * (row_max + log_sum)
+        of_softmax = of_softmax + row_scale * z_scale * (2.0 * spec.z_loss) * (row_max + log_sum)
 
-    g = exps.mul_((softmax * (-log_sum).exp())[:, None])
+    g = exps.mul_((of_softmax * (-log_sum).exp())[:, None])
     column, inside = _local_target(rows, tile)
-    g.scatter_add_(1, column[:, None], torch.where(inside, -one_hot, 0.0)[:, None])
+    g.scatter_add_(1, column[:, None], torch.where(inside, -of_target, 0.0)[:, None])
     if spec.label_smoothing:
-        uniform = (ce * smoothing)[:, None]
+        of_classes = (ce * smoothing)[:, None]
         if rows.class_weight is None:
-            g.sub_(uniform)
+            g.sub_(of_classes)
         else:
             weight = rows.class_weight[tile.columns].to(g.dtype)
-            g.addcmul_(uniform, weight, value=-1.0)
+            g.addcmul_(of_classes, weight, value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)
     if g.device.type != "cpu" or not bool(valid.all()):

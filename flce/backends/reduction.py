@@ -27,8 +27,9 @@ def make_constants(p: RowProblem) -> Tensor:
 
 def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
     constants = make_constants(p) if constants is None else constants
-    loss = rows.loss.sum() * constants[0]
-    if rows.z_loss is None:
+    first, second = rows.losses
+    loss = first.sum() * constants[0]
+    if second is None:
         return loss, None, constants
-    z_loss = rows.z_loss.sum() * constants[1]
-    return loss + z_loss, z_loss, constants
+    part = second.sum() * constants[1]
+    return loss + part, part, constants

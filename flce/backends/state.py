@@ -1,4 +1,4 @@
-"""The running state of the online softmax where no kernel holds it: shards of the vocabulary, and its end.
+"""The running state of the online softmax where no kernel holds it: shards of the vocabulary.
 
 Plain PyTorch on vectors of one value per row, for every backend.
 """
@@ -19,8 +19,6 @@ from flce.backends.contract import (
     STATE_SLOTS,
     SUM,
     TARGET_LOGIT,
-    RowInputs,
-    RowOutputs,
 )
 from flce.problem import LossSpec
 
@@ -76,33 +74,3 @@ def merge_shards(states: Tensor, weight_sums: Sequence[Tensor], spec: LossSpec) 
         found = torch.where(maxima == row_max, states[:, ARGMAX], torch.inf).amin(0)
         merged[ARGMAX] = torch.where(found == torch.inf, 0.0, found)
     return merged
-
-
-def finish(state: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out: RowOutputs) -> None:
-    """Turn the state of all classes, (STATE_SLOTS, rows), into the losses and statistics of the rows."""
-    valid = rows.target != spec.ignore_index
-    row_max, log_sum = state[MAX], state[SUM].log()
-    in_range = (rows.target >= 0) & (rows.target < vocab_size)
-    # (m - z_y) before + log_sum: exact where all logits share a large offset.
-    nll = log_sum + (row_max - state[TARGET_LOGIT])
-    nll = torch.where(in_range, nll, torch.nan)
-    loss = nll
-    if rows.class_weight is not None:
-        loss = loss * rows.class_weight[rows.target.clamp(0, vocab_size - 1)]
-    if spec.label_smoothing:
-        smooth = rows.weight_sum(vocab_size) * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
-        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / vocab_size) * smooth
-    weight = rows.token_weight
-    lse = row_max + log_sum
-    out.loss.copy_(torch.where(valid, loss if weight is None else loss * weight, 0.0))
-    out.normalizer[0] = torch.where(valid, row_max, 0.0)
-    out.normalizer[1] = torch.where(valid, log_sum, 0.0)
-    if out.z_loss is not None:
-        z_loss = spec.z_loss * lse.square()
-        out.z_loss.copy_(torch.where(valid, z_loss if weight is None else z_loss * weight, 0.0))
-    if out.logprob is not None:
-        out.logprob.copy_(torch.where(valid, -nll, 0.0))
-    if out.entropy is not None:
-        out.entropy.copy_(torch.where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
-    if out.argmax is not None:
-        out.argmax.copy_(torch.where(valid, state[ARGMAX].long(), -1))

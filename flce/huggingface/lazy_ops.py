@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.arguments import autocast_dtype
+from flce.arguments import widened
 from flce.functional import cross_entropy
 from flce.huggingface.elementwise import replay
 from flce.huggingface.lazy_state import LazyState, StackState, State, merged_calls
-from flce.huggingface.terms import BiasTerm, LinearTerm, Term, versions_of
+from flce.huggingface.terms import BiasTerm, Product, Term, versions_of
 
 _STATES = (LazyState, StackState)
 
@@ -169,8 +169,8 @@ def _log_softmax(
     if dim is None or _dim(state, dim) != state.class_dim:
         return NotImplemented
     kind = state.device.type
-    if dtype is None and kind != "cpu" and autocast_dtype(kind) is not None and state.dtype != torch.float64:
-        dtype = torch.float32  # as autocast has it, but on the CPU
+    if dtype is None and kind != "cpu":  # there autocast leaves it as it is
+        dtype = widened(state.dtype, kind)
     state = state if dtype is None else to_dtype(state, dtype)
     return state if state is NotImplemented else _or_real(state.with_op("log_softmax"))
 
@@ -310,7 +310,7 @@ def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]
     if _dim(state, dim) == state.class_dim:
         return NotImplemented
     class_dim = state.class_dim - (lost if _dim(state, dim) < state.class_dim else 0)
-    hidden = [cut(term.hidden) for term in state.terms if isinstance(term, LinearTerm)]
+    hidden = [cut(term.hidden) for term in state.terms if isinstance(term, Product)]
     pieces = [iter(together) for together in zip(*hidden, strict=True)]
     return tuple(state.with_hidden(lambda _, rest=rest: next(rest), class_dim) for rest in pieces)  # type: ignore[misc]
 
@@ -629,7 +629,7 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
         return _joined(replace(first, terms=(terms[0],)), terms, dim)
 
 
-def _joined(first: LazyState, terms: Sequence[LinearTerm], dim: int) -> Any:
+def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
     if _dim(first, dim) != first.class_dim:
         if not all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms):
             return NotImplemented

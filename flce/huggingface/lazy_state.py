@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.arguments import autocast_dtype
+from flce.arguments import autocast_dtype, narrowed, widened
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.elementwise import Folded, Op, dtype_after, fold, replay
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.terms import LinearTerm, Term, dealt_out, versions_of
+from flce.huggingface.terms import Product, Term, dealt_out, versions_of
 from flce.planning import ChunkOptions
 from flce.problem import accumulation_dtype
 
@@ -61,9 +61,9 @@ class LazyState:
     # -- what it looks like
 
     @property
-    def head(self) -> LinearTerm:
+    def head(self) -> Product:
         head = self.terms[0]
-        assert isinstance(head, LinearTerm)
+        assert isinstance(head, Product)
         return head
 
     @property
@@ -125,7 +125,7 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
-        terms = tuple(t.with_hidden(function(t.hidden)) if isinstance(t, LinearTerm) else t for t in self.terms)
+        terms = tuple(t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms)
         return replace(self, terms=terms, class_dim=self.class_dim if class_dim is None else class_dim)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> LazyState:
@@ -188,7 +188,7 @@ class LazyState:
     ) -> Tensor:
         total = None
         for term in self.terms:
-            if isinstance(term, LinearTerm):
+            if isinstance(term, Product):
                 hidden = term.hidden.movedim(self.class_dim, -1)
                 z = self._in_head_autocast(product, hidden, term.weight, term.bias)
                 if term.filled is not None:
@@ -205,8 +205,7 @@ class LazyState:
         with self.weights():
             loss = self.fused(target, weight=weight, **spec)
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
-        under_autocast = autocast_dtype(self.device.type) is not None and self.dtype != torch.float64
-        return loss.to(self.device, torch.float32 if under_autocast else self.dtype)
+        return loss.to(self.device, widened(self.dtype, self.device.type))
 
     def statistics(self, *names: str) -> tuple[Tensor, ...]:
         """``"argmax"`` and ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
@@ -225,7 +224,7 @@ class LazyState:
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
                 biases.append(bias if term.factor == 1.0 else bias * term.factor)
-            if isinstance(term, LinearTerm):
+            if isinstance(term, Product):
                 hidden, weights = term.hidden.movedim(self.class_dim, -1), term.weight
                 hidden = hidden if term.factor == 1.0 else hidden * term.factor
                 if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
@@ -278,14 +277,11 @@ def head_state(
         call: what wrappers and weights are watched by; None under the compiler.
     """
     kind = hidden.device.type
-    autocast = autocast_dtype(kind)
-    # Autocast leaves float64 alone.
-    dtype = hidden.dtype if autocast is None or hidden.dtype == torch.float64 else autocast
     versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
-    term = LinearTerm(hidden, weight, bias, dtype, versions)
+    term = Product(hidden, weight, bias, narrowed(hidden.dtype, kind), versions)
     settings = Settings() if settings is None else settings
     calls = () if call is None else (call,)
-    return LazyState((term,), hidden.dim() - 1, autocast, hidden.device, settings, (), calls)
+    return LazyState((term,), hidden.dim() - 1, autocast_dtype(kind), hidden.device, settings, (), calls)
 
 
 def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:

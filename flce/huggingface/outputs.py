@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy_state import StackState
-from flce.huggingface.terms import LinearTerm, Term, versions_of
+from flce.huggingface.terms import Product, Term, versions_of
 from flce.huggingface.usage import Usage
 
 
@@ -31,7 +31,7 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
         passed_by: the graph has computed a loss, whose gradient does not pass through the logits.
     """
 
-    def call_of(term: LinearTerm) -> HeadCall:
+    def call_of(term: Product) -> HeadCall:
         layer = next((m for m in owner.modules() if m._parameters.get("weight") is term.weight), None)
         call = HeadCall(term.weight, term.bias, usage, layer, owner)
         call.passed_by = passed_by
@@ -40,7 +40,7 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
     return _replaced(outputs, call_of)
 
 
-def _replaced(value: Any, call_of: Callable[[LinearTerm], HeadCall]) -> Any:
+def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
     if isinstance(value, TracedLazyLogits):
         real: Tensor | None = value._existing()
         return make_lazy(_watched(value._state, call_of)) if real is None else real
@@ -54,12 +54,12 @@ def _replaced(value: Any, call_of: Callable[[LinearTerm], HeadCall]) -> Any:
     return value
 
 
-def _watched(state: Any, call_of: Callable[[LinearTerm], HeadCall]) -> Any:
+def _watched(state: Any, call_of: Callable[[Product], HeadCall]) -> Any:
     """From now on changes of what the logits are made from are noticed, and hooks of wrappers are called."""
     if isinstance(state, StackState):
         return replace(state, parts=tuple(_watched(part, call_of) for part in state.parts))
     terms: tuple[Term, ...] = tuple(replace(term, versions=versions_of(*term.tensors)) for term in state.terms)
-    calls = tuple(call_of(term) for term in terms if isinstance(term, LinearTerm))
+    calls = tuple(call_of(term) for term in terms if isinstance(term, Product))
     return replace(state, terms=terms, calls=calls)
 
 

@@ -14,7 +14,7 @@ from flce.huggingface.head_call import StaleLogitsError
 
 
 @dataclass(frozen=True)
-class LinearTerm:
+class Product:
     """One matrix product, and what was done to it before it was added to others.
 
     Attributes:
@@ -46,12 +46,12 @@ class LinearTerm:
     def factor(self) -> float:
         return _factor(self.ops)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> LinearTerm:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Product:
         """The term on other tensors, which nobody changes in place."""
         bias = None if self.bias is None else tensors[2]
         return replace(self, hidden=tensors[0], weight=tensors[1], bias=bias, versions=None)
 
-    def with_hidden(self, hidden: Tensor) -> LinearTerm:
+    def with_hidden(self, hidden: Tensor) -> Product:
         """After an operation on the token dimensions, which made ``hidden`` of the hidden states."""
         versions = self.versions
         if versions is not None and hidden.is_inference():
@@ -61,14 +61,14 @@ class LinearTerm:
             versions = (versions[0] + hidden._version - self.hidden._version, *versions[1:])
         return replace(self, hidden=hidden, versions=versions)
 
-    def with_bias(self, bias: Tensor) -> LinearTerm:
+    def with_bias(self, bias: Tensor) -> Product:
         """With a bias that was made for this term."""
         versions = self.versions
         if versions is not None:
             versions = None if bias.is_inference() else (*versions[:2], bias._version)
         return replace(self, bias=bias, versions=versions)
 
-    def detach(self) -> LinearTerm:
+    def detach(self) -> Product:
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
@@ -82,7 +82,7 @@ class BiasTerm:
 
     Attributes:
         bias: ``(V,)``.
-        versions, ops: as of a :class:`LinearTerm`.
+        versions, ops: as of a :class:`Product`.
     """
 
     bias: Tensor
@@ -111,7 +111,7 @@ class BiasTerm:
         _check_versions(self.versions, self.tensors)
 
 
-Term = LinearTerm | BiasTerm
+Term = Product | BiasTerm
 
 
 def dealt_out(pieces: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:

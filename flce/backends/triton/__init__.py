@@ -23,10 +23,11 @@ from flce.backends.triton.launch import (
     Launch,
     build_key,
     build_once,
+    call_arguments,
     device_facts,
-    features,
     fewest_warps,
     filled,
+    launch_of,
     overlap,
 )
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
@@ -261,63 +262,44 @@ def _launch(
     bias = rows.tile_bias(tile)
     inner_rows, logits_outer_stride = _outer_level(logits)
 
-    def pointer(t: Tensor | None) -> Tensor:
-        return logits if t is None else t  # what a flag switches off is never read
-
-    def output(name: str) -> Tensor:
-        return pointer(None if out is None else getattr(out, name))
-
+    call = call_arguments(rows, spec, logits, out=out, upstream=upstream)
+    options = {
+        "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
+        "STATISTICS": out is not None,
+        "LOAD_STATE": not tile.first,
+        "STORE_STATE": not tile.last,
+        "FINISH": tile.last,
+        "GRADIENT": grad is not None,
+        "TWO_LEVEL": logits.dim() == 3,
+        "HEAD_BYTES": head_bytes,
+        "ONE_BLOCK": one_block,
+        **overlap(logits.device),
+        **launch,
+    }
     with _device_of(logits):
-        cross_entropy_kernel[(num_rows,)](
-            logits,
-            pointer(grad),
-            rows.target,
-            pointer(bias),
-            pointer(rows.class_weight),
-            pointer(rows.token_weight),
-            pointer(upstream),
-            pointer(rows.constants),
-            pointer(state),
-            output("loss"),
-            output("z_loss"),
-            normalizer,
-            output("logprob"),
-            output("entropy"),
-            output("argmax"),
-            logits.stride(-2),
-            0 if grad is None else grad.stride(-2),
-            inner_rows,
-            logits_outer_stride,
-            0 if grad is None else _outer_level(grad)[1],
-            0 if state is None else state.stride(0),
-            normalizer.stride(0),
-            0 if upstream is None or upstream.dim() == 0 else 1,
-            cols,
-            tile.room,
-            tile.start,
-            tile.vocab_size,
-            spec.ignore_index,
-            spec.scale,
-            spec.cap,
-            spec.label_smoothing,
-            spec.z_loss,
-            ACCUM=tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
-            STATISTICS=out is not None,
-            LOAD_STATE=not tile.first,
-            STORE_STATE=not tile.last,
-            FINISH=tile.last,
-            GRADIENT=grad is not None,
-            TWO_LEVEL=logits.dim() == 3,
-            HAS_SMOOTHING=spec.label_smoothing != 0.0,
-            WANT_LOGPROB=out is not None and out.logprob is not None,
-            WANT_ENTROPY=out is not None and out.entropy is not None,
-            WANT_ARGMAX=out is not None and out.argmax is not None,
-            HEAD_BYTES=head_bytes,
-            ONE_BLOCK=one_block,
-            **features(rows, spec, upstream),
-            **overlap(logits.device),
-            **launch,
-        )
+        launch_of(
+            cross_entropy_kernel,
+            (num_rows,),
+            call,
+            options,
+            logits_ptr=logits,
+            grad_ptr=logits if grad is None else grad,
+            bias_ptr=logits if bias is None else bias,
+            state_ptr=logits if state is None else state,
+            normalizer_ptr=normalizer,
+            logits_stride=logits.stride(-2),
+            grad_stride=0 if grad is None else grad.stride(-2),
+            inner_rows=inner_rows,
+            logits_outer_stride=logits_outer_stride,
+            grad_outer_stride=0 if grad is None else _outer_level(grad)[1],
+            state_stride=0 if state is None else state.stride(0),
+            normalizer_stride=normalizer.stride(0),
+            upstream_stride=0 if upstream is None or upstream.dim() == 0 else 1,
+            cols=cols,
+            room=tile.room,
+            column_start=tile.start,
+            vocab_size=tile.vocab_size,
+        ).run()
 
 
 def _rows_have_edges(logits: Tensor, grad: Tensor | None, room: int) -> bool:
@@ -417,7 +399,8 @@ def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:
 def _scale_launch(x: Tensor, out: Tensor, factor: Tensor) -> Launch:
     programs = min(_scale_programs(x), triton.cdiv(x.numel(), SCALE_BLOCK))
     options = {"IN_PLACE": x is out, "BLOCK": SCALE_BLOCK, "num_warps": 8, **overlap(x.device)}
-    return Launch(scale_kernel, (programs,), (x, out, factor, x.numel()), options)
+    args = {"x_ptr": x, "out_ptr": out, "factor_ptr": factor, "numel": x.numel()}
+    return Launch(scale_kernel, (programs,), args, options)
 
 
 def _scale_programs(x: Tensor) -> int:

@@ -42,12 +42,19 @@ from flce.backends import contract
 from flce.backends.triton.math import (
     LOG2_E,
     address_head,
+    gradient_factors,
     lane_min,
     lane_sum,
+    load_columns,
+    load_normalizer,
+    load_scales,
+    logit_gradient,
     over_lanes,
     softmax_merge,
+    softmax_term,
     softmax_update,
-    tanh_and_derivative,
+    store_results,
+    transform,
 )
 
 # A kernel can read no globals but constexpr ones.
@@ -59,43 +66,6 @@ _REFERENCE = tl.constexpr(contract.REFERENCE)
 _SMOOTH_SUM = tl.constexpr(contract.SMOOTH_SUM)
 _ARGMAX = tl.constexpr(contract.ARGMAX)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _load(pointers, mask, EVICTION: tl.constexpr):
-    if mask is None:
-        return tl.load(pointers, eviction_policy=EVICTION)
-    else:
-        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)
-
-
-@triton.jit
-def _transform(
-    a,  # as loaded
-    bias_ptr,
-    columns,
-    mask,  # which of the columns are classes; None: all
-    scale,
-    cap,
-    ACCUM: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """z and dz/da of some columns of a row.
-
-    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``.
-    """
-    a = a.to(ACCUM)
-    if HAS_BIAS:
-        a += _load(bias_ptr + columns, mask, "").to(ACCUM)
-    if HAS_SOFTCAP:
-        tanh, derivative = tanh_and_derivative(a * scale)
-        return tanh * cap, derivative * (scale * cap)
-    elif HAS_SCALE:
-        return a * scale, scale
-    else:
-        return a, scale
 
 
 @triton.jit
@@ -115,18 +85,18 @@ def _merge(
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
     ASCENDING: tl.constexpr,  # what a lane has seen so far are lower columns
 ):
     """The statistics of every lane after one more block, and its exp(z - m), m the maximum of the lane so far."""
-    if HAS_SMOOTHING:
+    if HAS_LABEL_SMOOTHING:
         relative = z - reference
         if mask is not None:
             relative = tl.where(mask, relative, 0.0)
         if HAS_CLASS_WEIGHT:
-            relative *= _load(class_weight_ptr + columns, mask, "").to(z.dtype)
+            relative *= load_columns(class_weight_ptr + columns, mask, "").to(z.dtype)
         smooth_sum += lane_sum(relative, LANES, VECTOR)
     old_largest = largest
     old_total = total
@@ -150,34 +120,22 @@ def _merge(
 
 
 @triton.jit
-def softmax_term(z, row_max, log_sum, softmax):
-    """Of the gradient: `softmax` exp(z - m) / sum."""
-    # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
-    return softmax * tl.exp2((z - row_max) * LOG2_E - log_sum * LOG2_E)
-
-
-@triton.jit
 def _gradient(
     term,  # `softmax_term`
     jacobian,
     columns,
     mask,  # which of them are classes; None: all
     class_weight_ptr,
-    uniform,
-    one_hot,  # where the column is the target's, else 0
-    HAS_SMOOTHING: tl.constexpr,
+    of_classes,
+    of_target,  # where the column is the target's, else 0
+    HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_JACOBIAN: tl.constexpr,
 ):
-    grad = term - one_hot
-    if HAS_SMOOTHING:
-        if HAS_CLASS_WEIGHT:
-            grad -= uniform * _load(class_weight_ptr + columns, mask, "").to(grad.dtype)
-        else:
-            grad -= uniform
-    if HAS_JACOBIAN:
-        grad *= jacobian
-    return grad
+    """`logit_gradient` of some columns of a row."""
+    if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
+        of_classes *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
+    return logit_gradient(term, None, of_target, of_classes, jacobian, HAS_LABEL_SMOOTHING, HAS_JACOBIAN)
 
 
 @triton.jit(
@@ -197,7 +155,7 @@ def cross_entropy_kernel(
     state_ptr,  # (7, rows), row stride state_stride
     loss_ptr,  # (rows,)
     z_loss_ptr,  # (rows,)
-    normalizer_ptr,  # (2, rows), row stride normalizer_stride
+    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
     entropy_ptr,  # (rows,)
     argmax_ptr,  # (rows,) int64
@@ -231,7 +189,7 @@ def cross_entropy_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_UPSTREAM: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
@@ -302,10 +260,9 @@ def cross_entropy_kernel(
         cols = inside
     # Loaded here, where nothing waits for them yet.
     if GRADIENT:
-        ce_scale = tl.load(constants_ptr).to(ACCUM)
-        z_scale = tl.load(constants_ptr + 1).to(ACCUM)
+        scales = load_scales(constants_ptr, ACCUM)
     weight_sum = tl.full((), vocab_size, ACCUM)
-    if HAS_SMOOTHING and HAS_CLASS_WEIGHT:
+    if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
         weight_sum = tl.load(constants_ptr + 2).to(ACCUM)
     target_weight = tl.full((), 1.0, ACCUM)
     if HAS_CLASS_WEIGHT:
@@ -316,7 +273,7 @@ def cross_entropy_kernel(
     upstream = tl.full((), 1.0, ACCUM)
     if HAS_UPSTREAM:
         upstream = tl.load(upstream_ptr + row * upstream_stride).to(ACCUM)
-    target_z, target_jacobian = _transform(
+    target_z, target_jacobian = transform(
         tl.load(logits_ptr + target_column, mask=target_here, other=0.0), bias_ptr, target_column, target_here,
         scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
     )  # fmt: skip
@@ -335,7 +292,7 @@ def cross_entropy_kernel(
     readable = last_columns < readable_stop
     if EDGES:
         edge_present = edge_columns < tl.where(valid, stop, -head)
-        edge_z, edge_jacobian = _transform(
+        edge_z, edge_jacobian = transform(
             edge_a, bias_ptr, edge_columns, edge_present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
         )
         edge_z = tl.where(edge_present, edge_z, float("-inf"))
@@ -358,18 +315,18 @@ def cross_entropy_kernel(
             target_logit = tl.where(target_here, target_z, tl.load(state_ptr + _TARGET_LOGIT * state_stride))
             if WANT_ENTROPY:
                 entropy_sum = tl.where(first, tl.load(state_ptr + _ENTROPY_SUM * state_stride), entropy_sum)
-            if HAS_SMOOTHING:
+            if HAS_LABEL_SMOOTHING:
                 reference = tl.load(state_ptr + _REFERENCE * state_stride)
                 smooth_sum = tl.where(first, tl.load(state_ptr + _SMOOTH_SUM * state_stride), smooth_sum)
             if WANT_ARGMAX:
                 argmax = tl.where(first, tl.load(state_ptr + _ARGMAX * state_stride).to(tl.int64), argmax)
-        elif HAS_SMOOTHING:
+        elif HAS_LABEL_SMOOTHING:
             # Sums of logits are taken relative to one of the same row, so that a large common offset does
             # not cancel their digits away.
             first_column = tl.full((), 0, tl.int32)
             if EDGES:
                 first_column -= head
-            first_z, _first_jacobian = _transform(
+            first_z, _first_jacobian = transform(
                 tl.load(logits_ptr + first_column, mask=valid, other=0.0), bias_ptr, first_column, valid,
                 scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
             )  # fmt: skip
@@ -379,7 +336,7 @@ def cross_entropy_kernel(
             # What `_merge` would make of one column for each lane: exp(z - m) is 1, or NaN, and its logarithm 0.
             largest = tl.maximum(largest, edge_z)
             total = tl.exp2((edge_z - tl.where(largest == float("-inf"), 0.0, largest)) * LOG2_E)
-            if HAS_SMOOTHING:
+            if HAS_LABEL_SMOOTHING:
                 smooth_sum = tl.where(edge_present, edge_z - reference, 0.0)
                 if HAS_CLASS_WEIGHT:
                     smooth_sum *= tl.load(tile_weight_ptr + edge_columns, mask=edge_present, other=0.0).to(ACCUM)
@@ -388,26 +345,26 @@ def cross_entropy_kernel(
         if not ONE_BLOCK:
             for start in range(0, full, BLOCK):
                 columns = start + offsets
-                z, _jacobian = _transform(
+                z, _jacobian = transform(
                     tl.load(logits_ptr + columns), bias_ptr, columns, None,
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
                 largest, total, entropy_sum, smooth_sum, argmax, _exps = _merge(
                     z, columns, None, column_start, tile_weight_ptr, reference,
                     largest, total, entropy_sum, smooth_sum, argmax,
-                    LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
+                    LANES, VECTOR, WANT_ENTROPY, HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
                 )  # fmt: skip
         if ONE_BLOCK:
             last_a = one_a
         else:
             last_a = tl.load(logits_ptr + last_columns, mask=readable, other=0.0)
-        last_z, last_jacobian = _transform(
+        last_z, last_jacobian = transform(
             last_a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
         )
         largest, total, entropy_sum, smooth_sum, argmax, last_exps = _merge(
             tl.where(present, last_z, float("-inf")), last_columns, present, column_start, tile_weight_ptr, reference,
             largest, total, entropy_sum, smooth_sum, argmax,
-            LANES, VECTOR, WANT_ENTROPY, HAS_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
+            LANES, VECTOR, WANT_ENTROPY, HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
         )  # fmt: skip
 
         row_max, row_sum = tl.reduce((largest, total), 0, softmax_merge)
@@ -415,7 +372,7 @@ def cross_entropy_kernel(
             zero = tl.where(row_max == float("-inf"), 0.0, row_max)
             shifted = (entropy_sum + (largest - zero) * total) * tl.exp2((largest - zero) * LOG2_E)
             row_entropy_sum = tl.sum(tl.where(total > 0, shifted, 0.0), axis=0)
-        if HAS_SMOOTHING:
+        if HAS_LABEL_SMOOTHING:
             row_smooth_sum = tl.sum(smooth_sum, axis=0)
         if WANT_ARGMAX:
             row_argmax = tl.min(tl.where(largest == row_max, argmax, _NO_COLUMN), axis=0)
@@ -426,7 +383,7 @@ def cross_entropy_kernel(
             tl.store(state_ptr + _TARGET_LOGIT * state_stride, target_logit)
             if WANT_ENTROPY:
                 tl.store(state_ptr + _ENTROPY_SUM * state_stride, row_entropy_sum)
-            if HAS_SMOOTHING:
+            if HAS_LABEL_SMOOTHING:
                 tl.store(state_ptr + _REFERENCE * state_stride, reference)
                 tl.store(state_ptr + _SMOOTH_SUM * state_stride, row_smooth_sum)
             if WANT_ARGMAX:
@@ -438,61 +395,54 @@ def cross_entropy_kernel(
             row_max = tl.where(valid, row_max, 0.0)
             # (m - z_y) first, then log_sum: exact where all logits share a large offset.
             nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
-            loss = nll * target_weight
-            if HAS_SMOOTHING:
+            smooth = 0.0
+            if HAS_LABEL_SMOOTHING:
                 smooth = weight_sum * (log_sum + (row_max - reference)) - row_smooth_sum
-                loss = (1.0 - label_smoothing) * loss + (label_smoothing / vocab_size) * smooth
-            tl.store(loss_ptr + row, tl.where(valid, loss * row_weight, 0.0))
-            tl.store(normalizer_ptr + row, row_max)
-            tl.store(normalizer_ptr + normalizer_stride + row, log_sum)
-            if HAS_Z_LOSS:
-                lse = row_max + log_sum
-                tl.store(z_loss_ptr + row, tl.where(valid, z_loss * lse * lse * row_weight, 0.0))
-            if WANT_LOGPROB:
-                tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0))
+            store_results(
+                row, None, valid, nll, row_max, log_sum, smooth, target_weight, row_weight,
+                loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride,
+                vocab_size, label_smoothing, z_loss, HAS_LABEL_SMOOTHING, HAS_Z_LOSS, WANT_LOGPROB,
+            )  # fmt: skip
             if WANT_ENTROPY:
                 tl.store(entropy_ptr + row, tl.where(valid, log_sum - row_entropy_sum / row_sum, 0.0))
             if WANT_ARGMAX:
                 tl.store(argmax_ptr + row, tl.where(valid, row_argmax, -1))
     else:
-        row_max = tl.load(normalizer_ptr + row)
-        log_sum = tl.load(normalizer_ptr + normalizer_stride + row)
+        row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
 
     if GRADIENT:
         row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
         # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the constants are.
-        ce = tl.where(valid, row_scale * ce_scale, 0.0)
-        one_hot = ce * (1.0 - label_smoothing) * target_weight
-        softmax = one_hot
-        uniform = ce * (label_smoothing / vocab_size)
-        if HAS_SMOOTHING:
-            softmax += uniform * weight_sum
-        if HAS_Z_LOSS:
-            softmax += tl.where(valid, row_scale * z_scale, 0.0) * 2.0 * z_loss * (row_max + log_sum)
+        of_softmax, of_target, of_classes = gradient_factors(
+            tl.where(valid, row_scale * scales[0], 0.0), tl.where(valid, row_scale * scales[1], 0.0),
+            target_weight, weight_sum, row_max + log_sum,
+            vocab_size, label_smoothing, z_loss, HAS_LABEL_SMOOTHING, HAS_Z_LOSS,
+        )  # fmt: skip
         # All threads have read the target's logit, and the edges. From here on they may be written over.
         tl.debug_barrier()
         if EDGES:
             edge_grad = _gradient(
-                softmax_term(edge_z, row_max, log_sum, softmax), tl.where(edge_present, edge_jacobian, 0.0),
-                edge_columns, edge_present, tile_weight_ptr, uniform, 0.0,
-                HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+                softmax_term(edge_z, row_max, log_sum, of_softmax), tl.where(edge_present, edge_jacobian, 0.0),
+                edge_columns, edge_present, tile_weight_ptr, of_classes, 0.0,
+                HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
             )  # fmt: skip
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
         if not ONE_BLOCK:
             for done in range(0, full, BLOCK):
                 columns = full - BLOCK - done + offsets
-                z, jacobian = _transform(
+                z, jacobian = transform(
                     tl.load(logits_ptr + columns, eviction_policy="evict_first"), bias_ptr, columns, None,
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
                 grad = _gradient(
-                    softmax_term(z, row_max, log_sum, softmax), jacobian, columns, None, tile_weight_ptr, uniform, 0.0,
-                    HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+                    softmax_term(z, row_max, log_sum, of_softmax), jacobian,
+                    columns, None, tile_weight_ptr, of_classes, 0.0,
+                    HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
                 )  # fmt: skip
                 tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
             # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, a row of it is NaN.
-            factor = softmax_term(largest, row_max, log_sum, softmax)
+            factor = softmax_term(largest, row_max, log_sum, of_softmax)
             term, jacobian = last_exps * over_lanes(factor, LANES, VECTOR), last_jacobian
         else:
             # In the end and not first, although it was read last: 3 to 5% faster. A single block is not read again,
@@ -501,13 +451,13 @@ def cross_entropy_kernel(
                 a = one_a
             else:
                 a = tl.load(logits_ptr + last_columns, mask=readable, other=0.0)
-            z, jacobian = _transform(
+            z, jacobian = transform(
                 a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
             )
-            term = softmax_term(tl.where(present, z, float("-inf")), row_max, log_sum, softmax)
+            term = softmax_term(tl.where(present, z, float("-inf")), row_max, log_sum, of_softmax)
         grad = _gradient(
-            term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, uniform, 0.0,
-            HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+            term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, of_classes, 0.0,
+            HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
         )  # fmt: skip
         tl.store(
             grad_ptr + last_columns, grad.to(grad_ptr.dtype.element_ty), mask=readable, eviction_policy="evict_first"
@@ -516,9 +466,9 @@ def cross_entropy_kernel(
             for start in range(0, tl.where(valid, 0, last), BLOCK):  # of an ignored row
                 tl.store(grad_ptr + start + offsets, tl.zeros((PARTS, LANES * VECTOR), grad_ptr.dtype.element_ty))
         target_grad = _gradient(
-            softmax_term(target_z, row_max, log_sum, softmax), target_jacobian,
-            target_column, target_here, tile_weight_ptr, uniform, one_hot,
-            HAS_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+            softmax_term(target_z, row_max, log_sum, of_softmax), target_jacobian,
+            target_column, target_here, tile_weight_ptr, of_classes, of_target,
+            HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
         )  # fmt: skip
         # All threads have written.
         tl.debug_barrier()

@@ -33,9 +33,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends.triton.cross_entropy import _transform
-from flce.backends.triton.math import LOG2_E
-from flce.backends.triton.product import store_losses
+from flce.backends.triton.math import LOG2_E, gradient_factors, load_scales, store_results, transform
+from flce.backends.triton.product import load_weights
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Of flags: kernels are built for addresses that are multiples of 16 bytes.
@@ -93,7 +92,7 @@ def reference_kernel(
 
     number = tl.arange(0, SAMPLES)
     a = tl.load(sample_ptr + row * sample_stride + number, mask=number < samples, other=0.0)
-    z, _jacobian = _transform(
+    z, _jacobian = transform(
         a, bias_ptr, number * sample_step, number < samples, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
     )
     # The product has rounded them to bfloat16. Not larger than they are: too small is noticed, too large is not.
@@ -109,7 +108,7 @@ def reference_kernel(
         mask = (offsets < hidden) & in_range
         x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
         dot += x * tl.load(weight_ptr + column * weight_stride + offsets, mask=mask, other=0.0).to(tl.float32)
-    target_z, target_jacobian = _transform(
+    target_z, target_jacobian = transform(
         tl.sum(dot, axis=0), bias_ptr, column, in_range, scale, cap, tl.float32, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
     )
     tl.store(target_logit_ptr + row, target_z)
@@ -140,7 +139,7 @@ def finish_kernel(
     constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     loss_ptr,  # (rows,) from here on written
     z_loss_ptr,  # (rows,)
-    normalizer_ptr,  # (2, rows), row stride normalizer_stride
+    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
     factors_ptr,  # (2, rows), row stride factors_stride: f and t, with respect to the logits as a product left them
     work_ptr,  # (2,) int32, FLAG_STRIDE apart: read; written if the product is to be made again
@@ -203,19 +202,23 @@ def finish_kernel(
         nll = tl.where(near, exact, log_sum + (offset - target_z))
         # Wrong targets make NaN, not nonsense; as do rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
-        lse = offset + log_sum
-        row_weight, target_weight = store_losses(
-            nll, offset, log_sum, row, exists, target, valid, in_range, class_weight_ptr, token_weight_ptr, loss_ptr,
-            z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride, z_loss,
-            HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_Z_LOSS, WANT_LOGPROB,
+        row_weight, target_weight = load_weights(
+            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
+        )
+        store_results(
+            row, exists, valid, nll, offset, log_sum, 0.0, target_weight, row_weight,
+            loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride,
+            vocab_size, 0.0, z_loss, False, HAS_Z_LOSS, WANT_LOGPROB,
         )  # fmt: skip
 
-        one_hot = tl.where(in_range, row_weight, float("nan")) * target_weight * tl.load(constants_ptr).to(tl.float32)
-        softmax = one_hot
-        if HAS_Z_LOSS:
-            softmax += row_weight * tl.load(constants_ptr + 1).to(tl.float32) * 2.0 * z_loss * lse
-        factor = tl.where(normalizer > _LEAST, softmax / normalizer, float("nan"))
-        of_target = (softmax - one_hot) - factor * total
+        scales = load_scales(constants_ptr, tl.float32)
+        # The target's weight is in the scale already, so it is 1 in what follows.
+        ce = tl.where(in_range, row_weight, float("nan")) * target_weight * scales[0]
+        of_softmax, of_one_hot, _of_classes = gradient_factors(
+            ce, row_weight * scales[1], 1.0, 0.0, offset + log_sum, vocab_size, 0.0, z_loss, False, HAS_Z_LOSS
+        )
+        factor = tl.where(normalizer > _LEAST, of_softmax / normalizer, float("nan"))
+        of_target = (of_softmax - of_one_hot) - factor * total
         if HAS_SCALE:
             factor *= scale
         of_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from flce.backends.triton.exponentials import (
     finish_kernel,
     reference_kernel,
 )
-from flce.backends.triton.launch import Launch, device_facts, features
+from flce.backends.triton.launch import Launch, call_arguments, device_facts, launch_of
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
 from flce.gemm import ALIGNMENT, padded_cols
 from flce.problem import LinearCrossEntropyProblem, LossSpec
@@ -66,9 +66,7 @@ def launches_of(p: LinearCrossEntropyProblem, counted: bool) -> list[Launch]:
     vectors = x.new_empty(2, ALIGNMENT, dtype=torch.float32)[:, :1]
     vector, exps = vectors[0], x.new_empty(1, padded_cols(len(weight)))[:, : len(weight)]
     rows = RowInputs(target, p.token_weight, p.class_weight, p.linear_bias, vector)
-    out = RowOutputs(
-        vector, vector if p.spec.z_loss else None, vectors, vector if "logprob" in p.spec.stats else None, None, None
-    )
+    out = RowOutputs.of(p.spec, vector.dtype, lambda slots, dtype: vectors if slots else vector)
     ignore, index = p.spec.ignore_index, target if counted else None
     targets = SortedTargets(x, target.int(), target, vector, ignore)
     return [
@@ -105,29 +103,37 @@ def _launches(
     # Apart: kernels are built for addresses that are aligned.
     reference, target_logit, target_jacobian = (out.loss.new_empty(num_rows) for _ in range(3))
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
-    flags = features(rows, spec, None)
-
-    def pointer(t: Tensor | None) -> Tensor:
-        return reference if t is None else t  # what a flag switches off is never read
-
-    def of(*names: str) -> dict[str, bool]:
-        return {name: flags[name] for name in names}
-
+    call = call_arguments(rows, spec, reference, out=out)
     launches = [
-        Launch(
+        launch_of(
             reference_kernel,
             (num_rows,),
-            (
-                x, weight, sample, rows.target, pointer(rows.bias), reference, target_logit, target_jacobian, work,
-                pointer(count), x.stride(0), weight.stride(0), sample.stride(0), num_rows, x.shape[1],
-                sample.shape[1], _sample_step(weight), vocab_size, spec.ignore_index, spec.scale, spec.cap,
-            ),
+            call,
             {
-                **of("HAS_SCALE", "HAS_BIAS", "HAS_SOFTCAP"), "HAS_COUNT": count is not None,
-                "BLOCK_ROWS": product_launch.LAUNCH.rows, "SAMPLES": SAMPLES, "BLOCK": BLOCK,
+                "HAS_COUNT": count is not None,
+                "BLOCK_ROWS": product_launch.LAUNCH.rows,
+                "SAMPLES": SAMPLES,
+                "BLOCK": BLOCK,
             },
+            x_ptr=x,
+            weight_ptr=weight,
+            sample_ptr=sample,
+            bias_ptr=reference if rows.bias is None else rows.bias,
+            reference_ptr=reference,
+            target_logit_ptr=target_logit,
+            target_jacobian_ptr=target_jacobian,
+            work_ptr=work,
+            count_ptr=reference if count is None else count,
+            x_stride=x.stride(0),
+            weight_stride=weight.stride(0),
+            sample_stride=sample.stride(0),
+            rows=num_rows,
+            hidden=x.shape[1],
+            samples=sample.shape[1],
+            sample_step=_sample_step(weight),
+            vocab_size=vocab_size,
         )
-    ]  # fmt: skip
+    ]
     for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
         for tile, of_tile, beside in _tiles(exps, vocab_size, whole):
@@ -137,24 +143,28 @@ def _launches(
                     beside=beside,
                 )
             )  # fmt: skip
-        launches += [
-            Launch(
+        launches.append(
+            launch_of(
                 finish_kernel,
                 (triton.cdiv(num_rows, product_launch.FINISH_ROWS),),
-                (
-                    partial, reference, target_logit, target_jacobian, rows.target, pointer(rows.class_weight),
-                    pointer(rows.token_weight), rows.constants, out.loss, pointer(out.z_loss), out.normalizer,
-                    pointer(out.logprob), factors, todo, out.normalizer.stride(0), factors.stride(0), num_rows, blocks,
-                    vocab_size, spec.ignore_index, spec.scale, spec.z_loss,
-                ),
+                call,
                 {
-                    **of("HAS_CLASS_WEIGHT", "HAS_TOKEN_WEIGHT", "HAS_Z_LOSS"),
-                    "HAS_SCALE": flags["HAS_SCALE"] and not flags["HAS_SOFTCAP"],
-                    "WANT_LOGPROB": out.logprob is not None,
-                    "ROWS": product_launch.FINISH_ROWS, "BLOCKS": product_launch.FINISH_BLOCKS,
+                    "HAS_SCALE": call.flags["HAS_SCALE"] and not call.flags["HAS_SOFTCAP"],
+                    "ROWS": product_launch.FINISH_ROWS,
+                    "BLOCKS": product_launch.FINISH_BLOCKS,
                 },
-            ),
-        ]  # fmt: skip
+                partial_ptr=partial,
+                reference_ptr=reference,
+                target_logit_ptr=target_logit,
+                target_jacobian_ptr=target_jacobian,
+                factors_ptr=factors,
+                work_ptr=todo,
+                factors_stride=factors.stride(0),
+                rows=num_rows,
+                blocks=blocks,
+                vocab_size=vocab_size,
+            )
+        )
     return launches
 
 
@@ -180,10 +190,21 @@ def combine_rows(
     index: Tensor | None,
 ) -> Launch:
     weights = x if weight is None else weight
-    args = (
-        x, weights, out, target if index is None else index, target, factors, x.stride(0), weights.stride(0),
-        out.stride(0), factors.stride(0), x.shape[1], len(weights), ignore_index,
-    )  # fmt: skip
+    args = {
+        "x_ptr": x,
+        "weight_ptr": weights,
+        "out_ptr": out,
+        "index_ptr": target if index is None else index,
+        "target_ptr": target,
+        "factors_ptr": factors,
+        "x_stride": x.stride(0),
+        "weight_stride": weights.stride(0),
+        "out_stride": out.stride(0),
+        "factors_stride": factors.stride(0),
+        "hidden": x.shape[1],
+        "vocab_size": len(weights),
+        "ignore_index": ignore_index,
+    }
     options = {"ADD_TARGETS": weight is not None, "HAS_INDEX": index is not None, "BLOCK": BLOCK}
     return Launch(combine_rows_kernel, (len(x),), args, options)
 
@@ -203,6 +224,19 @@ class SortedTargets(NamedTuple):
         rows = order if terms.rows is None else terms.rows[order]
         return SortedTargets(terms.x, ascending, rows, terms.factor[order], terms.ignore_index)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the kernels that add them."""
+        return {
+            "x_ptr": self.x,
+            "target_ptr": self.target,
+            "row_ptr": self.rows,
+            "factor_ptr": self.factor,
+            "x_stride": self.x.stride(0),
+            "hidden": self.x.shape[1],
+            "ignore_index": self.ignore_index,
+        }
+
     def starts(self, first_class: int, stop: int) -> Tensor:
         """Where the targets of each block of these classes begin."""
         end = first_class + (triton.cdiv(stop - first_class, WEIGHT_CLASSES) + 1) * WEIGHT_CLASSES
@@ -215,14 +249,16 @@ def weight_gradient(
 ) -> Launch:
     """Of the classes from `first_class` on; `starts` of them."""
     programs = device_facts(exps.device).multiprocessors
-    x = targets.x
-    args = (
-        TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
-        TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
-        TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
-        x, targets.target, targets.rows, targets.factor, starts,
-        x.stride(0), len(exps), x.shape[1], first_class, len(grad), targets.ignore_index,
-    )  # fmt: skip
+    args = {
+        "exps_desc": TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
+        "scaled_desc": TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
+        "grad_desc": TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
+        "start_ptr": starts,
+        "rows": len(exps),
+        "first_class": first_class,
+        "classes": len(grad),
+        **targets.arguments,
+    }
     options = {
         "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "TARGETS": WEIGHT_TARGETS,
         "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
@@ -231,10 +267,13 @@ def weight_gradient(
 
 
 def add_to_targets(grad: Tensor, targets: SortedTargets, first_class: int) -> Launch:
-    x, hidden = targets.x, targets.x.shape[1]
-    args = (
-        grad, x, targets.target, targets.rows, targets.factor,
-        x.stride(0), len(targets.target), hidden, first_class, len(grad), targets.ignore_index,
-    )  # fmt: skip
+    args = {
+        "grad_ptr": grad,
+        "rows": len(targets.target),
+        "first_class": first_class,
+        "classes": len(grad),
+        **targets.arguments,
+    }
     options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN}
-    return Launch(add_to_targets_kernel, (len(targets.target), triton.cdiv(hidden, SUM_BLOCK)), args, options)
+    grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
+    return Launch(add_to_targets_kernel, grid, args, options)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from flce.backends.contract import RowInputs
-from flce.problem import LossSpec
+from flce.backends import capability
+from flce.backends.contract import RowInputs, RowOutputs
+from flce.problem import NUMBERS, LossSpec
+
+# Of `call_arguments`, made once: the name of each field, of its parameter and of its flag.
+_OUTPUTS = tuple((f.name, f"{f.name}_ptr", f"WANT_{f.name.upper()}") for f in fields(RowOutputs))
+# Likewise of each number of the spec, its flag and the value that switches it off.
+_NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
 # A thread loads this many bytes at a time.
 VECTOR_BYTES = 16
@@ -25,27 +33,29 @@ FILLED = 3 / 4
 
 
 class Launch(NamedTuple):
-    """A kernel, and what it is launched with."""
+    """A kernel, and what it is launched with, by the names of its parameters."""
 
     kernel: Any
     grid: tuple[int, ...]
-    args: tuple[Any, ...]
+    args: dict[str, Any]
     options: dict[str, Any]
+    """What it is built for, and how it is launched."""
 
     def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.options)
+        self.kernel[self.grid](**self.args, **self.options)
 
     def build(self) -> None:
         """Everything but the launch. To take a built kernel with a grid loads it; before Triton 3.7 a C compiler then
         builds its launcher, which takes as long as the kernel."""
-        self.kernel.warmup(*self.args, grid=self.grid, **self.options)[self.grid]
+        self.kernel.warmup(grid=self.grid, **self.args, **self.options)[self.grid]
 
 
 def build_key(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec) -> tuple[Hashable, ...]:
     """What decides on the kernels of a call: types, sizes and flags, no values."""
     tensors = (x, rows.bias, rows.class_weight, rows.token_weight)
     dtypes = (None if t is None else t.dtype for t in tensors)
-    return (*dtypes, *weight.shape, *features(rows, spec, None).values(), spec.reduction, "logprob" in spec.stats)
+    flags = call_arguments(rows, spec, x).flags
+    return (*dtypes, *weight.shape, *flags.values(), *RowOutputs.asked(spec), spec.reduction)
 
 
 # Of `build_once`.
@@ -77,6 +87,7 @@ class DeviceFacts(NamedTuple):
     registers: int  # of a multiprocessor, 32 bits each
 
 
+@functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":  # the interpreter
         return DeviceFacts(1, 0, 65536)
@@ -89,7 +100,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
 def overlap(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
     ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
-    possible = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    possible = device.type == "cuda" and capability(device) >= 9
     return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
 
 
@@ -107,14 +118,61 @@ def filled(row: int, block: int) -> float:
     return row / (triton.cdiv(row, block) * block)
 
 
-def features(rows: RowInputs, spec: LossSpec, upstream: Tensor | None) -> dict[str, bool]:
-    """Of what kernels know to do with logits, what a call asks for."""
-    return {
-        "HAS_SCALE": spec.scale != 1.0,
+class CallArguments(NamedTuple):
+    """All that kernels know to do with the logits of a call, by the names of their parameters.
+
+    Whoever adds an option to `LossSpec`, or a result to `RowOutputs`, finds it here: a number ``name`` with a flag
+    ``HAS_NAME``, memory ``name_ptr`` with a flag ``WANT_NAME``.
+    """
+
+    values: dict[str, Any]
+    """Tensors and numbers."""
+    flags: dict[str, bool]
+    """Of each option, whether it is used."""
+
+
+def call_arguments(
+    rows: RowInputs, spec: LossSpec, unused: Tensor, *, out: RowOutputs | None = None, upstream: Tensor | None = None
+) -> CallArguments:
+    """`unused` stands for tensors that a flag switches off. They are never read."""
+    values: dict[str, Any] = {
+        "target_ptr": rows.target,
+        "constants_ptr": unused if rows.constants is None else rows.constants,
+        "class_weight_ptr": unused if rows.class_weight is None else rows.class_weight,
+        "token_weight_ptr": unused if rows.token_weight is None else rows.token_weight,
+        "upstream_ptr": unused if upstream is None else upstream,
+        "normalizer_stride": 0 if out is None else out.normalizer.stride(0),
+        "ignore_index": spec.ignore_index,
+        "scale": spec.scale,
+        "cap": spec.cap,
+    }
+    flags = {
         "HAS_BIAS": rows.bias is not None,
-        "HAS_SOFTCAP": spec.softcap is not None,
         "HAS_CLASS_WEIGHT": rows.class_weight is not None,
         "HAS_TOKEN_WEIGHT": rows.token_weight is not None,
         "HAS_UPSTREAM": upstream is not None,
-        "HAS_Z_LOSS": spec.z_loss != 0.0,
+        "HAS_SCALE": spec.scale != 1.0,
     }
+    for name, pointer, flag in _OUTPUTS:
+        tensor = None if out is None else getattr(out, name)
+        values[pointer] = unused if tensor is None else tensor
+        flags[flag] = tensor is not None
+    for name, flag, default in _NUMBERS:
+        values[name] = number = getattr(spec, name)
+        flags[flag] = number != default
+    return CallArguments(values, flags)
+
+
+@functools.cache
+def _taken(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those for which the kernel has a parameter."""
+    parameters = set(kernel.arg_names)
+    return tuple(name for name in names if name in parameters)
+
+
+def launch_of(
+    kernel: Any, grid: tuple[int, ...], call: CallArguments, options: Mapping[str, Any], **args: Any
+) -> Launch:
+    """What of `call` the kernel has a parameter for, and what it takes besides."""
+    values, flags = ({name: known[name] for name in _taken(kernel, tuple(known))} for known in call)
+    return Launch(kernel, grid, {**values, **args}, {**flags, **options})

@@ -1,10 +1,15 @@
-"""Row mathematics shared by every kernel of the package."""
+"""Row mathematics shared by every kernel of the package; the formulas of the loss and its gradient among them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from flce.backends import contract
+
+# A kernel can read no globals but constexpr ones.
+_OFFSET = tl.constexpr(contract.OFFSET)
+_LOG_SUM = tl.constexpr(contract.LOG_SUM)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -95,3 +100,148 @@ def softmax_merge(largest, total, other_largest, other_total):
     reference = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     left = total * tl.exp2((largest - reference) * LOG2_E)
     return new_largest, left + other_total * tl.exp2((other_largest - reference) * LOG2_E)
+
+
+@triton.jit
+def load_columns(pointers, mask, EVICTION: tl.constexpr):
+    """What is there, and 0 where the mask says no; None: all."""
+    if mask is None:
+        return tl.load(pointers, eviction_policy=EVICTION)
+    else:
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)
+
+
+@triton.jit
+def transform(
+    a,  # as loaded
+    bias_ptr,
+    columns,
+    mask,  # which of the columns are classes; None: all
+    scale,
+    cap,
+    ACCUM: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """z and dz/da of some columns of a row.
+
+    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``.
+    """
+    a = a.to(ACCUM)
+    if HAS_BIAS:
+        a += load_columns(bias_ptr + columns, mask, "").to(ACCUM)
+    if HAS_SOFTCAP:
+        tanh, derivative = tanh_and_derivative(a * scale)
+        return tanh * cap, derivative * (scale * cap)
+    elif HAS_SCALE:
+        return a * scale, scale
+    else:
+        return a, scale
+
+
+@triton.jit
+def load_normalizer(normalizer_ptr, normalizer_stride, row, mask):
+    """Of rows, m and log(sum(exp(z - m))): `contract.NORMALIZER_SLOTS`."""
+    offset = load_columns(normalizer_ptr + _OFFSET * normalizer_stride + row, mask, "")
+    return offset, load_columns(normalizer_ptr + _LOG_SUM * normalizer_stride + row, mask, "")
+
+
+@triton.jit
+def load_scales(constants_ptr, ACCUM: tl.constexpr):
+    """What multiplies the cross entropies and the z-losses of all rows."""
+    return tl.load(constants_ptr).to(ACCUM), tl.load(constants_ptr + 1).to(ACCUM)
+
+
+@triton.jit
+def store_results(
+    row,
+    mask,  # which of the rows exist; None: all
+    valid,  # which are not ignored; the results of others are 0
+    nll,  # lse - z_y
+    offset,  # with log_sum the normalizer: their sum is lse
+    log_sum,
+    smooth,  # sum_k w_k (lse - z_k), for label smoothing
+    target_weight,
+    row_weight,
+    loss_ptr,
+    z_loss_ptr,
+    normalizer_ptr,
+    logprob_ptr,
+    normalizer_stride,
+    vocab_size,
+    label_smoothing,
+    z_loss,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    WANT_LOGPROB: tl.constexpr,
+):
+    """The losses of rows, and what is kept of them."""
+    loss = nll * target_weight
+    if HAS_LABEL_SMOOTHING:
+        loss = (1.0 - label_smoothing) * loss + (label_smoothing / vocab_size) * smooth
+    tl.store(loss_ptr + row, tl.where(valid, loss * row_weight, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _OFFSET * normalizer_stride + row, tl.where(valid, offset, 0.0), mask=mask)
+    tl.store(normalizer_ptr + _LOG_SUM * normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=mask)
+    if HAS_Z_LOSS:
+        lse = offset + log_sum
+        tl.store(z_loss_ptr + row, tl.where(valid, z_loss * lse * lse * row_weight, 0.0), mask=mask)
+    if WANT_LOGPROB:
+        tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=mask)
+
+
+@triton.jit
+def gradient_factors(
+    ce,  # what the cross entropy of a row is multiplied by
+    second,  # what its z-loss is multiplied by
+    target_weight,
+    weight_sum,  # of all classes, for label smoothing
+    lse,
+    vocab_size,
+    label_smoothing,
+    z_loss,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+):
+    """What is known of a row's gradient before its columns: the factors of softmax, of the target's one-hot vector, and
+    of the class weights. `logit_gradient` makes the gradient of them."""
+    of_target = ce
+    if HAS_LABEL_SMOOTHING:
+        of_target *= 1.0 - label_smoothing
+    of_target *= target_weight
+    of_softmax = of_target
+    of_classes = 0.0
+    if HAS_LABEL_SMOOTHING:
+        of_classes = ce * (label_smoothing / vocab_size)
+        of_softmax += of_classes * weight_sum
+    if HAS_Z_LOSS:
+        of_softmax += second * 2.0 * z_loss * lse
+    return of_softmax, of_target, of_classes
+
+
+@triton.jit
+def softmax_term(z, offset, log_sum, of_softmax):
+    """Of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset."""
+    # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
+    return of_softmax * tl.exp2((z - offset) * LOG2_E - log_sum * LOG2_E)
+
+
+@triton.jit
+def logit_gradient(
+    term,  # `softmax_term`
+    is_target,  # which of the columns is the target's; None: all
+    of_target,
+    of_classes,  # times the weight of the class
+    jacobian,  # of z in the logits as a product left them
+    HAS_LABEL_SMOOTHING: tl.constexpr,
+    HAS_JACOBIAN: tl.constexpr,
+):
+    """The gradient of a row's loss in logits; the other arguments are of `gradient_factors`."""
+    grad = term - of_target
+    if is_target is not None:
+        grad = tl.where(is_target, grad, term)
+    if HAS_LABEL_SMOOTHING:
+        grad -= of_classes
+    if HAS_JACOBIAN:
+        grad *= jacobian
+    return grad

@@ -21,8 +21,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flce.backends.triton.cross_entropy import _transform, softmax_term
-from flce.backends.triton.math import LOG2_E, balanced_group, block_in_groups, softmax_merge
+from flce.backends.triton.math import (
+    LOG2_E,
+    balanced_group,
+    block_in_groups,
+    gradient_factors,
+    load_normalizer,
+    load_scales,
+    logit_gradient,
+    softmax_merge,
+    softmax_term,
+    store_results,
+    transform,
+)
 
 # Exponentials beyond 2^this are out of range. Sums of 2^18 of them, times weights, are far from the end of float32 and
 # bfloat16, and so is the inverse of such a sum, divided by a number of tokens, times an input.
@@ -45,7 +56,7 @@ def product_kernel(
     token_weight_ptr,  # (rows,)
     upstream_ptr,  # (rows,)
     constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
-    normalizer_ptr,  # (2, rows), row stride normalizer_stride
+    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
     work_ptr,  # () exponentials: 0 if there is nothing to do, else 1 + the blocks of rows to be made
     normalizer_stride,
@@ -103,10 +114,10 @@ def product_kernel(
         columns = col_start + tl.arange(0, COLS)[None, :]
         present = columns < cols
         if HAS_BIAS:
-            # Not in `_transform`: the block would change its layout for these loads, which takes more than there is.
+            # Not in `transform`: the block would change its layout for these loads, which takes more than there is.
             column = col_start + tl.arange(0, COLS)
             a += tl.load(bias_ptr + column, mask=column < cols, other=0.0).to(tl.float32)[None, :]
-        z, jacobian = _transform(a, bias_ptr, columns, present, scale, cap, tl.float32, HAS_SCALE, False, HAS_SOFTCAP)
+        z, jacobian = transform(a, bias_ptr, columns, present, scale, cap, tl.float32, HAS_SCALE, False, HAS_SOFTCAP)
         target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
         valid = target != ignore_index
         target_column = target - column_start
@@ -132,26 +143,24 @@ def product_kernel(
                 exps *= jacobian
             out_desc.store([row_start, col_start], exps.to(out_desc.dtype))
         elif GRADIENT:
-            row_max = tl.load(normalizer_ptr + row, mask=exists, other=0.0)
-            log_sum = tl.load(normalizer_ptr + normalizer_stride + row, mask=exists, other=0.0)
-            row_scale = tl.full((ROWS,), 1.0, tl.float32)
-            if HAS_TOKEN_WEIGHT:
-                row_scale *= tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
+            row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
+            in_range = (target >= 0) & (target < vocab_size)
+            row_scale, target_weight = load_weights(
+                row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
+            )
             if HAS_UPSTREAM:
                 row_scale *= tl.load(upstream_ptr + row, mask=exists, other=0.0).to(tl.float32)
-            in_range = (target >= 0) & (target < vocab_size)
             row_scale = tl.where(in_range, row_scale, float("nan"))  # wrong targets make NaN, not nonsense
-            one_hot = row_scale * tl.load(constants_ptr).to(tl.float32)
-            if HAS_CLASS_WEIGHT:
-                one_hot *= tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(tl.float32)
-            softmax = one_hot
-            if HAS_Z_LOSS:
-                z_scale = tl.load(constants_ptr + 1).to(tl.float32)
-                softmax += row_scale * z_scale * 2.0 * z_loss * (row_max + log_sum)
-            grad = softmax_term(z, row_max[:, None], log_sum[:, None], softmax[:, None])
-            grad = tl.where(columns == target_column[:, None], grad - one_hot[:, None], grad)
-            if HAS_SCALE or HAS_SOFTCAP:
-                grad *= jacobian
+            scales = load_scales(constants_ptr, tl.float32)
+            of_softmax, of_target, _of_classes = gradient_factors(
+                row_scale * scales[0], row_scale * scales[1], target_weight, 0.0, row_max + log_sum,
+                vocab_size, 0.0, z_loss, False, HAS_Z_LOSS,
+            )  # fmt: skip
+            grad = logit_gradient(
+                softmax_term(z, row_max[:, None], log_sum[:, None], of_softmax[:, None]),
+                columns == target_column[:, None], of_target[:, None], 0.0, jacobian,
+                False, HAS_SCALE or HAS_SOFTCAP,
+            )  # fmt: skip
             grad = tl.where(valid[:, None], grad, 0.0)
             out_desc.store([row_start, col_start], grad.to(out_desc.dtype))
         else:
@@ -171,43 +180,23 @@ def product_kernel(
 
 
 @triton.jit
-def store_losses(
-    nll,  # (rows,) the rest, too
-    offset,  # the log-sum-exp is offset + log_sum
-    log_sum,
+def load_weights(
     row,
     exists,
     target,
-    valid,
     in_range,
     class_weight_ptr,
     token_weight_ptr,
-    loss_ptr,
-    z_loss_ptr,
-    normalizer_ptr,
-    logprob_ptr,
-    normalizer_stride,
-    z_loss,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
-    WANT_LOGPROB: tl.constexpr,
 ):
-    """Losses and statistics of rows, 0 for those that are ignored. Returns the weights of their tokens and targets."""
-    row_weight = tl.full(nll.shape, 1.0, tl.float32)
+    """Of rows, those of their tokens and of their targets."""
+    row_weight = tl.full(row.shape, 1.0, tl.float32)
     if HAS_TOKEN_WEIGHT:
         row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
-    target_weight = tl.full(nll.shape, 1.0, tl.float32)
+    target_weight = tl.full(row.shape, 1.0, tl.float32)
     if HAS_CLASS_WEIGHT:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(tl.float32)
-    tl.store(loss_ptr + row, tl.where(valid, nll * target_weight * row_weight, 0.0), mask=exists)
-    tl.store(normalizer_ptr + row, tl.where(valid, offset, 0.0), mask=exists)
-    tl.store(normalizer_ptr + normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=exists)
-    if WANT_LOGPROB:
-        tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=exists)
-    if HAS_Z_LOSS:
-        lse = offset + log_sum
-        tl.store(z_loss_ptr + row, tl.where(valid, z_loss * lse * lse * row_weight, 0.0), mask=exists)
     return row_weight, target_weight
 
 
@@ -220,7 +209,7 @@ def finish_statistics_kernel(
     token_weight_ptr,  # (rows,)
     loss_ptr,  # (rows,) from here on written
     z_loss_ptr,  # (rows,)
-    normalizer_ptr,  # (2, rows), row stride normalizer_stride
+    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
     normalizer_stride,
     rows,
@@ -256,8 +245,11 @@ def finish_statistics_kernel(
     log_sum = tl.log(tl.where(valid, row_sum, 1.0))
     # (m - z_y) first, then log_sum: exact where all logits share a large offset. Wrong targets make NaN, not nonsense.
     nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
-    store_losses(
-        nll, row_max, log_sum, row, exists, target, valid, in_range, class_weight_ptr, token_weight_ptr, loss_ptr,
-        z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride, z_loss,
-        HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, HAS_Z_LOSS, WANT_LOGPROB,
+    row_weight, target_weight = load_weights(
+        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
+    )
+    store_results(
+        row, exists, valid, nll, row_max, log_sum, 0.0, target_weight, row_weight,
+        loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride,
+        vocab_size, 0.0, z_loss, False, HAS_Z_LOSS, WANT_LOGPROB,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import PRODUCT_BLOCK, RowInputs, RowOutputs, Tile
-from flce.backends.triton.launch import Launch, build_key, build_once, device_facts, features, overlap
+from flce.backends.triton.launch import Launch, build_key, build_once, call_arguments, device_facts, launch_of, overlap
 from flce.backends.triton.product import finish_statistics_kernel, product_kernel
 from flce.problem import LossSpec
 
@@ -78,21 +78,17 @@ def _finish_statistics(
     partial: Tensor, target_logit: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out: RowOutputs
 ) -> Launch:
     _, blocks, num_rows = partial.shape
-
-    def pointer(t: Tensor | None) -> Tensor:
-        return target_logit if t is None else t  # what a flag switches off is never read
-
-    args = (
-        partial, target_logit, rows.target, pointer(rows.class_weight), pointer(rows.token_weight), out.loss,
-        pointer(out.z_loss), out.normalizer, pointer(out.logprob), out.normalizer.stride(0), num_rows, blocks,
-        vocab_size, spec.ignore_index, spec.z_loss,
-    )  # fmt: skip
-    flags = features(rows, spec, None)
-    options = {
-        **{name: flags[name] for name in ("HAS_CLASS_WEIGHT", "HAS_TOKEN_WEIGHT", "HAS_Z_LOSS")},
-        "WANT_LOGPROB": out.logprob is not None, "ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS,
-    }  # fmt: skip
-    return Launch(finish_statistics_kernel, (triton.cdiv(num_rows, FINISH_ROWS),), args, options)
+    return launch_of(
+        finish_statistics_kernel,
+        (triton.cdiv(num_rows, FINISH_ROWS),),
+        call_arguments(rows, spec, target_logit, out=out),
+        {"ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
+        partial_ptr=partial,
+        target_logit_ptr=target_logit,
+        rows=num_rows,
+        blocks=blocks,
+        vocab_size=vocab_size,
+    )
 
 
 def tiles(first: int, end: int, vocab_size: int) -> list[tuple[Tile, bool]]:
@@ -143,32 +139,6 @@ def launch(
     out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [LAUNCH.rows, LAUNCH.cols])
     programs = device_facts(x.device).multiprocessors
     gradient = out is not None and reference is None
-    args = (
-        x_desc,
-        weight_desc,
-        out_desc,
-        pointer(partial),
-        pointer(target_logit),
-        rows.target,
-        pointer(bias),
-        pointer(rows.class_weight),
-        pointer(rows.token_weight),
-        pointer(upstream),
-        pointer(rows.constants),
-        pointer(normalizer),
-        pointer(reference),
-        pointer(work),
-        0 if normalizer is None else normalizer.stride(0),
-        len(x),
-        tile.cols,
-        x.shape[1],
-        tile.start,
-        tile.vocab_size,
-        spec.ignore_index,
-        spec.scale,
-        spec.cap,
-        spec.z_loss,
-    )
     options = {
         "GRADIENT": gradient,
         "EXPONENTIALS": reference is not None,
@@ -178,12 +148,31 @@ def launch(
         "DEPTH": LAUNCH.depth,
         "GROUP": LAUNCH.group,
         "PROGRAMS": programs,
-        **features(rows, spec, upstream),
         "num_stages": LAUNCH.num_stages,
         "num_warps": LAUNCH.num_warps,
         **_overlap(x.device, beside),
     }
-    return Launch(product_kernel, (programs,), args, options)
+    return launch_of(
+        product_kernel,
+        (programs,),
+        call_arguments(rows, spec, rows.target, upstream=upstream),
+        options,
+        x_desc=x_desc,
+        weight_desc=weight_desc,
+        out_desc=out_desc,
+        partial_ptr=pointer(partial),
+        target_logit_ptr=pointer(target_logit),
+        bias_ptr=pointer(bias),
+        normalizer_ptr=pointer(normalizer),
+        reference_ptr=pointer(reference),
+        work_ptr=pointer(work),
+        normalizer_stride=0 if normalizer is None else normalizer.stride(0),
+        rows=len(x),
+        cols=tile.cols,
+        hidden=x.shape[1],
+        column_start=tile.start,
+        vocab_size=tile.vocab_size,
+    )
 
 
 def _overlap(device: torch.device, beside: bool) -> dict[str, bool]:

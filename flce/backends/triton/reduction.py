@@ -16,10 +16,10 @@ def reduction_kernel(
     target_ptr,  # (rows,) int64
     num_items_ptr,  # ()
     loss_ptr,  # (rows,)
-    z_loss_ptr,  # (rows,)
+    second_ptr,  # (rows,) the other of `contract.RowOutputs.losses`
     constants_ptr,  # (3,) see `contract.Backend.constants`; written, or read
     loss_sum_ptr,  # ()
-    z_loss_sum_ptr,  # ()
+    second_sum_ptr,  # ()
     rows,
     vocab_size,
     ignore_index,
@@ -28,7 +28,7 @@ def reduction_kernel(
     MEAN: tl.constexpr,  # over the rows that are not ignored
     HAS_NUM_ITEMS: tl.constexpr,
     HAS_LOSS: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
     SETTLED: tl.constexpr,  # targets and num_items are older than the kernel before: they may be read while it runs
     BLOCK: tl.constexpr,
@@ -52,32 +52,32 @@ def reduction_kernel(
         else:
             items = tl.full((), 1.0, tl.float64)
         # In float64, because a division of float32 is not rounded correctly.
-        ce_scale = (1.0 / items).to(ACCUM)
-        z_scale = ce_scale
+        scale = (1.0 / items).to(ACCUM)
+        second_scale = scale
     if OVERLAP and SETTLED:
         gdc_wait()
         gdc_launch_dependents()
     # Nothing is written before: what has this memory now may still be read.
     if MAKE_CONSTANTS:
-        tl.store(constants_ptr, ce_scale)
-        tl.store(constants_ptr + 1, z_scale)
+        tl.store(constants_ptr, scale)
+        tl.store(constants_ptr + 1, second_scale)
         tl.store(constants_ptr + 2, vocab_size.to(ACCUM))
     else:
-        ce_scale = tl.load(constants_ptr)
-        z_scale = tl.load(constants_ptr + 1)
+        scale = tl.load(constants_ptr)
+        second_scale = tl.load(constants_ptr + 1)
 
     if HAS_LOSS:
         losses = tl.zeros((BLOCK,), ACCUM)
-        z_losses = tl.zeros((BLOCK,), ACCUM)
+        seconds = tl.zeros((BLOCK,), ACCUM)
         for start in range(0, rows, BLOCK):
             row = start + offsets
             mask = row < rows
             losses += tl.load(loss_ptr + row, mask=mask, other=0.0)
-            if HAS_Z_LOSS:
-                z_losses += tl.load(z_loss_ptr + row, mask=mask, other=0.0)
-        loss = tl.sum(losses, axis=0) * ce_scale
-        if HAS_Z_LOSS:
-            z_loss = tl.sum(z_losses, axis=0) * z_scale
-            tl.store(z_loss_sum_ptr, z_loss)
-            loss += z_loss
+            if HAS_SECOND:
+                seconds += tl.load(second_ptr + row, mask=mask, other=0.0)
+        loss = tl.sum(losses, axis=0) * scale
+        if HAS_SECOND:
+            second = tl.sum(seconds, axis=0) * second_scale
+            tl.store(second_sum_ptr, second)
+            loss += second
         tl.store(loss_sum_ptr, loss)

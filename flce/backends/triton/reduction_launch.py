@@ -21,8 +21,8 @@ MAX_ROWS = 16 * BLOCK
 def launches_of(p: RowProblem) -> list[Launch]:
     """Of a call whose constants are made before its losses."""
     made = _new_constants(p)
-    rows = RowOutputs(made, made if p.spec.z_loss else None, made, None, None, None)
-    launches = [launch(p, rows, made, False, made, rows.z_loss)]
+    rows = RowOutputs.of(p.spec, made.dtype, lambda slots, dtype: made)
+    launches = [launch(p, rows, made, False, made, rows.losses[1])]
     if p.class_weight is None:
         launches.append(launch(p, None, made, True, made))
     return launches
@@ -41,12 +41,12 @@ def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[T
         return reduction.reduce(p, rows, constants)
     used = rows.loss.new_empty(3) if constants is None else constants
     loss = rows.loss.new_empty(())
-    z_loss = None if rows.z_loss is None else rows.loss.new_empty(())
+    second = None if rows.losses[1] is None else rows.loss.new_empty(())
     # Losses without constants come from kernels that have waited for all that was there before the call, or let nobody
     # begin early. No rows have no such kernel; and a copy of the targets would be younger than the call.
     settled = constants is None and rows.loss.numel() > 0 and p.target.is_contiguous()
-    launch(p, rows, used, constants is None, loss, z_loss, settled).run()
-    return loss, z_loss, used
+    launch(p, rows, used, constants is None, loss, second, settled).run()
+    return loss, second, used
 
 
 def _new_constants(p: RowProblem) -> Tensor:
@@ -59,7 +59,7 @@ def launch(
     constants: Tensor,
     make_constants: bool,  # or else they are there
     loss: Tensor,
-    z_loss: Tensor | None = None,
+    second: Tensor | None = None,
     settled: bool = False,
 ) -> Launch:
     """The arguments are those of `reduction_kernel`."""
@@ -68,25 +68,26 @@ def launch(
         return constants if t is None else t  # what a flag switches off is never read
 
     target = p.target.reshape(-1).contiguous()  # a view of one dimension may have gaps
-    args = (
-        target,
-        pointer(p.num_items),
-        pointer(None if rows is None else rows.loss),
-        pointer(None if rows is None else rows.z_loss),
-        constants,
-        loss,
-        pointer(z_loss),
-        target.numel() if rows is None else rows.loss.numel(),
-        p.vocab_size,
-        p.spec.ignore_index,
-    )
+    losses = (None, None) if rows is None else rows.losses
+    args = {
+        "target_ptr": target,
+        "num_items_ptr": pointer(p.num_items),
+        "loss_ptr": pointer(losses[0]),
+        "second_ptr": pointer(losses[1]),
+        "constants_ptr": constants,
+        "loss_sum_ptr": loss,
+        "second_sum_ptr": pointer(second),
+        "rows": target.numel() if rows is None else rows.loss.numel(),
+        "vocab_size": p.vocab_size,
+        "ignore_index": p.spec.ignore_index,
+    }
     options = {
         "ACCUM": tl.float64 if constants.dtype == torch.float64 else tl.float32,
         "MAKE_CONSTANTS": make_constants,
         "MEAN": p.spec.reduction == "mean",
         "HAS_NUM_ITEMS": p.num_items is not None,
         "HAS_LOSS": rows is not None,
-        "HAS_Z_LOSS": z_loss is not None,
+        "HAS_SECOND": second is not None,
         "SETTLED": settled,
         "BLOCK": BLOCK,
         "num_warps": WARPS,
