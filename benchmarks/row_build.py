@@ -7,16 +7,17 @@ depends on it: what is missing there is compiled later.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from benchmarks.measure import release
-from benchmarks.row_contenders import RowContender, make_calls, row_contenders
-from benchmarks.rows import TASKS, RowCase, RowProblem, Task, make_rows
+from benchmarks.row_contenders import make_calls, row_contenders
+from benchmarks.row_problem import TASKS, RowCase, Task, make_rows
 
 MOST_WORKERS = 16
 
@@ -58,24 +59,14 @@ def begin() -> None:
 def build(unit: tuple[RowCase, Task, str]) -> int:
     """Calls everybody once. What fails here fails again where it is measured, and is reported there."""
     case, task, name = unit
-    try:
-        return sum(build_task(case, task, torch.device(name)))
-    except Exception:  # such as no memory beside the other processes
-        return 0
-    finally:
-        release()
-
-
-def build_task(case: RowCase, task: Task, device: torch.device) -> Iterator[bool]:
-    problem = make_rows(case, device, calls=1)
-    for contender in row_contenders(case, task):
-        if contender.builds and contender.unavailable(device) is None:
-            yield built(contender, problem, task)
-
-
-def built(contender: RowContender, problem: RowProblem, task: Task) -> bool:
-    try:
-        make_calls(contender, problem, task).once()
-    except Exception:
-        return False
-    return True
+    done = 0
+    with contextlib.suppress(Exception):  # such as no memory beside the other processes
+        device = torch.device(name)
+        problem = make_rows(case, device, calls=1)
+        for contender in row_contenders(case, task):
+            if contender.builds and contender.unavailable(device) is None:
+                with contextlib.suppress(Exception):
+                    make_calls(contender, problem, task).once()
+                    done += 1
+    release()
+    return done
