@@ -11,7 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -26,9 +26,7 @@ def default_workers(device: torch.device) -> int:
     return min(MOST_WORKERS, os.cpu_count() or 1) if device.type == "cuda" else 0
 
 
-def build_ahead(
-    cases: Sequence[RowCase], device: torch.device, workers: int, seconds: float, report: Callable[[int, int], None]
-) -> int:
+def build_ahead(cases: Sequence[RowCase], device: torch.device, workers: int, seconds: float) -> int:
     """The number of kernel sets that were built in the given time, in as many processes."""
     # One size after the other, so that the largest, which need much memory, are not built at the same time.
     units = [(case, task, str(device)) for task in TASKS for case in cases if task in case.tasks]
@@ -39,12 +37,11 @@ def build_ahead(
     # Leaving the block ends the processes, whatever they are at.
     with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
         results = pool.imap_unordered(build, units)
-        for index in range(len(units)):
+        for _ in units:
             try:
                 done += results.next(max(ends - time.monotonic(), 0.1))
             except multiprocessing.TimeoutError:
                 break
-            report(index + 1, len(units))
     return done
 
 

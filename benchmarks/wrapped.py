@@ -44,24 +44,20 @@ class Run:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-        )
-        self.accelerator = Accelerator(
-            cpu=device.type == "cpu", mixed_precision=None if device.type == "cpu" else "bf16", fsdp_plugin=plugin
-        )
+        wrap = "transformer_based_wrap"
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False)
+        cpu = device.type == "cpu"
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision=None if cpu else "bf16", fsdp_plugin=plugin)
         model = build(case, device)
         change(model).__enter__()  # for good: the model is this contender's alone
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
         self.seconds: list[float] = []
         self.bytes = 0
         self.losses: list[float] = []
 
     def step(self, batch: torch.Tensor) -> None:
         """Only the loss is kept of the outputs."""
-        cuda = batch.is_cuda
-        if cuda:
+        if batch.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
@@ -71,7 +67,7 @@ class Run:
         self.accelerator.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if cuda:
+        if batch.is_cuda:
             torch.cuda.synchronize()
             self.bytes = max(self.bytes, torch.cuda.max_memory_allocated() - held)
         self.seconds.append(time.perf_counter() - start)
@@ -88,7 +84,7 @@ def main(
     """Tokens a second and memory of a GPU, of a model that Accelerate shards with FSDP2."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -118,22 +114,25 @@ def main(
         for title, run in runs.items()
     }
     if rank == 0:
-        arguments = f"--model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
-        launcher = f"python -m torch.distributed.run --nproc-per-node {dist.get_world_size()}"
-        command = f"{launcher} -m benchmarks.wrapped {arguments}"
+        launcher = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
+        command = f"{launcher} --model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
         document = {
             "environment": {**describe(device, []), "command": command},
             "model": name,
             "tokens_per_gpu": [batch, sequence],
-            "processes": dist.get_world_size(),
+            "processes": world,
             "contenders": measured,
             "failures": failures,
         }
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
         for title, figures in measured.items():
-            rate, gib, losses = figures["tokens_per_second"], figures["step_gib"], figures["losses"]
+            rate, gib, losses = figures.values()
             print(f"{title:24} {rate:10.0f} tokens/s a GPU  {gib:7.2f} GiB  loss {losses[0]:.4f} to {losses[-1]:.4f}")
+        pair = [measured[title]["tokens_per_second"] for title in ("flce", "flce, again") if title in measured]
+        print(
+            "spread:", f"{max(pair) / min(pair) - 1:.1%}" if len(pair) == 2 else "not known", "between flce and again"
+        )
         for title, failure in failures.items():
             print(f"{title:24} failed: {failure}")
     dist.destroy_process_group()

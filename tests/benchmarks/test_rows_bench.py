@@ -352,7 +352,7 @@ def test_who_takes_part():
 def test_kernels_are_built_ahead():
     case = RowCase(4, 8, "float32")
     assert row_build.default_workers(CPU) == 0
-    assert row_build.build_ahead([case], CPU, 0, 1.0, lambda done, total: None) == 0
+    assert row_build.build_ahead([case], CPU, 0, 1.0) == 0
     assert row_build.build((case, TASKS[0], "cpu")) == 1  # ours; the others are not for a CPU
     assert row_build.build((case, TASKS[0], "no such device")) == 0
 
