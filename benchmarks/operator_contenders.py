@@ -44,7 +44,7 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
     def step() -> Outcome:
         with torch.set_grad_enabled(problem.case.mode.call.input_grad):
             loss = loss_function(x, w, y, problem.reduction)
-        if loss.requires_grad:
+        if problem.case.mode.call.input_grad:
             loss.backward(None if plain else problem.upstream.to(loss.dtype))
         outcome = Outcome(loss.detach(), x.grad, w.grad)
         x.grad = w.grad = None
