@@ -60,54 +60,38 @@ KernelEntry = Entry[KernelCase, KernelResult]
 # --- cases ---
 
 
-def tiny() -> Plan[KernelCase]:
-    """A second on a CPU; for the tests."""
-    case = KernelCase(32, 500, 500, "float32")
-    cases = [case, replace(case, vocab=1100), replace(case, dtype="float64", grad_dtype="float32")]
-    return planned(cases, rounds=2, seconds=1.0)
-
-
-def h200() -> Plan[KernelCase]:
-    """Half a minute of one large GPU."""
-    shapes = [(4096, 128256), (8192, 128256), (8192, 152064), (16384, 151936), (8192, 256000), (16384, 50257)]
-    cases = [
-        *(KernelCase(tokens, vocab, vocab) for tokens, vocab in shapes),
-        KernelCase(16384, 32000, 32000),
-        KernelCase(8192, 16384, 131072),
-        KernelCase(4096, 128256, 128256, "float32", "bfloat16"),
-    ]
-    return planned(cases, rounds=20, seconds=1.0)
-
-
-PRESETS = {"tiny": tiny, "h200": h200}
+SMALL = KernelCase(32, 500, 500, "float32")
+SHAPES = [(4096, 128256), (8192, 128256), (8192, 152064), (16384, 151936), (8192, 256000), (16384, 50257)]
+LARGE = [
+    *(KernelCase(tokens, vocab, vocab) for tokens, vocab in SHAPES),
+    KernelCase(16384, 32000, 32000),
+    KernelCase(8192, 16384, 131072),
+    KernelCase(4096, 128256, 128256, "float32", "bfloat16"),
+]
+PRESETS: dict[str, Callable[[], Plan[KernelCase]]] = {
+    # A second on a CPU, for the tests; half a minute of one large GPU.
+    "tiny": lambda: planned(
+        [SMALL, replace(SMALL, vocab=1100), replace(SMALL, dtype="float64", grad_dtype="float32")], 2, 1.0
+    ),
+    "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),
+}
 
 
 @dataclass(frozen=True)
 class TileProblem:
     """The operands of a case. The gradient may be written over the logits: `restore` before every call."""
 
-    case: KernelCase
     source: Tensor  # the logits once more, (tokens, room)
     buffer: Tensor
-    grad_buffer: Tensor  # may be `buffer`
+    logits: Tensor  # of the buffer
+    grad: Tensor  # may be of the buffer too
+    tile: Tile
     rows: RowInputs
     out: RowOutputs
     state: Tensor | None
 
     def restore(self) -> None:
         self.buffer.copy_(self.source)
-
-    @property
-    def logits(self) -> Tensor:
-        return self.buffer[:, : self.case.columns]
-
-    @property
-    def grad(self) -> Tensor:
-        return self.grad_buffer[:, : self.case.columns]
-
-    @property
-    def tile(self) -> Tile:
-        return Tile(0, self.case.columns, self.case.vocab, self.source.shape[1])
 
 
 def make_tile(case: KernelCase, device: torch.device, seed: int = 0) -> TileProblem:
@@ -129,10 +113,10 @@ def make_tile(case: KernelCase, device: torch.device, seed: int = 0) -> TileProb
     normalizer = torch.stack((largest, lse - largest))
     loss = torch.empty(case.tokens, dtype=accum, device=device)
     state = None if case.whole else torch.empty(STATE_SLOTS, case.tokens, dtype=accum, device=device)
-    rows = RowInputs(target, None, None, None, constants)
-    return TileProblem(
-        case, source, buffer, grad_buffer, rows, RowOutputs(loss, None, normalizer, None, None, None), state
-    )
+    logits, grad = buffer[:, : case.columns], grad_buffer[:, : case.columns]
+    tile = Tile(0, case.columns, case.vocab, source.shape[1])
+    rows, out = RowInputs(target, None, None, None, constants), RowOutputs(loss, None, normalizer, None, None, None)
+    return TileProblem(source, buffer, logits, grad, tile, rows, out, state)
 
 
 # --- contenders ---

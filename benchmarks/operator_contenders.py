@@ -53,6 +53,40 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
     return step
 
 
+# --- on what somebody is measured ---
+
+
+def half_precision(case: OperatorCase, device: torch.device) -> bool:
+    return case.torch_dtype in (torch.float16, torch.bfloat16)
+
+
+def brain_float(case: OperatorCase, device: torch.device) -> bool:
+    """Of half precision only bfloat16 sums are allowed."""
+    return case.torch_dtype is torch.bfloat16
+
+
+def some_ignored(case: OperatorCase, device: torch.device) -> bool:
+    return case.ignored > 0
+
+
+def reduced(case: OperatorCase, device: torch.device) -> bool:
+    """Some peers have no per-token losses."""
+    return case.mode.call.reduction != "none"
+
+
+def products_tell(case: OperatorCase, device: torch.device) -> bool:
+    """Most CPUs only emulate half precision: bare products in it are no floor there."""
+    return device.type == "cuda" or not half_precision(case, device)
+
+
+def training(case: OperatorCase, device: torch.device) -> bool:
+    return case.mode is Mode.forward_backward and products_tell(case, device)
+
+
+def unaligned(case: OperatorCase, device: torch.device) -> bool:
+    return device.type == "cuda" and case.aligned() != case
+
+
 # --- the floor: the matrix products alone ---
 
 
@@ -91,19 +125,6 @@ def recomputed_floor_step(problem: Problem) -> Step:
     return products_step(problem, (Product.logits, *problem.case.mode.call.products))
 
 
-def floor_applies(case: OperatorCase, device: torch.device) -> bool:
-    """Most CPUs only emulate half precision: bare products in it are no floor there."""
-    return device.type == "cuda" or not half_precision(case, device)
-
-
-def recomputed_floor_applies(case: OperatorCase, device: torch.device) -> bool:
-    return case.mode is Mode.forward_backward and floor_applies(case, device)
-
-
-def aligned_floor_applies(case: OperatorCase, device: torch.device) -> bool:
-    return device.type == "cuda" and case.aligned() != case
-
-
 # --- flce ---
 
 
@@ -138,19 +159,6 @@ def ours_full_step(problem: Problem) -> Step:
         solve()
 
     return step
-
-
-def half_precision(case: OperatorCase, device: torch.device) -> bool:
-    return case.torch_dtype in (torch.float16, torch.bfloat16)
-
-
-def brain_float(case: OperatorCase, device: torch.device) -> bool:
-    """Of half precision only bfloat16 sums are allowed."""
-    return case.torch_dtype is torch.bfloat16
-
-
-def some_ignored(case: OperatorCase, device: torch.device) -> bool:
-    return case.ignored > 0
 
 
 BUDGET = re.compile(r"ours(?P<sums>-bf16)?-(?P<mib>[1-9]\d*)MiB")
@@ -239,11 +247,6 @@ def fla_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return loss
 
 
-def reduced(case: OperatorCase, device: torch.device) -> bool:
-    """Some peers have no per-token losses."""
-    return case.mode.call.reduction != "none"
-
-
 def needs_trl(device: torch.device) -> str | None:
     """In backward its kernel asks TRL's utilities, which import much: last, and only where it is of use."""
     return needs_cuda(device) or needs_package("trl.trainer.utils", "trl")(device)
@@ -274,9 +277,9 @@ stock_step = functools.partial(autograd_step, loss_function=stock_loss)
 C = OperatorContender
 
 CONTENDERS = [
-    C("floor", "bare GEMMs", "floor", floor_step, applies=floor_applies),
-    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=aligned_floor_applies),
-    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=recomputed_floor_applies),
+    C("floor", "bare GEMMs", "floor", floor_step, applies=products_tell),
+    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=unaligned),
+    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=training),
     ours("ours", "flce"),
     C("ours-vocab", "flce, strategy vocab in a budget", "ours", ours_vocab_step, unavailable=needs_flce),
     ours("ours-float32-logits", "flce, float32 logits", half_precision, logits_dtype=torch.float32),

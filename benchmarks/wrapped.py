@@ -42,12 +42,7 @@ def liger(model: Any) -> None:
 
 Change = Callable[[Any], None]
 # The last is the error bar, as in the other benchmarks.
-CONTENDERS: dict[str, Change] = {
-    "stock": stock,
-    "flce": patched,
-    "Liger, only the loss": liger,
-    "flce, again": patched,
-}
+CONTENDERS: dict[str, Change] = {"stock": stock, "flce": patched, "Liger, only the loss": liger, "flce, again": patched}
 
 
 class Run:
