@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from benchmarks.cases import MIB, Effort
-from benchmarks.cli import app
+from benchmarks.cli import BENCHMARKS, app
 from benchmarks.contenders import Outcome, needs_package
 from benchmarks.measure import CpuMeter, make_meter
 from benchmarks.operator import OPERATOR, PRESETS, OperatorEntry, measure_operator
@@ -28,7 +28,7 @@ from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autogr
 from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, exactness, make_oracle, make_problem
 from benchmarks.results import Entry, Run
 from benchmarks.rounds import Watch
-from benchmarks.tables import absences, markdown, spread_note
+from benchmarks.tables import absences, markdown, shortfalls, spread_note
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -412,3 +412,29 @@ def test_an_unknown_preset_is_explained(command):
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--preset", "nothing"])
     assert done.exit_code == 2
     assert "tiny" in done.output
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)
+def test_the_cases_of_all_presets_survive_the_file(benchmark):
+    for preset in benchmark.presets.values():
+        plan = preset()
+        assert plan
+        for case, effort in plan:
+            assert effort.rounds >= 1
+            assert benchmark.case_type.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+def test_a_failing_repeat_is_a_shortfall():
+    calls = iter(range(100))
+
+    def prepare(problem):
+        if next(calls):
+            raise RuntimeError("as planned")
+        return lambda: None
+
+    ours = OperatorContender("ours", "flce", "ours", prepare)
+    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), [ours], CPU, Effort(1, 1.0), Watch())
+    (missing,) = shortfalls(Run("operator", {}, [entry]))
+    assert (missing.contender, missing.reason) == ("ours-again", "RuntimeError: as planned")
+    assert "not known" in OPERATOR.table(entry).notes[-1]
+    assert "flce, again (ours-again) failed: RuntimeError: as planned" in OPERATOR.table(entry).notes
