@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeVar
 
 import rich.table
@@ -113,22 +113,16 @@ def spread_note(entries: Sequence[AnyEntry], task: str | None = None) -> str:
     pairs = [pair for entry in entries for pair in entry.repeats() if task in (None, pair[0].task)]
     if not pairs:
         return "spread: not known, nothing of ours was measured twice"
-    apart = [spread(*pair) for pair in pairs]
+    medians = [[result.median_ms or 0.0 for result in pair] for pair in pairs]
+    apart = [max(both) / min(both) - 1 for both in medians]
     if len(pairs) == 1:
         first, again = pairs[0]
         times = " and ".join(milliseconds(result.median_ms) for result in (first, again))
         return f"spread: {apart[0]:.1%} between {first.title} and {again.title}, the same call ({times} ms)"
-    titles = " or ".join(dict.fromkeys(first.title for first, _ in pairs))
+    most, titles = f"{max(apart):.1%} at most", " or ".join(dict.fromkeys(first.title for first, _ in pairs))
     return (
-        f"spread: {statistics.median(apart):.1%} in the median and {max(apart):.1%} at most between {titles} "
-        f"and the same again, {len(pairs)} times"
+        f"spread: {median(apart):.1%} in the median and {most} between {titles} and the same again, {len(pairs)} times"
     )
-
-
-def spread(first: Result, again: Result) -> float:
-    assert first.median_ms is not None
-    assert again.median_ms is not None
-    return abs(first.median_ms - again.median_ms) / min(first.median_ms, again.median_ms)
 
 
 def absences(run: AnyRun) -> list[str]:
