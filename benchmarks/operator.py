@@ -61,11 +61,8 @@ EXACTNESS = OperatorCase(32768, 1024, 32000, time=False, errors=True)
 
 def tiny() -> Plan[OperatorCase]:
     """Seconds on a CPU; for the tests."""
-    whole = [
-        OperatorCase(*TINY, dtype=dtype, mode=mode, budget_mib=1, errors=True)
-        for dtype in ("float32", "bfloat16")
-        for mode in Mode
-    ]
+    modes = [("float32", mode) for mode in Mode] + [("bfloat16", mode) for mode in (Mode.forward_backward, Mode.none)]
+    whole = [OperatorCase(*TINY, dtype=dtype, mode=mode, budget_mib=1, errors=True) for dtype, mode in modes]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
     curve = ("ours", budget_name(1), budget_name(1, bfloat16_sums=True))
