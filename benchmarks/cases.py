@@ -1,114 +1,48 @@
-"""What is measured: a case is one problem (shape, dtype, mode), and who is measured on it."""
+"""What a case is: one problem that all contenders solve, and how long they are measured on it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
+from typing_extensions import Self
 
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 MIB = 1 << 20
-
-
-class Product(str, Enum):
-    """A matrix product of 2NHV flops."""
-
-    logits = "x W^T"
-    input_grad = "dlogits W"
-    weight_grad = "dlogits^T x"
-
-
-@dataclass(frozen=True)
-class Call:
-    """How the operator is called, and the products that such a call cannot do without: its floor."""
-
-    input_grad: bool
-    weight_grad: bool
-    reduction: str
-    products: tuple[Product, ...]
-
-
-class Mode(str, Enum):
-    """Which part of a training step a call stands for."""
-
-    forward_backward = "forward+backward"  # mean loss, gradients of the hidden states and of the head
-    forward = "forward"  # mean loss under no_grad
-    frozen = "frozen-head"  # mean loss, gradient of the hidden states only
-    none = "reduction-none"  # per-token losses with a per-token upstream gradient, both gradients
-
-    @property
-    def call(self) -> Call:
-        return CALLS[self]
-
-
-ALL_PRODUCTS = (Product.logits, Product.input_grad, Product.weight_grad)
-CALLS = {
-    Mode.forward_backward: Call(True, True, "mean", ALL_PRODUCTS),
-    Mode.forward: Call(False, False, "mean", (Product.logits,)),
-    Mode.frozen: Call(True, False, "mean", (Product.logits, Product.input_grad)),
-    # A weight gradient that is already summed cannot be scaled per token: the logits are made again in backward.
-    Mode.none: Call(True, True, "none", (Product.logits, *ALL_PRODUCTS)),
-}
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem to measure. `time` and `errors` say what is asked of it."""
-
-    tokens: int
-    hidden: int
-    vocab: int
-    dtype: str = "bfloat16"
-    mode: Mode = Mode.forward_backward
-    ignored: float = 0.0  # share of the labels that are ignore_index
-    logits_std: float = 4.0  # standard deviation of the logits; about that of a trained model
-    upstream: float = 1.0  # gradient that arrives at the loss, as a GradScaler's scale would
-    budget_mib: int = 256  # workspace budget of our memory-saving contender
-    time: bool = True
-    errors: bool = False
-    contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
-    label: str = ""  # tells apart cases of the same problem with other contenders
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.tokens, self.hidden, self.vocab
+    """One problem. Its fields are what a result file has of it."""
 
     @property
     def title(self) -> str:
-        parts = [f"{self.tokens} x {self.hidden} x {self.vocab}", self.dtype, self.mode.value]
-        if self.ignored:
-            parts.append(f"{self.ignored:.0%} of the labels ignored")
-        if self.upstream != 1:
-            parts.append(f"upstream gradient {self.upstream:g}")
-        if self.label:
-            parts.append(self.label)
-        return ", ".join(parts)
-
-    def aligned(self, multiple: int = 64) -> Case:
-        """The next shape whose tokens and vocabulary are multiples of `multiple`."""
-        up = lambda n: -(-n // multiple) * multiple  # noqa: E731
-        return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"mode": self.mode.value}
+        return asdict(self)
 
     @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> Case:
-        known = {field.name: document[field.name] for field in fields(cls) if field.name in document}
-        names = known.get("contenders")
-        return cls(**known | {"mode": Mode(known["mode"]), "contenders": None if names is None else tuple(names)})
+    def from_dict(cls, document: dict[str, Any]) -> Self:
+        """Fields that an older file lacks have their default."""
+        hints = get_type_hints(cls)
+        names = [field.name for field in fields(cls) if field.name in document]
+        return cls(**{name: decoded(hints[name], document[name]) for name in names})
+
+
+def decoded(hint: Any, value: Any) -> Any:
+    """A value of JSON, which has lists for tuples and strings for enumerations."""
+    if isinstance(value, list):
+        (entries,) = [part for part in (hint, *get_args(hint)) if get_origin(part) is tuple]
+        return tuple(decoded(get_args(entries)[0], entry) for entry in value)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint(value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -120,3 +54,13 @@ class Effort:
 
     rounds: int
     seconds: float
+
+
+CaseT = TypeVar("CaseT", bound=Case)
+
+# What one call of the command measures, in its order: what a deadline may cut off comes last.
+Plan = list[tuple[CaseT, Effort]]
+
+
+def planned(cases: Iterable[CaseT], rounds: int, seconds: float) -> Plan[CaseT]:
+    return [(case, Effort(rounds, seconds)) for case in cases]

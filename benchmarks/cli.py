@@ -4,390 +4,249 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import plot as plotting
-from benchmarks import report, results, row_report
-from benchmarks.cases import DTYPES, Case, Effort, Mode
-from benchmarks.contenders import CONTENDERS, budget_name, needs_package, select
-from benchmarks.dominance import duels
+from benchmarks.benchmark import AnyBenchmark, read
+from benchmarks.cases import DTYPES, Case, Effort, Plan
+from benchmarks.contenders import needs_package
 from benchmarks.environment import describe
-from benchmarks.kernel_bench import run_kernel_case
-from benchmarks.kernels import KernelCase, KernelPreset, preset_kernel_effort, preset_kernels
-from benchmarks.model_bench import run_model_case
-from benchmarks.model_contenders import MODEL_CONTENDERS, known_contenders
-from benchmarks.models import ARCHITECTURES, ModelCase, ModelPreset, Optimizer, preset_model_effort, preset_models
-from benchmarks.operator_bench import run_case
-from benchmarks.presets import Preset, preset_cases, preset_effort
-from benchmarks.rounds import Report
-from benchmarks.row_bench import run_row_case
+from benchmarks.kernels import KERNELS, KernelCase
+from benchmarks.model_contenders import CONTENDERS as MODELS
+from benchmarks.model_contenders import select as select_models
+from benchmarks.model_problem import ARCHITECTURES, ModelCase, Optimizer
+from benchmarks.models import MODEL
+from benchmarks.operator import OPERATOR
+from benchmarks.operator_contenders import CONTENDERS as OPERATORS
+from benchmarks.operator_contenders import budget_name, select
+from benchmarks.operator_problem import Mode, OperatorCase
+from benchmarks.results import Run
+from benchmarks.rounds import Watch
 from benchmarks.row_build import build_ahead, default_workers
-from benchmarks.rows import Operation, RowCase, RowPreset, preset_row_effort, preset_rows
-from benchmarks.targets import check_targets
+from benchmarks.row_problem import Operation, RowCase
+from benchmarks.rows import ROWS
+from benchmarks.tables import absences, markdown, shortfalls
 
-app = typer.Typer(
-    help="Measures flce beside the bare matrix products, PyTorch and other libraries.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+BENCHMARKS: dict[str, AnyBenchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, KERNELS, ROWS)}
 
-
-def parse_sizes(text: str, names: str, example: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.replace("x", ",").split(",")]
-    except ValueError:
-        sizes = []
-    if len(sizes) != len(names.split(",")):
-        raise typer.BadParameter(f"{text!r}: give {names} such as {example}")
-    if min(sizes) < 1:
-        raise typer.BadParameter(f"{text!r}: every size must be positive")
-    return sizes
+about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
+app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+option = typer.Option
+NAMES = ", ".join(DTYPES)
+BUDGETS = f"{budget_name(256)} or, with bfloat16 sums, {budget_name(64, bfloat16_sums=True)}"
 
 
-def parse_shape(text: str) -> tuple[int, int, int]:
-    tokens, hidden, vocab = parse_sizes(text, "tokens,hidden,vocab", "4096,4096,128256")
-    return tokens, hidden, vocab
+def names_of(table: Iterable[Any]) -> str:
+    return ", ".join(contender.name for contender in table)
 
 
-def parse_dtype(text: str) -> str:
-    if text not in DTYPES:
-        raise typer.BadParameter(f"{text!r}: one of {', '.join(DTYPES)}")
-    return text
+Preset = Annotated[str | None, option(help="Cases and effort together; a wrong name lists them.")]
+Shapes = Annotated[list[str] | None, option("--shape", help="Sizes with commas; several times for several.")]
+Dtype = Annotated[str | None, option(help=f"One of {NAMES}.")]
+Dtypes = Annotated[list[str] | None, option("--dtype", help=f"Of {NAMES}; several times for several.")]
+Device = Annotated[str, option(help="auto, cpu or cuda.")]
+Rounds = Annotated[int | None, option(min=1, help="Rounds over the contenders.")]
+Seconds = Annotated[float | None, option(help="Timed seconds for each contender and case, after which it sits out.")]
+Deadline = Annotated[float | None, option(help="Seconds after which nothing further is begun.")]
+Out = Annotated[Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")]
+
+
+@dataclass(frozen=True)
+class Common:
+    """What every benchmark is asked for."""
+
+    preset: str | None
+    shapes: list[str] | None
+    device: str
+    rounds: int | None
+    seconds: float | None
+    deadline: float | None
+    out: Path | None
 
 
 @app.command()
 def operator(
-    preset: Annotated[Preset | None, typer.Option(help="Shapes, dtypes and effort together.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="tokens,hidden,vocab; several times for several.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = None,
-    mode: Annotated[list[Mode] | None, typer.Option(help="What a call does.")] = None,
-    contender: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Only these, of {', '.join(c.name for c in CONTENDERS)}, and budgets of flce such as "
-            f"{budget_name(256)} or, with bfloat16 sums, {budget_name(64, bfloat16_sums=True)}."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of PyTorch on the CPU.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the contenders.")] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(help="Timed seconds for each contender and case, after which it sits out."),
-    ] = None,
-    ignored: Annotated[float | None, typer.Option(min=0, max=1, help="Share of the labels that are ignored.")] = None,
-    logits_std: Annotated[float, typer.Option(help="Standard deviation of the logits.")] = 4.0,
-    upstream: Annotated[float | None, typer.Option(help="Gradient at the loss, such as 65536 for float16.")] = None,
-    budget_mib: Annotated[int | None, typer.Option(help="Workspace budget of our memory-saving contender.")] = None,
-    errors: Annotated[bool, typer.Option("--errors", help="Compare with a float64 oracle.")] = False,
-    time_: Annotated[bool, typer.Option("--time/--no-time", help="Measure time.")] = True,
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further case is begun.")] = None,
-    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path(
-        "results/operator.json"
-    ),
+    preset: Preset = None,
+    shapes: Shapes = None,
+    dtypes: Dtypes = None,
+    mode: Annotated[list[Mode] | None, option(help="What a call does.")] = None,
+    contender: Annotated[list[str] | None, option(help=f"Of {names_of(OPERATORS)}, {BUDGETS}.")] = None,
+    device: Device = "auto",
+    threads: Annotated[int | None, option(min=1, help="Threads of PyTorch on the CPU.")] = None,
+    rounds: Rounds = None,
+    seconds: Seconds = None,
+    ignored: Annotated[float | None, option(min=0, max=1, help="Share of the labels that are ignored.")] = None,
+    logits_std: Annotated[float, option(help="Standard deviation of the logits.")] = 4.0,
+    upstream: Annotated[float | None, option(help="Gradient at the loss, such as 65536 for float16.")] = None,
+    budget_mib: Annotated[int | None, option(help="Workspace budget of our memory-saving contender.")] = None,
+    errors: Annotated[bool, option("--errors", help="Compare with a float64 oracle.")] = False,
+    time_: Annotated[bool, option("--time/--no-time", help="Measure time.")] = True,
+    deadline: Deadline = None,
+    out: Out = None,
 ) -> None:
     """Time, workspace and, with --errors, exactness of forward and backward."""
-    console = terminal()
-    try:
-        select(contender)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    where = resolve_device(device)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    cases = make_cases(preset, shape, dtype, mode, errors)
-    cases = [
-        replace(
+
+    def made(*sizes: Any) -> list[OperatorCase]:
+        pairs = [(dtype, one) for dtype in dtypes or ["bfloat16"] for one in mode or [Mode.forward_backward]]
+        return [replace(OperatorCase(*sizes), dtype=dtype, mode=one, errors=True) for dtype, one in pairs]
+
+    def changed(case: OperatorCase) -> OperatorCase | None:
+        case = replace(
             case,
             ignored=case.ignored if ignored is None else ignored,
             logits_std=logits_std,
             upstream=case.upstream if upstream is None else upstream,
             budget_mib=budget_mib or case.budget_mib,
             time=case.time and time_,
+            errors=case.errors and errors,
             contenders=tuple(contender) if contender else case.contenders,
         )
-        for case in cases
-    ]
-    cases = [case for case in cases if case.time or case.errors]
-    if not cases:
-        raise typer.BadParameter("nothing to measure: these options leave no case")
+        wanted = among(case.dtype, dtypes) and among(case.mode, mode)
+        return case if wanted and (case.time or case.errors) else None
 
-    def run_one(case: Case, show: Report, expired: Callable[[], bool]) -> results.CaseResult:
-        effort = preset_effort(preset, case) if preset else Effort(rounds=10, seconds=10.0)
-        effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
-        return run_case(case, select(case.contenders), where, effort, show, expired)
-
-    run = results.Run(describe(where, sys.argv[1:]))
-    measure(run, cases, run_one, deadline, out, console)
+    check(select, contender)
+    check_dtypes(dtypes)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
+    run_plan(OPERATOR, common, "tokens,hidden,vocab", made, Effort(10, 10.0), changed)
 
 
 @app.command()
 def model(
-    preset: Annotated[ModelPreset | None, typer.Option(help="Models, batch shapes and effort together.")] = None,
-    name: Annotated[
-        list[str] | None, typer.Option("--model", help=f"Of {', '.join(ARCHITECTURES)}; several times for several.")
-    ] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="batch,sequence; several times for several.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = None,
-    optimizer: Annotated[Optimizer, typer.Option(help="What ends a step.")] = Optimizer.none,
-    contender: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Only these, of {', '.join(c.name for c in MODEL_CONTENDERS)}."),
-    ] = None,
-    budget_mib: Annotated[
-        list[int] | None, typer.Option(min=1, help="Workspace budgets of flce, each a contender of its own.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the contenders.")] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option(help="Timed seconds for each contender and case, after which it sits out."),
-    ] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further step is begun.")] = None,
-    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path("results/model.json"),
+    preset: Preset = None,
+    name: Annotated[list[str] | None, option("--model", help=f"Of {', '.join(ARCHITECTURES)}.")] = None,
+    shapes: Shapes = None,
+    dtype: Dtype = None,
+    optimizer: Annotated[Optimizer, option(help="What ends a step.")] = Optimizer.none,
+    contender: Annotated[list[str] | None, option(help=f"Only these, of {names_of(MODELS)}.")] = None,
+    budget_mib: Annotated[list[int] | None, option(min=1, help="Budgets of flce, each a contender.")] = None,
+    device: Device = "auto",
+    rounds: Rounds = None,
+    seconds: Seconds = None,
+    deadline: Deadline = None,
+    out: Out = None,
 ) -> None:
     """Peak memory and tokens a second of the training step of whole models, with random weights."""
-    console = terminal()
+
+    def changed(case: ModelCase) -> ModelCase | None:
+        case = replace(
+            case,
+            dtype=dtype or case.dtype,
+            optimizer=optimizer,
+            budgets_mib=tuple(budget_mib) if budget_mib else case.budgets_mib,
+            contenders=tuple(contender) if contender else case.contenders,
+        )
+        return case if among(case.model, name) else None
+
     missing = needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))
     if missing is not None:
         raise typer.BadParameter(f"models need Transformers: {missing}")
-    where = resolve_device(device)
-    cases = make_model_cases(preset, name, shape)
-    try:
-        chosen = None if contender is None else known_contenders(contender)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    cases = [
-        replace(
-            case,
-            dtype=case.dtype if dtype is None else parse_dtype(dtype),
-            optimizer=optimizer,
-            budgets_mib=case.budgets_mib if budget_mib is None else tuple(budget_mib),
-            contenders=case.contenders if chosen is None else chosen,
-        )
-        for case in cases
-    ]
-    effort = preset_model_effort(preset) if preset else Effort(rounds=5, seconds=10.0)
-    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
-
-    def run_one(case: ModelCase, show: Report, expired: Callable[[], bool]) -> results.ModelCaseResult:
-        return run_model_case(case, where, effort, show, expired)
-
-    run = results.ModelRun(describe(where, sys.argv[1:]))
-    measure(run, cases, run_one, deadline, out, console)
-
-
-def make_model_cases(preset: ModelPreset | None, names: list[str] | None, shapes: list[str] | None) -> list[ModelCase]:
-    """A preset narrowed to the asked-for models, or models x batch shapes."""
-    for name in names or []:
-        if name not in ARCHITECTURES:
-            raise typer.BadParameter(f"{name!r}: one of {', '.join(ARCHITECTURES)}")
-    if preset is not None and shapes:
-        raise typer.BadParameter("give --preset or --shape, not both")
-    if preset is not None:
-        cases = [case for case in preset_models(preset) if not names or case.model in names]
-    else:
-        if not names or not shapes:
-            raise typer.BadParameter("give --preset, or --model and --shape")
-        sizes = [parse_sizes(text, "batch,sequence", "4,8192") for text in shapes]
-        cases = [ModelCase(name, batch, sequence) for batch, sequence in sizes for name in names]
-    if not cases:
-        raise typer.BadParameter("nothing to measure: these options leave no case")
-    return cases
+    for one in name or []:
+        if one not in ARCHITECTURES:
+            raise typer.BadParameter(f"{one!r}: one of {', '.join(ARCHITECTURES)}")
+    if preset is None and not (name and shapes):
+        raise typer.BadParameter("give --preset, or --model and --shape")
+    check(select_models, contender)
+    check_dtypes([dtype] if dtype else None)
+    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
+    made = lambda *sizes: [ModelCase(one, *sizes) for one in name or []]  # noqa: E731
+    run_plan(MODEL, common, "batch,sequence", made, Effort(5, 10.0), changed)
 
 
 @app.command()
 def kernels(
-    preset: Annotated[KernelPreset | None, typer.Option(help="Tiles, dtypes and effort together.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="tokens,vocab; several times for several.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"Of the logits, one of {', '.join(DTYPES)}.")] = None,
-    grad_dtype: Annotated[str | None, typer.Option(help="Of the gradient, if it is not written over them.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the passes.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Timed seconds for each pass and case, after which it sits out.")
-    ] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further call is begun.")] = None,
-    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path(
-        "results/kernels.json"
-    ),
+    preset: Preset = None,
+    shapes: Shapes = None,
+    dtype: Dtype = None,
+    grad_dtype: Annotated[str | None, option(help="Of the gradient, if it is not written over them.")] = None,
+    device: Device = "auto",
+    rounds: Rounds = None,
+    seconds: Seconds = None,
+    deadline: Deadline = None,
+    out: Out = None,
 ) -> None:
     """GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run."""
-    console = terminal()
-    where = resolve_device(device)
-    cases = make_kernel_cases(preset, shape)
-    cases = [
-        replace(
-            case,
-            dtype=case.dtype if dtype is None else parse_dtype(dtype),
-            grad_dtype=case.grad_dtype if grad_dtype is None else parse_dtype(grad_dtype),
-        )
-        for case in cases
-    ]
-    effort = preset_kernel_effort(preset) if preset else Effort(rounds=10, seconds=5.0)
-    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
 
-    def run_one(case: KernelCase, show: Report, expired: Callable[[], bool]) -> results.KernelCaseResult:
-        return run_kernel_case(case, where, effort, show, expired)
+    def changed(case: KernelCase) -> KernelCase:
+        return replace(case, dtype=dtype or case.dtype, grad_dtype=grad_dtype or case.grad_dtype)
 
-    run = results.KernelRun(describe(where, sys.argv[1:]))
-    measure(run, cases, run_one, deadline, out, console)
-
-
-def make_kernel_cases(preset: KernelPreset | None, shapes: list[str] | None) -> list[KernelCase]:
-    if preset is not None and shapes:
-        raise typer.BadParameter("give --preset or --shape, not both")
-    if preset is not None:
-        return preset_kernels(preset)
-    if not shapes:
-        raise typer.BadParameter("give --preset or --shape")
-    sizes = [parse_sizes(text, "tokens,vocab", "4096,128256") for text in shapes]
-    return [KernelCase(tokens, vocab, vocab) for tokens, vocab in sizes]
+    check_dtypes([one for one in (dtype, grad_dtype) if one])
+    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
+    made = lambda tokens, vocab: [KernelCase(tokens, vocab, vocab)]  # noqa: E731
+    run_plan(KERNELS, common, "tokens,vocab", made, Effort(10, 5.0), changed)
 
 
 @app.command()
 def rows(
-    preset: Annotated[RowPreset | None, typer.Option(help="Sizes, dtypes and effort together.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="rows,columns; several times for several.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help=f"Of the rows, of {', '.join(DTYPES)}.")] = None,
-    operation: Annotated[list[Operation] | None, typer.Option(help="Only these.")] = None,
-    compiled: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="torch.compile too: at all sizes, or at none.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds over the contenders.")] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Timed seconds for each contender and task, after which it sits out.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that compile kernels ahead; by default only for a GPU.")
-    ] = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds after which no further call is begun.")] = None,
-    out: Annotated[Path, typer.Option(help="Result file, written anew after every case.")] = Path("results/rows.json"),
+    preset: Preset = None,
+    shapes: Shapes = None,
+    dtypes: Dtypes = None,
+    operation: Annotated[list[Operation] | None, option(help="Only these.")] = None,
+    compiled: Annotated[bool | None, option("--compile/--no-compile", help="torch.compile, at all sizes.")] = None,
+    device: Device = "auto",
+    rounds: Rounds = None,
+    seconds: Seconds = None,
+    workers: Annotated[int | None, option(min=0, help="Processes that compile ahead; by default for a GPU.")] = None,
+    deadline: Deadline = None,
+    out: Out = None,
 ) -> None:
     """GB/s of losses and softmaxes over the length of a row, beside a copy, PyTorch and Liger."""
-    console = terminal()
-    where = resolve_device(device)
-    cases = make_row_cases(preset, shape, dtype)
-    cases = [
-        replace(
-            case,
-            operations=tuple(operation) if operation else case.operations,
-            compiled=case.compiled if compiled is None else compiled,
-        )
-        for case in cases
-    ]
-    effort = preset_row_effort(preset) if preset else Effort(rounds=10, seconds=1.0)
-    effort = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
-    run = results.RowRun(describe(where, sys.argv[1:]))
-    started = time.monotonic()
-    build_rows(cases, where, default_workers(where) if workers is None else workers, deadline, console)
-    if deadline is not None:
-        deadline = max(deadline - (time.monotonic() - started), 0.0)
 
-    def run_one(case: RowCase, show: Report, expired: Callable[[], bool]) -> results.RowCaseResult:
-        return run_row_case(case, where, effort, show, expired)
+    def changed(case: RowCase) -> RowCase | None:
+        operations = tuple(operation) if operation else case.operations
+        case = replace(case, operations=operations, compiled=case.compiled if compiled is None else compiled)
+        return case if among(case.dtype, dtypes) else None
 
-    measure(run, cases, run_one, deadline, out, console)
-
-
-def make_row_cases(preset: RowPreset | None, shapes: list[str] | None, dtypes: list[str] | None) -> list[RowCase]:
-    """A preset narrowed to the asked-for dtypes, or shapes x dtypes."""
-    if preset is not None and shapes:
-        raise typer.BadParameter("give --preset or --shape, not both")
-    wanted = [parse_dtype(text) for text in dtypes or []]
-    if preset is not None:
-        cases = [case for case in preset_rows(preset) if not wanted or case.dtype in wanted]
-    else:
-        if not shapes:
-            raise typer.BadParameter("give --preset or --shape")
-        sizes = [parse_sizes(text, "rows,columns", "4096,32768") for text in shapes]
-        cases = [RowCase(count, columns, dtype) for count, columns in sizes for dtype in wanted or ["bfloat16"]]
-    if not cases:
-        raise typer.BadParameter("nothing to measure: these options leave no case")
-    return cases
-
-
-def build_rows(
-    cases: Sequence[RowCase], where: torch.device, workers: int, deadline: float | None, console: Console
-) -> None:
-    """Compiling ahead gets half of the time that there is: what is not built then is built one after the other."""
-    if not workers:
-        return
-    started = time.monotonic()
-    limit = 120.0 if deadline is None else deadline / 2
-    with progress_bar(console) as progress:
-        task = progress.add_task(f"compiling ahead in {workers} processes", total=1)
-
-        def report_built(done: int, total: int) -> None:
-            progress.update(task, total=total, completed=done)
-
-        built = build_ahead(cases, where, workers, limit, report_built)
-    console.print(f"{built} sets of kernels compiled ahead in {time.monotonic() - started:.0f} s", markup=False)
-
-
-def progress_bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    return Progress(*columns, TimeElapsedColumn(), console=console)
-
-
-def terminal() -> Console:
-    """Standard error; wide enough for the tables where it is a file."""
-    console = Console(stderr=True, highlight=False)
-    return console if console.is_terminal else Console(stderr=True, highlight=False, width=120)
-
-
-def measure(
-    run: results.Document[results.CaseT, results.ResultT],
-    cases: Sequence[results.CaseT],
-    run_one: Callable[[results.CaseT, Report, Callable[[], bool]], results.Entry[results.CaseT, results.ResultT]],
-    deadline: float | None,
-    out: Path,
-    console: Console,
-) -> None:
-    """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
-    started = time.monotonic()
-
-    def expired() -> bool:
-        return deadline is not None and time.monotonic() - started > deadline
-
-    with progress_bar(console) as progress:
-        task = progress.add_task("", total=len(cases))
-        for index, case in enumerate(cases):
-            if expired():
-                names = "; ".join(left.title for left in cases[index:])
-                console.print(f"The deadline of {deadline:g} s has passed; not measured: {names}", markup=False)
-                break
-
-            def show(doing: str, share: float, index: int = index, case: results.CaseT = case) -> None:
-                progress.update(task, description=f"{case.title}: {doing}", completed=index + share)
-
-            entry = run_one(case, show, expired)
-            run.cases.append(entry)
-            run.save(out)
-            for grid in report.case_grids(entry):
-                console.print(grid.rich())
+    def ahead(cases: Sequence[RowCase], where: torch.device, console: Console) -> None:
+        """Compiling gets half of the time that there is: what is not built then is built one after the other."""
+        count = default_workers(where) if workers is None else workers
+        if count:
+            started = time.monotonic()
+            built = build_ahead(cases, where, count, 120.0 if deadline is None else deadline / 2)
             spent = time.monotonic() - started
-            console.print(f"{index + 1} of {len(cases)} cases after {spent:.0f} s; results in {out}", markup=False)
-        for line in report.absences(run):
-            console.print(line, markup=False)
-        for grid in report.verdicts(run):
-            console.print(grid.rich())
+            console.print(f"{built} sets of kernels compiled ahead, {count} at a time, in {spent:.0f} s", markup=False)
 
-    missing = sorted({result.contender for result in report.shortfalls(run)})
-    if missing:
-        console.print(f"No figures for {', '.join(missing)}: see the notes above.", style="red")
-    if missing or len(run.cases) < len(cases):
-        raise typer.Exit(1)
+    check_dtypes(dtypes)
+    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
+    made = lambda *sizes: [replace(RowCase(*sizes), dtype=dtype) for dtype in dtypes or ["bfloat16"]]  # noqa: E731
+    run_plan(ROWS, common, "rows,columns", made, Effort(10, 1.0), changed, ahead)
+
+
+def among(value: str, wanted: Sequence[str] | None) -> bool:
+    return not wanted or value in wanted
+
+
+def check(choose: Callable[[list[str]], object], names: list[str] | None) -> None:
+    try:
+        choose(names or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def check_dtypes(names: Sequence[str] | None) -> None:
+    for name in names or []:
+        if name not in DTYPES:
+            raise typer.BadParameter(f"{name!r}: one of {NAMES}")
+
+
+def parse_sizes(text: str, names: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.replace("x", ",").split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != len(names.split(",")):
+        raise typer.BadParameter(f"{text!r}: give {names} as numbers")
+    if min(sizes) < 1:
+        raise typer.BadParameter(f"{text!r}: every size must be positive")
+    return sizes
 
 
 def resolve_device(name: str) -> torch.device:
@@ -400,55 +259,106 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def make_cases(
-    preset: Preset | None,
-    shapes: list[str] | None,
-    dtypes: list[str] | None,
-    modes: list[Mode] | None,
-    errors: bool,
-) -> list[Case]:
-    """A preset narrowed to the asked-for dtypes and modes, or shapes x dtypes x modes."""
+def planned(
+    benchmark: AnyBenchmark, common: Common, sizes: str, made: Callable[..., list[Any]], effort: Effort
+) -> Plan[Any]:
+    """That of the preset, or all cases of the shapes."""
+    preset, shapes = common.preset, common.shapes
     if preset is not None and shapes:
         raise typer.BadParameter("give --preset or --shape, not both")
-    wanted = [parse_dtype(text) for text in dtypes or []]
-    if preset is not None:
-        cases = preset_cases(preset, errors)
-        cases = [case for case in cases if not wanted or case.dtype in wanted]
-        return [case for case in cases if not modes or case.mode in modes]
-    if not shapes:
+    if preset is None and not shapes:
         raise typer.BadParameter("give --preset or --shape")
-    return [
-        Case(*parse_shape(text), dtype=dtype, mode=mode, errors=errors)
-        for text in shapes
-        for dtype in wanted or ["bfloat16"]
-        for mode in modes or [Mode.forward_backward]
-    ]
+    if preset is None:
+        return [(case, effort) for text in shapes or [] for case in made(*parse_sizes(text, sizes))]
+    if preset not in benchmark.presets:
+        raise typer.BadParameter(f"preset {preset!r}: one of {', '.join(benchmark.presets)}")
+    return benchmark.presets[preset]()
 
 
-Files = Annotated[list[Path], typer.Argument(help="Result files.", exists=True, dir_okay=False)]
+def run_plan(
+    benchmark: AnyBenchmark,
+    common: Common,
+    sizes: str,
+    made: Callable[..., list[Any]],
+    default: Effort,
+    changed: Callable[[Any], Any],
+    ahead: Callable[[Sequence[Any], torch.device, Console], None] | None = None,
+) -> None:
+    """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
+    where, started = resolve_device(common.device), time.monotonic()
+    plan = planned(benchmark, common, sizes, made, default)
+    chosen = [(case, effort) for before, effort in plan if (case := changed(before)) is not None]
+    if not chosen:
+        raise typer.BadParameter("nothing to measure: these options leave no case")
+    out = common.out or Path("results") / f"{benchmark.kind}.json"
+    run: Run[Any, Any] = Run(benchmark.kind, describe(where, sys.argv[1:]))
+    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)  # a file: for tables
+
+    def expired() -> bool:
+        return common.deadline is not None and time.monotonic() - started > common.deadline
+
+    if ahead is not None:
+        ahead([case for case, _ in chosen], where, console)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("", total=len(chosen))
+        for index, (case, effort) in enumerate(chosen):
+            if expired():
+                names = "; ".join(left.title for left, _ in chosen[index:])
+                console.print(f"The deadline of {common.deadline:g} s has passed; not measured: {names}", markup=False)
+                break
+
+            def tell(doing: str, share: float, index: int = index, case: Case = case) -> None:
+                progress.update(task, description=f"{case.title}: {doing}", completed=index + share)
+
+            seconds = effort.seconds if common.seconds is None else common.seconds
+            wanted = Effort(common.rounds or effort.rounds, seconds)
+            run.cases.append(benchmark.measure(case, where, wanted, Watch(tell, expired)))
+            run.save(out)
+            for table in benchmark.case_tables(run.cases[-1]):
+                console.print(table.rich())
+            spent = time.monotonic() - started
+            console.print(f"{index + 1} of {len(chosen)} cases after {spent:.0f} s; results in {out}", markup=False)
+        for line in absences(run):
+            console.print(line, markup=False)
+        for table in benchmark.closing(run):
+            console.print(table.rich())
+    missing = sorted({result.contender for result in shortfalls(run)})
+    if missing:
+        console.print(f"No figures for {', '.join(missing)}: see the notes above.", style="red")
+    if missing or len(run.cases) < len(chosen):
+        raise typer.Exit(1)
+
+
+def load(path: Path) -> tuple[AnyBenchmark, Run[Any, Any]]:
+    kind = read(path)["kind"]
+    if kind not in BENCHMARKS:
+        raise ValueError(f"{path} holds results of {kind!r}: not one of {', '.join(BENCHMARKS)}")
+    return BENCHMARKS[kind], BENCHMARKS[kind].load(path)
 
 
 @app.command()
 def table(
-    files: Files,
-    brief: Annotated[bool, typer.Option("--brief", help="One line for each timed case.")] = False,
-    targets: Annotated[bool, typer.Option("--targets", help="Only what is promised, and whether it is kept.")] = False,
-    dominance: Annotated[bool, typer.Option("--dominance", help="Only the peers, and whether each is beaten.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write here instead of printing.")] = None,
+    files: Annotated[list[Path], typer.Argument(help="Result files.", exists=True, dir_okay=False)],
+    brief: Annotated[bool, option("--brief", help="One line for each timed case.")] = False,
+    targets: Annotated[bool, option("--targets", help="Only what is promised; of several files the median.")] = False,
+    dominance: Annotated[bool, option("--dominance", help="Only the peers; of several files the median.")] = False,
+    out: Annotated[Path | None, option(help="Write here instead of printing.")] = None,
 ) -> None:
     """Markdown tables from result files."""
-    texts = []
-    for file in files:
-        run = results.load_any(file)
-        only = None
-        if targets and not dominance and isinstance(run, results.RowRun):
-            only = row_report.target_grids(run, brief)
-        elif targets or dominance:
-            if not isinstance(run, results.Run):
-                raise typer.BadParameter(f"{file} holds no results of the operator")
-            only = [report.target_grid(check_targets(run))] if targets else []
-            only += [report.dominance_grid(duels(run))] if dominance else []
-        texts.append(report.markdown(run, brief, only))
+    loaded = [load(file) for file in files]
+    if targets or dominance:
+        benchmarks = {benchmark.kind: benchmark for benchmark, _ in loaded}
+        if len(benchmarks) > 1:
+            raise typer.BadParameter(f"the files are of several benchmarks: {', '.join(benchmarks)}")
+        benchmark, runs = loaded[0][0], [run for _, run in loaded]
+        promised = benchmark.targets(runs, brief) if targets else []
+        beaten = benchmark.dominance(runs) if dominance else []
+        if (targets and not promised) or (dominance and not beaten):
+            raise typer.BadParameter(f"nothing of the kind is asked of {benchmark.noun}")
+        texts = [*(markdown(run, []) for run in runs[:-1]), markdown(runs[-1], promised + beaten)]
+    else:
+        texts = [markdown(run, benchmark.tables(run, brief)) for benchmark, run in loaded]
     text = "\n".join(texts)
     if out is None:
         typer.echo(text)
@@ -460,9 +370,14 @@ def table(
 @app.command()
 def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
-    out: Annotated[Path | None, typer.Option(help="PNG; beside the result file by default.")] = None,
+    out: Annotated[Path | None, option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
     """A picture of time, or speed, against memory; of rows, of bandwidth over their length."""
+    benchmark, run = load(file)
+    figure = benchmark.figure(run)
+    if figure is None:
+        raise typer.BadParameter(f"there is no picture of {benchmark.noun}")
     path = out or file.with_suffix(".png")
-    plotting.draw(results.load_any(file), path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
     typer.echo(f"wrote {path}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.cases import MIB, Case, Mode
-from benchmarks.contenders import budget_name, sums_in_bfloat16
-from benchmarks.results import Result, Run
+from benchmarks.cases import MIB
+from benchmarks.operator_contenders import budget_name, sums_in_bfloat16
+from benchmarks.operator_problem import Mode, OperatorCase, Shape
+from benchmarks.results import Result
+from benchmarks.tables import AnyRun, Columns, Table, mebibytes, milliseconds, ratio, spread_note, tabulate
+from benchmarks.verdicts import Check, Verdict, middle, tally
 
 # Peaks this close are the same: they differ by a few vectors with an entry per token.
 SAME_BYTES = 1 * MIB
@@ -48,7 +51,7 @@ CURVE = (
     *(budget_name(mib) for mib in BUDGETS_MIB),
     *(budget_name(mib, bfloat16_sums=True) for mib in BFLOAT16_BUDGETS_MIB),
 )
-SHAPES = [
+SHAPES: list[Shape] = [
     (8192, 4096, 128256),
     (16384, 1024, 151936),
     (4096, 4096, 128256),
@@ -59,46 +62,54 @@ SHAPES = [
 PEERS_LABEL = "peers"
 
 
-def peer_case(case: Case, curve: Sequence[str] = CURVE) -> Case:
-    """The problem of `case` with our settings and everybody else."""
+def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
+    """A problem with our settings and everybody else."""
     names = ("floor", "floor-aligned", *curve, "stock", *PEERS)
-    return Case(*case.shape, dtype=case.dtype, contenders=names, label=PEERS_LABEL)
+    return OperatorCase(*shape, contenders=names, label=PEERS_LABEL)
 
 
-@dataclass(frozen=True)
-class Duel:
-    """A peer on one case, and the fastest of our settings that may be compared with it."""
+@dataclass(frozen=True, kw_only=True)
+class Duel(Check):
+    """A peer on one case, and the fastest of our settings that may be compared with it. `value`: peer over ours."""
 
-    case: Case
+    case: OperatorCase
     rule: Rule
     peer: Result
     ours: Result | None  # None: no setting in that workspace was measured
 
     @property
-    def times(self) -> float | None:
-        if self.ours is None or self.ours.median_ms is None or self.peer.median_ms is None:
-            return None
-        return self.peer.median_ms / self.ours.median_ms
+    def key(self) -> Hashable:
+        return self.case, self.rule
 
     @property
-    def met(self) -> bool:
-        return self.times is not None and self.times >= self.rule.factor
+    def verdict(self) -> Verdict:
+        """Without a setting of ours the peer is not beaten."""
+        return Verdict.missed if self.value is None else super().verdict
 
 
-def duels(run: Run, rules: Sequence[Rule] = RULES) -> list[Duel]:
-    """Every rule on every case of bfloat16 training on which its peer was measured."""
+def duels(runs: Sequence[AnyRun], rules: Sequence[Rule] = RULES) -> list[Duel]:
+    """Every rule on every case of bfloat16 training on which its peer was measured, in the median of the runs."""
+    return middle([duels_of(run, rules) for run in runs])
+
+
+def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
     found = []
     for entry in run.cases:
         if entry.case.mode is not Mode.forward_backward or entry.case.dtype != "bfloat16":
             continue
         for rule in rules:
             peer = entry.by_name(rule.peer)
-            if peer is not None and peer.samples_ms and peer.workspace_bytes is not None:
-                found.append(Duel(entry.case, rule, peer, best(entry.results, rule, peer.workspace_bytes)))
+            if peer is None or peer.median_ms is None or peer.workspace_bytes is None:
+                continue
+            ours = best(entry.results, rule, peer.workspace_bytes)
+            times = None if ours is None or ours.median_ms is None else peer.median_ms / ours.median_ms
+            duel = Duel(case=entry.case, rule=rule, peer=peer, ours=ours, value=times, limit=rule.factor, at_least=True)
+            found.append(duel)
     return found
 
 
 def best(results: Sequence[Result], rule: Rule, workspace_bytes: int) -> Result | None:
+    """Not the repeat of one: the better of two figures of one setting is not its figure."""
     limit = max(workspace_bytes + SAME_BYTES, rule.least_mib * MIB)
     settings = [
         (result.median_ms, index)
@@ -110,3 +121,32 @@ def best(results: Sequence[Result], rule: Rule, workspace_bytes: int) -> Result 
         and result.workspace_bytes <= limit
     ]
     return results[min(settings)[1]] if settings else None
+
+
+def figures(result: Result | None) -> str:
+    """Time and workspace."""
+    if result is None or not result.samples_ms:
+        return "-"
+    workspace = "" if result.workspace_bytes is None else f", {mebibytes(result.workspace_bytes)}"
+    return milliseconds(result.median_ms) + workspace
+
+
+def dominance_table(runs: Sequence[AnyRun]) -> Table:
+    """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
+    found = duels(runs)
+    columns: Columns[Duel] = {
+        "tokens x hidden x vocabulary": lambda d: " x ".join(map(str, d.case.shape)),
+        "peer": lambda d: d.peer.title,
+        "ms, MiB": lambda d: figures(d.peer),
+        "flce": lambda d: "-" if d.ours is None else d.ours.title,
+        "its ms, MiB": lambda d: figures(d.ours),
+        "times": lambda d: ratio(d.value),
+        "wanted": lambda d: f"{d.rule.factor:.1f}, {d.rule.least_mib} MiB",
+        "verdict": lambda d: d.verdict.value,
+    }
+    notes = [
+        "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",
+        "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
+        spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
+    ]
+    return tabulate(f"No peer dominates, met: {tally(duel.verdict for duel in found)}", found, columns, notes)

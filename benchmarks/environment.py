@@ -14,27 +14,15 @@ from typing import Any
 
 import torch
 
-PACKAGES = [
-    "flce",
-    "torch",
-    "triton",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "trl",
-    "fla-core",
-    "quack-kernels",
-    "transformers",
-    "numpy",
-]
+OURS = ["flce", "torch", "triton", "transformers", "numpy"]
+PEERS = ["liger-kernel", "cut-cross-entropy", "trl", "fla-core", "quack-kernels"]
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
+    for package in OURS + PEERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     found["torch"] = torch.__version__
     if "flce" not in found:  # used from its checkout, not installed
         with contextlib.suppress(ImportError, AttributeError):
@@ -45,47 +33,38 @@ def versions() -> dict[str, str]:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "type": device.type,
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
+    cpu = cpu_name()
+    facts: dict[str, Any] = {"type": device.type, "name": cpu, "cpu": cpu, "cores": os.cpu_count()}
+    facts["threads"] = torch.get_num_threads()
     if hasattr(os, "getloadavg"):
         facts["load_at_start"] = round(os.getloadavg()[0], 2)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts |= {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory_mib": properties.total_memory >> 20,
-            "multiprocessors": properties.multi_processor_count,
-            "l2_cache_mib": properties.L2_cache_size >> 20,
-        }
-    else:
-        facts["name"] = facts["cpu"]
-    return facts
+    if device.type != "cuda":
+        return facts
+    properties = torch.cuda.get_device_properties(device)
+    return facts | {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_mib": properties.total_memory >> 20,
+        "multiprocessors": properties.multi_processor_count,
+        "l2_cache_mib": properties.L2_cache_size >> 20,
+    }
 
 
 def source_version() -> str | None:
     """The commit of the checkout, with "-dirty" where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
-        )
+        return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:

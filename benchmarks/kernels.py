@@ -1,17 +1,23 @@
-"""The pass over the logits by itself: what is measured of it. Its measure is the bandwidth of a copy."""
+"""The pass over the logits by itself, beside a copy of as many bytes: its measure is the bandwidth of the copy.
+
+A case is a line of a preset, a contender a function (TileProblem) -> Step and a line in `CONTENDERS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from benchmarks.cases import DTYPES, Effort
-from benchmarks.contenders import Outcome, Step
+from benchmarks.benchmark import Benchmark
+from benchmarks.cases import DTYPES, Case, Effort, Plan, planned
+from benchmarks.contenders import Contender, Step
+from benchmarks.measure import make_meter, release
+from benchmarks.results import Entry, Result
+from benchmarks.rounds import Entrant, Watch, compete
+from benchmarks.tables import Columns, Table, gigabytes, percent, table_of
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import padded_cols
@@ -19,7 +25,7 @@ from flce.problem import LossSpec, accumulation_dtype
 
 
 @dataclass(frozen=True)
-class KernelCase:
+class KernelCase(Case):
     """One tile of logits, in a buffer as the engine has it."""
 
     tokens: int
@@ -38,65 +44,54 @@ class KernelCase:
         gradient = "" if self.grad_dtype is None else f", {self.grad_dtype} gradient"
         return f"{self.tokens} x {self.columns}{part}, {self.dtype}{gradient}"
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> KernelCase:
-        return cls(**fields)
+@dataclass
+class KernelResult(Result):
+    moved_bytes: int = 0  # what had to be read and written
 
-
-class KernelPreset(str, Enum):
-    tiny = "tiny"  # a second on a CPU; for the tests
-    h200 = "h200"  # half a minute of one large GPU
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return None if self.median_ms is None else self.moved_bytes / self.median_ms / 1e6
 
 
-def preset_kernels(preset: KernelPreset) -> list[KernelCase]:
-    if preset is KernelPreset.tiny:
-        tiny = KernelCase(32, 500, 500, "float32")
-        return [tiny, replace(tiny, vocab=1100), replace(tiny, dtype="float64", grad_dtype="float32")]
-    shapes = [(4096, 128256), (8192, 128256), (8192, 152064), (16384, 151936), (8192, 256000), (16384, 50257)]
-    return [
-        *(KernelCase(tokens, vocab, vocab) for tokens, vocab in shapes),
-        KernelCase(16384, 32000, 32000),
-        KernelCase(8192, 16384, 131072),
-        KernelCase(4096, 128256, 128256, "float32", "bfloat16"),
-    ]
+KernelEntry = Entry[KernelCase, KernelResult]
 
 
-def preset_kernel_effort(preset: KernelPreset) -> Effort:
-    return {
-        KernelPreset.tiny: Effort(rounds=2, seconds=1.0),
-        KernelPreset.h200: Effort(rounds=20, seconds=1.0),
-    }[preset]
+# --- cases ---
+
+
+SMALL = KernelCase(32, 500, 500, "float32")
+SHAPES = [(4096, 128256), (8192, 128256), (8192, 152064), (16384, 151936), (8192, 256000), (16384, 50257)]
+LARGE = [
+    *(KernelCase(tokens, vocab, vocab) for tokens, vocab in SHAPES),
+    KernelCase(16384, 32000, 32000),
+    KernelCase(8192, 16384, 131072),
+    KernelCase(4096, 128256, 128256, "float32", "bfloat16"),
+]
+PRESETS: dict[str, Callable[[], Plan[KernelCase]]] = {
+    # A second on a CPU, for the tests; half a minute of one large GPU.
+    "tiny": lambda: planned(
+        [SMALL, replace(SMALL, vocab=1100), replace(SMALL, dtype="float64", grad_dtype="float32")], 2, 1.0
+    ),
+    "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),
+}
 
 
 @dataclass(frozen=True)
 class TileProblem:
     """The operands of a case. The gradient may be written over the logits: `restore` before every call."""
 
-    case: KernelCase
     source: Tensor  # the logits once more, (tokens, room)
     buffer: Tensor
-    grad_buffer: Tensor  # may be `buffer`
+    logits: Tensor  # of the buffer
+    grad: Tensor  # may be of the buffer too
+    tile: Tile
     rows: RowInputs
     out: RowOutputs
     state: Tensor | None
 
     def restore(self) -> None:
         self.buffer.copy_(self.source)
-
-    @property
-    def logits(self) -> Tensor:
-        return self.buffer[:, : self.case.columns]
-
-    @property
-    def grad(self) -> Tensor:
-        return self.grad_buffer[:, : self.case.columns]
-
-    @property
-    def tile(self) -> Tile:
-        return Tile(0, self.case.columns, self.case.vocab, self.source.shape[1])
 
 
 def make_tile(case: KernelCase, device: torch.device, seed: int = 0) -> TileProblem:
@@ -118,21 +113,21 @@ def make_tile(case: KernelCase, device: torch.device, seed: int = 0) -> TileProb
     normalizer = torch.stack((largest, lse - largest))
     loss = torch.empty(case.tokens, dtype=accum, device=device)
     state = None if case.whole else torch.empty(STATE_SLOTS, case.tokens, dtype=accum, device=device)
-    rows = RowInputs(target, None, None, None, constants)
-    return TileProblem(
-        case, source, buffer, grad_buffer, rows, RowOutputs(loss, None, normalizer, None, None, None), state
-    )
+    logits, grad = buffer[:, : case.columns], grad_buffer[:, : case.columns]
+    tile = Tile(0, case.columns, case.vocab, source.shape[1])
+    rows, out = RowInputs(target, None, None, None, constants), RowOutputs(loss, None, normalizer, None, None, None)
+    return TileProblem(source, buffer, logits, grad, tile, rows, out, state)
+
+
+# --- contenders ---
 
 
 @dataclass(frozen=True)
-class KernelContender:
-    name: str
-    title: str
-    family: str  # "floor" or "ours"
+class KernelContender(Contender):
     prepare: Callable[[TileProblem], Step]
-    reads: int = 1  # times the logits
-    writes: int = 0  # times the gradient
-    applies: Callable[[KernelCase], bool] = lambda case: True
+    reads: int = field(default=1, kw_only=True)  # times the logits
+    writes: int = field(default=0, kw_only=True)  # times the gradient
+    applies: Callable[[KernelCase], bool] = field(default=lambda case: True, kw_only=True)
 
     def bytes(self, case: KernelCase) -> int:
         """What has to be moved at least: every logit read once, every entry of the gradient written once."""
@@ -142,50 +137,77 @@ class KernelContender:
         return case.tokens * columns * (self.reads * logit + self.writes * entry)
 
 
-def prepare_copy(problem: TileProblem) -> Step:
-    target = torch.empty_like(problem.source)
-
-    def step() -> Outcome:
-        target.copy_(problem.source)
-        return Outcome(None)
-
-    return step
+def copy(p: TileProblem) -> Step:
+    target = torch.empty_like(p.source)
+    return lambda: target.copy_(p.source)
 
 
-def prepare_statistics(problem: TileProblem) -> Step:
-    backend = get_backend(problem.source.device)
-
-    def step() -> Outcome:
-        backend.statistics(problem.logits, problem.rows, LossSpec(), problem.tile, problem.state, problem.out)
-        return Outcome(problem.out.loss)
-
-    return step
+def statistics(p: TileProblem) -> Step:
+    run = get_backend(p.source.device).statistics
+    return lambda: run(p.logits, p.rows, LossSpec(), p.tile, p.state, p.out)
 
 
-def prepare_gradient(problem: TileProblem) -> Step:
-    backend = get_backend(problem.source.device)
-
-    def step() -> Outcome:
-        normalizer = problem.out.normalizer
-        backend.gradient(problem.logits, problem.grad, problem.rows, LossSpec(), problem.tile, normalizer, None)
-        return Outcome(None)
-
-    return step
+def gradient(p: TileProblem) -> Step:
+    run = get_backend(p.source.device).gradient
+    return lambda: run(p.logits, p.grad, p.rows, LossSpec(), p.tile, p.out.normalizer, None)
 
 
-def prepare_both(problem: TileProblem) -> Step:
-    backend = get_backend(problem.source.device)
-
-    def step() -> Outcome:
-        backend.loss_and_gradient(problem.logits, problem.grad, problem.rows, LossSpec(), problem.tile, problem.out)
-        return Outcome(problem.out.loss)
-
-    return step
+def both(p: TileProblem) -> Step:
+    run = get_backend(p.source.device).loss_and_gradient
+    return lambda: run(p.logits, p.grad, p.rows, LossSpec(), p.tile, p.out)
 
 
-KERNEL_CONTENDERS = [
-    KernelContender("copy", "copy of the logits", "floor", prepare_copy, writes=1),
-    KernelContender("statistics", "statistics", "ours", prepare_statistics),
-    KernelContender("gradient", "gradient", "ours", prepare_gradient, writes=1),
-    KernelContender("both", "statistics and gradient", "ours", prepare_both, writes=1, applies=lambda case: case.whole),
+CONTENDERS = [
+    KernelContender("copy", "copy of the logits", "floor", copy, writes=1),
+    KernelContender("statistics", "statistics", "ours", statistics),
+    KernelContender("gradient", "gradient", "ours", gradient, writes=1),
+    KernelContender("both", "statistics and gradient", "ours", both, writes=1, applies=lambda case: case.whole),
 ]
+
+
+class KernelBenchmark(Benchmark[KernelCase, KernelResult]):
+    kind = "kernels"
+    noun = "the kernels"
+    summary = "Median ms, bandwidth of the copy's", "tokens x columns"
+    case_type = KernelCase
+    result_type = KernelResult
+    presets = PRESETS
+
+    def measure(self, case: KernelCase, device: torch.device, effort: Effort, watch: Watch) -> KernelEntry:
+        release()
+        problem = make_tile(case, device)
+        meter = make_meter(device, problem.restore)
+
+        def make(contender: KernelContender) -> KernelResult:
+            return KernelResult.of(contender, moved_bytes=contender.bytes(case))
+
+        def enter(contender: KernelContender, result: KernelResult) -> Entrant:
+            step = contender.prepare(problem)
+            meter.warm_up(step)
+            return Entrant(step)
+
+        contenders = [contender for contender in CONTENDERS if contender.applies(case)]
+        return Entry(case, compete(contenders, make, enter, device, meter, effort, watch))
+
+    def table(self, entry: KernelEntry) -> Table:
+        copied = entry.by_name("copy")
+        columns: Columns[KernelResult] = {
+            "": lambda r: r.title,
+            "median ms": lambda r: f"{r.median_ms:.3g}",
+            "least ms": lambda r: f"{min(r.samples_ms):.3g}",
+            "calls": lambda r: str(len(r.samples_ms)),
+            "bytes per logit": lambda r: f"{r.moved_bytes / (entry.case.tokens * entry.case.columns):.3g}",
+            "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
+            "of copy": lambda r: percent(r.gigabytes_per_second, copied.gigabytes_per_second if copied else None),
+        }
+        return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+
+    def cell(self, entry: KernelEntry, result: KernelResult) -> str:
+        if result.median_ms is None:
+            return "-"
+        copied = entry.by_name("copy")
+        share = "" if copied in (None, result) else percent(result.gigabytes_per_second, copied.gigabytes_per_second)
+        return ", ".join(filter(None, (f"{result.median_ms:.3g}", share)))
+
+
+KERNELS = KernelBenchmark()

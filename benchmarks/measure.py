@@ -33,22 +33,22 @@ class Sample:
     reserved_bytes: int | None = None  # the most that the allocator had from the device, in use or not
 
 
-def gradient_bytes(outcome: Outcome) -> int:
-    gradients = (outcome.input_grad, outcome.weight_grad)
+def gradient_bytes(outcome: object) -> int:
+    gradients = (outcome.input_grad, outcome.weight_grad) if isinstance(outcome, Outcome) else ()
     return sum(g.numel() * g.element_size() for g in gradients if g is not None)
 
 
-def nothing() -> None:
+def nothing(*ignored: object) -> None:
     pass
 
 
 class CpuMeter:
     """perf_counter and process_time, and the profiler's memory events. `before` is called before every timed call."""
 
-    def __init__(self, before: Callable[[], None] = nothing) -> None:
+    def __init__(self, before: Callable[[], object] = nothing) -> None:
         self.before = before
 
-    def warm_up(self, step: Step) -> tuple[Outcome, Sample]:
+    def warm_up(self, step: Step) -> tuple[object, Sample]:
         """The first call, recorded: its workspace counts, its time does not."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             start = time.perf_counter()
@@ -84,11 +84,11 @@ class CudaMeter:
     What `before` gives the device to do is not waited for: while it works, the host launches the call.
     """
 
-    def __init__(self, device: torch.device, before: Callable[[], None] = nothing) -> None:
+    def __init__(self, device: torch.device, before: Callable[[], object] = nothing) -> None:
         self.device = device
         self.before = before
 
-    def warm_up(self, step: Step) -> tuple[Outcome, Sample]:
+    def warm_up(self, step: Step) -> tuple[object, Sample]:
         """Two calls: kernels are built and libraries take their buffers in the first."""
         step()
         return self._call(step)
@@ -96,7 +96,7 @@ class CudaMeter:
     def sample(self, step: Step) -> Sample:
         return self._call(step)[1]
 
-    def _call(self, step: Step) -> tuple[Outcome, Sample]:
+    def _call(self, step: Step) -> tuple[object, Sample]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -114,7 +114,7 @@ class CudaMeter:
 Meter = CpuMeter | CudaMeter
 
 
-def make_meter(device: torch.device, before: Callable[[], None] = nothing) -> Meter:
+def make_meter(device: torch.device, before: Callable[[], object] = nothing) -> Meter:
     return CudaMeter(device, before) if device.type == "cuda" else CpuMeter(before)
 
 

@@ -1,7 +1,7 @@
 """Who is measured on whole models. Each contender changes one and the same model for the time of its turn.
 
 To add one, write a context manager that changes the model and puts it back, and list it in
-`MODEL_CONTENDERS`. Optional packages are imported inside; a contender that cannot run here says why.
+`CONTENDERS`. Optional packages are imported inside; a contender that cannot run here says why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,18 +19,14 @@ import torch
 from torch import nn
 
 from benchmarks.cases import MIB
-from benchmarks.contenders import anywhere, needs_package, ours_unavailable
-from benchmarks.models import ModelCase
+from benchmarks.contenders import Contender, known, needs_flce, needs_package
+from benchmarks.model_problem import ModelCase
 
 
 @dataclass(frozen=True)
-class ModelContender:
-    name: str
-    title: str
-    family: str  # "ours", "stock" or "peer"
+class ModelContender(Contender):
     applied: Callable[[nn.Module], AbstractContextManager[None]]  # the model is changed inside
-    unavailable: Callable[[torch.device], str | None] = anywhere  # why it cannot run on this device, if so
-    call: dict[str, Any] = field(default_factory=dict)  # more arguments for the model's forward
+    call: dict[str, Any] = field(default_factory=dict, kw_only=True)  # more arguments for the model's forward
 
 
 @contextlib.contextmanager
@@ -75,49 +71,43 @@ def ours_and_ligers_layers(model: nn.Module) -> Iterator[None]:
 
 
 only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False)
-liger_unavailable = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
+needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
 
-# In the order in which they are measured: what a deadline would cut off comes last.
-MODEL_CONTENDERS = [
-    ModelContender("ours", "flce", "ours", ours, ours_unavailable),
-    ModelContender("ours-budget", "flce in a budget", "ours", ours, ours_unavailable),  # see `entrants`
-    ModelContender("liger-loss", "Liger, only the loss", "peer", only_the_loss, liger_unavailable),
-    ModelContender(
-        "liger-loss-float32",
-        "Liger, only the loss, float32 sums",
-        "peer",
-        only_the_loss,
-        liger_unavailable,
-        # What the model's forward does not know it hands on to the loss.
-        {"accum_dtype": torch.float32},
-    ),
-    ModelContender("liger", "Liger, all its kernels", "peer", liger, liger_unavailable),
-    ModelContender("ours-liger-layers", "flce, with Liger's layers", "peer", ours_and_ligers_layers, liger_unavailable),
+
+def peer(
+    name: str, title: str, applied: Callable[[nn.Module], AbstractContextManager[None]], **call: Any
+) -> ModelContender:
+    return ModelContender(name, title, "peer", applied, unavailable=needs_liger, call=call)
+
+
+# In the order in which they are measured: what a deadline would cut off comes last. What the model's forward does not
+# know it hands on to the loss.
+CONTENDERS = [
+    ModelContender("ours", "flce", "ours", ours, unavailable=needs_flce),
+    ModelContender("ours-budget", "flce in a budget", "ours", ours, unavailable=needs_flce),  # see `entrants`
+    peer("liger-loss", "Liger, only the loss", only_the_loss),
+    peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
+    peer("liger", "Liger, all its kernels", liger),
+    peer("ours-liger-layers", "flce, with Liger's layers", ours_and_ligers_layers),
     ModelContender("stock", "stock", "stock", unchanged),
 ]
 
 
-def known_contenders(names: list[str]) -> tuple[str, ...]:
-    known = [contender.name for contender in MODEL_CONTENDERS]
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"unknown contender {', '.join(unknown)}; there are: {', '.join(known)}")
-    return tuple(names)
+def select(names: Sequence[str] | None) -> list[ModelContender]:
+    """The contenders of these names, in the order of the table; all by default."""
+    chosen = CONTENDERS if names is None else known(CONTENDERS, names)
+    return [contender for contender in CONTENDERS if contender in chosen]
 
 
 def entrants(case: ModelCase) -> list[ModelContender]:
     """The contenders of a case, with one for each budget."""
     found = []
-    for contender in MODEL_CONTENDERS:
-        if case.contenders is not None and contender.name not in case.contenders:
-            continue
-        if contender.name == "ours-budget":
-            found += [in_budget(mib) for mib in case.budgets_mib]
-        else:
-            found.append(contender)
+    for contender in select(case.contenders):
+        found += [in_budget(mib) for mib in case.budgets_mib] if contender.name == "ours-budget" else [contender]
     return found
 
 
 def in_budget(mib: int) -> ModelContender:
     applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
-    return ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied, ours_unavailable)
+    title = f"flce, {mib} MiB budget"
+    return ModelContender(f"ours-budget-{mib}", title, "ours", applied, unavailable=needs_flce)

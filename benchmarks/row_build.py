@@ -7,16 +7,17 @@ depends on it: what is missing there is compiled later.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from benchmarks.measure import release
-from benchmarks.row_contenders import RowContender, make_calls, row_contenders
-from benchmarks.rows import TASKS, RowCase, RowProblem, Task, make_rows
+from benchmarks.row_contenders import make_calls, row_contenders
+from benchmarks.row_problem import TASKS, RowCase, Task, make_rows
 
 MOST_WORKERS = 16
 
@@ -25,9 +26,7 @@ def default_workers(device: torch.device) -> int:
     return min(MOST_WORKERS, os.cpu_count() or 1) if device.type == "cuda" else 0
 
 
-def build_ahead(
-    cases: Sequence[RowCase], device: torch.device, workers: int, seconds: float, report: Callable[[int, int], None]
-) -> int:
+def build_ahead(cases: Sequence[RowCase], device: torch.device, workers: int, seconds: float) -> int:
     """The number of kernel sets that were built in the given time, in as many processes."""
     # One size after the other, so that the largest, which need much memory, are not built at the same time.
     units = [(case, task, str(device)) for task in TASKS for case in cases if task in case.tasks]
@@ -38,12 +37,11 @@ def build_ahead(
     # Leaving the block ends the processes, whatever they are at.
     with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
         results = pool.imap_unordered(build, units)
-        for index in range(len(units)):
+        for _ in units:
             try:
                 done += results.next(max(ends - time.monotonic(), 0.1))
             except multiprocessing.TimeoutError:
                 break
-            report(index + 1, len(units))
     return done
 
 
@@ -58,24 +56,14 @@ def begin() -> None:
 def build(unit: tuple[RowCase, Task, str]) -> int:
     """Calls everybody once. What fails here fails again where it is measured, and is reported there."""
     case, task, name = unit
-    try:
-        return sum(build_task(case, task, torch.device(name)))
-    except Exception:  # such as no memory beside the other processes
-        return 0
-    finally:
-        release()
-
-
-def build_task(case: RowCase, task: Task, device: torch.device) -> Iterator[bool]:
-    problem = make_rows(case, device, calls=1)
-    for contender in row_contenders(case, task):
-        if contender.builds and contender.unavailable(device) is None:
-            yield built(contender, problem, task)
-
-
-def built(contender: RowContender, problem: RowProblem, task: Task) -> bool:
-    try:
-        make_calls(contender, problem, task).once()
-    except Exception:
-        return False
-    return True
+    done = 0
+    with contextlib.suppress(Exception):  # such as no memory beside the other processes
+        device = torch.device(name)
+        problem = make_rows(case, device, calls=1)
+        for contender in row_contenders(case, task):
+            if contender.builds and contender.unavailable(device) is None:
+                with contextlib.suppress(Exception):
+                    make_calls(contender, problem, task).once()
+                    done += 1
+    release()
+    return done

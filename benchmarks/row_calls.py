@@ -5,7 +5,7 @@ A row of 128 columns takes a microsecond of a GPU and fifty of the host. What is
 * K calls are timed as one. Each has an input of its own, visited in turn, and their inputs together are more than four
   times the L2 cache, so that a call finds nothing there that an earlier one read. The results of all K are held until
   the last is made, so each call writes memory of its own as well. On a GPU K is also so large that the timed region
-  takes a tenth of a millisecond or more; for inputs of a gigabyte that is 1. `rows.RowCase.calls_for` says how many.
+  takes a tenth of a millisecond or more; for inputs of a gigabyte that is 1. `RowCase.calls_for` says how many.
 * The K calls are captured in a CUDA graph, and its replay is timed: the host takes no part ("captured").
 * A contender whose call waits for the device (a number is read back, say) cannot be captured. Its K calls are launched
   one by one, while the device is busy with something else for as long as launching takes ("launched"). Where it waits,
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import Outcome, Step
+from benchmarks.contenders import Step
 from benchmarks.measure import nothing
 
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
@@ -59,12 +59,12 @@ class Calls:
         self.timed(0, None if self.ahead is None else self.ahead(0))
 
 
+@dataclass
 class HeadStart:
     """Keeps the device busy while the host launches what is timed: a meter's `before`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds = HEAD_START_SECONDS[0]
+    device: torch.device
+    seconds: float = HEAD_START_SECONDS[0]
 
     def __call__(self) -> None:
         if self.device.type == "cuda":
@@ -77,7 +77,7 @@ class Region:
 
     step: Step
     method: Method
-    before: Callable[[], None] = nothing
+    before: Callable[[], object] = nothing
     note: str | None = None  # why it is not captured
     head_start: float = HEAD_START_SECONDS[0]
 
@@ -138,11 +138,7 @@ def launched(calls: Calls, note: str | None = None) -> Region:
             calls.restore()
         ready.extend(calls.prepare())
 
-    def step() -> Outcome:
-        calls.run(ready)
-        return Outcome(None)
-
-    return Region(step, Method.launched, before, note)
+    return Region(lambda: calls.run(ready), Method.launched, before, note)
 
 
 def captured(calls: Calls, device: torch.device) -> Region:
@@ -170,11 +166,7 @@ def captured(calls: Calls, device: torch.device) -> Region:
         if first is not None:
             first.replay()
 
-    def step() -> Outcome:
-        graph.replay()
-        return Outcome(None)
-
-    return Region(step, Method.captured, before)
+    return Region(graph.replay, Method.captured, before)
 
 
 def with_head_start(region: Region, device: torch.device) -> Region:

@@ -1,34 +1,33 @@
-"""Who is measured on rows: flce, eager PyTorch, torch.compile, Liger, and as the roof what moves as much as a copy."""
+"""Who is measured on rows: flce, eager PyTorch, torch.compile, Liger, and as the roof what moves as much as a copy.
+
+To add one, write a function (Task) -> RowFunction and a line in `CONTENDERS`.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.contenders import anywhere, needs_cuda, needs_package, ours_unavailable
+from benchmarks.contenders import Contender, needs_cuda, needs_flce, needs_package
 from benchmarks.row_calls import Calls
-from benchmarks.rows import COPY_ENTRIES, Direction, Operation, RowCase, RowProblem, Task
+from benchmarks.row_problem import COPY_ENTRIES, Direction, Operation, RowCase, RowProblem, Task
 
 RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets, which softmaxes have no use for
 
 
 @dataclass(frozen=True)
-class RowContender:
-    name: str
-    title: str
-    family: str  # "floor", "ours", "stock" or "peer"
+class RowContender(Contender):
     function: Callable[[Task], RowFunction]
-    unavailable: Callable[[torch.device], str | None] = anywhere  # why it cannot run on this device, if so
-    applies: Callable[[RowCase, Task], bool] = lambda case, task: True
-    overwrites: bool = False  # its in-place forward+backward needs new logits for every call
-    roof: bool = False  # the same call whatever the task
-    builds: bool = False  # the first call compiles kernels: worth doing ahead, in other processes
+    applies: Callable[[RowCase, Task], bool] = field(default=lambda case, task: True, kw_only=True)
+    overwrites: bool = field(default=False, kw_only=True)  # its in-place forward+backward needs new logits every call
+    roof: bool = field(default=False, kw_only=True)  # the same call whatever the task
+    builds: bool = field(default=False, kw_only=True)  # its first call compiles kernels: worth doing ahead
 
     def bytes(self, case: RowCase, task: Task) -> int:
         """The fewest that a call moves; see `rows`."""
@@ -87,10 +86,7 @@ def make_calls(contender: RowContender, problem: RowProblem, task: Task) -> Call
     return Calls(problem.calls, both, restore=problem.restore if overwrites else None)
 
 
-# --- the roof ---
-
-
-def copy_function(task: Task) -> RowFunction:
+def copy(task: Task) -> RowFunction:
     """A kernel that reads and writes every element, at the speed of a copy.
 
     What is captured of ``copy_`` is not a kernel but a "memcpy node", which on an H200 is as fast, but for 512 MiB and
@@ -99,10 +95,7 @@ def copy_function(task: Task) -> RowFunction:
     return lambda x, target: torch.neg(x)
 
 
-# --- flce ---
-
-
-def ours_function(task: Task) -> RowFunction:
+def ours(task: Task) -> RowFunction:
     flce: Any = importlib.import_module("flce")
     if task.operation is Operation.cross_entropy:
         in_place = task.direction is Direction.in_place
@@ -111,46 +104,20 @@ def ours_function(task: Task) -> RowFunction:
     return lambda x, target: function(x, dim=-1)
 
 
-# --- PyTorch ---
+def eager(task: Task) -> RowFunction:
+    if task.operation is Operation.cross_entropy:
+        return lambda x, target: F.cross_entropy(x, target)
+    function = getattr(F, task.operation.value)
+    return lambda x, target: function(x, dim=-1)
 
 
-def eager_cross_entropy(x: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(x, target)
-
-
-def eager_softmax(x: Tensor, target: Tensor) -> Tensor:
-    return F.softmax(x, dim=-1)
-
-
-def eager_log_softmax(x: Tensor, target: Tensor) -> Tensor:
-    return F.log_softmax(x, dim=-1)
-
-
-EAGER: dict[Operation, RowFunction] = {
-    Operation.cross_entropy: eager_cross_entropy,
-    Operation.softmax: eager_softmax,
-    Operation.log_softmax: eager_log_softmax,
-}
-
-
-def eager_function(task: Task) -> RowFunction:
-    return EAGER[task.operation]
-
-
-def compiled_function(task: Task) -> RowFunction:
+def compiled(task: Task) -> RowFunction:
     """For these columns alone, as fast as it can be: with symbolic sizes its kernels are slower."""
     torch.compiler.reset()  # or the limit of recompilations is reached after a few shapes, and eager code runs
-    return torch.compile(EAGER[task.operation], dynamic=False)
+    return torch.compile(eager(task), dynamic=False)
 
 
-def asked_for(case: RowCase, task: Task) -> bool:
-    return case.compiled
-
-
-# --- Liger ---
-
-
-def liger_function(task: Task) -> RowFunction:
+def liger(task: Task) -> RowFunction:
     if task.operation is Operation.softmax:
         softmax = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
         return lambda x, target: softmax.apply(x)
@@ -163,6 +130,10 @@ def liger_function(task: Task) -> RowFunction:
     return loss
 
 
+def asked_for(case: RowCase, task: Task) -> bool:
+    return case.compiled
+
+
 def liger_has(case: RowCase, task: Task) -> bool:
     """It has no log_softmax. Its cross entropy makes the gradient in forward: there is no backward by itself."""
     if task.operation is Operation.cross_entropy:
@@ -170,16 +141,21 @@ def liger_has(case: RowCase, task: Task) -> bool:
     return task.operation is Operation.softmax
 
 
-liger_unavailable = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
+needs_liger = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
 
-ROW_CONTENDERS = [
-    RowContender("copy", "copy", "floor", copy_function, roof=True),
-    RowContender("ours", "flce", "ours", ours_function, ours_unavailable, overwrites=True, builds=True),
-    RowContender("eager", "eager", "stock", eager_function),
-    RowContender("torch-compile", "torch.compile", "peer", compiled_function, needs_cuda, asked_for, builds=True),
-    RowContender("liger", "Liger", "peer", liger_function, liger_unavailable, liger_has, overwrites=True, builds=True),
+COPY, OURS = "copy", "ours"
+CONTENDERS = [
+    RowContender(COPY, "copy", "floor", copy, roof=True),
+    RowContender(OURS, "flce", "ours", ours, unavailable=needs_flce, overwrites=True, builds=True),
+    RowContender("eager", "eager", "stock", eager),
+    RowContender(
+        "torch-compile", "torch.compile", "peer", compiled, unavailable=needs_cuda, applies=asked_for, builds=True
+    ),
+    RowContender(
+        "liger", "Liger", "peer", liger, unavailable=needs_liger, applies=liger_has, overwrites=True, builds=True
+    ),
 ]
 
 
 def row_contenders(case: RowCase, task: Task) -> list[RowContender]:
-    return [contender for contender in ROW_CONTENDERS if contender.applies(case, task)]
+    return [contender for contender in CONTENDERS if contender.applies(case, task)]

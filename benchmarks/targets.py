@@ -1,18 +1,20 @@
-"""What flce promises of its speed and memory on one H200 in bfloat16, and whether a run keeps it.
+"""What flce promises of its speed and memory on one H200 in bfloat16, and whether runs keep it.
 
-A speed is a multiple of the bare matrix products of the same run, or of another call of ours; medians.
+A speed is a multiple of the bare matrix products of the same run, or of another call of ours; medians. `verdicts` says
+when a target counts as met. Workspace has no tolerance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.cases import MIB, Case, Mode
-from benchmarks.contenders import budget_name
-from benchmarks.results import CaseResult, Result, Run
-
-Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
+from benchmarks.cases import MIB
+from benchmarks.operator_contenders import budget_name
+from benchmarks.operator_problem import Mode, OperatorCase, Shape
+from benchmarks.results import Result
+from benchmarks.tables import AnyRun, Columns, Table, mebibytes, milliseconds, spread_note, tabulate
+from benchmarks.verdicts import Check, Verdict, judge, middle, tally, worst
 
 
 @dataclass(frozen=True)
@@ -31,36 +33,38 @@ class Target:
     beside: tuple[str, ...] = ()  # who is measured with them, for the reader
 
     @property
-    def case(self) -> Case:
+    def case(self) -> OperatorCase:
         """The problem on which it is measured."""
-        return Case(*self.shape, mode=self.mode, ignored=self.ignored)
+        return OperatorCase(*self.shape, mode=self.mode, ignored=self.ignored)
 
     @property
     def contenders(self) -> tuple[str, ...]:
         return (self.contender,) if self.limit is None else (self.reference, *self.beside, self.contender)
 
 
-@dataclass(frozen=True)
-class Check:
-    """A target, and what was measured of it; None where nothing was."""
+@dataclass(frozen=True, kw_only=True)
+class TargetCheck(Check):
+    """`value` is the time in multiples of the reference's."""
 
     target: Target
-    milliseconds: float | None
-    times: float | None
-    workspace_bytes: int | None
-    workspace_limit: int | None  # bytes
+    milliseconds: float | None = None
+    workspace_bytes: int | None = None
+    workspace_limit: int | None = None  # bytes
 
     @property
-    def met(self) -> bool | None:
-        """None without the figures."""
-        parts: list[tuple[float | None, float | None]] = []
-        if self.target.limit is not None:
-            parts.append((self.times, self.target.limit))
+    def measured(self) -> bool:
+        return self.milliseconds is not None
+
+    @property
+    def key(self) -> Hashable:
+        return self.target
+
+    @property
+    def verdict(self) -> Verdict:
+        parts = [] if self.target.limit is None else [super().verdict]
         if self.target.workspace_mib is not None or self.target.workspace_shape is not None:
-            parts.append((self.workspace_bytes, self.workspace_limit))
-        if any(figure is None or limit is None for figure, limit in parts):
-            return None
-        return all(figure <= limit for figure, limit in parts if figure is not None and limit is not None)
+            parts.append(judge(self.workspace_bytes, self.workspace_limit, tolerance=0.0))
+        return Verdict.unmeasured if Verdict.unmeasured in parts else worst(parts)
 
 
 HEADS: list[Shape] = [(8192, 4096, 128256), (4096, 4096, 128256), (8192, 3584, 152064), (8192, 2304, 256000)]
@@ -105,9 +109,9 @@ TARGETS = [
 ]
 
 
-def target_cases(targets: Iterable[Target] = TARGETS) -> list[Case]:
+def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
     """The cases that the targets need, each with nobody but the contenders that are compared on it."""
-    contenders: dict[Case, list[str]] = {}
+    contenders: dict[OperatorCase, list[str]] = {}
     for target in targets:
         contenders.setdefault(target.case, []).extend(target.contenders)
         if target.workspace_shape is not None:
@@ -115,40 +119,50 @@ def target_cases(targets: Iterable[Target] = TARGETS) -> list[Case]:
     return [replace(case, contenders=tuple(dict.fromkeys(names))) for case, names in contenders.items()]
 
 
-def check_targets(run: Run, targets: Sequence[Target] = TARGETS) -> list[Check]:
-    """All targets, also those that the run has nothing about."""
-    return [check(run, target) for target in targets]
+def check_targets(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) -> list[TargetCheck]:
+    """All targets in the median of the runs, also those that the runs have nothing about."""
+    return middle([[check(run, target) for target in targets] for run in runs])
 
 
-def check(run: Run, target: Target) -> Check:
+def check(run: AnyRun, target: Target) -> TargetCheck:
     ours, reference = find(run, target)
     limit = None if target.workspace_mib is None else target.workspace_mib * MIB
     if target.workspace_shape is not None:
         other, _ = find(run, replace(target, shape=target.workspace_shape))
         limit = None if other is None else other.workspace_bytes
-    if ours is None:
-        return Check(target, None, None, None, limit)
-    times = None
-    if ours.median_ms and reference is not None and reference.median_ms:
-        times = ours.median_ms / reference.median_ms
-    return Check(target, ours.median_ms, times, ours.workspace_bytes, limit)
+    empty = TargetCheck(value=None, limit=target.limit, target=target, workspace_limit=limit)
+    if ours is None or reference is None:
+        return empty
+    times = ours.median_ms / reference.median_ms if ours.median_ms and reference.median_ms else None
+    return replace(empty, value=times, milliseconds=ours.median_ms, workspace_bytes=ours.workspace_bytes)
 
 
-def find(run: Run, target: Target) -> tuple[Result | None, Result | None]:
+def find(run: AnyRun, target: Target) -> tuple[Result | None, Result | None]:
     """The contender and the reference of a target, of one case: only then did they take turns."""
+    wanted = target.case
     for entry in run.cases:
-        if matches(entry, target):
+        if all(getattr(entry.case, name) == getattr(wanted, name) for name in ("shape", "dtype", "mode", "ignored")):
             results = [entry.by_name(name) for name in target.contenders]
             if all(result is not None and result.samples_ms for result in results):
                 return results[-1], results[0]
     return None, None
 
 
-def matches(entry: CaseResult, target: Target) -> bool:
-    case, wanted = entry.case, target.case
-    return (case.shape, case.dtype, case.mode, case.ignored) == (
-        wanted.shape,
-        wanted.dtype,
-        wanted.mode,
-        wanted.ignored,
-    )
+def target_table(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) -> Table:
+    """Every target, its figure, and whether it is met; none at all where the runs are about something else."""
+    checks = check_targets(runs, targets)
+    if not any(check.measured for check in checks):
+        return Table("Targets", ["Not one of them was measured."], [], [])
+    columns: Columns[TargetCheck] = {
+        "": lambda c: c.target.call,
+        "tokens x hidden x vocabulary": lambda c: " x ".join(map(str, c.target.shape)),
+        "ms": lambda c: milliseconds(c.milliseconds),
+        "times": lambda c: "-" if c.value is None else f"{c.value:.3f}",
+        "limit": lambda c: "-" if c.target.limit is None else f"{c.target.limit:.2f} x {c.target.reference}",
+        "MiB": lambda c: mebibytes(c.workspace_bytes),
+        "limit MiB": lambda c: mebibytes(c.workspace_limit),
+        "verdict": lambda c: c.verdict.value,
+    }
+    notes = [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
+    notes.append(spread_note([entry for run in runs for entry in run.cases if not entry.case.label]))
+    return tabulate(f"Targets met: {tally(check.verdict for check in checks)}", checks, columns, notes)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.environment import describe
-from benchmarks.models import ARCHITECTURES, ModelCase, build, make_batch
+from benchmarks.model_problem import ARCHITECTURES, ModelCase, build, make_batch
 
 
 def stock(model: Any) -> None:
@@ -40,36 +40,34 @@ def liger(model: Any) -> None:
     patch._apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, swiglu=False)
 
 
-CONTENDERS: dict[str, Callable[[Any], None]] = {"stock": stock, "flce": patched, "Liger, only the loss": liger}
+Change = Callable[[Any], None]
+# The last is the error bar, as in the other benchmarks.
+CONTENDERS: dict[str, Change] = {"stock": stock, "flce": patched, "Liger, only the loss": liger, "flce, again": patched}
 
 
 class Run:
     """One contender's model and optimizer."""
 
-    def __init__(self, change: Callable[[Any], None], case: ModelCase, device: torch.device) -> None:
+    def __init__(self, change: Change, case: ModelCase, device: torch.device) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
         from accelerate.state import AcceleratorState, GradientState
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
-        )
-        self.accelerator = Accelerator(
-            cpu=device.type == "cpu", mixed_precision=None if device.type == "cpu" else "bf16", fsdp_plugin=plugin
-        )
+        wrap = "transformer_based_wrap"
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False)
+        cpu = device.type == "cpu"
+        self.accelerator = Accelerator(cpu=cpu, mixed_precision=None if cpu else "bf16", fsdp_plugin=plugin)
         model = build(case, device)
         change(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
         self.seconds: list[float] = []
         self.bytes = 0
         self.losses: list[float] = []
 
     def step(self, batch: torch.Tensor) -> None:
         """Only the loss is kept of the outputs."""
-        cuda = batch.is_cuda
-        if cuda:
+        if batch.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()
@@ -79,7 +77,7 @@ class Run:
         self.accelerator.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if cuda:
+        if batch.is_cuda:
             torch.cuda.synchronize()
             self.bytes = max(self.bytes, torch.cuda.max_memory_allocated() - held)
         self.seconds.append(time.perf_counter() - start)
@@ -96,7 +94,7 @@ def main(
     """Tokens a second and memory of a GPU, of a model that Accelerate shards with FSDP2."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -111,8 +109,7 @@ def main(
             for _ in range(2):
                 run.step(tokens)
             run.seconds.clear()
-            run.bytes = 0
-            runs[title] = run
+            run.bytes, runs[title] = 0, run
         except Exception as error:
             failures[title] = f"{type(error).__name__}: {str(error)[:300]}"
     for _ in range(rounds):
@@ -127,22 +124,25 @@ def main(
         for title, run in runs.items()
     }
     if rank == 0:
-        arguments = f"--model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
-        launcher = f"python -m torch.distributed.run --nproc-per-node {dist.get_world_size()}"
-        command = f"{launcher} -m benchmarks.wrapped {arguments}"
+        launcher = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
+        command = f"{launcher} --model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
         document = {
             "environment": {**describe(device, []), "command": command},
             "model": name,
             "tokens_per_gpu": [batch, sequence],
-            "processes": dist.get_world_size(),
+            "processes": world,
             "contenders": measured,
             "failures": failures,
         }
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1) + "\n")
         for title, figures in measured.items():
-            rate, gib, losses = figures["tokens_per_second"], figures["step_gib"], figures["losses"]
+            rate, gib, losses = figures.values()
             print(f"{title:24} {rate:10.0f} tokens/s a GPU  {gib:7.2f} GiB  loss {losses[0]:.4f} to {losses[-1]:.4f}")
+        pair = [measured[title]["tokens_per_second"] for title in ("flce", "flce, again") if title in measured]
+        print(
+            "spread:", f"{max(pair) / min(pair) - 1:.1%}" if len(pair) == 2 else "not known", "between flce and again"
+        )
         for title, failure in failures.items():
             print(f"{title:24} failed: {failure}")
     dist.destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import shutil
 import subprocess
 import sys
@@ -19,16 +20,16 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import MIB, Case, Effort, Mode
-from benchmarks.cli import app
-from benchmarks.contenders import CONTENDERS, Outcome, autograd_step, budget_name, needs_package, select, stock_loss
+from benchmarks.cases import MIB, Effort
+from benchmarks.cli import BENCHMARKS, app
+from benchmarks.contenders import Outcome, needs_package
 from benchmarks.measure import CpuMeter, make_meter
-from benchmarks.operator_bench import run_case
-from benchmarks.oracle import exactness, make_oracle
-from benchmarks.presets import Preset, preset_cases
-from benchmarks.problem import IGNORE_INDEX, make_problem
-from benchmarks.report import absences, markdown
-from benchmarks.results import CaseResult, Run, load
+from benchmarks.operator import OPERATOR, PRESETS, OperatorEntry, measure_operator
+from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
+from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, exactness, make_oracle, make_problem
+from benchmarks.results import Entry, Run
+from benchmarks.rounds import Watch
+from benchmarks.tables import absences, markdown, shortfalls, spread_note
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -43,18 +44,7 @@ CUDA_ONLY = {*PEERS, "torch-compile", "torch-chunked", "floor", "floor-aligned"}
 def result_file(tmp_path_factory):
     """One tiny run of `operator`, on the CPU."""
     path = tmp_path_factory.mktemp("benchmarks") / "operator.json"
-    arguments = [
-        "operator",
-        "--preset",
-        "tiny",
-        "--device",
-        "cpu",
-        "--errors",
-        "--rounds",
-        "2",
-        "--out",
-        str(path),
-    ]
+    arguments = ["operator", "--preset", "tiny", "--device", "cpu", "--errors", "--rounds", "2", "--out", str(path)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
         done = CliRunner().invoke(app, arguments)
@@ -63,10 +53,11 @@ def result_file(tmp_path_factory):
 
 
 def test_every_case_of_the_preset_is_measured(result_file):
-    run = load(result_file)
-    assert [entry.case for entry in run.cases] == preset_cases(Preset.tiny, errors=True)
+    run = OPERATOR.load(result_file)
+    assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
     for entry in run.cases:
-        for name in entry.case.contenders or ("ours", "ours-vocab", "stock"):
+        first = "ours-full" if entry.case.ignored else "ours"
+        for name in (*(entry.case.contenders or ("ours", "ours-vocab", "stock")), f"{first}-again"):
             if name in CUDA_ONLY:
                 continue
             result = entry.by_name(name)
@@ -74,7 +65,7 @@ def test_every_case_of_the_preset_is_measured(result_file):
             assert result.status == "ok", result.reason
             assert len(result.samples_ms) == 2
             assert result.workspace_bytes is not None
-            assert bool(result.errors) == (entry.case.errors and name != "ours-full")  # of another problem
+            assert bool(result.errors) == (entry.case.errors and "ours-full" not in name)  # of another problem
 
 
 def test_schema(result_file):
@@ -106,7 +97,7 @@ def test_schema(result_file):
 
 
 def test_missing_peers_are_named(result_file):
-    run = load(result_file)
+    run = OPERATOR.load(result_file)
     for entry in run.cases:
         some = {"fla", "quack"} if entry.case.mode is Mode.none else set()  # have no per-token losses
         for name in PEERS - some if entry.case.contenders is None else PEERS & {*entry.case.contenders}:
@@ -126,7 +117,7 @@ def test_a_package_that_is_not_there_is_named():
 
 
 def test_ours_is_as_exact_as_it_promises(result_file):
-    for entry in load(result_file).cases:
+    for entry in OPERATOR.load(result_file).cases:
         if entry.case.contenders is not None:
             continue
         ours, stock = entry.by_name("ours"), entry.by_name("stock")
@@ -149,13 +140,6 @@ def test_table(result_file, tmp_path):
     brief, out = tmp_path / "sub" / "brief.md", str(tmp_path / "sub" / "brief.md")
     assert CliRunner().invoke(app, ["table", str(result_file), "--brief", "--out", out]).exit_code == 0
     assert "| median ms |" not in brief.read_text()
-
-
-def test_plot(result_file, tmp_path):
-    out = tmp_path / "picture.png"
-    done = CliRunner().invoke(app, ["plot", str(result_file), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert out.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -186,9 +170,9 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
         return step
 
-    broken = CONTENDERS[0].__class__("broken", "A broken one", "peer", prepare)
-    case = Case(8, 4, 16, dtype="float32")
-    entry = run_case(case, [broken, *select(["stock"])], CPU, Effort(2, 1.0), lambda doing, share: None)
+    broken = OperatorContender("broken", "A broken one", "peer", prepare)
+    case = OperatorCase(8, 4, 16, dtype="float32")
+    entry = measure_operator(case, [broken, *select(["stock"])], CPU, Effort(2, 1.0), Watch())
     failed, stock = entry.by_name("broken"), entry.by_name("stock")
     assert failed is not None
     assert stock is not None
@@ -198,14 +182,14 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
 
 def test_a_slow_contender_gets_one_sample():
-    entry = run_case(Case(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), lambda doing, share: None)
+    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), Watch())
     assert len(entry.results[0].samples_ms) == 1
 
 
 def test_a_deadline_ends_a_case():
-    case = Case(8, 4, 16, dtype="float32")
-    entry = run_case(case, select(["stock", "ours"]), CPU, Effort(5, 1.0), lambda doing, share: None, lambda: True)
-    assert [(result.status, result.samples_ms) for result in entry.results] == [("skipped", [])] * 2
+    case = OperatorCase(8, 4, 16, dtype="float32")
+    entry = measure_operator(case, select(["stock", "ours"]), CPU, Effort(5, 1.0), Watch(expired=lambda: True))
+    assert [(result.status, result.samples_ms) for result in entry.results] == [("skipped", [])] * 3
 
 
 def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
@@ -218,9 +202,9 @@ def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
 
         return lambda problem: step
 
-    contenders = [CONTENDERS[0].__class__(name, name, "peer", prepare(name)) for name in "abcd"]
+    contenders = [OperatorContender(name, name, "peer", prepare(name)) for name in "abcd"]
     rounds = 6
-    run_case(Case(8, 4, 16), contenders, CPU, Effort(rounds, 60.0), lambda doing, share: None)
+    measure_operator(OperatorCase(8, 4, 16), contenders, CPU, Effort(rounds, 60.0), Watch())
     turns = ["".join(calls[start : start + 4]) for start in range(4, 4 * (rounds + 1), 4)]  # after the warm-up
     assert turns[0] == "abcd"
     assert all(sorted(turn) == list("abcd") for turn in turns)
@@ -232,10 +216,10 @@ def test_a_budget_is_a_contender():
     assert (float32.name, bfloat16.name) == ("ours-3MiB", "ours-bf16-2MiB")
     assert "3 MiB" in float32.title
     assert "bfloat16 sums" in bfloat16.title
-    case = Case(2000, 32, 500, dtype="float32")
+    case = OperatorCase(2000, 32, 500, dtype="float32")
     assert float32.applies(case, CPU)
     assert not bfloat16.applies(case, CPU)
-    entry = run_case(case, [float32], CPU, Effort(1, 1.0), lambda doing, share: None)
+    entry = measure_operator(case, [float32], CPU, Effort(1, 1.0), Watch())
     assert entry.results[0].status == "ok", entry.results[0].reason
     assert entry.results[0].workspace_bytes is not None
     assert entry.results[0].workspace_bytes <= 3 * MIB
@@ -246,7 +230,7 @@ def test_a_budget_is_a_contender():
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
     """Counted, with their results, which must be the logits and the gradients."""
-    problem = make_problem(Case(24, 8, 40, dtype="float32", mode=mode), CPU)
+    problem = make_problem(OperatorCase(24, 8, 40, dtype="float32", mode=mode), CPU)
     results = []
     multiply = torch.mm
 
@@ -269,9 +253,9 @@ def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
 
 def test_the_recomputed_floor_has_the_logits_twice():
     (contender,) = select(["floor-recomputed"])
-    assert contender.applies(Case(8, 4, 16, dtype="float32"), CPU)
-    assert not contender.applies(Case(8, 4, 16, dtype="float32", mode=Mode.none), CPU)
-    contender.prepare(make_problem(Case(8, 4, 16, dtype="float32"), CPU))()
+    assert contender.applies(OperatorCase(8, 4, 16, dtype="float32"), CPU)
+    assert not contender.applies(OperatorCase(8, 4, 16, dtype="float32", mode=Mode.none), CPU)
+    contender.prepare(make_problem(OperatorCase(8, 4, 16, dtype="float32"), CPU))()
 
 
 def test_cpu_meter_counts_a_known_pattern():
@@ -293,7 +277,7 @@ def test_cpu_meter_counts_a_known_pattern():
 
 def test_cpu_meter_sees_the_backward_pass():
     """Stock float32 holds at least the log-probabilities and their gradient."""
-    problem = make_problem(Case(256, 32, 4096, dtype="float32"), CPU)
+    problem = make_problem(OperatorCase(256, 32, 4096, dtype="float32"), CPU)
     _, sample = CpuMeter().warm_up(autograd_step(problem, stock_loss))
     logits = 256 * 4096 * 4
     assert sample.workspace_bytes is not None
@@ -321,21 +305,22 @@ def test_cuda_meter_counts_a_known_pattern():
 def test_every_contender_runs_on_cuda(mode, tmp_path):
     """Also the bare products and the compiled stock path; of the peers, those that are installed may fail."""
     contenders = [c for c in CONTENDERS if c.name != "torch-compile" or mode is Mode.forward_backward]
-    case = Case(500, 256, 4001, mode=mode, errors=True)
-    entry = run_case(case, contenders, torch.device("cuda"), Effort(2, 5.0), lambda doing, share: None)
+    case = OperatorCase(500, 256, 4001, mode=mode, errors=True)
+    entry = measure_operator(case, contenders, torch.device("cuda"), Effort(2, 5.0), Watch())
     for result in entry.results:
         if result.family != "peer" or result.contender == "torch-compile":
             assert result.status == "ok", (result.contender, result.reason)
             assert len(result.samples_ms) == 2
     assert entry.by_name("floor-aligned") is not None
     head: dict[str, Any] = {"date": "", "command": "", "commit": None, "versions": {}}
-    Run(head | {"device": {"type": "cuda", "name": ""}}, [entry]).save(tmp_path / "run.json")
-    assert "| flce |" in markdown(load(tmp_path / "run.json"))
+    Run("operator", head | {"device": {"type": "cuda", "name": ""}}, [entry]).save(tmp_path / "run.json")
+    run = OPERATOR.load(tmp_path / "run.json")
+    assert "| flce |" in markdown(run, OPERATOR.tables(run, brief=False))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_oracle_agrees_with_autograd_in_float64(mode):
-    case = Case(50, 16, 70, dtype="float64", mode=mode, ignored=0.3, upstream=3.0)
+    case = OperatorCase(50, 16, 70, dtype="float64", mode=mode, ignored=0.3, upstream=3.0)
     problem = make_problem(case, CPU)
     errors = exactness(autograd_step(problem, float64_stock)(), make_oracle(problem))
     assert errors is not None
@@ -349,34 +334,109 @@ def float64_stock(x, w, y, reduction):
 
 
 def test_problem_is_as_asked_for():
-    problem = make_problem(Case(400, 64, 1000, dtype="float32", ignored=0.25, logits_std=3.0), CPU)
+    problem = make_problem(OperatorCase(400, 64, 1000, dtype="float32", ignored=0.25, logits_std=3.0), CPU)
     assert int((problem.target == IGNORE_INDEX).sum()) == 100
     assert float((problem.input @ problem.weight.T).detach().std()) == pytest.approx(3.0, rel=0.1)
 
 
 def test_not_finite_errors_survive_the_file(tmp_path):
-    entry = CaseResult(Case(8, 4, 16))
-    result = run_case(
-        Case(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(1, 1.0), lambda doing, share: None
+    entry = OperatorEntry(OperatorCase(8, 4, 16))
+    result = measure_operator(
+        OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(1, 1.0), Watch()
     ).results[0]
     result.errors = {"loss": math.inf, "input_grad": 0.5}
     entry.results.append(result)
     head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
-    Run(head, [entry]).save(tmp_path / "run.json")
-    again = load(tmp_path / "run.json").cases[0].results[0]
+    Run("operator", head, [entry]).save(tmp_path / "run.json")
+    again = OPERATOR.load(tmp_path / "run.json").cases[0].results[0]
     assert again.errors == result.errors
 
 
-def test_module_is_a_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+def test_module_is_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    with pytest.raises(SystemExit) as done:
+        runpy.run_module("benchmarks", run_name="__main__")
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
     for name in ("operator", "model", "kernels", "rows", "table", "plot"):
-        assert name in done.stdout
+        assert name in shown
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_gpu_script_parses():
     script = ROOT / "scripts" / "gpu_session.sh"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=20)
+
+
+def entry_of(*milliseconds: float) -> OperatorEntry:
+    """Steps that take as long, by a clock of their own."""
+    figures = iter(milliseconds)
+    entry = measure_operator(
+        OperatorCase(8, 4, 16, dtype="float32"), select(["ours", "stock"]), CPU, Effort(1, 9.0), Watch()
+    )
+    for result in entry.results:
+        result.samples_ms = [next(figures) for _ in range(3)]
+    return entry
+
+
+def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
+    entry = entry_of(1.0, 9.0, 2.0, 5.0, 5.0, 5.0, 2.2, 0.1, 30.0)
+    assert [result.contender for result in entry.results] == ["ours", "stock", "ours-again"]
+    assert [result.family for result in entry.results] == ["ours", "stock", "repeat"]
+    assert [result.median_ms for result in entry.results] == [2.0, 5.0, 2.2]
+    note = spread_note([entry])
+    assert note == "spread: 10.0% between flce and flce, again, the same call (2 and 2.2 ms)"
+    other = entry_of(1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 1.3, 1.3, 1.3)
+    assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
+    head: dict[str, Any] = {"device": {"type": "cuda", "name": "made up"}}
+    run = Run("operator", head, [entry, other])
+    assert all("spread: " in table.notes[-1] for table in OPERATOR.tables(run, brief=False))
+    assert "not known" in spread_note([Entry(entry.case, entry.results[:2])])
+
+
+@pytest.mark.parametrize("name", ["cpu", "h200", "h200-rows", "kernels-h200", "model-h200"])
+def test_committed_results_make_tables_and_pictures(name, tmp_path):
+    file = ROOT / "benchmarks" / "results" / f"{name}.json"
+    done = CliRunner().invoke(app, ["table", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "not known, nothing of ours was measured twice" in done.output
+    out = tmp_path / "picture.png"
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plot", str(file), "--out", str(out)])
+    if "kernels" in file.name:
+        assert "there is no picture of the kernels" in done.output
+    else:
+        assert done.exit_code == 0, done.output
+        assert out.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("command", ["operator", "model", "kernels", "rows"])
+def test_an_unknown_preset_is_explained(command):
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--preset", "nothing"])
+    assert done.exit_code == 2
+    assert "tiny" in done.output
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)
+def test_the_cases_of_all_presets_survive_the_file(benchmark):
+    for preset in benchmark.presets.values():
+        plan = preset()
+        assert plan
+        for case, effort in plan:
+            assert effort.rounds >= 1
+            assert benchmark.case_type.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+
+
+def test_a_failing_repeat_is_a_shortfall():
+    calls = iter(range(100))
+
+    def prepare(problem):
+        if next(calls):
+            raise RuntimeError("as planned")
+        return lambda: None
+
+    ours = OperatorContender("ours", "flce", "ours", prepare)
+    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), [ours], CPU, Effort(1, 1.0), Watch())
+    (missing,) = shortfalls(Run("operator", {}, [entry]))
+    assert (missing.contender, missing.reason) == ("ours-again", "RuntimeError: as planned")
+    assert "not known" in OPERATOR.table(entry).notes[-1]
+    assert "flce, again (ours-again) failed: RuntimeError: as planned" in OPERATOR.table(entry).notes

@@ -17,16 +17,13 @@ from typer.testing import CliRunner
 
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.kernel_bench import run_kernel_case
-from benchmarks.kernels import KERNEL_CONTENDERS, KernelCase, KernelPreset, make_tile, preset_kernels
-from benchmarks.report import markdown
-from benchmarks.results import KernelCaseResult, KernelResult, KernelRun, load, load_kernels
+from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, KernelResult, make_tile
+from benchmarks.operator import OPERATOR
+from benchmarks.results import Entry, Run
+from benchmarks.rounds import Watch
+from benchmarks.tables import markdown
 
 CPU = torch.device("cpu")
-
-
-def quiet(doing, share):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +36,10 @@ def result_file(tmp_path_factory):
 
 
 def test_every_pass_is_measured(result_file):
-    run = load_kernels(result_file)
-    assert [entry.case for entry in run.cases] == preset_kernels(KernelPreset.tiny)
+    run = KERNELS.load(result_file)
+    assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
     for entry in run.cases:
-        names = ["copy", "statistics", "gradient", "both"] if entry.case.whole else ["copy", "statistics", "gradient"]
+        names = ["copy", "statistics", "gradient", *(["both"] if entry.case.whole else []), "statistics-again"]
         assert [result.contender for result in entry.results] == names
         for result in entry.results:
             assert result.status == "ok", result.reason
@@ -71,16 +68,17 @@ def test_table(result_file):
 
 def test_bandwidth_is_that_of_the_bytes_that_must_move():
     case = KernelCase(100, 50257, 50257)
-    moved = {contender.name: contender.bytes(case) for contender in KERNEL_CONTENDERS}
+    moved = {contender.name: contender.bytes(case) for contender in CONTENDERS}
     logits = 100 * 50257
     assert moved == {"copy": 4 * 100 * 50304, "statistics": 2 * logits, "gradient": 4 * logits, "both": 4 * logits}
     mixed = KernelCase(100, 50257, 50257, "float32", "bfloat16")
-    assert KERNEL_CONTENDERS[3].bytes(mixed) == 6 * logits
+    assert CONTENDERS[3].bytes(mixed) == 6 * logits
     copy = KernelResult("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
     both = KernelResult("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
     assert both.gigabytes_per_second == pytest.approx(3.0)
     head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
-    assert "| 3 | 75% |" in markdown(KernelRun(head, [KernelCaseResult(case, [copy, both])]))
+    run = Run("kernels", head, [Entry(case, [copy, both])])
+    assert "| 3 | 75% |" in markdown(run, KERNELS.tables(run, brief=False))
 
 
 def test_the_passes_are_those_of_the_loss():
@@ -90,7 +88,7 @@ def test_the_passes_are_those_of_the_loss():
     logits = problem.source[:, :70].clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(logits, problem.rows.target)
     (expected,) = torch.autograd.grad(loss, logits)
-    for contender in KERNEL_CONTENDERS[1:]:
+    for contender in CONTENDERS[1:]:
         step = contender.prepare(problem)
         for _ in range(2):
             problem.restore()
@@ -103,7 +101,7 @@ def test_the_passes_are_those_of_the_loss():
 
 def test_results_of_the_operator_are_told_apart(result_file):
     with pytest.raises(ValueError, match="no results of the operator"):
-        load(result_file)
+        OPERATOR.load(result_file)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +135,7 @@ def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_kernels_run_on_cuda():
     case = KernelCase(200, 4001, 4001)
-    entry = run_kernel_case(case, torch.device("cuda"), Effort(3, 5.0), quiet)
+    entry = KERNELS.measure(case, torch.device("cuda"), Effort(3, 5.0), Watch())
     for result in entry.results:
         assert result.status == "ok", (result.contender, result.reason)
         assert result.gigabytes_per_second is not None

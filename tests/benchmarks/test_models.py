@@ -20,24 +20,21 @@ from typer.testing import CliRunner
 
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.model_bench import run_model_case
-from benchmarks.model_contenders import MODEL_CONTENDERS, ModelContender, entrants, liger
-from benchmarks.models import ARCHITECTURES, ModelCase, ModelPreset, Optimizer, build, held_bytes, preset_models
-from benchmarks.plot import draw
-from benchmarks.report import markdown, shortfalls
-from benchmarks.results import ModelRun, load, load_model
+from benchmarks.model_contenders import CONTENDERS, ModelContender, entrants, liger
+from benchmarks.model_problem import ARCHITECTURES, ModelCase, Optimizer, build, held_bytes
+from benchmarks.models import MODEL, PRESETS, measure_model
+from benchmarks.operator import OPERATOR
+from benchmarks.results import Run
+from benchmarks.rounds import Watch
+from benchmarks.tables import markdown, shortfalls
 
 CPU = torch.device("cpu")
 CASE = ModelCase("tiny-llama", 1, 16, dtype="float32")
 HEAD = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
 
 
-def quiet(doing, share):
-    pass
-
-
 def named(name):
-    return next(contender for contender in MODEL_CONTENDERS if contender.name == name)
+    return next(contender for contender in CONTENDERS if contender.name == name)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +49,12 @@ def result_file(tmp_path_factory):
 
 
 def test_every_case_of_the_preset_is_measured(result_file):
-    run = load_model(result_file)
-    assert [entry.case for entry in run.cases] == preset_models(ModelPreset.tiny)
+    run = MODEL.load(result_file)
+    assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
     for entry in run.cases:
         stock = entry.by_name("stock")
         assert stock is not None
-        for name in ("ours", "ours-budget-1", "stock"):
+        for name in ("ours", "ours-budget-1", "stock", "ours-again"):
             result = entry.by_name(name)
             assert result is not None
             assert result.status == "ok", result.reason
@@ -83,8 +80,8 @@ def test_schema(result_file):
 
 
 def test_missing_peers_are_named(result_file):
-    for entry in load_model(result_file).cases:
-        for contender in MODEL_CONTENDERS:
+    for entry in MODEL.load(result_file).cases:
+        for contender in CONTENDERS:
             if contender.family == "peer":
                 result = entry.by_name(contender.name)
                 assert result is not None, f"{contender.name} was dropped in silence"
@@ -105,16 +102,9 @@ def test_table(result_file):
     assert "| loss |" not in brief.output
 
 
-def test_plot(result_file, tmp_path):
-    out = tmp_path / "picture.png"
-    done = CliRunner().invoke(app, ["plot", str(result_file), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
 def test_results_of_the_operator_are_told_apart(result_file):
     with pytest.raises(ValueError, match="no results of the operator"):
-        load(result_file)
+        OPERATOR.load(result_file)
 
 
 @pytest.mark.parametrize(
@@ -163,37 +153,32 @@ def exhausting(name, family, from_step):
 def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
     """In the warm-up, and in the first timed step."""
     contenders = [exhausting("stock", "stock", from_step), named("ours")]
-    entry = run_model_case(CASE, CPU, Effort(2, 1.0), quiet, contenders=contenders)
-    stock, ours = entry.results
+    entry = measure_model(CASE, contenders, CPU, Effort(2, 1.0), Watch())
+    stock, ours, _ = entry.results
     assert stock.status == "oom"
     assert stock.reason == "OutOfMemoryError: CUDA out of memory. Tried to allocate 62.62 GiB."
     assert ours.status == "ok"
     assert len(ours.samples_ms) == 2
-    run = ModelRun(HEAD, [entry])
+    run = Run("model", HEAD, [entry])
     assert shortfalls(run) == []
     run.save(tmp_path / "run.json")
-    run = load_model(tmp_path / "run.json")
-    assert "| stock | out of memory |" in markdown(run)
-    assert "62.62 GiB" in markdown(run)
-    draw(run, tmp_path / "run.png")
+    run = MODEL.load(tmp_path / "run.json")
+    text = markdown(run, MODEL.tables(run, brief=False))
+    assert "| stock | out of memory |" in text
+    assert "62.62 GiB" in text
+    MODEL.figure(run).savefig(tmp_path / "run.png")
 
 
 def test_flce_out_of_memory_is_a_shortfall():
-    entry = run_model_case(CASE, CPU, Effort(1, 1.0), quiet, contenders=[exhausting("ours", "ours", 1)])
-    assert [result.contender for result in shortfalls(ModelRun(HEAD, [entry]))] == ["ours"]
+    entry = measure_model(CASE, [exhausting("ours", "ours", 1)], CPU, Effort(1, 1.0), Watch())
+    assert [result.contender for result in shortfalls(Run("model", HEAD, [entry]))] == ["ours", "ours-again"]
 
 
 def test_after_the_deadline_no_step_is_begun():
-    answers = iter([False, False, False])  # both warm-ups, one timed step
-    entry = run_model_case(
-        CASE,
-        CPU,
-        Effort(2, 1.0),
-        quiet,
-        expired=lambda: next(answers, True),
-        contenders=[named("ours"), named("stock")],
-    )
-    ours, stock = entry.results
+    answers = iter([False] * 4)  # the three warm-ups, one timed step
+    watch = Watch(expired=lambda: next(answers, True))
+    entry = measure_model(CASE, [named("ours"), named("stock")], CPU, Effort(2, 1.0), watch)
+    ours, stock, _ = entry.results
     assert (ours.status, len(ours.samples_ms)) == ("ok", 1)
     assert (stock.status, stock.reason) == ("skipped", "the deadline had passed")
 
@@ -202,8 +187,8 @@ def test_after_the_deadline_no_step_is_begun():
 def test_contenders_find_the_same_weights(optimizer):
     """Also after the steps of others with an optimizer, whose states belong to what is held."""
     case = dataclasses.replace(CASE, optimizer=optimizer)
-    entry = run_model_case(case, CPU, Effort(2, 1.0), quiet, contenders=[named("ours"), named("stock")])
-    ours, stock = entry.results
+    entry = measure_model(case, [named("ours"), named("stock")], CPU, Effort(2, 1.0), Watch())
+    ours, stock, _ = entry.results
     assert ours.status == stock.status == "ok", (ours.reason, stock.reason)
     assert ours.loss == pytest.approx(stock.loss, abs=1e-5)
     assert stock.peak_bytes is not None
@@ -215,10 +200,10 @@ def test_contenders_find_the_same_weights(optimizer):
 
 
 def test_not_finite_losses_survive_the_file(tmp_path):
-    entry = run_model_case(CASE, CPU, Effort(1, 1.0), quiet, contenders=[named("stock")])
+    entry = measure_model(CASE, [named("stock")], CPU, Effort(1, 1.0), Watch())
     entry.results[0].loss = math.nan
-    ModelRun(HEAD, [entry]).save(tmp_path / "run.json")
-    again = load_model(tmp_path / "run.json").cases[0].results[0].loss
+    Run("model", HEAD, [entry]).save(tmp_path / "run.json")
+    again = MODEL.load(tmp_path / "run.json").cases[0].results[0].loss
     assert again is not None
     assert math.isnan(again)
 
@@ -267,7 +252,7 @@ def test_every_contender_runs_on_cuda():
     """Of the peers those that are installed may fail."""
     for warm_up in (None, 64):
         case = ModelCase("tiny-llama", 2, 128, budgets_mib=(1,), warm_up_sequence=warm_up)
-        entry = run_model_case(case, torch.device("cuda"), Effort(2, 5.0), quiet)
+        entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0), Watch())
         stock = entry.by_name("stock")
         assert stock is not None
         for result in entry.results:

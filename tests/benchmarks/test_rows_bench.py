@@ -15,28 +15,30 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks import row_build, row_report
+from benchmarks import row_build
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.results import RowCaseResult, RowResult, RowRun, Run, load, load_rows
-from benchmarks.row_bench import run_row_case
+from benchmarks.operator import OPERATOR
+from benchmarks.results import Entry, Run
+from benchmarks.rounds import Watch
 from benchmarks.row_calls import Calls, HeadStart, launched, make_region
-from benchmarks.row_contenders import ROW_CONTENDERS, RowContender, make_calls, row_contenders
-from benchmarks.row_targets import check_rows
-from benchmarks.rows import (
+from benchmarks.row_contenders import CONTENDERS, RowContender, make_calls, row_contenders
+from benchmarks.row_problem import (
     CACHES,
-    COMPILED_COLUMNS,
     CPU_CACHE_BYTES,
     TASKS,
     Direction,
     Operation,
     RowCase,
-    RowPreset,
     RowProblem,
+    RowResult,
     Task,
     make_rows,
-    preset_rows,
 )
+from benchmarks.row_targets import check_rows
+from benchmarks.rows import COMPILED_COLUMNS, PRESETS, ROWS
+from benchmarks.tables import markdown
+from benchmarks.verdicts import Verdict
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {
@@ -46,10 +48,6 @@ HEAD: dict[str, Any] = {
     "versions": {},
     "device": {"type": "cuda", "name": "made up"},
 }
-
-
-def quiet(doing, share):
-    pass
 
 
 def task_of(operation: Operation, direction: Direction) -> Task:
@@ -67,13 +65,13 @@ def result_file(tmp_path_factory):
 
 
 def test_every_task_is_measured(result_file):
-    run = load_rows(result_file)
-    assert [entry.case for entry in run.cases] == preset_rows(RowPreset.tiny)
+    run = ROWS.load(result_file)
+    assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
     for entry in run.cases:
         found = {(result.operation, result.direction, result.contender): result for result in entry.results}
         assert len(found) == len(entry.results)
         for task in TASKS:
-            for name in ("copy", "ours", "eager"):
+            for name in ("copy", "ours", "eager", "ours-again"):
                 result = found[task.operation.value, task.direction.value, name]
                 assert result.status == "ok", result.reason
                 assert (len(result.samples_ms), result.calls, result.method) == (2, 3, "launched")
@@ -93,10 +91,10 @@ def test_schema(result_file):
 def test_peers_that_cannot_run_are_named(result_file):
     """Liger and torch.compile run on GPUs alone; at sizes that are not for torch.compile it is not tried."""
     names = {"liger": "unavailable"}
-    for entry in load_rows(result_file).cases:
+    for entry in ROWS.load(result_file).cases:
         assert {r.contender: r.status for r in entry.results if r.family == "peer"} == names
     case = RowCase(4, 8, "float32", compiled=True, calls=1)
-    entry = run_row_case(case, CPU, Effort(1, 1.0), quiet)
+    entry = ROWS.measure(case, CPU, Effort(1, 1.0), Watch())
     assert {r.contender: r.reason for r in entry.results if r.family == "peer"}[
         "torch-compile"
     ] == "needs a CUDA device"
@@ -110,35 +108,29 @@ def test_tables(result_file, tmp_path):
     for task in TASKS:
         for dtype in ("float32", "bfloat16"):
             assert f"**GB/s, of copy: {task.title}, {dtype}, 8 rows**" in done.output
-    assert "| columns | copy | flce | eager |" in done.output
+    assert "| columns | copy | flce | eager | flce, again |" in done.output
     assert "| 2049 |" in done.output
     out = tmp_path / "targets.md"
     assert CliRunner().invoke(app, ["table", str(result_file), "--targets", "--out", str(out)]).exit_code == 0
     text = out.read_text()
     # At 2049 columns against the copy, at both sizes against eager PyTorch, seven tasks and two dtypes.
-    assert "of 42 met**" in text
+    assert "**Rows, met: " in text
+    assert " of 42" in text
     assert "GB/s" not in text
     assert "| columns | of copy | wanted | time / eager | verdict |" in text
     brief = CliRunner().invoke(app, ["table", str(result_file), "--targets", "--brief"])
     assert "| columns |" not in brief.output
-    assert "of 42 met**" in brief.output
+    assert "**Rows, met: " in brief.output
     other = CliRunner().invoke(app, ["table", str(result_file), "--dominance"])
     assert other.exit_code == 2
 
 
-def test_plot(result_file, tmp_path):
-    out = tmp_path / "picture.png"
-    done = CliRunner().invoke(app, ["plot", str(result_file), "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
 def test_results_of_the_operator_are_told_apart(result_file, tmp_path):
     with pytest.raises(ValueError, match="no results of the operator"):
-        load(result_file)
-    Run(HEAD, []).save(tmp_path / "operator.json")
+        OPERATOR.load(result_file)
+    Run("operator", HEAD, []).save(tmp_path / "operator.json")
     with pytest.raises(ValueError, match="no results of rows"):
-        load_rows(tmp_path / "operator.json")
+        ROWS.load(tmp_path / "operator.json")
 
 
 def test_the_fewest_bytes():
@@ -153,14 +145,13 @@ def test_the_fewest_bytes():
         "log_softmax forward": 2,
         "log_softmax backward": 3,
     }
-    copy = next(contender for contender in ROW_CONTENDERS if contender.roof)
+    copy = next(contender for contender in CONTENDERS if contender.roof)
     assert {copy.bytes(case, task) for task in TASKS} == {2 * 2 * 100 * 1000}
     assert RowCase(100, 1000, "float32").bytes(1) == 4 * 100 * 1000
 
 
 def test_bandwidth_is_of_one_call():
     result = RowResult("ours", "flce", "ours", samples_ms=[10.0, 8.0, 12.0], moved_bytes=4_000_000, calls=5)
-    assert result.call_ms == pytest.approx(2.0)
     assert result.gigabytes_per_second == pytest.approx(2.0)
 
 
@@ -184,7 +175,7 @@ def test_inputs_are_more_than_the_cache_holds():
 
 
 def test_the_preset_is_the_issues():
-    cases = preset_rows(RowPreset.h200_rows)
+    cases = [case for case, _ in PRESETS["h200-rows"]()]
     columns = {case.columns for case in cases}
     assert {1 << power for power in range(7, 19)} <= columns
     assert len([count for count in columns if count & (count - 1)]) == 8
@@ -197,7 +188,7 @@ def test_the_preset_is_the_issues():
 @pytest.mark.parametrize("name", ["ours", "eager"])
 def test_a_call_does_the_task(task, name):
     """On each input, also after a call wrote over it."""
-    (contender,) = [contender for contender in ROW_CONTENDERS if contender.name == name]
+    (contender,) = [contender for contender in CONTENDERS if contender.name == name]
     problem = make_rows(RowCase(6, 50, "float64"), CPU, calls=2)
     for index, row in enumerate(problem.spare):  # inputs that differ
         row.mul_(1 + index)
@@ -224,7 +215,7 @@ def expected(task: Task, x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
 
 
 def test_the_roof_moves_what_a_copy_does():
-    (copy,) = [contender for contender in ROW_CONTENDERS if contender.roof]
+    (copy,) = [contender for contender in CONTENDERS if contender.roof]
     problem = make_rows(RowCase(3, 5, "float32"), CPU, calls=2)
     for task in TASKS:
         results = make_calls(copy, problem, task).run([None, None])
@@ -259,24 +250,24 @@ def test_a_failing_contender_is_reported_and_the_others_go_on(monkeypatch):
         raise RuntimeError("as planned")
 
     broken = RowContender("broken", "A broken one", "peer", fail)
-    monkeypatch.setattr("benchmarks.row_contenders.ROW_CONTENDERS", [broken, *ROW_CONTENDERS])
+    monkeypatch.setattr("benchmarks.row_contenders.CONTENDERS", [broken, *CONTENDERS])
     case = RowCase(4, 8, "float32", operations=(Operation.softmax,), calls=2)
-    entry = run_row_case(case, CPU, Effort(1, 1.0), quiet)
+    entry = ROWS.measure(case, CPU, Effort(1, 1.0), Watch())
     assert {r.reason for r in entry.results if r.contender == "broken"} == {"RuntimeError: as planned"}
     assert all(r.samples_ms for r in entry.results if r.contender in ("copy", "ours", "eager"))
-    assert "A broken one failed: RuntimeError: as planned" in "\n".join(
-        grid.markdown() for grid in row_report.task_grids(RowRun(HEAD, [entry]))
+    assert "A broken one failed: RuntimeError: as planned" in "".join(
+        table.markdown() for table in ROWS.tables(Run("rows", HEAD, [entry]), brief=False)
     )
 
 
 def test_a_deadline_ends_a_case():
-    entry = run_row_case(RowCase(4, 8, "float32", calls=1), CPU, Effort(2, 1.0), quiet, lambda: True)
+    entry = ROWS.measure(RowCase(4, 8, "float32", calls=1), CPU, Effort(2, 1.0), Watch(expired=lambda: True))
     assert {result.status for result in entry.results} == {"skipped"}
     assert not any(result.samples_ms for result in entry.results)
 
 
 def figure(contender: str, gigabytes: float, task: Task, case: RowCase, **fields: Any) -> RowResult:
-    (known,) = [known for known in ROW_CONTENDERS if known.name == contender]
+    (known,) = [known for known in CONTENDERS if known.name == contender]
     moved = known.bytes(case, task)
     return RowResult(
         contender,
@@ -294,19 +285,19 @@ def figure(contender: str, gigabytes: float, task: Task, case: RowCase, **fields
 @pytest.mark.parametrize(
     "columns, dtype, share, met",
     [
-        (65536, "bfloat16", 0.86, True),
-        (65536, "bfloat16", 0.84, False),
-        (131072, "bfloat16", 0.66, True),
-        (131072, "bfloat16", 0.64, False),
-        (65536, "float32", 0.66, True),
-        (2048, "float32", 0.84, False),
+        (65536, "bfloat16", 0.86, Verdict.met),
+        (65536, "bfloat16", 0.84, Verdict.nearly),
+        (131072, "bfloat16", 0.66, Verdict.met),
+        (131072, "bfloat16", 0.63, Verdict.missed),
+        (65536, "float32", 0.66, Verdict.met),
+        (2048, "float32", 0.83, Verdict.missed),
     ],
 )
 def test_a_share_of_the_bandwidth_of_a_copy(columns, dtype, share, met):
     case, task = RowCase(4096, columns, dtype), task_of(Operation.softmax, Direction.backward)
     results = [figure("copy", 4000, task, case), figure("ours", 4000 * share, task, case)]
-    (check,) = check_rows(RowRun(HEAD, [RowCaseResult(case, results)]))
-    assert (check.against, check.met) == ("copy", met)
+    (check,) = check_rows([Run("rows", HEAD, [Entry(case, results)])])
+    assert (check.against, check.verdict) == ("copy", met)
     assert check.value == pytest.approx(share)
 
 
@@ -314,22 +305,25 @@ def test_nobody_is_faster_by_more_than_five_percent():
     """At any size; the share of a copy is wanted from 2048 columns on."""
     case, task = RowCase(4096, 1000), task_of(Operation.cross_entropy, Direction.in_place)
     results = [figure("copy", 4000, task, case), figure("ours", 1000, task, case)]
-    results += [figure("eager", 1040, task, case), figure("liger", 1060, task, case, method="launched", note="waits")]
-    run = RowRun(HEAD, [RowCaseResult(case, results)])
-    assert {check.against: check.met for check in check_rows(run)} == {"eager": True, "liger": False}
-    whole = "\n".join(grid.markdown() for grid in row_report.target_grids(run))
-    assert "Rows: 1 of 2 met" in whole
-    assert "| 1000 | 25% | - | 1.04 | 1.06 | MISSED: Liger |" in whole
-    speeds = "\n".join(grid.markdown() for grid in row_report.task_grids(run))
-    assert "| 1000 | 4000 | 1000, 25% | 1040, 26% | 1060, 26%* |" in speeds
+    results += [figure("eager", 1040, task, case), figure("liger", 1080, task, case, method="launched", note="waits")]
+    run = Run("rows", HEAD, [Entry(case, results)])
+    assert {check.against: check.verdict for check in check_rows([run])} == {
+        "eager": Verdict.met,
+        "liger": Verdict.missed,
+    }
+    whole = markdown(run, ROWS.targets([run], brief=False))
+    assert "Rows, met: 1 of 2" in whole
+    assert "| 1000 | 25% | 1.04 | 1.08 | MISSED: Liger |" in whole
+    speeds = markdown(run, ROWS.tables(run, brief=False))
+    assert "| 1000 | 4000 | 1000, 25% | 1040, 26% | 1080, 27%* |" in speeds
     assert "- * Liger launched, not captured: waits" in speeds
 
 
 def test_without_a_figure_of_ours_nothing_is_met():
     case, task = RowCase(4096, 4096), task_of(Operation.softmax, Direction.forward)
-    run = RowRun(HEAD, [RowCaseResult(case, [figure("copy", 4000, task, case), figure("eager", 1, task, case)])])
-    assert [check.met for check in check_rows(run)] == [None, None]
-    assert "not measured" in "\n".join(grid.markdown() for grid in row_report.target_grids(run))
+    run = Run("rows", HEAD, [Entry(case, [figure("copy", 4000, task, case), figure("eager", 1, task, case)])])
+    assert [check.verdict for check in check_rows([run])] == [Verdict.unmeasured] * 2
+    assert "not measured" in markdown(run, ROWS.targets([run], brief=False))
 
 
 def test_where_somebody_did_not_run_is_said():
@@ -338,9 +332,9 @@ def test_where_somebody_did_not_run_is_said():
     for columns in (4096, 2048):
         case = RowCase(4096, columns)
         names = ["copy", "ours", "torch-compile"] if columns == 4096 else ["copy", "ours"]
-        entries.append(RowCaseResult(case, [figure(name, 100, task, case) for name in names]))
-    run = RowRun(HEAD, entries)
-    text = row_report.task_grids(run)[3].markdown()
+        entries.append(Entry(case, [figure(name, 100, task, case) for name in names]))
+    run = Run("rows", HEAD, entries)
+    text = markdown(run, ROWS.tables(run, brief=False))
     assert "- torch.compile ran at 4096 columns only" in text
     assert text.index("| 2048 |") < text.index("| 4096 |")
 
@@ -358,7 +352,7 @@ def test_who_takes_part():
 def test_kernels_are_built_ahead():
     case = RowCase(4, 8, "float32")
     assert row_build.default_workers(CPU) == 0
-    assert row_build.build_ahead([case], CPU, 0, 1.0, lambda done, total: None) == 0
+    assert row_build.build_ahead([case], CPU, 0, 1.0) == 0
     assert row_build.build((case, TASKS[0], "cpu")) == 1  # ours; the others are not for a CPU
     assert row_build.build((case, TASKS[0], "no such device")) == 0
 
@@ -386,7 +380,7 @@ def test_one_shape_of_one_operation(tmp_path: Path):
     options = ["--dtype", "float32", "--operation", "softmax", "--rounds", "1"]
     done = CliRunner().invoke(app, ["rows", "--shape", "4000,300", "--device", "cpu", *options, "--out", str(out)])
     assert done.exit_code == 0, done.output
-    (entry,) = load_rows(out).cases
+    (entry,) = ROWS.load(out).cases
     assert {result.operation for result in entry.results} == {"softmax"}
     assert {result.calls for result in entry.results} == {7}  # inputs of 4.6 MiB, 32 MiB in all
 
@@ -396,7 +390,7 @@ def test_one_shape_of_one_operation(tmp_path: Path):
 def test_rows_run_on_cuda(dtype):
     """All but those that wait for the device are captured; of the peers, those that are installed may fail."""
     case = RowCase(256, 3001, dtype, compiled=dtype == "float32", calls=5)
-    entry = run_row_case(case, torch.device("cuda"), Effort(3, 5.0), quiet)
+    entry = ROWS.measure(case, torch.device("cuda"), Effort(3, 5.0), Watch())
     for result in entry.results:
         if result.family != "peer":
             assert result.status == "ok", (result.contender, result.operation, result.reason)

@@ -13,15 +13,16 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import MIB, Case, Effort, Mode
+from benchmarks.cases import MIB, Effort
 from benchmarks.cli import app
-from benchmarks.contenders import select
-from benchmarks.dominance import BUDGETS_MIB, CURVE, PEERS, SHAPES, Rule, duels, peer_case
-from benchmarks.operator_bench import run_case
-from benchmarks.presets import Preset, preset_cases
-from benchmarks.report import dominance_grid, target_grid
-from benchmarks.results import CaseResult, Result, Run
-from benchmarks.targets import HEADS, LONG, MAIN, TARGETS, Target, check_targets, target_cases
+from benchmarks.dominance import BUDGETS_MIB, CURVE, PEERS, SHAPES, Rule, dominance_table, duels, peer_case
+from benchmarks.operator import PRESETS, OperatorEntry, OperatorResult, OperatorRun, measure_operator
+from benchmarks.operator_contenders import select
+from benchmarks.operator_problem import Mode, OperatorCase
+from benchmarks.results import Entry, Run
+from benchmarks.rounds import Watch
+from benchmarks.targets import HEADS, LONG, MAIN, TARGETS, Target, check_targets, target_cases, target_table
+from benchmarks.verdicts import Verdict, judge, worst
 
 HEAD: dict[str, Any] = {
     "date": "2026-11-21T00:00:00Z",
@@ -32,78 +33,79 @@ HEAD: dict[str, Any] = {
 }
 
 
-def measured(contender: str, milliseconds: float, mib: float | None = None, family: str = "ours") -> Result:
+def measured(contender: str, milliseconds: float, mib: float | None = None, family: str = "ours") -> OperatorResult:
     size = None if mib is None else round(mib * MIB)
-    return Result(contender, contender, family, samples_ms=[milliseconds], workspace_bytes=size)
+    return OperatorResult(contender, contender, family, samples_ms=[milliseconds], workspace_bytes=size)
 
 
-def run_of(*entries: CaseResult) -> Run:
-    return Run(HEAD, list(entries))
+def run_of(*entries: OperatorEntry) -> OperatorRun:
+    return Run("operator", HEAD, list(entries))
 
 
-def met(run: Run, target: Target) -> bool | None:
-    (check,) = check_targets(run, [target])
-    return check.met
+def met(run: OperatorRun, target: Target) -> Verdict:
+    (check,) = check_targets([run], [target])
+    return check.verdict
 
 
 def test_a_target_of_time():
     target = Target("default", MAIN, 1.05)
-    case = Case(*MAIN)
+    case = OperatorCase(*MAIN)
     floor = measured("floor", 10.0, family="floor")
-    assert met(run_of(CaseResult(case, [floor, measured("ours", 10.5)])), target) is True
-    assert met(run_of(CaseResult(case, [floor, measured("ours", 10.51)])), target) is False
-    assert met(run_of(CaseResult(case, [measured("ours", 10.5)])), target) is None
-    assert met(run_of(), target) is None
+    assert met(run_of(Entry(case, [floor, measured("ours", 10.5)])), target) is Verdict.met
+    assert met(run_of(Entry(case, [floor, measured("ours", 10.7)])), target) is Verdict.nearly
+    assert met(run_of(Entry(case, [floor, measured("ours", 10.72)])), target) is Verdict.missed
+    assert met(run_of(Entry(case, [measured("ours", 10.5)])), target) is Verdict.unmeasured
+    assert met(run_of(), target) is Verdict.unmeasured
 
 
 def test_time_is_compared_within_a_case():
     """A floor of another case, which may have been measured on a cooler device, says nothing."""
     target = Target("default", MAIN, 1.05)
-    alone = CaseResult(Case(*MAIN, label="alone"), [measured("ours", 10.0)])
-    other = CaseResult(Case(*MAIN), [measured("floor", 10.0), measured("ours", 20.0)])
-    (check,) = check_targets(run_of(alone, other), [target])
-    assert check.times == 2.0
+    alone = Entry(OperatorCase(*MAIN, label="alone"), [measured("ours", 10.0)])
+    other = Entry(OperatorCase(*MAIN), [measured("floor", 10.0), measured("ours", 20.0)])
+    (check,) = check_targets([run_of(alone, other)], [target])
+    assert check.value == 2.0
 
 
 @pytest.mark.parametrize("other", [{"mode": Mode.frozen}, {"ignored": 0.5}, {"dtype": "float16"}])
 def test_a_target_is_of_one_problem(other):
     target = Target("default", MAIN, 1.05)
-    entry = CaseResult(Case(*MAIN, **other), [measured("floor", 10.0), measured("ours", 10.0)])
-    assert met(run_of(entry), target) is None
+    entry = Entry(OperatorCase(*MAIN, **other), [measured("floor", 10.0), measured("ours", 10.0)])
+    assert met(run_of(entry), target) is Verdict.unmeasured
 
 
 def test_a_target_of_time_and_workspace():
     target = Target("vocab", MAIN, 1.1, "ours-vocab", "floor-recomputed", workspace_mib=256)
     floor = measured("floor-recomputed", 10.0, family="floor")
 
-    def with_ours(milliseconds: float, mib: float) -> Run:
-        return run_of(CaseResult(Case(*MAIN), [floor, measured("ours-vocab", milliseconds, mib)]))
+    def with_ours(milliseconds: float, mib: float) -> OperatorRun:
+        return run_of(Entry(OperatorCase(*MAIN), [floor, measured("ours-vocab", milliseconds, mib)]))
 
-    assert met(with_ours(11.0, 256), target) is True
-    assert met(with_ours(11.0, 256.1), target) is False
-    assert met(with_ours(12.0, 256), target) is False
+    assert met(with_ours(11.0, 256), target) is Verdict.met
+    assert met(with_ours(11.0, 256.1), target) is Verdict.missed
+    assert met(with_ours(12.0, 256), target) is Verdict.missed
 
 
 def test_a_target_of_the_workspace_of_another_shape():
     target = Target("long", LONG[1], workspace_shape=LONG[0])
-    short, long = (CaseResult(Case(*shape), [measured("ours", 1.0, 100)]) for shape in LONG)
-    assert met(run_of(short, long), target) is True
+    short, long = (Entry(OperatorCase(*shape), [measured("ours", 1.0, 100)]) for shape in LONG)
+    assert met(run_of(short, long), target) is Verdict.met
     long.results[0].workspace_bytes = 101 * MIB
-    assert met(run_of(short, long), target) is False
-    assert met(run_of(long), target) is None
-    assert target_cases([target]) == [Case(*shape, contenders=("ours",)) for shape in (LONG[1], LONG[0])]
+    assert met(run_of(short, long), target) is Verdict.missed
+    assert met(run_of(long), target) is Verdict.unmeasured
+    assert target_cases([target]) == [OperatorCase(*shape, contenders=("ours",)) for shape in (LONG[1], LONG[0])]
 
 
 def test_the_preset_measures_all_targets():
     """Every figure that a target needs is in one case; the first cases are those of the first targets."""
     cases = target_cases()
-    run = run_of(*[CaseResult(case, [measured(name, 1.0, 1.0) for name in case.contenders or ()]) for case in cases])
-    assert [check.target for check in check_targets(run) if check.met is None] == []
+    run = run_of(*[Entry(case, [measured(name, 1.0, 1.0) for name in case.contenders or ()]) for case in cases])
+    assert [check.target for check in check_targets([run]) if check.verdict is Verdict.unmeasured] == []
     assert len(cases) == len({(case.shape, case.mode, case.ignored) for case in cases})
     assert cases[0].shape == MAIN
     assert cases[0].contenders is not None
     assert {"floor", "ours", "ours-64MiB", "ours-bf16-64MiB"} <= set(cases[0].contenders)
-    for case in preset_cases(Preset.h200, errors=True):
+    for case, _ in PRESETS["h200"]():
         select(case.contenders)  # all names are known
     assert {case.shape for case in cases} >= {*HEADS, *LONG}
 
@@ -118,17 +120,18 @@ def test_a_target_is_measured():
     ]
     run = run_of(
         *[
-            run_case(case, select(case.contenders), torch.device("cpu"), Effort(1, 1.0), lambda doing, share: None)
+            measure_operator(case, select(case.contenders), torch.device("cpu"), Effort(1, 1.0), Watch())
             for case in target_cases(targets)
         ]
     )
-    assert [check.met for check in check_targets(run, targets)] == [True, True, False]
-    rows = target_grid(check_targets(run, targets)).rows
+    verdicts = [Verdict.met, Verdict.met, Verdict.missed]
+    assert [check.verdict for check in check_targets([run], targets)] == verdicts
+    rows = target_table([run], targets).rows
     assert [row[-1] for row in rows] == ["met", "met", "MISSED"]
 
 
-def peers_run(*results: Result) -> Run:
-    return run_of(CaseResult(peer_case(Case(*MAIN)), list(results)))
+def peers_run(*results: OperatorResult) -> OperatorRun:
+    return run_of(Entry(peer_case(MAIN), list(results)))
 
 
 def test_a_peer_is_compared_with_the_fastest_setting_in_its_workspace():
@@ -141,33 +144,34 @@ def test_a_peer_is_compared_with_the_fastest_setting_in_its_workspace():
         measured("cce", 20.0, 1, "peer"),
         measured("fla", 10.9, 2000, "peer"),
     )
-    found = {duel.rule.peer: duel for duel in duels(run)}
+    found = {duel.rule.peer: duel for duel in duels([run])}
     chosen = {name: duel.ours.contender for name, duel in found.items() if duel.ours is not None}
     assert chosen == {"liger-float32-8x": "ours-256MiB", "cce": "ours-64MiB", "fla": "ours"}
-    assert {name: duel.met for name, duel in found.items()} == {"liger-float32-8x": True, "cce": False, "fla": False}
-    assert found["fla"].times == pytest.approx(1.09)
+    verdicts = {name: duel.verdict for name, duel in found.items()}
+    assert verdicts == {"liger-float32-8x": Verdict.met, "cce": Verdict.missed, "fla": Verdict.nearly}
+    assert found["fla"].value == pytest.approx(1.09)
 
 
 def test_equal_workspaces_may_differ_by_vectors():
     run = peers_run(measured("ours", 10.0, 1002.1), measured("torch-compile", 10.0, 1002.0, "peer"))
-    (duel,) = duels(run)
-    assert duel.met
+    (duel,) = duels([run])
+    assert duel.verdict is Verdict.met
 
 
 def test_bfloat16_sums_meet_bfloat16_sums_alone():
     liger = measured("liger", 50.0, 31, "peer")
     run = peers_run(liger, measured("ours-256MiB", 49.0, 256), measured("ours-bf16-64MiB", 40.0, 64))
-    small, large = duels(run)
+    small, large = duels([run])
     assert small.ours is not None
     assert large.ours is not None
-    assert (small.ours.contender, small.met) == ("ours-bf16-64MiB", True)
-    assert (large.ours.contender, large.met) == ("ours-256MiB", True)
-    (duel,) = duels(peers_run(liger, measured("ours", 1.0, 2000)), [Rule("liger")])
-    assert (duel.ours, duel.met) == (None, False)
+    assert (small.ours.contender, small.verdict) == ("ours-bf16-64MiB", Verdict.met)
+    assert (large.ours.contender, large.verdict) == ("ours-256MiB", Verdict.met)
+    (duel,) = duels([peers_run(liger, measured("ours", 1.0, 2000))], [Rule("liger")])
+    assert (duel.ours, duel.verdict) == (None, Verdict.missed)
 
 
 def test_every_peer_is_in_the_preset():
-    cases = preset_cases(Preset.peers, errors=False)
+    cases = [case for case, _ in PRESETS["peers"]() if case.time]
     assert [case.shape for case in cases] == SHAPES
     for case in cases:
         assert case.contenders is not None
@@ -178,17 +182,17 @@ def test_every_peer_is_in_the_preset():
 def test_the_tables_are_a_command(tmp_path: Path):
     file = tmp_path / "run.json"
     run = peers_run(measured("ours", 10.0, 100), measured("cce", 20.0, 200, "peer"))
-    run.cases.append(CaseResult(Case(*MAIN), [measured("floor", 10.0, family="floor"), measured("ours", 10.4)]))
+    run.cases.append(Entry(OperatorCase(*MAIN), [measured("floor", 10.0, family="floor"), measured("ours", 10.4)]))
     run.save(file)
     both = CliRunner().invoke(app, ["table", str(file), "--targets", "--dominance"])
     assert both.exit_code == 0, both.output
-    assert f"Targets: 1 of {len(TARGETS)} met" in both.output
-    assert "No peer dominates: 1 of 1 met" in both.output
+    assert f"Targets met: 1 of {len(TARGETS)}" in both.output
+    assert "No peer dominates, met: 1 of 1" in both.output
     assert "median ms" not in both.output
     one = CliRunner().invoke(app, ["table", str(file), "--dominance"])
     assert "Targets" not in one.output
-    assert "not measured" in target_grid(check_targets(run)).markdown()
-    assert "2.00" in dominance_grid(duels(run)).markdown()
+    assert "not measured" in target_table([run]).markdown()
+    assert "2.00" in dominance_table([run]).markdown()
     whole = CliRunner().invoke(app, ["table", str(file)])
     assert "Targets" in whole.output
     assert "median ms" in whole.output
@@ -204,8 +208,36 @@ def test_a_picture_of_the_peers(tmp_path: Path):
         measured("ours-bf16-64MiB", 15.0, 64),
         measured("cce", 20.0, 1, "peer"),
     )
-    run.cases.append(CaseResult(Case(*MAIN), [measured("floor", 10.0, family="floor"), measured("ours", 10.4, 1)]))
+    run.cases.append(Entry(OperatorCase(*MAIN), [measured("floor", 10.0, family="floor"), measured("ours", 10.4, 1)]))
     run.save(file)
     done = CliRunner().invoke(app, ["plot", str(file), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_median_of_three_runs_counts(tmp_path: Path):
+    """Two runs of three miss the limit by more than 2%, or one does; the workspace has no tolerance."""
+    target = Target("default", MAIN, 1.05, workspace_mib=64)
+
+    def run(milliseconds: float, mib: float = 64) -> OperatorRun:
+        floor = measured("floor", 10.0, family="floor")
+        return run_of(Entry(OperatorCase(*MAIN), [floor, measured("ours", milliseconds, mib)]))
+
+    def verdict(*runs: OperatorRun) -> Verdict:
+        (check,) = check_targets(runs, [target])
+        return check.verdict
+
+    assert verdict(run(10.4), run(10.5), run(20.0)) is Verdict.met
+    assert verdict(run(10.4), run(10.6), run(20.0)) is Verdict.nearly
+    assert verdict(run(10.4), run(20.0), run(20.0)) is Verdict.missed
+    assert verdict(run(10.4), run(20.0)) is Verdict.missed
+    assert verdict(run_of(), run(10.4)) is Verdict.met
+    assert verdict(run(10.4, 64.1)) is Verdict.missed
+    files = [tmp_path / f"{index}.json" for index in range(3)]
+    for file, milliseconds in zip(files, (10.4, 10.6, 20.0), strict=True):
+        run(milliseconds).save(file)
+    done = CliRunner().invoke(app, ["table", *map(str, files), "--targets"])
+    assert "met within 2%" in done.output
+    assert "the median of 3 runs" in done.output
+    assert worst([]) is judge(None, 1.0) is Verdict.unmeasured
+    assert judge(0.84, 0.85, at_least=True) is Verdict.nearly

@@ -1,0 +1,313 @@
+"""Who is measured on the fused linear cross entropy: the bare products, flce, PyTorch and other libraries.
+
+To add one, write a loss (x, w, y, reduction) and a line in `CONTENDERS`. Libraries are called as their documentation
+or their own trainer calls them, and imported inside. Any workspace budget of ours is a contender too, see `in_budget`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import MIB
+from benchmarks.contenders import Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_flce, needs_package
+from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, Problem, Product, make_problem
+
+LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+Condition = Callable[[OperatorCase, torch.device], bool]
+
+
+def every(case: OperatorCase, device: torch.device) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class OperatorContender(Contender):
+    prepare: Callable[[Problem], Step]
+    applies: Condition = field(default=every, kw_only=True)  # False where it would mean nothing, or repeat another
+
+
+def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
+    """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
+    x, w, y = problem.input, problem.weight, problem.target
+    plain = problem.case.upstream == 1 and problem.reduction != "none"
+
+    def step() -> Outcome:
+        with torch.set_grad_enabled(problem.case.mode.call.input_grad):
+            loss = loss_function(x, w, y, problem.reduction)
+        if problem.case.mode.call.input_grad:
+            loss.backward(None if plain else problem.upstream.to(loss.dtype))
+        outcome = Outcome(loss.detach(), x.grad, w.grad)
+        x.grad = w.grad = None
+        return outcome
+
+    return step
+
+
+# --- on what somebody is measured ---
+
+
+def half_precision(case: OperatorCase, device: torch.device) -> bool:
+    return case.torch_dtype in (torch.float16, torch.bfloat16)
+
+
+def brain_float(case: OperatorCase, device: torch.device) -> bool:
+    """Of half precision only bfloat16 sums are allowed."""
+    return case.torch_dtype is torch.bfloat16
+
+
+def some_ignored(case: OperatorCase, device: torch.device) -> bool:
+    return case.ignored > 0
+
+
+def reduced(case: OperatorCase, device: torch.device) -> bool:
+    """Some peers have no per-token losses."""
+    return case.mode.call.reduction != "none"
+
+
+def products_tell(case: OperatorCase, device: torch.device) -> bool:
+    """Most CPUs only emulate half precision: bare products in it are no floor there."""
+    return device.type == "cuda" or not half_precision(case, device)
+
+
+def training(case: OperatorCase, device: torch.device) -> bool:
+    return case.mode is Mode.forward_backward and products_tell(case, device)
+
+
+def unaligned(case: OperatorCase, device: torch.device) -> bool:
+    return device.type == "cuda" and case.aligned() != case
+
+
+# --- the floor: the matrix products alone ---
+
+
+def products_step(problem: Problem, products: Sequence[Product]) -> Step:
+    """Bare products on the operands of the problem, into memory made beforehand, in the layouts that flce has.
+
+    The gradient of the logits is the true one, since the speed of a matrix product depends on its data.
+    """
+    x, w = problem.input.detach(), problem.weight.detach()
+    operands: dict[Product, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
+        Product.logits: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
+        Product.input_grad: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
+        Product.weight_grad: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
+    }
+    ready = {product: operands[product]() for product in set(products)}
+
+    def step() -> None:
+        for product in products:
+            a, b, out = ready[product]
+            torch.mm(a, b, out=out)
+
+    return step
+
+
+def floor_step(problem: Problem) -> Step:
+    """What the call cannot do without."""
+    return products_step(problem, problem.case.mode.call.products)
+
+
+def aligned_floor_step(problem: Problem) -> Step:
+    return floor_step(make_problem(problem.case.aligned(), problem.device))
+
+
+def recomputed_floor_step(problem: Problem) -> Step:
+    """The same, and the logits a second time: what a call with a small workspace cannot do without."""
+    return products_step(problem, (Product.logits, *problem.case.mode.call.products))
+
+
+# --- flce ---
+
+
+def ours(name: str, title: str, applies: Condition = every, **options: Any) -> OperatorContender:
+    """With these options of `flce.ChunkOptions`."""
+    prepare = functools.partial(ours_step, **options)
+    return OperatorContender(name, title, "ours", prepare, applies=applies, unavailable=needs_flce)
+
+
+def ours_step(problem: Problem, **options: Any) -> Step:
+    import flce
+
+    chunking = flce.ChunkOptions(**options) if options else None
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        result = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=chunking)
+        assert isinstance(result, Tensor)
+        return result
+
+    return autograd_step(problem, loss)
+
+
+def ours_vocab_step(problem: Problem) -> Step:
+    return ours_step(problem, strategy="vocab", max_workspace_bytes=problem.case.budget_mib * MIB)
+
+
+def ours_full_step(problem: Problem) -> Step:
+    """For its time only: the results, which are not returned, are those of another problem."""
+    solve = ours_step(replace(problem, target=problem.full_target))
+
+    def step() -> None:
+        solve()
+
+    return step
+
+
+BUDGET = re.compile(r"ours(?P<sums>-bf16)?-(?P<mib>[1-9]\d*)MiB")
+
+
+def in_budget(name: str) -> OperatorContender | None:
+    """The contender that a name such as ours-256MiB stands for; with bfloat16 sums: ours-bf16-64MiB."""
+    match = BUDGET.fullmatch(name)
+    if match is None:
+        return None
+    title, budget = f"flce, {match['mib']} MiB budget", int(match["mib"]) * MIB
+    if match["sums"] is None:
+        return ours(name, title, max_workspace_bytes=budget)
+    sums = {"max_workspace_bytes": budget, "accum_dtype": torch.bfloat16}
+    return ours(name, f"{title}, bfloat16 sums", brain_float, **sums)
+
+
+def budget_name(mib: int, bfloat16_sums: bool = False) -> str:
+    """What `in_budget` understands."""
+    return f"ours{'-bf16' if bfloat16_sums else ''}-{mib}MiB"
+
+
+def sums_in_bfloat16(contender: str) -> bool:
+    match = BUDGET.fullmatch(contender)
+    return match is not None and match["sums"] is not None
+
+
+# --- PyTorch ---
+
+
+def stock_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(F.linear(x, w).float(), y, reduction=reduction)
+
+
+def compiled_step(problem: Problem) -> Step:
+    torch.compiler.reset()
+    return autograd_step(problem, torch.compile(stock_loss, dynamic=False))
+
+
+def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    options = getattr(torch.nn, "LinearCrossEntropyOptions")()  # noqa: B009 - not in every version
+    loss: Tensor = getattr(F, "linear_cross_entropy")(x, w, y, reduction=reduction, options=options)  # noqa: B009
+    return loss
+
+
+def torch_chunked_unavailable(device: torch.device) -> str | None:
+    if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return None
+    return f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
+
+
+# --- peers ---
+
+TRL_CHUNK = 32768  # classes; what TRL's trainers pass
+QUACK_CHUNK = 4096  # tokens; the default of its function
+LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
+CCE = "cut_cross_entropy", "linear_cross_entropy"
+QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
+
+
+def library_loss(module: str, function: str, **options: Any) -> LossFunction:
+    """Of libraries whose function takes (input, weight, target, reduction=...)."""
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        call = getattr(importlib.import_module(module), function)
+        result: Tensor = call(x, w, y, reduction=reduction, **options)
+        return result
+
+    return loss
+
+
+def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    """The head of TRL's trainers, without the statistics that they log."""
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    valid = y != IGNORE_INDEX
+    temperature, softcap, logit_scale, outputs = 1.0, None, 1.0, ()
+    logprob, *_ = function.apply(x, w, None, y.clamp(min=0), temperature, TRL_CHUNK, softcap, logit_scale, outputs)
+    losses: Tensor = -logprob.masked_fill(~valid, 0.0)
+    return losses if reduction == "none" else losses.sum() / valid.sum()
+
+
+def fla_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    """Eight chunks and float32 sums, its defaults."""
+    module = importlib.import_module("fla.modules.fused_linear_cross_entropy")
+    loss: Tensor = module.fused_linear_cross_entropy_loss(x, y, w, reduction=reduction)
+    return loss
+
+
+def needs_trl(device: torch.device) -> str | None:
+    """In backward its kernel asks TRL's utilities, which import much: last, and only where it is of use."""
+    return needs_cuda(device) or needs_package("trl.trainer.utils", "trl")(device)
+
+
+needs_liger = needs_package(LIGER[0], "liger-kernel")
+needs_cce = needs_package(CCE[0], "cut-cross-entropy")
+needs_fla = needs_package("fla.modules.fused_linear_cross_entropy", "fla-core")
+needs_quack = needs_package(QUACK[0], "quack-kernels")
+
+
+def needs_cce_presets(device: torch.device) -> str | None:
+    reason = needs_cce(device)
+    if reason is None and importlib.util.find_spec("cut_cross_entropy.cce_utils") is None:
+        return "this version of cut-cross-entropy has no presets"
+    return reason
+
+
+def peer(
+    name: str, title: str, loss: LossFunction, unavailable: Unavailable, applies: Condition = every
+) -> OperatorContender:
+    prepare = functools.partial(autograd_step, loss_function=loss)
+    return OperatorContender(name, title, "peer", prepare, unavailable=unavailable, applies=applies)
+
+
+liger_sums = library_loss(*LIGER, accum_dtype=torch.float32, chunk_mem_const=8)
+stock_step = functools.partial(autograd_step, loss_function=stock_loss)
+C = OperatorContender
+
+CONTENDERS = [
+    C("floor", "bare GEMMs", "floor", floor_step, applies=products_tell),
+    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=unaligned),
+    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=training),
+    ours("ours", "flce"),
+    C("ours-vocab", "flce, strategy vocab in a budget", "ours", ours_vocab_step, unavailable=needs_flce),
+    ours("ours-float32-logits", "flce, float32 logits", half_precision, logits_dtype=torch.float32),
+    ours("ours-skipping", "flce, skip_ignored=True", some_ignored, skip_ignored=True),
+    C("ours-full", "flce, no label ignored", "ours", ours_full_step, applies=some_ignored, unavailable=needs_flce),
+    ours("ours-keeping", "flce, skip_ignored=False", some_ignored, skip_ignored=False),
+    C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
+    C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
+    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_loss, torch_chunked_unavailable),
+    peer("liger", "Liger, default", library_loss(*LIGER), needs_liger),
+    peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", liger_sums, needs_liger),
+    peer("cce", "Cut Cross-Entropy, default", library_loss(*CCE), needs_cce),
+    peer("cce-unfiltered", "CCE, no gradient filter", library_loss(*CCE, filter_eps=None), needs_cce),
+    peer("cce-exact", "CCE, its exact preset", library_loss(*CCE, impl="cce_exact"), needs_cce_presets),
+    peer("trl", "TRL's fused head", trl_loss, needs_trl),
+    peer("fla", "flash-linear-attention", fla_loss, needs_fla, reduced),
+    peer("quack", "QuACK, chunked", library_loss(*QUACK, chunk_size=QUACK_CHUNK), needs_quack, reduced),
+]
+
+
+def select(names: Iterable[str] | None) -> list[OperatorContender]:
+    """The contenders of these names, in their order; all that are listed by default."""
+    if not names:
+        return CONTENDERS
+    names = list(names)
+    budgets = [contender for name in names if (contender := in_budget(name)) is not None]
+    try:
+        return known([*CONTENDERS, *budgets], names)
+    except ValueError as error:
+        examples = f"{budget_name(256)} and {budget_name(64, bfloat16_sums=True)}"
+        raise ValueError(f"{error}, and budgets such as {examples}") from None

@@ -1,0 +1,217 @@
+"""A case of the fused linear cross entropy, its operands, the same for every contender, and its right answer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from benchmarks.cases import DTYPES, MIB, Case
+from benchmarks.contenders import Outcome
+
+IGNORE_INDEX = -100
+Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
+
+
+class Product(str, Enum):
+    """A matrix product of 2NHV flops."""
+
+    logits = "x W^T"
+    input_grad = "dlogits W"
+    weight_grad = "dlogits^T x"
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the operator is called, and the products that such a call cannot do without: its floor."""
+
+    input_grad: bool
+    weight_grad: bool
+    reduction: str
+    products: tuple[Product, ...]
+
+
+ALL_PRODUCTS = (Product.logits, Product.input_grad, Product.weight_grad)
+
+
+class Mode(str, Enum):
+    """Which part of a training step a call stands for."""
+
+    forward_backward = "forward+backward"  # mean loss, gradients of the hidden states and of the head
+    forward = "forward"  # mean loss under no_grad
+    frozen = "frozen-head"  # mean loss, gradient of the hidden states only
+    none = "reduction-none"  # per-token losses with a per-token upstream gradient, both gradients
+
+    @property
+    def call(self) -> Call:
+        return CALLS[self]
+
+
+CALLS = {
+    Mode.forward_backward: Call(True, True, "mean", ALL_PRODUCTS),
+    Mode.forward: Call(False, False, "mean", (Product.logits,)),
+    Mode.frozen: Call(True, False, "mean", (Product.logits, Product.input_grad)),
+    # A weight gradient that is already summed cannot be scaled per token: the logits are made again in backward.
+    Mode.none: Call(True, True, "none", (Product.logits, *ALL_PRODUCTS)),
+}
+
+
+@dataclass(frozen=True)
+class OperatorCase(Case):
+    """`time` and `errors` say what is asked of it."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str = "bfloat16"
+    mode: Mode = Mode.forward_backward
+    ignored: float = 0.0  # share of the labels that are ignore_index
+    logits_std: float = 4.0  # standard deviation of the logits; about that of a trained model
+    upstream: float = 1.0  # gradient that arrives at the loss, as a GradScaler's scale would
+    budget_mib: int = 256  # workspace budget of our memory-saving contender
+    time: bool = True
+    errors: bool = False  # the distance from a float64 oracle
+    contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
+    label: str = ""  # tells apart cases of the same problem with other contenders
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def shape(self) -> Shape:
+        return self.tokens, self.hidden, self.vocab
+
+    @property
+    def title(self) -> str:
+        ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
+        upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
+        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode.value, ignored, upstream, self.label]
+        return ", ".join(filter(None, parts))
+
+    def aligned(self, multiple: int = 64) -> OperatorCase:
+        """The next shape whose tokens and vocabulary are multiples of `multiple`."""
+        up = lambda n: -(-n // multiple) * multiple  # noqa: E731
+        return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Hidden states, head and labels of a case, and the gradient that arrives at the loss."""
+
+    case: OperatorCase
+    input: torch.Tensor  # (tokens, hidden)
+    weight: torch.Tensor  # (vocab, hidden)
+    target: torch.Tensor  # (tokens,)
+    full_target: torch.Tensor  # the same before some were ignored
+    upstream: torch.Tensor  # float32: 0-d, or (tokens,) with reduction "none"
+
+    @property
+    def device(self) -> torch.device:
+        return self.input.device
+
+    @property
+    def reduction(self) -> str:
+        return self.case.mode.call.reduction
+
+    @functools.cached_property
+    def logits_gradient(self) -> torch.Tensor:
+        """softmax - onehot, in the dtype of the problem: an operand of the bare products."""
+        x, w, y = self.input.detach(), self.weight.detach(), self.target
+        gradient = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+        for rows in row_chunks(len(x), 4 * len(w), x.device):
+            probabilities = torch.softmax((x[rows] @ w.T).float(), dim=-1)
+            labels = y[rows].clamp(min=0)
+            probabilities[torch.arange(len(labels), device=x.device), labels] -= 1
+            gradient[rows] = probabilities.masked_fill_((y[rows] == IGNORE_INDEX)[:, None], 0)
+        return gradient
+
+
+def make_problem(case: OperatorCase, device: torch.device, seed: int = 0) -> Problem:
+    """Normal hidden states and weights, scaled so that the logits have the standard deviation of the case."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
+        values = torch.randn(rows, columns, device=device, generator=generator)
+        return values.mul_(std).to(case.torch_dtype)
+
+    x = normal(case.tokens, case.hidden, 1.0)
+    w = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
+    y = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
+    full = y.clone()
+    if case.ignored:
+        order = torch.rand(case.tokens, device=device, generator=generator).argsort()
+        y[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
+    call = case.mode.call
+    if call.reduction == "none":
+        upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
+    else:
+        upstream = torch.tensor(case.upstream, device=device)
+    x.requires_grad_(call.input_grad)
+    w.requires_grad_(call.weight_grad)
+    return Problem(case, x, w, y, full, upstream)
+
+
+def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
+    """Slices of the tokens that keep one (rows, vocab) buffer small, for set-up work outside the timing."""
+    limit = (1024 if device.type == "cuda" else 128) * MIB
+    rows = max(1, min(tokens, limit // bytes_per_row))
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The right answer, in float64, for an upstream gradient as the problem has it."""
+
+    loss: torch.Tensor
+    input_grad: torch.Tensor | None
+    weight_grad: torch.Tensor | None
+
+
+@torch.no_grad()
+def make_oracle(problem: Problem) -> Oracle:
+    x, w, y, call = problem.input, problem.weight.double(), problem.target, problem.case.mode.call
+    valid = y != IGNORE_INDEX
+    losses = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if call.input_grad else None
+    dw = torch.zeros_like(w) if call.weight_grad else None
+
+    share = problem.upstream.double()  # of each token's loss in what is differentiated
+    if problem.reduction == "mean":
+        share = share / valid.sum()
+    share = torch.where(valid, share, 0.0)
+
+    for rows in row_chunks(len(x), 8 * len(w), x.device):
+        x_rows = x[rows].double()
+        logits = x_rows @ w.T
+        labels = y[rows].clamp(min=0)[:, None]
+        lse = logits.logsumexp(dim=-1, keepdim=True)
+        losses[rows] = torch.where(valid[rows], (lse - logits.gather(1, labels))[:, 0], 0.0)
+        if dx is None:
+            continue
+        gradient = logits.sub_(lse).exp_()
+        gradient.scatter_add_(1, labels, torch.full_like(lse, -1.0))
+        gradient *= share[rows, None]
+        dx[rows] = gradient @ w
+        if dw is not None:
+            dw.addmm_(gradient.T, x_rows)
+    loss = losses if problem.reduction == "none" else losses.sum() / valid.sum()
+    return Oracle(loss, dx, dw)
+
+
+def exactness(outcome: object, oracle: Oracle) -> dict[str, float] | None:
+    """Relative Frobenius errors of what the call returned; infinity rather than NaN where a value is not finite."""
+    if not isinstance(outcome, Outcome):
+        return None
+    errors = {}
+    for name in ("loss", "input_grad", "weight_grad"):
+        value, truth = getattr(outcome, name), getattr(oracle, name)
+        if value is not None and truth is not None:
+            error = float((value.double() - truth).norm() / truth.norm())
+            errors[name] = error if math.isfinite(error) else math.inf
+    return errors
