@@ -111,8 +111,8 @@ def fused_linear_cross_entropy(
             ``options.max_workspace_bytes``.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
             is NaN and nothing is read out of bounds.
-        RuntimeError: in backward, for a second backward through the same result and for double backward; in
-            forward, for forward-mode differentiation.
+        RuntimeError: in backward, for double backward, and for a second one through gradients that forward made (not
+            with ``reduction="none"``); in forward, for forward-mode differentiation.
 
     Example::
 

@@ -171,7 +171,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.needs = _needs(ctx.scalars)
     ctx.dtype = of_inputs[0].dtype
     ctx.deferred = not out.grads
-    ctx.used = False
+    ctx.handed_out = False
     if ctx.deferred:
         ctx.save_for_backward(RowOutputs(*out.rows).normalizer, *of_inputs, *of_weights, *tensors)
     else:
@@ -188,12 +188,11 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
             "fused_linear_cross_entropy cannot be differentiated twice (create_graph=True): its gradients are "
             "not part of the graph. Use torch.nn.functional.linear and cross_entropy for that."
         )
-    if ctx.used:
+    if ctx.handed_out:
         raise RuntimeError(
             "backward through the same fused_linear_cross_entropy a second time: its gradients were handed out "
             "the first time. Call the function again instead of using retain_graph=True."
         )
-    ctx.used = True
     flops.tell_active_counters()
     # In place only where the gradient of one loss is asked for, not of each of a batch.
     in_place, saved = not is_batched(grad_loss), ctx.saved_tensors
@@ -212,17 +211,19 @@ def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: 
     *grads, unit = saved
     factor = upstream / unit if unit.dim() == 0 else upstream
     # The bias, a vector, came in the dtype in which it is summed.
-    return [_scale(g, factor, g.dtype if g.dim() == 1 else ctx.dtype, in_place) for g in grads]
-
-
-def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
-    if grad.numel() == 0:
-        return grad.to(dtype)
+    dtypes = [grad.dtype if grad.dim() == 1 else ctx.dtype for grad in grads]
     # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
-    if grad.dtype != dtype or type(grad) is not Tensor or not in_place:
-        return torch.ops.flce.scale_cast(grad, factor, dtype)
-    torch.ops.flce.scale_(grad, factor)
-    return grad
+    changed = [in_place and type(g) is Tensor and g.dtype == dtype for g, dtype in zip(grads, dtypes, strict=True)]
+    # What takes memory comes first: if there is none, nothing has been changed, and backward can be tried again.
+    result = [
+        grad if scaled else torch.ops.flce.scale_cast(grad, factor, dtype)
+        for grad, dtype, scaled in zip(grads, dtypes, changed, strict=True)
+    ]
+    for grad, scaled in zip(grads, changed, strict=True):
+        if scaled:
+            ctx.handed_out = True
+            torch.ops.flce.scale_(grad, factor)
+    return result
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:

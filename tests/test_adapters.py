@@ -229,6 +229,9 @@ def test_second_backward(strategy: str, reduction: str, backend: str, device: to
     with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(loss, b, create_graph=True)
     loss.backward(retain_graph=True)
+    if reduction == "none" or strategy == "vocab":  # made in backward
+        loss.backward()
+        return
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flce
 from flce import chunk_plan, planning
+from flce.backends import get_backend
 from flce.custom_op import Flat
 from flce.problem import SPEC, LossSpec
 from tests.helpers import (
@@ -542,14 +543,49 @@ def leaves(dtype: torch.dtype = torch.float64, device: Any = "cpu") -> tuple[Ten
 
 @combinations(reduction=REDUCTIONS, strategy=STRATEGIES, retain=[True, False])
 def test_second_backward(reduction: str, strategy: str, retain: bool, backend: str, device: torch.device) -> None:
+    """Gradients that were made in forward are handed out once; those that are made in backward are made again."""
     x, w, y = leaves(device=device)
     loss = fused(x, w, y, reduction=reduction, options=options_for(strategy)).sum()
     loss.backward(retain_graph=retain)
     first = [x.grad, w.grad]
     x.grad = w.grad = None
+    if retain and (reduction == "none" or strategy == "vocab"):
+        (3 * loss).backward()
+        for grad, before in zip((x.grad, w.grad), first, strict=True):
+            assert before is not None
+            torch.testing.assert_close(grad, 3 * before)
+        return
     with pytest.raises(RuntimeError, match=r"(?i)second|twice|once|again|freed"):
         loss.backward()
     assert first[0] is not None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_backward_again_after_it_ran_out_of_memory(
+    strategy: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of float16, whose gradients are cast in backward, one is found to have no memory."""
+    x, w, y = leaves(torch.float16, device)
+    fused(x, w, y, options=options_for(strategy)).backward()
+    want = [x.grad, w.grad]
+    x.grad = w.grad = None
+    loss = fused(x, w, y, options=options_for(strategy))
+    name = "scale_cast" if strategy == "tokens" else "gradient"
+    original = getattr(type(get_backend(device)), name)
+    calls: list[None] = []
+
+    def fails_once(self: Any, *args: Any) -> Any:
+        calls.append(None)
+        if len(calls) == (2 if strategy == "tokens" else 1):
+            raise torch.OutOfMemoryError("for this test")
+        return original(self, *args)
+
+    monkeypatch.setattr(type(get_backend(device)), name, fails_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward(retain_graph=True)
+    x.grad = w.grad = None
+    loss.backward()
+    torch.testing.assert_close([x.grad, w.grad], want)
 
 
 def test_second_backward_through_another_output(backend: str, device: torch.device) -> None:
