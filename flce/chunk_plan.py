@@ -564,20 +564,39 @@ class ChunkPlan(CallShape):
 
     def __str__(self) -> str:
         where = f"N={self.num_tokens}, H={size_text(self.hidden_sizes)}, V={self.vocab_size}, {dtype_text(self.dtype)}"
-        rows, cols = (self.chunk_rows, self.block_cols) if self.needs.any else self.statistics_tile
-        chunks, blocks = ceil_div(self.num_tokens, max(1, rows)), ceil_div(self.vocab_size, cols)
+        one = 2 * self.num_tokens * sum(self.hidden_sizes) * self.vocab_size  # flops of a product
         apart = self.fused_product or self.late_normalization
-        return (
-            f"{where} on {self.device_type} ({self.backend} backend): strategy '{self.strategy}', "
-            f"{chunks} x {rows} tokens, {blocks} x {cols} classes"
-            f"{', input gradients apart' if self.input_tile else ''}"
-            f"{', their sum in the memory of the weight gradient' if self.lent_input_sum else ''}"
-            f"{f', {self.lent_tiles + 1} tiles, all but one in lent memory' if self.lent_tiles else ''}"
-            f"{f', the last {self.remade_cols} classes once more' if self.remade_cols else ''}, "
-            f"logits {'not in memory' if apart else 'in ' + dtype_text(self.logits_dtype)}, "
-            f"{self.num_matmuls} matrix products, "
-            f"{self.flops / 1e12:.3g} TFLOP, workspace {self.workspace_bytes / 2**20:.1f} MiB"
-        )
+        parts = [
+            f"strategy '{self.strategy}'",
+            *self._tiles_text(),
+            f"logits {'not in memory' if apart else 'in ' + dtype_text(self.logits_dtype)}",
+            f"{self.flops / one if one else 0:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP)",
+            f"workspace {self.workspace_bytes / 2**20:.1f} MiB",
+        ]
+        return f"{where} on {self.device_type} ({self.backend} backend): {', '.join(parts)}"
+
+    def _tiles_text(self) -> Iterator[str]:
+        """Of the pass that makes gradients, or of the only one."""
+        rows, cols = (self.chunk_rows, self.block_cols) if self.needs.any else self.statistics_tile
+        chunks = ceil_div(self.num_tokens, max(1, rows))
+        yield f"{chunks} chunks of {rows} tokens" if chunks > 1 else f"all {self.num_tokens} tokens at once"
+        if self.strategy == "tokens" and self.needs.any:
+            yield "all classes"
+        else:
+            widths = [cols]
+            if self.needs.any:
+                widths = [block.stop - block.start for sweep in self.sweeps for block, _ in sweep.blocks()]
+            number = len(widths) if self.needs.any else ceil_div(self.vocab_size, cols)
+            sizes = f"{max(widths)}" if len(set(widths[:-1])) <= 1 else f"{max(widths)} to {widths[-2]}"
+            yield f"{number} blocks of {sizes} classes"
+        if self.lent_tiles:
+            yield f"{self.lent_tiles} of {self.lent_tiles + 1} tiles borrowed from the weight gradient"
+        if self.remade_cols:
+            yield f"the last {self.remade_cols} classes recomputed"
+        if self.input_tile is not None:
+            yield "input gradients in a pass of their own"
+        if self.lent_input_sum:
+            yield "the sum of input gradients borrowed from the weight gradient"
 
 
 def defaults_of(device_type: str) -> Defaults:

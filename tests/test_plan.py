@@ -242,6 +242,17 @@ def test_summary() -> None:
     assert "\n" not in text.strip() or len(text) < 2000
 
 
+def test_summary_does_not_contradict_itself() -> None:
+    """The number of products is that of the TFLOP; blocks are counted as they are made, the first of them wider."""
+    again = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=592 * MIB)
+    assert "4 chunks of 2048 tokens" in str(again)
+    assert f"3.5 matrix products ({again.flops / 1e12:.3g} TFLOP)" in str(again)
+    blocks = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=256 * MIB)
+    widths = [cols.stop - cols.start for cols, _ in blocks.sweeps[0].blocks()]
+    assert f"{len(widths)} blocks of {widths[0]} to {widths[-2]} classes" in str(blocks)
+    assert "4 matrix products" in str(blocks)
+
+
 def test_defaults_of_options() -> None:
     options = flce.ChunkOptions()
     assert dataclasses.asdict(options) == {
