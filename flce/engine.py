@@ -38,8 +38,6 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
     schedule, aligned = schedule_of(plan), _is_aligned(problem)
     with_gradients = problem.needs.any and not schedule.deferred
     counted_later = schedule.counts_on_device and aligned and problem.num_tokens > 0
-    if plan.late_normalization and aligned and problem.num_tokens > 0:
-        get_backend(problem.device).prepare(problem, plan.skip_ignored)
     # Before the selection, which may wait for the device.
     constants = vectors.constants(problem) if with_gradients else vectors.statistics_constants(problem)
     selection = Selection.of(problem, plan, counted_later)

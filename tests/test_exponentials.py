@@ -317,18 +317,6 @@ def test_no_tokens(device: torch.device) -> None:
     assert not bool(w.grad.any())
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_what_is_built_ahead(skip: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stand-ins for everything that the call then launches; on a GPU that would build it."""
-    built: list[Any] = []
-    monkeypatch.setattr("flce.backends.triton.build_once", lambda key, launches, device: built.extend(launches()))
-    problem = problem_of(device, leading=(20,))
-    run_fused(problem, options=flce.ChunkOptions(skip_ignored=skip), grads="xw")
-    names = {launch.kernel.__name__ for launch in built}
-    assert {"product_kernel", "reference_kernel", "finish_kernel", "combine_rows_kernel", "reduction_kernel"} < names
-    assert "weight_gradient_kernel" in names
-
-
 def test_a_wrong_target_is_nan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flce.rows.looks_at_values", lambda device: False)
     problem = problem_of(device, leading=(6,))

@@ -144,38 +144,21 @@ def test_operands_without_descriptors(device: torch.device) -> None:
     assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-3)
 
 
-def test_who_is_launched_beside_whom(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Only the classes behind the last whole block, beside the product of the whole blocks before: their launch may
-    follow that, and nothing else, without waiting."""
-    from flce.backends.triton import exponentials_launch, product_launch
+def test_launches_of_a_product() -> None:
+    """The classes behind the last whole block of 256 are apart: only they need a mask."""
+    from flce.backends.triton import exponentials_launch
 
-    def exponentials(*classes: int, whole: bool = False) -> list[tuple[int, int, bool]]:
+    def exponentials(*classes: int, whole: bool = False) -> list[tuple[int, int]]:
         pieces = [torch.empty(1, count) for count in classes]
         found = list(exponentials_launch._tiles(pieces, sum(classes), whole))
-        assert [of_tile.shape[1] for _, of_tile, _ in found] == [tile.cols for tile, _, _ in found]
-        return [(tile.start, tile.cols, beside) for tile, _, beside in found]
+        assert [of_tile.shape[1] for _, of_tile in found] == [tile.cols for tile, _ in found]
+        return [(tile.start, tile.cols) for tile, _ in found]
 
-    assert exponentials(600) == [(0, 512, False), (512, 88, True)]
-    assert exponentials(512) == [(0, 512, False)]
-    assert exponentials(88) == [(0, 88, False)]
-    assert exponentials(256, 88) == [(0, 256, False), (256, 88, False)]  # of another piece
-    assert exponentials(256, 300) == [(0, 256, False), (256, 256, False), (512, 44, True)]
-    assert exponentials(600, whole=True) == [(0, 600, False)]
-
-    made: list[tuple[int, bool]] = []
-    launch = product_launch.launch
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        made.append((args[5].start, kwargs["beside"]))
-        return launch(*args, **kwargs)
-
-    monkeypatch.setattr(product_launch, "launch", spy)
-    for vocab in (600, 512, 88):
-        problem = problem_of(device, DTYPES[0], leading=(3,), vocab=vocab)
-        flce.fused_linear_cross_entropy(problem.input, problem.linear_weight, problem.target)
-    assert made == [(0, False), (512, True), (0, False), (0, False)]
-    options = product_launch._overlap(torch.device("cpu"), True)
-    assert options == {"OVERLAP": False, "BESIDE": False}
+    assert exponentials(600) == [(0, 512), (512, 88)]
+    assert exponentials(512) == [(0, 512)]
+    assert exponentials(88) == [(0, 88)]
+    assert exponentials(256, 300) == [(0, 256), (256, 256), (512, 44)]
+    assert exponentials(600, whole=True) == [(0, 600)]
 
 
 def test_what_is_not_fused(device: torch.device) -> None:
@@ -213,10 +196,10 @@ def test_an_option_that_products_do_not_know(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [100, 1408])
-def test_products_beside_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last classes are made where the product of the others leaves room, and what comes then waits for both: the
-    same bits as one after the other."""
+def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a product begins before its end, and waits for it: the same bits as one after the other."""
     from flce.backends.triton import product_launch
+    from flce.backends.triton.launch import overlap
 
     g = torch.Generator("cuda").manual_seed(0)
     w = torch.randn(33000, 1024, device="cuda", generator=g).mul(0.05).bfloat16().requires_grad_()
@@ -233,12 +216,9 @@ def test_products_beside_each_other(tokens: int, monkeypatch: pytest.MonkeyPatch
             made += torch.autograd.grad(loss, w)
         return made
 
-    def one_by_one(device: torch.device, beside: bool) -> dict[str, bool]:
-        return {"OVERLAP": False, "BESIDE": False}
-
-    assert product_launch._overlap(w.device, True)["launch_pdl"]
+    assert overlap(w.device)["OVERLAP"]
     overlapping = [results() for _ in range(3)]
-    monkeypatch.setattr(product_launch, "_overlap", one_by_one)
+    monkeypatch.setattr(product_launch, "overlap", lambda device: {"OVERLAP": False})
     expected = results()
     for made in overlapping:
         assert all(torch.equal(mine, other) for mine, other in zip(made, expected, strict=True))

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flce.problem import LinearCrossEntropyProblem, LossSpec
+from flce.problem import LossSpec
 
 # Rows of the running state that statistics keep between the tiles of a row of tiles.
 STATE_SLOTS = 7
@@ -253,10 +253,6 @@ class Backend(Protocol):
 
         `upstream`: (rows,), or None for 1.
         """
-
-    def prepare(self, p: LinearCrossEntropyProblem, counted: bool) -> None:
-        """Called before all others of a call that uses `product_exponentials` and what follows it, with a `count` or
-        without. What has to be built the first time can be built at the same time."""
 
     def product_exponentials(
         self,

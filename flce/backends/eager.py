@@ -100,7 +100,7 @@ class TorchBackend:
         raise NotImplementedError("the PyTorch backend has no products with an epilogue: see can_fuse_product")
 
     product_statistics = product_gradient = _unavailable
-    prepare = product_exponentials = combine_rows = weight_gradient = add_to_targets = _unavailable
+    product_exponentials = combine_rows = weight_gradient = add_to_targets = _unavailable
 
     def constants(self, p: RowProblem) -> Tensor:
         return reduction.make_constants(p)

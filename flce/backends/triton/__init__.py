@@ -21,8 +21,6 @@ from flce.backends.triton.launch import (
     SECTOR_BYTES,
     VECTOR_BYTES,
     Launch,
-    build_key,
-    build_once,
     call_arguments,
     device_facts,
     fewest_warps,
@@ -31,7 +29,7 @@ from flce.backends.triton.launch import (
     overlap,
 )
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
-from flce.problem import LinearCrossEntropyProblem, LossSpec, accumulation_dtype
+from flce.problem import LossSpec, accumulation_dtype
 
 
 class Shape(NamedTuple):
@@ -131,22 +129,6 @@ class TritonBackend:
     ) -> None:
         with _device_of(x):
             product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
-
-    def prepare(self, p: LinearCrossEntropyProblem, counted: bool) -> None:
-        (term,) = p.terms
-        rows = RowInputs(p.target, p.token_weight, p.class_weight, p.linear_bias, None)
-        key = ("exponentials", *build_key(term.input, term.weight, rows, p.spec), p.num_items is None, counted)
-
-        def launches() -> list[Launch]:
-            factor = term.input.new_empty((), dtype=torch.float32)
-            return [
-                *exponentials_launch.launches_of(p, counted),
-                *reduction_launch.launches_of(p),
-                _scale_launch(term.weight, term.weight, factor),
-            ]
-
-        with _device_of(term.input):
-            build_once(key, launches, p.device)
 
     def product_exponentials(
         self,

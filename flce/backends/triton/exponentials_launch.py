@@ -21,8 +21,8 @@ from flce.backends.triton.exponentials import (
 )
 from flce.backends.triton.launch import Launch, call_arguments, device_facts, launch_of
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
-from flce.gemm import ALIGNMENT, padded_cols
-from flce.problem import LinearCrossEntropyProblem, LossSpec
+from flce.gemm import ALIGNMENT
+from flce.problem import LossSpec
 
 # Classes whose logits are made ahead, for the reference of each row. That is 0.2% of a vocabulary of 128,256.
 SAMPLES = 256
@@ -60,23 +60,6 @@ def product_exponentials(
         launch.run()
 
 
-def launches_of(p: LinearCrossEntropyProblem, counted: bool) -> list[Launch]:
-    """All of a call, on stand-ins of one row. `counted`: with rows that only the device has counted."""
-    x, weight, target = p.terms[0].input[:1], p.terms[0].weight, p.target[:1]
-    vectors = x.new_empty(2, ALIGNMENT, dtype=torch.float32)[:, :1]
-    vector, exps = vectors[0], x.new_empty(1, padded_cols(len(weight)))[:, : len(weight)]
-    rows = RowInputs(target, p.token_weight, p.class_weight, p.linear_bias, vector)
-    out = RowOutputs.of(p.spec, vector.dtype, lambda slots, dtype: vectors if slots else vector)
-    ignore, index = p.spec.ignore_index, target if counted else None
-    targets = SortedTargets(x, target.int(), target, vector, ignore)
-    return [
-        *_launches(x, weight, exps, [exps], rows, p.spec, out, vectors, target if counted else None),
-        combine_rows(x, None, x, target, vectors, ignore, None),
-        combine_rows(x.float(), weight, x, target, vectors, ignore, index),
-        weight_gradient(exps, x, weight, targets, target.int(), 0),
-    ]
-
-
 def _sampled(weight: Tensor) -> Tensor:
     sampled = weight[:: _sample_step(weight)]
     return sampled[: max(1, len(sampled) // ALIGNMENT * ALIGNMENT)]
@@ -96,7 +79,7 @@ def _launches(
     out: RowOutputs,
     factors: Tensor,
     count: Tensor | None,
-) -> list[Launch]:
+) -> Iterator[Launch]:
     num_rows, vocab_size = len(x), len(weight)
     blocks = triton.cdiv(vocab_size, product_launch.LAUNCH.cols)
     partial = out.loss.new_empty(blocks, num_rows)
@@ -104,79 +87,70 @@ def _launches(
     reference, target_logit, target_jacobian = (out.loss.new_empty(num_rows) for _ in range(3))
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
     call = call_arguments(rows, spec, reference, out=out)
-    launches = [
-        launch_of(
-            reference_kernel,
-            (num_rows,),
+    yield launch_of(
+        reference_kernel,
+        (num_rows,),
+        call,
+        {
+            "HAS_COUNT": count is not None,
+            "BLOCK_ROWS": product_launch.LAUNCH.rows,
+            "SAMPLES": SAMPLES,
+            "BLOCK": BLOCK,
+        },
+        x_ptr=x,
+        weight_ptr=weight,
+        sample_ptr=sample,
+        bias_ptr=reference if rows.bias is None else rows.bias,
+        reference_ptr=reference,
+        target_logit_ptr=target_logit,
+        target_jacobian_ptr=target_jacobian,
+        work_ptr=work,
+        count_ptr=reference if count is None else count,
+        x_stride=x.stride(0),
+        weight_stride=weight.stride(0),
+        sample_stride=sample.stride(0),
+        rows=num_rows,
+        hidden=x.shape[1],
+        samples=sample.shape[1],
+        sample_step=_sample_step(weight),
+        vocab_size=vocab_size,
+    )
+    for attempt, whole in enumerate((False, True)):
+        todo = work[attempt]
+        for tile, exps_of_tile in _tiles(exps, vocab_size, whole):
+            of_tile = weight[tile.columns], exps_of_tile, rows, spec, tile, partial
+            yield product_launch.launch(x, *of_tile, reference=reference, work=todo)
+        yield launch_of(
+            finish_kernel,
+            (triton.cdiv(num_rows, product_launch.FINISH_ROWS),),
             call,
             {
-                "HAS_COUNT": count is not None,
-                "BLOCK_ROWS": product_launch.LAUNCH.rows,
-                "SAMPLES": SAMPLES,
-                "BLOCK": BLOCK,
+                "HAS_SCALE": call.flags["HAS_SCALE"] and not call.flags["HAS_SOFTCAP"],
+                "ROWS": product_launch.FINISH_ROWS,
+                "BLOCKS": product_launch.FINISH_BLOCKS,
             },
-            x_ptr=x,
-            weight_ptr=weight,
-            sample_ptr=sample,
-            bias_ptr=reference if rows.bias is None else rows.bias,
+            partial_ptr=partial,
             reference_ptr=reference,
             target_logit_ptr=target_logit,
             target_jacobian_ptr=target_jacobian,
-            work_ptr=work,
-            count_ptr=reference if count is None else count,
-            x_stride=x.stride(0),
-            weight_stride=weight.stride(0),
-            sample_stride=sample.stride(0),
+            factors_ptr=factors,
+            work_ptr=todo,
+            factors_stride=factors.stride(0),
             rows=num_rows,
-            hidden=x.shape[1],
-            samples=sample.shape[1],
-            sample_step=_sample_step(weight),
+            blocks=blocks,
             vocab_size=vocab_size,
         )
-    ]
-    for attempt, whole in enumerate((False, True)):
-        todo = work[attempt]
-        for tile, of_tile, beside in _tiles(exps, vocab_size, whole):
-            launches.append(
-                product_launch.launch(
-                    x, weight[tile.columns], of_tile, rows, spec, tile, partial, reference=reference, work=todo,
-                    beside=beside,
-                )
-            )  # fmt: skip
-        launches.append(
-            launch_of(
-                finish_kernel,
-                (triton.cdiv(num_rows, product_launch.FINISH_ROWS),),
-                call,
-                {
-                    "HAS_SCALE": call.flags["HAS_SCALE"] and not call.flags["HAS_SOFTCAP"],
-                    "ROWS": product_launch.FINISH_ROWS,
-                    "BLOCKS": product_launch.FINISH_BLOCKS,
-                },
-                partial_ptr=partial,
-                reference_ptr=reference,
-                target_logit_ptr=target_logit,
-                target_jacobian_ptr=target_jacobian,
-                factors_ptr=factors,
-                work_ptr=todo,
-                factors_stride=factors.stride(0),
-                rows=num_rows,
-                blocks=blocks,
-                vocab_size=vocab_size,
-            )
-        )
-    return launches
 
 
-def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool) -> Iterator[tuple[Tile, Tensor, bool]]:
-    """What is launched by itself, and whether beside the one before (`product_launch.tiles`). `whole`: as little as can
-    be, of something that is rarely done."""
+def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool) -> Iterator[tuple[Tile, Tensor]]:
+    """What is launched by itself (`product_launch.tiles`). `whole`: as little as can be, of something that is rarely
+    done."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
-        one = [(Tile(start, stop - start, vocab_size, stop - start), False)]
-        for tile, beside in one if whole else product_launch.tiles(start, stop, vocab_size):
-            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols], beside
+        one = [Tile(start, stop - start, vocab_size, stop - start)]
+        for tile in one if whole else product_launch.tiles(start, stop, vocab_size):
+            yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 
 

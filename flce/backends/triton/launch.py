@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -43,42 +42,6 @@ class Launch(NamedTuple):
 
     def run(self) -> None:
         self.kernel[self.grid](**self.args, **self.options)
-
-    def build(self) -> None:
-        """Everything but the launch. To take a built kernel with a grid loads it; before Triton 3.7 a C compiler then
-        builds its launcher, which takes as long as the kernel."""
-        self.kernel.warmup(grid=self.grid, **self.args, **self.options)[self.grid]
-
-
-def build_key(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec) -> tuple[Hashable, ...]:
-    """What decides on the kernels of a call: types, sizes and flags, no values."""
-    tensors = (x, rows.bias, rows.class_weight, rows.token_weight)
-    dtypes = (None if t is None else t.dtype for t in tensors)
-    flags = call_arguments(rows, spec, x).flags
-    return (*dtypes, *weight.shape, *flags.values(), *RowOutputs.asked(spec), spec.reduction)
-
-
-# Of `build_once`.
-_built: set[Hashable] = set()
-
-
-def build_once(key: Hashable, launches: Callable[[], Sequence[Launch]], device: torch.device) -> None:
-    """All at the same time, since most of it is done outside of Python, if it is the first time for this key.
-
-    It is a matter of time only: what is not built when it is launched, is then.
-    """
-    if device.type != "cuda" or (device, key) in _built:  # "cpu": the interpreter
-        return
-
-    def build(launch: Launch) -> None:
-        with torch.cuda.device(device):
-            launch.build()
-
-    # Of kernels that are launched several times, one.
-    to_build = {(launch.kernel, *launch.options.items()): launch for launch in launches()}.values()
-    with ThreadPoolExecutor(len(to_build)) as pool:
-        list(pool.map(build, to_build))
-    _built.add((device, key))
 
 
 class DeviceFacts(NamedTuple):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from flce.backends.triton.math import (
     LOG2_E,
@@ -80,9 +80,6 @@ def product_kernel(
     HAS_UPSTREAM: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     OVERLAP: tl.constexpr,  # what is launched next may begin where this one leaves multiprocessors idle
-    # This one began there itself. It needs nothing of the launch before, and ends after it. What came before that is
-    # complete, also in the caches: the launch before waited for it, and this one came later.
-    BESIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -175,8 +172,6 @@ def product_kernel(
             tl.store(partial_ptr + place, largest, mask=exists)
             plane = tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
             tl.store(partial_ptr + plane + place, total, mask=exists)
-    if BESIDE:
-        gdc_wait()
 
 
 @triton.jit

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import PRODUCT_BLOCK, RowInputs, RowOutputs, Tile
-from flce.backends.triton.launch import Launch, build_key, build_once, call_arguments, device_facts, launch_of, overlap
+from flce.backends.triton.launch import Launch, call_arguments, device_facts, launch_of, overlap
 from flce.backends.triton.product import finish_statistics_kernel, product_kernel
 from flce.problem import LossSpec
 
@@ -52,26 +51,9 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
         return
     partial = out.loss.new_empty(2, triton.cdiv(vocab_size, LAUNCH.cols), num_rows)
     target_logit = out.loss.new_empty(num_rows)
-    launches = [
-        *(
-            launch(
-                x,
-                weight[tile.columns],
-                None,
-                rows,
-                spec,
-                tile,
-                partial,
-                target_logit=target_logit,
-                beside=beside,
-            )
-            for tile, beside in tiles(0, vocab_size, vocab_size)
-        ),
-        _finish_statistics(partial, target_logit, rows, spec, vocab_size, out),
-    ]
-    build_once(("statistics", *build_key(x, weight, rows, spec)), lambda: launches, x.device)
-    for each in launches:
-        each.run()
+    for tile in tiles(0, vocab_size, vocab_size):
+        launch(x, weight[tile.columns], None, rows, spec, tile, partial, target_logit=target_logit).run()
+    _finish_statistics(partial, target_logit, rows, spec, vocab_size, out).run()
 
 
 def _finish_statistics(
@@ -91,11 +73,10 @@ def _finish_statistics(
     )
 
 
-def tiles(first: int, end: int, vocab_size: int) -> list[tuple[Tile, bool]]:
-    """Of these classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%.
-    With each, whether it is launched beside the one before."""
+def tiles(first: int, end: int, vocab_size: int) -> list[Tile]:
+    """Of these classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%."""
     borders = sorted({first, first + (end - first) // LAUNCH.cols * LAUNCH.cols, end})
-    return [(Tile(start, stop - start, vocab_size, stop - start), start > first) for start, stop in pairwise(borders)]
+    return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
 def gradient(
@@ -126,7 +107,6 @@ def launch(
     upstream: Tensor | None = None,
     reference: Tensor | None = None,  # makes it exponentials
     work: Tensor | None = None,
-    beside: bool = False,  # the launch before, which was of other classes for the same rows
 ) -> Launch:
     """The arguments are those of `product_kernel`."""
     bias = rows.tile_bias(tile)
@@ -150,7 +130,7 @@ def launch(
         "PROGRAMS": programs,
         "num_stages": LAUNCH.num_stages,
         "num_warps": LAUNCH.num_warps,
-        **_overlap(x.device, beside),
+        "OVERLAP": overlap(x.device)["OVERLAP"],  # it does not begin early itself
     }
     return launch_of(
         product_kernel,
@@ -173,9 +153,3 @@ def launch(
         column_start=tile.start,
         vocab_size=tile.vocab_size,
     )
-
-
-def _overlap(device: torch.device, beside: bool) -> dict[str, bool]:
-    """Options of a launch. The last wave of a product leaves multiprocessors idle, for the few blocks of the next."""
-    options = overlap(device)
-    return options | {"BESIDE": options["OVERLAP"]} if beside else {"OVERLAP": options["OVERLAP"], "BESIDE": False}

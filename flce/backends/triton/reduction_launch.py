@@ -18,16 +18,6 @@ BLOCK, WARPS = 4096, 16
 MAX_ROWS = 16 * BLOCK
 
 
-def launches_of(p: RowProblem) -> list[Launch]:
-    """Of a call whose constants are made before its losses."""
-    made = _new_constants(p)
-    rows = RowOutputs.of(p.spec, made.dtype, lambda slots, dtype: made)
-    launches = [launch(p, rows, made, False, made, rows.losses[1])]
-    if p.class_weight is None:
-        launches.append(launch(p, None, made, True, made))
-    return launches
-
-
 def make_constants(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
         return reduction.make_constants(p)
