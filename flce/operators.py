@@ -12,9 +12,11 @@ An operator's schema takes tensors, scalars and lists of them only: `_pack` take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +39,9 @@ _ARGUMENTS = (
     f"Tensor? token_weight, Tensor? num_items, {SPEC.schema}, bool[] needs, {_OPTIONS.schema}"
 )
 _NUM_TENSORS = 7
+
+
+ResultT = TypeVar("ResultT")
 
 
 class Outputs(NamedTuple):
@@ -88,7 +93,7 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
     )
 
 
-def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan]:
+def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkOptions]:
     inputs, weights, target, linear_bias, class_weight, token_weight, num_items = args[:_NUM_TENSORS]
     scalars = args[_NUM_TENSORS:]
     problem = LinearCrossEntropyProblem(
@@ -101,7 +106,7 @@ def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkPlan
         spec=SPEC.unpack(scalars[: len(SPEC)]),
         needs=_needs(scalars),
     )
-    return problem, _plan(problem, _OPTIONS.unpack(scalars[len(SPEC) + 1 :]))
+    return problem, _OPTIONS.unpack(scalars[len(SPEC) + 1 :])
 
 
 def _needs(scalars: Sequence[Any]) -> Needs:
@@ -119,15 +124,56 @@ def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
     return base_plan(shape, options)
 
 
+def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, options: ChunkOptions) -> ResultT:
+    """`run` with the plan of a call; where its memory cannot be had, with a smaller one.
+
+    Not with a budget, which says how much there is, nor while a graph is captured, whose memory is its own.
+    """
+    plan = _plan(p, options)
+    while True:
+        try:
+            return run(plan)
+        except torch.OutOfMemoryError:
+            smaller = _smaller(p, plan) if options.max_workspace_bytes is None else None
+            if smaller is None:
+                raise
+        # Here, where the frames of the attempt are gone, and their tensors with them.
+        warnings.warn(
+            f"flce could not have the {plan.workspace_bytes / 2**20:.0f} MiB of its default plan, and goes on with "
+            f"{smaller.workspace_bytes / 2**20:.0f} MiB. To save the attempt, give options=flce.ChunkOptions("
+            f"max_workspace_bytes={smaller.workspace_bytes}).",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        plan = smaller
+
+
+def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
+    """A plan of a quarter of the workspace, with outputs that look the same; None: there is none."""
+    if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    quarter = ChunkOptions(
+        max_workspace_bytes=max(1, plan.workspace_bytes // 4),
+        strategy=plan.strategy,  # type: ignore[arg-type]
+        logits_dtype=plan.logits_dtype,
+        accum_dtype=plan.accum_dtype,
+        skip_ignored=plan.skip_ignored,
+    )
+    with contextlib.suppress(ValueError):
+        return _plan(p, quarter)
+    return None
+
+
 def _forward(*args: Any) -> tuple[Any, ...]:
-    problem, plan = _unpack(args)
-    result = engine.forward(problem, plan)
+    problem, options = _unpack(args)
+    result = _run(lambda plan: engine.forward(problem, plan), problem, options)
     unit = result.rows.loss.new_empty(0) if result.grad_unit is None else result.grad_unit
     return Outputs(vectors.as_outputs(result.rows), result.grads, unit).flat
 
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
-    p, plan = _unpack(args)
+    p, options = _unpack(args)
+    plan = _plan(p, options)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
     ahead = p.needs.any and not plan.deferred
     scaled = ahead and plan.grad_dtype == torch.float16
@@ -139,8 +185,8 @@ def _forward_fake(*args: Any) -> tuple[Any, ...]:
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    problem, plan = _unpack(args)
-    return engine.backward(problem, plan, normalizer, upstream)
+    problem, options = _unpack(args)
+    return _run(lambda plan: engine.backward(problem, plan, normalizer, upstream), problem, options)
 
 
 def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:

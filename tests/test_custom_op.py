@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import chunk_plan, planning
+from flce import chunk_plan, engine, planning
 from flce.backends import get_backend
 from flce.custom_op import Flat
 from flce.problem import SPEC, LossSpec
@@ -35,6 +36,7 @@ from tests.helpers import (
     make_problem,
     pairs,
     plan_for,
+    relative_error,
     run_fused,
 )
 
@@ -560,32 +562,79 @@ def test_second_backward(reduction: str, strategy: str, retain: bool, backend: s
     assert first[0] is not None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_backward_again_after_it_ran_out_of_memory(
-    strategy: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float16, whose gradients are cast in backward, one is found to have no memory."""
+    """Of float16, whose gradients are cast in backward, the second is found to have no memory."""
     x, w, y = leaves(torch.float16, device)
-    fused(x, w, y, options=options_for(strategy)).backward()
+    fused(x, w, y).backward()
     want = [x.grad, w.grad]
     x.grad = w.grad = None
-    loss = fused(x, w, y, options=options_for(strategy))
-    name = "scale_cast" if strategy == "tokens" else "gradient"
-    original = getattr(type(get_backend(device)), name)
-    calls: list[None] = []
+    loss = fused(x, w, y)
+    kind = type(get_backend(device))
+    original, calls = kind.scale_cast, itertools.count(1)
 
     def fails_once(self: Any, *args: Any) -> Any:
-        calls.append(None)
-        if len(calls) == (2 if strategy == "tokens" else 1):
+        if next(calls) == 2:
             raise torch.OutOfMemoryError("for this test")
         return original(self, *args)
 
-    monkeypatch.setattr(type(get_backend(device)), name, fails_once)
+    monkeypatch.setattr(kind, "scale_cast", fails_once)
     with pytest.raises(torch.OutOfMemoryError):
         loss.backward(retain_graph=True)
     x.grad = w.grad = None
     loss.backward()
     torch.testing.assert_close([x.grad, w.grad], want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller one takes its place, with one warning; the error stays with a budget, and where nothing is smaller."""
+    p = make_problem((2000,), 16, 2000, dtype=torch.float32)
+    most = flce.plan(2000, 16, 2000, torch.float32, device="cpu", reduction=reduction).workspace_bytes // 2
+    passes = {name: getattr(engine, name) for name in ("forward", "backward")}
+
+    def limited(name: str) -> Any:
+        def run(problem: Any, plan: Any, *args: Any) -> Any:
+            if plan.workspace_bytes > most:
+                raise torch.OutOfMemoryError("for this test")
+            return passes[name](problem, plan, *args)
+
+        return run
+
+    want = run_fused(p.with_(reduction=reduction), grad_output=1.5)
+    for name in passes:
+        monkeypatch.setattr(engine, name, limited(name))
+    with pytest.warns(RuntimeWarning, match="could not have .* and goes on with .*max_workspace_bytes"):
+        got = run_fused(p.with_(reduction=reduction), grad_output=1.5)
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close([got.grad_input, got.grad_weight], [want.grad_input, want.grad_weight])
+    with pytest.raises(torch.OutOfMemoryError):
+        run_fused(p.with_(reduction=reduction), options=flce.ChunkOptions(max_workspace_bytes=4 * most))
+    most = 100
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning):
+        run_fused(p.with_(reduction=reduction))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_plan_whose_memory_cannot_be_had_on_cuda(reduction: str) -> None:
+    p = make_problem((8192,), 512, 128256, dtype=torch.bfloat16, device="cuda", reduction=reduction)
+    options = flce.ChunkOptions(strategy="tokens", chunk_rows=8192)  # 2 GiB of logits
+    total = torch.cuda.get_device_properties(0).total_memory
+    want = run_fused(p, grad_output=1.5)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + (1200 << 20)) / total)
+    try:
+        with pytest.warns(RuntimeWarning, match="could not have"):
+            got = run_fused(p, options=options, grad_output=1.5)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-4, atol=1e-4)
+    for mine, other in ((got.grad_input, want.grad_input), (got.grad_weight, want.grad_weight)):
+        assert mine is not None
+        assert other is not None
+        assert relative_error(mine, other) < 1e-2
 
 
 def test_second_backward_through_another_output(backend: str, device: torch.device) -> None:
