@@ -67,8 +67,6 @@ LATE_CHUNK = 1 << 37
 # Bytes of vectors with an entry per token that it takes: factors, references, targets in ascending order and what
 # sorting takes.
 LATE_ROW_BYTES = 72
-# The share of a chunk, one in so many, that has float32 logits at a time where they are in memory after all.
-UNFUSED_SHARE = 128
 # Large blocks of one size, of which there are many, are better off with multiples of more. In times four bare products:
 # 1.13 for 1.15 (16384 x 1024 x 151936, 256 MiB), 1.02 for 1.03 (8192 x 4096 x 128256), 1.03 for 1.04 (8192 x 2304 x
 # 256000), 1.03 for 1.02 (8192 x 3584 x 152064). Small ones lose too much: 1.34 for 1.30 (16384 x 1024 x 151936 in
@@ -224,13 +222,6 @@ class ChunkPlan(CallShape):
         return ceil_div(rows, ALIGNMENT) * ALIGNMENT
 
     @property
-    def unfused_rows(self) -> int | None:
-        """Of a chunk whose logits should not have been in memory, but its operands cannot be fused, those that have
-        logits at a time; None: all, in the place of their gradient."""
-        apart = self.late_normalization and (not self.in_place or self.lent_tiles > 0)
-        return max(1, self.chunk_rows // UNFUSED_SHARE) if apart else None
-
-    @property
     def exponential_tiles(self) -> tuple[ExponentialTile, ...]:
         return exponential_tiles(self.num_tokens, self.hidden_sizes[0], self.vocab_size, self.lent_tiles)
 
@@ -268,15 +259,13 @@ class ChunkPlan(CallShape):
 
     @property
     def statistics_tile(self) -> tuple[int, int]:
-        """Tokens and classes of the tiles of a forward that makes no gradients."""
+        """Tokens and classes of the tiles of a forward that makes no gradients, where logits are in memory."""
         limit = defaults_of(self.device_type).statistics
         if limit is None:
             return self.chunk_rows, self.block_cols
         itemsize = self.logits_dtype.itemsize
-        # Operands that cannot be fused after all, for where they lie in memory, have to do with the same.
-        room = self._product_bytes(self.product_rows) if self.fused_product else self._statistics_room
         rows = min(STATISTICS_ROWS, self.num_tokens if self.equal_rows else self.chunk_rows)
-        cols = room // max(1, rows * itemsize)
+        cols = self._statistics_room // max(1, rows * itemsize)
         multiple = STATISTICS_COLS if cols >= STATISTICS_COLS else COLUMN_MULTIPLE
         return rows, min(self.vocab_size, max(1, cols // multiple * multiple))
 
@@ -439,15 +428,14 @@ class ChunkPlan(CallShape):
     def _statistics_peak(self) -> int:
         """Of a forward that makes no gradients."""
         rows = self.num_tokens * self._row_bytes()
-        chunk, block = self.statistics_tile
-        state = STATE_SLOTS * chunk * accumulation_dtype(self.dtype).itemsize if block < self.vocab_size else 0
-        logits = chunk * padded_cols(block) * self.logits_dtype.itemsize
-        peak = rows + logits + self._tile_temporaries(chunk, block, None) + state
         if self.fused_product:
             fused = self.product_rows
             gathered = fused * sum(self.hidden_sizes) * self.dtype.itemsize if self.skip_ignored else 0
-            peak = max(peak, rows + self._product_bytes(fused) + gathered + 4 * fused)  # and the targets' logits
-        return peak
+            return rows + self._product_bytes(fused) + gathered + 4 * fused  # and the targets' logits
+        chunk, block = self.statistics_tile
+        state = STATE_SLOTS * chunk * accumulation_dtype(self.dtype).itemsize if block < self.vocab_size else 0
+        logits = chunk * padded_cols(block) * self.logits_dtype.itemsize
+        return rows + logits + self._tile_temporaries(chunk, block, None) + state
 
     def _gradients_peak(self) -> int:
         """The returned gradients included."""
@@ -498,8 +486,6 @@ class ChunkPlan(CallShape):
         """What normalizing after the products takes beside a tile of the sweep and the gradients."""
         row_bytes = self.hidden_sizes[0] * self.dtype.itemsize
         vectors = self.num_tokens * LATE_ROW_BYTES
-        unfused = self.logits_dtype.itemsize + (0 if self.in_place else self.grad_dtype.itemsize)
-        vectors += (self.unfused_rows or 0) * padded_cols(self.vocab_size) * unfused
         sums = self._product_bytes(sweep.rows) // 2
         if self.lent_tiles:
             # What the sums take, the gradient of the inputs may have when they have been given back.
@@ -578,9 +564,11 @@ class ChunkPlan(CallShape):
     def _tiles_text(self) -> Iterator[str]:
         """Of the pass that makes gradients, or of the only one."""
         rows, cols = (self.chunk_rows, self.block_cols) if self.needs.any else self.statistics_tile
+        if self.fused_product and not self.needs.any:
+            rows, cols = self.product_rows, self.vocab_size
         chunks = ceil_div(self.num_tokens, max(1, rows))
         yield f"{chunks} chunks of {rows} tokens" if chunks > 1 else f"all {self.num_tokens} tokens at once"
-        if self.strategy == "tokens" and self.needs.any:
+        if self.strategy == "tokens" and (self.needs.any or self.fused_product):
             yield "all classes"
         else:
             widths = [cols]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from flce import rows as vectors
-from flce.backends import get_backend
 from flce.backends.contract import RowOutputs
 from flce.chunk_plan import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem
@@ -35,12 +34,11 @@ class ForwardResult:
 
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
     vectors.check_targets(problem)
-    schedule, aligned = schedule_of(plan), _is_aligned(problem)
+    schedule = schedule_of(plan)
     with_gradients = problem.needs.any and not schedule.deferred
-    counted_later = schedule.counts_on_device and aligned and problem.num_tokens > 0
     # Before the selection, which may wait for the device.
     constants = vectors.constants(problem) if with_gradients else vectors.statistics_constants(problem)
-    selection = Selection.of(problem, plan, counted_later)
+    selection = Selection.of(problem, plan, schedule.counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows)
     unit = None
     scaled = constants
@@ -48,7 +46,7 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
         assert constants is not None
         unit = vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
         scaled = vectors.scaled(constants, unit)
-    stage = Stage(problem, _dtypes(plan), selection, scaled, rows.normalizer, rows, None, plan.fused_product, aligned)
+    stage = Stage(problem, _dtypes(plan), selection, scaled, rows.normalizer, rows, None, plan.fused_product)
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
     results, _ = vectors.reduce(problem, selection.scatter(rows), constants)
@@ -70,8 +68,7 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
     else:
         of_each = selection.take(upstream.to(constants.dtype))
     normalizer = selection.take(normalizer, dim=1)
-    aligned = _is_aligned(problem)
-    stage = Stage(problem, _dtypes(plan), selection, constants, normalizer, None, of_each, plan.fused_product, aligned)
+    stage = Stage(problem, _dtypes(plan), selection, constants, normalizer, None, of_each, plan.fused_product)
     schedule_of(plan).backward(stage)
     return stage.gradients()
 
@@ -79,10 +76,3 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
 def _dtypes(plan: ChunkPlan) -> Dtypes:
     sums = plan._accum
     return Dtypes(plan.logits_dtype, plan.grad_dtype, sums, plan.input_grad_dtype, plan.weight_grad_dtype)
-
-
-def _is_aligned(p: LinearCrossEntropyProblem) -> bool:
-    """The same in forward and backward, for both to have the same logits; but for operands that a hook on saved tensors
-    moves from an address that is no multiple of 16 bytes to one that is."""
-    term = p.terms[0]
-    return get_backend(p.device).can_fuse_product(term.input, term.weight)

@@ -14,10 +14,6 @@ from flce.gemm import matmul, padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.selection import Selection
 
-# The share of a chunk, one in so many, that has logits in memory at a time where operands cannot be described to the
-# products that should have kept them in registers.
-UNALIGNED_SHARE = 128
-
 
 @dataclass(frozen=True)
 class Dtypes:
@@ -48,8 +44,7 @@ class Stage:
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `constants`.
         products: whether the backend's products keep logits in registers: those that are wanted for statistics, or a
-            second time for their gradient. The operands have to lie where such products can read them.
-        aligned: whether they do.
+            second time for their gradient.
     """
 
     problem: LinearCrossEntropyProblem
@@ -60,7 +55,6 @@ class Stage:
     out: RowOutputs | None
     upstream: Tensor | None
     products: bool
-    aligned: bool
 
     def __post_init__(self) -> None:
         self._backend = get_backend(self.problem.device)
@@ -209,7 +203,7 @@ class Stage:
         """Of the logits of a tile, which are made again. Both: (rows, cols), and may be one."""
         inputs, spec, tile = self._row_inputs(rows), self.problem.spec, self._tile(cols)
         normalizer, upstream = self.normalizer[:, rows], None if self.upstream is None else self.upstream[rows]
-        if self.products and self.aligned:
+        if self.products:
             weight = self.terms[0].weight[cols]
             self._backend.product_gradient(xs[0], weight, dlogits, inputs, spec, tile, normalizer, upstream)
         else:
@@ -227,28 +221,11 @@ class Stage:
 
         The gradient of the logits is ``factors[0] * exponentials``, but in the target's column ``factors[1]``.
         """
-        if not self.aligned:
-            self._small_pieces(x, tiles, rows, factors)
-            return
         inputs, out, count = self._row_inputs(rows), self._out(rows), self.selection.count
         on_device = None if count is None or rows.start > 0 else count.on_device
         self._backend.product_exponentials(
             x, self.terms[0].weight, tiles, inputs, self.problem.spec, out, factors[:, rows], on_device
         )
-
-    def _small_pieces(self, x: Tensor, tiles: Sequence[Tensor], rows: slice, factors: Tensor) -> None:
-        """The gradient of the logits itself, and the factors that leave it as it is; few rows have logits at a time."""
-        step = max(1, len(x) // UNALIGNED_SHARE)
-        logits, dlogits = self.logits_and_gradient(step, self.vocab_size)
-        for start in range(0, len(x), step):
-            part = slice(start, min(start + step, len(x)))
-            size = part.stop - part.start
-            self.write_logits([x[part]], self.classes, logits[:size])
-            of_part = slice(rows.start + part.start, rows.start + part.stop)
-            self.losses_and_gradient(logits[:size], dlogits[:size], of_part)
-            for tile, piece in zip(tiles, dlogits[:size].split([t.shape[1] for t in tiles], 1), strict=True):
-                tile[part] = piece
-        factors[0, rows], factors[1, rows] = 1.0, 0.0
 
     def scaled_rows(self, x: Tensor, rows: slice, factors: Tensor, out: Tensor) -> Tensor:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""

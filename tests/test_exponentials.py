@@ -358,15 +358,23 @@ def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool
 
 @pairs(logits_dtype=[None, torch.float32], tokens=[60, 400], skip=[False, True])
 def test_operands_without_descriptors(
-    logits_dtype: torch.dtype | None, tokens: int, skip: bool, device: torch.device
+    logits_dtype: torch.dtype | None,
+    tokens: int,
+    skip: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Addresses that are not multiples of 16 bytes: a pass over logits of the vendor's product instead."""
+    """Addresses that are not multiples of 16 bytes: such operands are copied, a few classes of the weight at a time."""
     problem = problem_of(device, leading=(tokens,), hidden=64, vocab=300, ignored=0.2)
     memory = problem.linear_weight.new_zeros(300 * 64 + 1)
     weight = memory[1:].view(300, 64).copy_(problem.linear_weight)
-    assert not get_backend(device).can_fuse_product(problem.input, weight)
+    assert weight.data_ptr() % 16
     options = flce.ChunkOptions(logits_dtype=logits_dtype, skip_ignored=skip)
-    check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
+    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
+    assert x.data_ptr() % 16
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
 @pytest.fixture
@@ -435,15 +443,18 @@ def test_lent_tiles_of_operands_without_descriptors(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Logits of a few rows at a time, also of a single row."""
+    """Such operands are copied, a few classes of the weight at a time."""
     monkeypatch.setattr(planning, "LENT_RATIO", 10)
     problem = problem_of(device, leading=(tokens,), hidden=64, vocab=2117, ignored=0.0 if tokens == 1 else 0.2)
     memory = problem.linear_weight.new_zeros(2117 * 64 + 1)
     weight = memory[1:].view(2117, 64).copy_(problem.linear_weight)
     options = flce.ChunkOptions(skip_ignored=False, logits_dtype=logits_dtype)
-    lends = tokens > 1 or logits_dtype is not None  # one row of logits takes as much as all there is to lend
-    assert plan_of(problem, options).lent_tiles == (lent_count if lends else 0)
-    check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
+    assert plan_of(problem, options).lent_tiles == lent_count
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
+    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
+    assert x.data_ptr() % 16
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
 def test_who_lends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -676,7 +687,11 @@ def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypa
     options = remaking(problem, monkeypatch, 1051, 32)
     memory = problem.linear_weight.new_zeros(2099 * 64 + 1)
     weight = memory[1:].view(2099, 64).copy_(problem.linear_weight)
-    check(replace(problem, linear_weight=weight), options=options, grads="xw", tolerance=3 * ULP)
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
+    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
+    assert x.data_ptr() % 16
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
 def test_who_makes_classes_once_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import flce
 from flce import chunk_plan, operators
-from flce.backends import contract, get_backend
+from flce.backends import contract
 from flce.chunk_plan import ChunkPlan
 from flce.problem import STATS, LossSpec
 from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
@@ -130,12 +130,13 @@ def test_confident_rows(device: torch.device) -> None:
     assert float(outcome.grad_input.abs().max()) < 1e-6
 
 
-def test_operands_without_descriptors(device: torch.device) -> None:
-    """Addresses that are not multiples of 16 bytes: the vendor's products instead, in the same memory."""
+def test_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses that are not multiples of 16 bytes: such operands are copied, a few classes of the weight at a time."""
     problem = problem_of(device, DTYPES[0], leading=(20,), hidden=64, vocab=300)
     memory = problem.linear_weight.new_zeros(300 * 64 + 1)
     weight = memory[1:].view(300, 64).copy_(problem.linear_weight)
-    assert not get_backend(device).can_fuse_product(problem.input, weight)
+    assert weight.data_ptr() % 16
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
     outcomes = []
     for w in (problem.linear_weight, weight):
         loss = flce.fused_linear_cross_entropy(problem.input, w, problem.target)
@@ -148,9 +149,9 @@ def test_launches_of_a_product() -> None:
     """The classes behind the last whole block of 256 are apart: only they need a mask."""
     from flce.backends.triton import exponentials_launch
 
-    def exponentials(*classes: int, whole: bool = False) -> list[tuple[int, int]]:
+    def exponentials(*classes: int, whole: bool = False, most: int = 1 << 20) -> list[tuple[int, int]]:
         pieces = [torch.empty(1, count) for count in classes]
-        found = list(exponentials_launch._tiles(pieces, sum(classes), whole))
+        found = list(exponentials_launch._tiles(pieces, sum(classes), whole, most))
         assert [of_tile.shape[1] for _, of_tile in found] == [tile.cols for tile, _ in found]
         return [(tile.start, tile.cols) for tile, _ in found]
 
@@ -159,6 +160,7 @@ def test_launches_of_a_product() -> None:
     assert exponentials(88) == [(0, 88)]
     assert exponentials(256, 300) == [(0, 256), (256, 256), (512, 44)]
     assert exponentials(600, whole=True) == [(0, 600)]
+    assert exponentials(600, whole=True, most=256) == [(0, 256), (256, 256), (512, 88)]
 
 
 def test_what_is_not_fused(device: torch.device) -> None:

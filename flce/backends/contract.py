@@ -228,10 +228,6 @@ class Backend(Protocol):
     ) -> None:
         """`statistics` and `gradient` at once, for a tile that holds all classes."""
 
-    def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the products that follow work on these operands, as far as their memory decides it; for the rest see
-        `backends.has_product`."""
-
     def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
         """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
 

@@ -93,11 +93,8 @@ class TorchBackend:
             _gradient(exps, jacobian, merged[MAX], merged[SUM].log(), slab, spec, tile, None, grad[piece])
             del z, exps, jacobian  # before the next slab makes its own
 
-    def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
-        return False
-
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("the PyTorch backend has no products with an epilogue: see can_fuse_product")
+        raise NotImplementedError("the PyTorch backend has no products with an epilogue: see backends.has_product")
 
     product_statistics = product_gradient = _unavailable
     product_exponentials = combine_rows = weight_gradient = add_to_targets = _unavailable

@@ -43,5 +43,4 @@ def _at_once(plan: ChunkPlan) -> Schedule:
 
 
 def _statistics(plan: ChunkPlan) -> Statistics | ProductStatistics:
-    in_memory = Statistics(*plan.statistics_tile)
-    return ProductStatistics(plan.product_rows, in_memory) if plan.fused_product else in_memory
+    return ProductStatistics(plan.product_rows) if plan.fused_product else Statistics(*plan.statistics_tile)

@@ -26,13 +26,8 @@ class ProductStatistics(Schedule):
     """Logits stay in registers: a product leaves two numbers for each token and 256 classes."""
 
     rows: int
-    otherwise: Statistics
-    """Where the operands cannot be read by such a product."""
 
     def forward(self, s: Stage) -> None:
-        if not s.aligned:
-            self.otherwise.forward(s)
-            return
         for rows in s.chunks(self.rows):
             s.product_statistics(s.inputs(rows)[0], rows)
 

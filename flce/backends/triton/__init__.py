@@ -109,9 +109,6 @@ class TritonBackend:
     ) -> None:
         _launch(logits, grad, rows, spec, tile, None, out, out.normalizer, None)
 
-    def can_fuse_product(self, x: Tensor, weight: Tensor) -> bool:
-        return product_launch.can_describe(x) and product_launch.can_describe(weight)
-
     def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
         with _device_of(x):
             product_launch.statistics(x, weight, rows, spec, out)

@@ -87,6 +87,7 @@ def _launches(
     reference, target_logit, target_jacobian = (out.loss.new_empty(num_rows) for _ in range(3))
     work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
     call = call_arguments(rows, spec, reference, out=out)
+    x = product_launch.described(x)
     yield launch_of(
         reference_kernel,
         (num_rows,),
@@ -117,7 +118,7 @@ def _launches(
     )
     for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
-        for tile, exps_of_tile in _tiles(exps, vocab_size, whole):
+        for tile, exps_of_tile in _tiles(exps, vocab_size, whole, product_launch.most_classes(weight)):
             of_tile = weight[tile.columns], exps_of_tile, rows, spec, tile, partial
             yield product_launch.launch(x, *of_tile, reference=reference, work=todo)
         yield launch_of(
@@ -142,14 +143,14 @@ def _launches(
         )
 
 
-def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool) -> Iterator[tuple[Tile, Tensor]]:
+def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> Iterator[tuple[Tile, Tensor]]:
     """What is launched by itself (`product_launch.tiles`). `whole`: as little as can be, of something that is rarely
     done."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
         one = [Tile(start, stop - start, vocab_size, stop - start)]
-        for tile in one if whole else product_launch.tiles(start, stop, vocab_size):
+        for tile in one if whole and most >= vocab_size else product_launch.tiles(start, stop, vocab_size, most):
             yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 

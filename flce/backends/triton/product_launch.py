@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import triton
@@ -36,6 +36,8 @@ LAUNCH = ProductLaunch(rows=128, cols=PRODUCT_BLOCK, depth=64, group=16, num_sta
 FINISH_ROWS, FINISH_BLOCKS = 8, 128
 # Descriptors ask for addresses and strides that are multiples of this many bytes.
 DESCRIPTOR_BYTES = 16
+# Of a weight that does not begin at such an address, at most so many are copied at a time.
+COPY_BYTES = 32 << 20
 
 
 def can_describe(x: Tensor) -> bool:
@@ -45,13 +47,26 @@ def can_describe(x: Tensor) -> bool:
     return aligned and x.stride(1) == 1 and stride >= x.shape[1]
 
 
+def described(x: Tensor) -> Tensor:
+    """The matrix, or a copy for which a descriptor can stand."""
+    return x if can_describe(x) else x.clone().contiguous()
+
+
+def most_classes(weight: Tensor) -> int:
+    """Of a launch: all of a weight, or of one that has to be copied so many that the copy is small."""
+    if can_describe(weight):
+        return len(weight)
+    return max(1, COPY_BYTES // (weight.shape[1] * weight.element_size()) // LAUNCH.cols) * LAUNCH.cols
+
+
 def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
     num_rows, vocab_size = len(x), len(weight)
     if num_rows == 0:
         return
     partial = out.loss.new_empty(2, triton.cdiv(vocab_size, LAUNCH.cols), num_rows)
     target_logit = out.loss.new_empty(num_rows)
-    for tile in tiles(0, vocab_size, vocab_size):
+    x = described(x)
+    for tile in tiles(0, vocab_size, vocab_size, most_classes(weight)):
         launch(x, weight[tile.columns], None, rows, spec, tile, partial, target_logit=target_logit).run()
     _finish_statistics(partial, target_logit, rows, spec, vocab_size, out).run()
 
@@ -73,9 +88,11 @@ def _finish_statistics(
     )
 
 
-def tiles(first: int, end: int, vocab_size: int) -> list[Tile]:
-    """Of these classes: whole blocks, and a last one of fewer columns. Only that needs a mask, which costs up to 6%."""
-    borders = sorted({first, first + (end - first) // LAUNCH.cols * LAUNCH.cols, end})
+def tiles(first: int, end: int, vocab_size: int, most: int) -> list[Tile]:
+    """Of these classes, at most so many each: whole blocks, and a last one of fewer columns. Only that needs a mask,
+    which costs up to 6%."""
+    whole = first + (end - first) // LAUNCH.cols * LAUNCH.cols
+    borders = sorted({*range(first, whole, most), first, whole, end})
     return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
@@ -89,8 +106,11 @@ def gradient(
     normalizer: Tensor,
     upstream: Tensor | None,
 ) -> None:
-    if len(x):
-        launch(x, weight, grad, rows, spec, tile, None, normalizer, upstream=upstream).run()
+    x, step = described(x), most_classes(weight)
+    for start in range(0, tile.cols if len(x) else 0, step):
+        cols = slice(start, min(start + step, tile.cols))
+        part = replace(tile, start=tile.start + start, cols=cols.stop - start)
+        launch(x, weight[cols], grad[:, cols], rows, spec, part, None, normalizer, upstream=upstream).run()
 
 
 def launch(
@@ -108,14 +128,14 @@ def launch(
     reference: Tensor | None = None,  # makes it exponentials
     work: Tensor | None = None,
 ) -> Launch:
-    """The arguments are those of `product_kernel`."""
+    """The arguments are those of `product_kernel`. Of `weight` a copy is made where no descriptor can stand for it."""
     bias = rows.tile_bias(tile)
 
     def pointer(t: Tensor | None) -> Tensor:
         return rows.target if t is None else t  # what a flag switches off is never read
 
     x_desc = TensorDescriptor.from_tensor(x, [LAUNCH.rows, LAUNCH.depth])
-    weight_desc = TensorDescriptor.from_tensor(weight, [LAUNCH.cols, LAUNCH.depth])
+    weight_desc = TensorDescriptor.from_tensor(described(weight), [LAUNCH.cols, LAUNCH.depth])
     out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [LAUNCH.rows, LAUNCH.cols])
     programs = device_facts(x.device).multiprocessors
     gradient = out is not None and reference is None
