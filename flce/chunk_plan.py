@@ -67,11 +67,6 @@ LATE_CHUNK = 1 << 37
 # Bytes of vectors with an entry per token that it takes: factors, references, targets in ascending order and what
 # sorting takes.
 LATE_ROW_BYTES = 72
-# Large blocks of one size, of which there are many, are better off with multiples of more. In times four bare products:
-# 1.13 for 1.15 (16384 x 1024 x 151936, 256 MiB), 1.02 for 1.03 (8192 x 4096 x 128256), 1.03 for 1.04 (8192 x 2304 x
-# 256000), 1.03 for 1.02 (8192 x 3584 x 152064). Small ones lose too much: 1.34 for 1.30 (16384 x 1024 x 151936 in
-# 64 MiB).
-LARGE_BLOCK, LARGE_MULTIPLE = 6144, 2048
 
 
 @dataclass(frozen=True)
@@ -593,8 +588,7 @@ def defaults_of(device_type: str) -> Defaults:
 
 def whole_blocks(cols: int) -> int:
     """As many classes, or a few less, that products are best made of."""
-    multiple = LARGE_MULTIPLE if cols >= LARGE_BLOCK else BLOCK_MULTIPLE
-    return cols // multiple * multiple
+    return cols // BLOCK_MULTIPLE * BLOCK_MULTIPLE
 
 
 def ceil_div(a: int, b: int) -> int:

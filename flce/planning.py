@@ -5,10 +5,9 @@ The policy, in full:
 * **Strategy**: ``tokens`` makes the logits of some tokens and all classes at a time, three matrix products in all.
   ``vocab`` takes all tokens and `block_cols` classes at a time and multiplies a fourth time, but needs no float32 copy
   of the weight gradient. Without a budget it is ``tokens``, but see below.
-* **Without a budget** the logits take at most the bytes of `chunk_plan.DEFAULTS`, absolute figures (twice that for
-  chunks of float32 logits with a gradient of half precision beside them): the workspace does not grow with the number
-  of tokens. All tokens are one chunk where that fits, because a weight gradient that is summed over chunks in float32
-  takes as much memory again (`halfway`) and its traffic.
+* **Without a budget** the logits take at most the bytes of `chunk_plan.DEFAULTS`, absolute figures: the workspace does
+  not grow with the number of tokens. All tokens are one chunk where that fits, because a weight gradient that is summed
+  over chunks in float32 takes as much memory again (`halfway`) and its traffic.
 * **Where nothing is summed over chunks** a large chunk gains little. Without a budget a GPU then has little workspace
   and nearly the speed of the fastest plan: with a frozen head the chunks of `_frozen_rows`, which do not depend on the
   number of tokens, with ``reduction="none"``, whose logits are made twice in any case, the smallest blocks of ``vocab``
@@ -16,7 +15,7 @@ The policy, in full:
 * **With** ``max_workspace_bytes`` the plan is the fastest that keeps it, by `cost.seconds`. `_affordable` chooses the
   strategy and `_fit` the sizes.
 * **In between**: sums over chunks of the weight gradient of half of the classes fit in the memory of that gradient
-  (`halfway`). Where the sums of the others would leave little room for chunks, some or all of these are not summed:
+  (`halfway`). Where the sums of the others would leave little room for chunks, these are not summed:
   their logits are made once more afterwards, of all tokens at once, as in ``vocab`` (`ChunkPlan.remade_cols`).
 * **Loans**: the gradient of the head's weight is written a block of classes after the other, and the memory of those
   that are not yet written is free. ``vocab`` makes its tiles there while that gives larger ones (`Sweep.blocks`).
@@ -308,13 +307,12 @@ def _default_rows(tokens: ChunkPlan) -> int:
     if not tokens.needs.any and defaults.statistics is not None:
         return STATISTICS_ROWS
     per_row = tokens._logits_bytes(1, tokens.vocab_size)
-    gradient_apart = not tokens.in_place and not tokens.late_normalization
     if tokens.dtype.itemsize >= 4:
         limit = defaults.no_sum
     elif tokens.num_tokens * per_row <= defaults.one_chunk:
         limit = defaults.one_chunk
     else:
-        limit = defaults.chunk * (2 if gradient_apart else 1)  # logits, and their gradient beside them
+        limit = defaults.chunk
     return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
@@ -473,9 +471,9 @@ def _in_one_chunk(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
 
 
 def _in_chunks(tokens: ChunkPlan, budget: int) -> ChunkPlan | None:
-    """Some tokens at a time, with as many classes made once more as is best; None if nothing fits."""
+    """Some tokens at a time, with half of the classes made once more or none; None if nothing fits."""
     most = _remaking(tokens).remade_cols
-    remade = (0, *(whole_blocks(most * k // 4) for k in range(1, 4)), most) if _may_remake(tokens) else (0,)
+    remade = (0, most) if _may_remake(tokens) else (0,)
     plans = [_fit_size(replace(tokens, remade_cols=cols), budget) for cols in remade]
     # Whether a plan can make classes once more depends on its rows, too.
     possible = [plan for plan in plans if plan is not None and (not plan.remade_cols or _can_remake(plan))]

@@ -372,7 +372,7 @@ def candidates(shape: tuple[int, int, int], kind: str, budget: int) -> list[flce
     made = []
     for rows in sizes:
         chunks = replace(tokens, max_rows=rows, equal_rows=True, lent_tiles=0)
-        again = [replace(chunks, remade_cols=(v - halfway(v)) * k // 4 // 256 * 256) for k in range(1, 5)]
+        again = [replace(chunks, remade_cols=v - halfway(v))]
         made += [chunks, *(plan for plan in again if planning._can_remake(plan))]
         if rows == n and kind == "training":
             made += [replace(chunks, lent_tiles=count) for count in planning.LENT_TILES]

@@ -37,7 +37,7 @@ FINISH_ROWS, FINISH_BLOCKS = 8, 128
 # Descriptors ask for addresses and strides that are multiples of this many bytes.
 DESCRIPTOR_BYTES = 16
 # Of a weight that does not begin at such an address, at most so many are copied at a time.
-COPY_BYTES = 32 << 20
+COPY_BYTES = 8 << 20
 
 
 def can_describe(x: Tensor) -> bool:
