@@ -364,7 +364,7 @@ class ChunkPlan(CallShape):
     def input_grad_dtype(self) -> torch.dtype:
         """In which gradients of inputs leave forward; they are cast in backward where that differs."""
         # A float16 gradient must not be rounded before the loss scale has arrived: it would underflow.
-        return torch.float32 if self.dtype == torch.float16 else self.dtype
+        return torch.float32 if self.dtype == torch.float16 and not self.deferred else self.dtype
 
     @property
     def weight_grad_dtype(self) -> torch.dtype:
@@ -568,7 +568,8 @@ class ChunkPlan(CallShape):
         else:
             widths = [cols]
             if self.needs.any:
-                widths = [block.stop - block.start for sweep in self.sweeps for block, _ in sweep.blocks()]
+                sweeps = self.sweeps[-1:] if self.input_tile is not None else self.sweeps
+                widths = [block.stop - block.start for sweep in sweeps for block, _ in sweep.blocks()]
             number = len(widths) if self.needs.any else ceil_div(self.vocab_size, cols)
             sizes = f"{max(widths)}" if len(set(widths[:-1])) <= 1 else f"{max(widths)} to {widths[-2]}"
             yield f"{number} blocks of {sizes} classes"

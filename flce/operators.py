@@ -115,7 +115,9 @@ def _needs(scalars: Sequence[Any]) -> Needs:
 
 def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
     n, h, v, device = p.num_tokens, p.hidden_sizes, p.vocab_size, p.device
-    backend, product = backend_name(device), has_product(device)
+    # Kernels beside those products go along rows.
+    row_major = all(t.stride(-1) == 1 for term in p.terms for t in (term.input, term.weight))
+    backend, product = backend_name(device), row_major and has_product(device)
     shape = CallShape(n, h, v, p.dtype, device.type, backend, product, p.spec, p.needs)
     if all(isinstance(size, int) for size in (n, *h, v)) and device.type != "meta":
         return make_plan(shape, options)
@@ -139,7 +141,7 @@ def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, opti
                 raise
         # Here, where the frames of the attempt are gone, and their tensors with them.
         warnings.warn(
-            f"flce could not have the {plan.workspace_bytes / 2**20:.0f} MiB of its default plan, and goes on with "
+            f"flce could not have the {plan.workspace_bytes / 2**20:.0f} MiB of its plan, and goes on with "
             f"{smaller.workspace_bytes / 2**20:.0f} MiB. To save the attempt, give options=flce.ChunkOptions("
             f"max_workspace_bytes={smaller.workspace_bytes}).",
             RuntimeWarning,
@@ -149,18 +151,20 @@ def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, opti
 
 
 def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
-    """A plan of a quarter of the workspace, with outputs that look the same; None: there is none."""
+    """A plan of a quarter of the workspace, or a half or more, with outputs that look the same; None: there is none."""
     if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
-    quarter = ChunkOptions(
-        max_workspace_bytes=max(1, plan.workspace_bytes // 4),
-        strategy=plan.strategy,  # type: ignore[arg-type]
-        logits_dtype=plan.logits_dtype,
-        accum_dtype=plan.accum_dtype,
-        skip_ignored=plan.skip_ignored,
-    )
-    with contextlib.suppress(ValueError):
-        return _plan(p, quarter)
+    for quarters in (1, 2, 3):
+        options = ChunkOptions(
+            max_workspace_bytes=max(1, plan.workspace_bytes * quarters // 4),
+            strategy=plan.strategy,  # type: ignore[arg-type]
+            logits_dtype=plan.logits_dtype,
+            accum_dtype=plan.accum_dtype,
+            skip_ignored=plan.skip_ignored,
+        )
+        with contextlib.suppress(ValueError):
+            smaller = _plan(p, options)
+            return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
     return None
 
 

@@ -64,6 +64,11 @@ class Selection:
         """Of which there may be something to keep."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
 
+    @property
+    def rows_to_begin_with(self) -> int:
+        """`num_rows` where the host knows it, else `most_rows`."""
+        return self.most_rows if "num_rows" not in vars(self) and self.count is not None else self.num_rows
+
     @functools.cached_property
     def num_rows(self) -> int:
         return self.most_rows if self.count is None else self.count.wait()

@@ -94,7 +94,7 @@ class Stage:
 
     def chunks(self, step: int) -> Iterator[slice]:
         """The rows, some at a time. If the device has counted them, the host waits for their number after the first."""
-        start, stop = 0, self.selection.most_rows
+        start, stop = 0, self.selection.rows_to_begin_with
         while start < stop:
             yield slice(start, min(start + step, stop))
             start, stop = start + max(1, step), self.selection.num_rows

@@ -616,6 +616,40 @@ def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, m
         run_fused(p.with_(reduction=reduction))
 
 
+@pytest.mark.filterwarnings("ignore:flce could not have")
+def test_no_memory_for_nothing(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that takes nothing has none that is smaller."""
+
+    def none_left(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("for this test")
+
+    monkeypatch.setattr(engine, "forward", none_left)
+    for n in (0, 1, 50):
+        with pytest.raises(torch.OutOfMemoryError):
+            run_fused(make_problem((n,), 16, 30, dtype=torch.float32))
+
+
+@combinations(
+    dtype=[torch.float16, torch.bfloat16, torch.float32], strategy=STRATEGIES, rows=[None, 4], grads=["x", "xw"]
+)
+def test_dtypes_of_gradients_that_backward_makes(
+    dtype: torch.dtype, strategy: str, rows: int | None, grads: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the fake of the operator tells the compiler."""
+    made: list[list[torch.dtype]] = []
+    original = engine.backward
+
+    def watched(*args: Any) -> Any:
+        result = original(*args)
+        made.append([grad.dtype for grad in result])
+        return result
+
+    monkeypatch.setattr(engine, "backward", watched)
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows)  # type: ignore[arg-type]
+    run_fused(make_problem((9,), 8, 30, dtype=dtype, reduction="none"), options=options, grads=grads, grad_output=1.5)
+    assert made == [[dtype] * len(grads)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_plan_whose_memory_cannot_be_had_on_cuda(reduction: str) -> None:

@@ -23,7 +23,9 @@ from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
 from flce.chunk_plan import CallShape, ChunkPlan
 from flce.planning import base_plan
-from flce.problem import LossSpec, Needs
+from flce.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
+from flce.selection import Selection
+from flce.stage import Dtypes, Stage
 from tests import interpreted_bfloat16
 from tests.helpers import (
     Problem,
@@ -42,6 +44,7 @@ from tests.test_plan import assert_kept, promise_and_peak
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
 # As they are; see `late_normalization`.
+NEEDS = Needs((True,), (True,), False)
 CONSTANTS = {name: getattr(chunk_plan, name) for name in ("LATE_HEAD", "LATE_CHUNK")}
 
 
@@ -354,6 +357,40 @@ def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool
     assert mine is not None
     assert expected is not None
     assert relative_error(mine, expected) < 1.5 * ULP
+
+
+@pytest.mark.parametrize("which", ["input", "linear_weight"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_operands_that_do_not_go_along_rows(which: str, reduction: str, device: torch.device) -> None:
+    """A weight that is stored as (H, V), hidden states as (H, N)."""
+    problem = problem_of(device, leading=(60,), hidden=64, vocab=512, reduction=reduction)
+    operand = getattr(problem, which).t().contiguous().t()
+    assert operand.stride() == (1, operand.shape[0])
+    check(replace(problem, **{which: operand}), grads="xw", tolerance=3 * ULP)
+
+
+def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device) -> None:
+    problem = problem_of(device, leading=(5,), hidden=64, vocab=1)
+    weight = problem.linear_weight.t().contiguous().t()
+    check(replace(problem, linear_weight=weight), grads="xw", tolerance=3 * ULP)
+
+
+def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> None:
+    """When the host knows how many are worked on, the rows behind them are in no chunk: they may hold anything."""
+
+    class Counted:
+        def wait(self) -> int:
+            return 36
+
+    problem = problem_of(device, leading=(96,))
+    made = LinearCrossEntropyProblem(
+        (LinearTerm(problem.input, problem.linear_weight),), problem.target, None, None, None, None, LossSpec(), NEEDS
+    )
+    selection = Selection(made, torch.arange(96, device=device), Counted())  # type: ignore[arg-type]
+    dtypes = Dtypes(*[torch.bfloat16] * 5)
+    at_work = Stage(made, dtypes, selection, None, torch.empty(2, 96), None, None, True)
+    assert list(at_work.chunks(64)) == [slice(0, 64)]  # begun before it is known
+    assert list(at_work.chunks(64)) == [slice(0, 36)]
 
 
 @pairs(logits_dtype=[None, torch.float32], tokens=[60, 400], skip=[False, True])

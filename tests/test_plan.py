@@ -329,6 +329,13 @@ def test_no_more_than_helps_where_nothing_is_summed(kind: str, shape: tuple[int,
     assert cost.seconds(made) <= 1.045 * cost.seconds(everything)
 
 
+@pytest.mark.parametrize("hidden", [64, 1024])
+def test_a_frozen_head_in_float32(hidden: int) -> None:
+    needs = Needs((True,), (False,), False)
+    call = CallShape(16384, (hidden,), 128256, torch.float32, "cuda", "triton", True, LossSpec(), needs)
+    assert planning.make_plan(call, flce.ChunkOptions()).workspace_bytes <= 1100 * MIB
+
+
 @pytest.mark.parametrize("hidden, vocab", [(4096, 128256), (768, 50257)])
 def test_rows_of_a_frozen_head_do_not_depend_on_the_number_of_tokens(hidden: int, vocab: int) -> None:
     """But for shares of equal size."""

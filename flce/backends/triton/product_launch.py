@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -49,7 +50,7 @@ def can_describe(x: Tensor) -> bool:
 
 def described(x: Tensor) -> Tensor:
     """The matrix, or a copy for which a descriptor can stand."""
-    return x if can_describe(x) else x.clone().contiguous()
+    return x if can_describe(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def most_classes(weight: Tensor) -> int:
