@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flce.backends.contract import PRODUCT_BLOCK
@@ -21,6 +23,12 @@ def borrow(memory: Tensor, rows: int, cols: int) -> Tensor:
     """A tile, (rows, cols), at the beginning of contiguous `memory`."""
     room = padded_cols(cols)
     return memory.view(-1)[: rows * room].view(-1, room)[:, :cols]
+
+
+def borrow_as(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor without gaps, of another dtype, at the beginning of contiguous `memory`."""
+    size = math.prod(shape) * dtype.itemsize // memory.dtype.itemsize
+    return memory.view(-1)[:size].view(dtype).view(shape)
 
 
 class ExponentialTile(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flce.borrowing import COMPACTION_ROWS, halfway
+from flce.borrowing import COMPACTION_ROWS, borrow_as, halfway
 from flce.gemm import matmul
 from flce.stage import Stage
 
@@ -125,7 +125,7 @@ class HalvedSum(WeightSum):
         hidden = grad.shape[1]
         if self._behind is None:
             self._behind = self._stage.new(self._stop - half, hidden, dtype=torch.float32)
-        before = grad.view(-1)[: 2 * half * hidden].view(torch.float32).view(half, hidden)
+        before = borrow_as(grad, (half, hidden), torch.float32)
         return [before, self._behind] if len(self._behind) else [before]
 
     def _round(self) -> None:

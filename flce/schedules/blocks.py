@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flce.borrowing import BorrowedBlocks, borrow
+from flce.borrowing import BorrowedBlocks, borrow, borrow_as
 from flce.schedules.statistics import Deferred
 from flce.stage import Stage
 from flce.sums import ChunkSum, add_bias, add_input, block_sums
@@ -46,8 +46,7 @@ class BlocksAroundSum(Deferred):
 
     def backward(self, s: Stage) -> None:
         x, dW = s.terms[0].input, s.weight_gradient()
-        size = x.numel() * s.dtypes.sums.itemsize // dW.dtype.itemsize
-        total = dW[self.start :].view(-1)[:size].view(s.dtypes.sums).view(x.shape)
+        total = borrow_as(dW[self.start :], x.shape, s.dtypes.sums)
         s.set_input_gradient(0, total)
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
         not_borrowed = BorrowedBlocks(self.rows, self.cols)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce.borrowing import BorrowedBlocks, ExponentialTile, borrow
+from flce.borrowing import BorrowedBlocks, ExponentialTile, borrow, borrow_as
 from flce.gemm import matmul
 from flce.schedules.blocks import make_blocks
 from flce.schedules.schedule import Schedule
@@ -109,6 +109,6 @@ class Borrowed(Schedule):
             for tile, t in zip(tiles, self.tiles, strict=True):
                 matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
             s.finish_input_gradient(product, rows, factors)
-            scaled = product.view(-1).view(x.dtype)[: x.numel()].view(x.shape)
+            scaled = borrow_as(product, x.shape, x.dtype)
         scaled = s.scaled_rows(x, rows, factors, torch.empty_like(x) if scaled is None else scaled)
         s.weight_products([dW[t.classes] for t in self.tiles], tiles, scaled, factors)
