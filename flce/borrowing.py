@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import PRODUCT_BLOCK
-from flce.gemm import ALIGNMENT, padded_cols
+from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 
 # Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time.
 BLOCK_MULTIPLE = 256
@@ -82,15 +82,30 @@ class BorrowedBlocks:
     hidden: int = 0
     most: int = 0
 
-    def of(self, start: int, stop: int) -> Iterator[tuple[slice, bool]]:
-        """The blocks of these classes, and whether each one's tile is borrowed."""
+    def of(self, start: int, stop: int) -> list[slice]:
+        """The blocks of these classes, from the first on, whose tiles are borrowed. They are wider than `cols`."""
+        blocks = []
         while start < stop:
             # rows * cols entries of a tile in the (stop - start - cols) * H behind its own classes
             room = (stop - start) * self.hidden // (max(1, self.rows) + self.hidden)
-            borrowed = min(room, self.most) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
-            end = min(stop, start + max(borrowed, self.cols))
-            yield slice(start, end), borrowed > self.cols
-            start = end
+            width = min(room, self.most) // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+            if width <= self.cols:
+                break
+            blocks.append(slice(start, start + width))
+            start += width
+        return blocks
+
+    def widths(self, vocab_size: int) -> list[int]:
+        """Of all blocks."""
+        widths = [block.stop - block.start for block in self.of(0, vocab_size)]
+        whole, rest = divmod(vocab_size - sum(widths), self.cols)
+        return widths + [self.cols] * whole + [rest] * (rest > 0)
+
+
+def first_class_behind(tokens: int, vocab_size: int, sums: torch.dtype, dtype: torch.dtype) -> int:
+    """The first of the classes, the last, whose dW has room for a sum of dX."""
+    classes = -(-tokens * sums.itemsize // dtype.itemsize)
+    return max(0, vocab_size - classes) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
 
 
 def halfway(vocab_size: int) -> int:

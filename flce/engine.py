@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from flce import rows as vectors
+from flce.arena import Arena
 from flce.backends.contract import RowOutputs
-from flce.chunk_plan import ChunkPlan
+from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem
-from flce.schedules import schedule_of
 from flce.selection import Selection
-from flce.stage import Dtypes, Stage
+from flce.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class ForwardResult:
 
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
     vectors.check_targets(problem)
-    schedule = schedule_of(plan)
+    schedule, arena = plan.schedule, Arena(problem.device)
     with_gradients = problem.needs.any and not schedule.deferred
     # Before the selection, which may wait for the device.
     constants = vectors.constants(problem) if with_gradients else vectors.statistics_constants(problem)
-    selection = Selection.of(problem, plan, schedule.counts_on_device)
-    rows = vectors.allocate(problem, selection.most_rows)
+    selection = Selection.of(problem, plan.case.skip_ignored, schedule.counts_on_device)
+    rows = vectors.allocate(problem, selection.most_rows, arena)
     unit = None
     scaled = constants
     if with_gradients:
         assert constants is not None
-        unit = vectors.grad_unit(problem, constants) if plan.grad_dtype == torch.float16 else None
+        unit = vectors.grad_unit(problem, constants) if plan.dtypes.logits_grad == torch.float16 else None
         scaled = vectors.scaled(constants, unit)
-    stage = Stage(problem, _dtypes(plan), selection, scaled, rows.normalizer, rows, None, plan.fused_product)
+    stage = Stage(problem, plan.dtypes, arena, selection, scaled, rows.normalizer, rows, None, plan.products)
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
     results, _ = vectors.reduce(problem, selection.scatter(rows), constants)
@@ -61,18 +61,13 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     constants = vectors.constants(problem)
-    selection = Selection.of(problem, plan, False)
+    arena, selection = Arena(problem.device), Selection.of(problem, plan.case.skip_ignored, False)
     of_each = None
     if upstream.dim() == 0:
         constants = vectors.scaled(constants, upstream.to(constants.dtype))
     else:
         of_each = selection.take(upstream.to(constants.dtype))
     normalizer = selection.take(normalizer, dim=1)
-    stage = Stage(problem, _dtypes(plan), selection, constants, normalizer, None, of_each, plan.fused_product)
-    schedule_of(plan).backward(stage)
+    stage = Stage(problem, plan.dtypes, arena, selection, constants, normalizer, None, of_each, plan.products)
+    plan.schedule.backward(stage)
     return stage.gradients()
-
-
-def _dtypes(plan: ChunkPlan) -> Dtypes:
-    sums = plan._accum
-    return Dtypes(plan.logits_dtype, plan.grad_dtype, sums, plan.input_grad_dtype, plan.weight_grad_dtype)

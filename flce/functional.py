@@ -22,7 +22,7 @@ from flce.arguments import (
 )
 from flce.logits_loss import CrossEntropyProblem, check_overwritable
 from flce.operators import linear_cross_entropy
-from flce.planning import ChunkOptions
+from flce.options import ChunkOptions
 from flce.problem import (
     LinearCrossEntropyOutput,
     LinearCrossEntropyProblem,

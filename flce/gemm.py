@@ -100,3 +100,21 @@ def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> No
         for start in range(0, k, step):
             inner = slice(start, start + step)
             matmul(a[:, inner], b[inner].to(out.dtype), out, accumulate or start > 0)
+
+
+def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_type: str) -> int:
+    """What `matmul` takes for a moment on such a device."""
+    (m, k), n = a.shape, b.shape[1]
+    if a.element_size() >= 4 and a.dtype == b.dtype == out.dtype:
+        return 0
+    if device_type == "cuda":
+        unaligned = k > ALIGNMENT and k % ALIGNMENT != 0 and a.stride(1) == b.stride(1) == 1
+        return 4 * m * n if unaligned and out.element_size() < 4 and not accumulate else 0
+    rounded = 0
+    if out.element_size() < 4:  # `_matmul_in_float32`
+        m = min(m, max(1, CAST_BYTES // (4 * n)))
+        rounded = 4 * m * n
+    cast = 4 * m * k if a.element_size() < 4 else 0
+    if b.element_size() < 4:
+        cast += 4 * min(k * n, max(min(k, n), CAST_BYTES // 4))
+    return rounded + cast

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flce import distributed
 from flce import rows as vectors
+from flce.arena import Arena
 from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
@@ -143,7 +144,7 @@ def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
     constants = vectors.statistics_constants(p)
     logits, order = rows_of(p.logits)
-    out = vectors.allocate(p, p.target.numel())
+    out = vectors.allocate(p, p.target.numel(), Arena(p.device))
     _statistics(p, logits, _row_inputs(p, order, constants), out)
     return _outputs(p, order, out, constants)
 
@@ -155,7 +156,7 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None
     unit = vectors.grad_unit(p, constants) if p.dtype == torch.float16 else None
     logits, order = rows_of(p.logits)
     rows = _row_inputs(p, order, vectors.scaled(constants, unit))
-    out = vectors.allocate(p, p.target.numel())
+    out = vectors.allocate(p, p.target.numel(), Arena(p.device))
     backend = get_backend(p.device)
     if p.shard is None:
         vectors.check_targets(p)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flce.arguments import check_inplace, check_shift, check_tensor
 from flce.functional import check_options, cross_entropy, fused_linear_cross_entropy
-from flce.planning import ChunkOptions
+from flce.options import ChunkOptions
 from flce.problem import LinearCrossEntropyOutput, LossSpec
 
 

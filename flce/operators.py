@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,13 +24,16 @@ from torch import Tensor
 from flce import engine, flops
 from flce import rows as vectors
 from flce.arguments import refuse_forward_mode
-from flce.backends import backend_name, get_backend, has_product
+from flce.backends import backend_name, get_backend, has_product, total_memory
 from flce.backends.contract import RowOutputs
 from flce.batching import for_each, is_batched, register_loop
-from flce.chunk_plan import CallShape, ChunkPlan
+from flce.case import Case
 from flce.custom_op import Flat, define
-from flce.planning import ChunkOptions, base_plan, make_plan
+from flce.options import ChunkOptions
+from flce.planning import is_deferred, is_open, make_plan, same_tokens
+from flce.plans import ChunkPlan
 from flce.problem import SPEC, LinearCrossEntropyProblem, LinearTerm, Needs, accumulation_dtype
+from flce.scalars import INT64_MAX
 
 _OPTIONS = Flat(ChunkOptions)
 # Tensors and lists of them; then scalars: the fields of LossSpec, `Needs.flat`, the fields of ChunkOptions.
@@ -113,17 +116,26 @@ def _needs(scalars: Sequence[Any]) -> Needs:
     return Needs.from_flat(scalars[len(SPEC)])
 
 
-def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
-    n, h, v, device = p.num_tokens, p.hidden_sizes, p.vocab_size, p.device
-    # Kernels beside those products go along rows.
+def _case(p: LinearCrossEntropyProblem, options: ChunkOptions) -> Case:
+    # Kernels beside products with an epilogue go along rows.
     row_major = all(t.stride(-1) == 1 for term in p.terms for t in (term.input, term.weight))
-    backend, product = backend_name(device), row_major and has_product(device)
-    shape = CallShape(n, h, v, p.dtype, device.type, backend, product, p.spec, p.needs)
-    if all(isinstance(size, int) for size in (n, *h, v)) and device.type != "meta":
-        return make_plan(shape, options)
-    # While a graph is traced, and for what has no memory, which keeps any budget: what the outputs look like does not
-    # depend on the sizes of the tiles.
-    return base_plan(shape, options)
+    return Case(
+        num_tokens=p.num_tokens,
+        hidden_sizes=p.hidden_sizes,
+        vocab_size=p.vocab_size,
+        dtype=p.dtype,
+        device_type=p.device.type,
+        backend=backend_name(p.device),
+        has_product=row_major and has_product(p.device),
+        memory=total_memory(p.device),
+        spec=p.spec,
+        needs=p.needs,
+        options=options,
+    )
+
+
+def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
+    return make_plan(_case(p, options))
 
 
 def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, options: ChunkOptions) -> ResultT:
@@ -155,12 +167,10 @@ def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
     if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     for quarters in (1, 2, 3):
-        options = ChunkOptions(
+        options = replace(
+            plan.case.options,
             max_workspace_bytes=max(1, plan.workspace_bytes * quarters // 4),
             strategy=plan.strategy,  # type: ignore[arg-type]
-            logits_dtype=plan.logits_dtype,
-            accum_dtype=plan.accum_dtype,
-            skip_ignored=plan.skip_ignored,
         )
         with contextlib.suppress(ValueError):
             smaller = _plan(p, options)
@@ -177,15 +187,35 @@ def _forward(*args: Any) -> tuple[Any, ...]:
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
     p, options = _unpack(args)
-    plan = _plan(p, options)
+    case = _case(p, options)
+    deferred = _traced(case)
+    dtypes = case.dtypes(deferred)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
-    ahead = p.needs.any and not plan.deferred
-    scaled = ahead and plan.grad_dtype == torch.float16
+    ahead = p.needs.any and not deferred
+    scaled = ahead and dtypes.logits_grad == torch.float16
     return Outputs(
         vectors.fake_outputs(p, like),
-        _fake_grads(p, plan.input_grad_dtype, plan.weight_grad_dtype, accum) if ahead else [],
+        _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if ahead else [],
         like.new_empty(() if scaled else (0,), dtype=accum),
     ).flat
+
+
+def _traced(c: Case) -> bool:
+    """`is_deferred` where sizes may be symbols: the graph is then for a range of numbers of tokens."""
+    tokens = c.num_tokens
+    if not is_open(c):
+        return is_deferred(c)
+    if isinstance(tokens, torch.SymInt):
+        # Of a number that only the device knows nothing can be said, but that a default seldom is deferred.
+        if not tokens.node.has_hint() and c.options.max_workspace_bytes is None:
+            return False
+        tokens = tokens.node.hint if tokens.node.has_hint() else int(tokens)
+    known = replace(c, num_tokens=tokens, hidden_sizes=tuple(map(int, c.hidden_sizes)), vocab_size=int(c.vocab_size))
+    least, most = same_tokens(known)
+    # Each comparison is a guard of the graph.
+    assert least == 0 or c.num_tokens >= least
+    assert most == INT64_MAX or c.num_tokens <= most
+    return is_deferred(known)
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:

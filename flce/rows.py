@@ -7,6 +7,7 @@ import os
 import torch
 from torch import Tensor
 
+from flce.arena import Arena
 from flce.backends import get_backend
 from flce.backends.contract import RowOutputs, RowProblem
 from flce.problem import accumulation_dtype
@@ -16,11 +17,11 @@ from flce.problem import accumulation_dtype
 FLOAT16_GRAD_PEAK = 2.0**10
 
 
-def allocate(p: RowProblem, num_rows: int) -> RowOutputs:
+def allocate(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
     """Memory for what the backend makes of `num_rows` rows."""
 
     def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(*slots, num_rows, dtype=dtype, device=p.device)
+        return arena.new((*slots, num_rows), dtype)
 
     return RowOutputs.of(p.spec, accumulation_dtype(p.dtype), new)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import RowInputs, RowOutputs
-from flce.chunk_plan import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem
 
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
@@ -43,8 +42,8 @@ class Selection:
     count: _Count | None = None
 
     @staticmethod
-    def of(p: LinearCrossEntropyProblem, plan: ChunkPlan, counted_later: bool) -> Selection:
-        if not plan.skip_ignored or p.num_tokens == 0:
+    def of(p: LinearCrossEntropyProblem, skip_ignored: bool, counted_later: bool) -> Selection:
+        if not skip_ignored or p.num_tokens == 0:
             return Selection(p, None)
         valid = p.target != p.spec.ignore_index
         if counted_later:
@@ -86,12 +85,6 @@ class Selection:
 
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.index is None else x.index_select(dim, self.index)
-
-    def inputs(self, rows: slice) -> list[Tensor]:
-        """Of each term, (rows, H_k)."""
-        if self.index is None:
-            return [term.input[rows] for term in self.problem.terms]
-        return [term.input.index_select(0, self.index[rows]) for term in self.problem.terms]
 
     def row_inputs(self, rows: slice, constants: Tensor | None) -> RowInputs:
         p = self.problem

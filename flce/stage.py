@@ -8,25 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flce import gemm
+from flce.arena import Arena
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, TargetTerms, Tile
-from flce.gemm import matmul, padded_cols
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile
+from flce.case import Dtypes
+from flce.gemm import padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.selection import Selection
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Of what a call makes."""
-
-    logits: torch.dtype
-    """In memory."""
-    logits_grad: torch.dtype
-    sums: torch.dtype
-    """Of gradients, over tiles."""
-    input_grad: torch.dtype
-    weight_grad: torch.dtype
-    """Both as they leave the schedule."""
 
 
 @dataclass
@@ -38,6 +27,7 @@ class Stage:
     Attributes:
         problem: the call.
         dtypes: of what is made.
+        arena: where memory comes from.
         selection: which tokens are worked on.
         constants: (3,), as of `Backend.constants`, for the loss times the upstream gradient.
         normalizer: (2, rows), written by losses and statistics, read by gradients.
@@ -49,6 +39,7 @@ class Stage:
 
     problem: LinearCrossEntropyProblem
     dtypes: Dtypes
+    arena: Arena
     selection: Selection
     constants: Tensor | None
     normalizer: Tensor
@@ -57,13 +48,16 @@ class Stage:
     products: bool
 
     def __post_init__(self) -> None:
-        self._backend = get_backend(self.problem.device)
+        self._backend = self._get_backend()
         self._inputs: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._bias: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
 
-    # ------------------------------------------------------------------------------------------------- sizes
+    def _get_backend(self) -> Backend:
+        return get_backend(self.problem.device)
+
+    # ------------------------------------------------------------------------------------------------- loops
 
     @property
     def terms(self) -> tuple[LinearTerm, ...]:
@@ -99,11 +93,14 @@ class Stage:
             yield slice(start, min(start + step, stop))
             start, stop = start + max(1, step), self.selection.num_rows
 
-    def blocks(self, step: int, start: int = 0, stop: int | None = None) -> Iterator[slice]:
-        """The classes, some at a time."""
+    def blocks(
+        self, step: int, start: int = 0, stop: int | None = None, first: Sequence[slice] = ()
+    ) -> Iterator[slice]:
+        """The classes, some at a time; those of `first` before the others."""
+        yield from first
         stop = self.vocab_size if stop is None else stop
-        for first in range(start, stop, max(1, step)):
-            yield slice(first, min(first + step, stop))
+        for begin in range(first[-1].stop if first else start, stop, max(1, step)):
+            yield slice(begin, min(begin + step, stop))
 
     def counted(self, rows: slice) -> slice:
         """Those of `rows` that exist, when their number is known."""
@@ -112,16 +109,31 @@ class Stage:
     # ------------------------------------------------------------------------------------------------ memory
 
     def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.problem.device)
+        return self.arena.new(shape, dtype)
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x`, or a copy of another dtype."""
+        if x.dtype == dtype:
+            return x
+        out = self.new(*x.shape, dtype=dtype)
+        self.copy(x, out)
+        return out
+
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        """As `gemm.matmul`."""
+        gemm.matmul(a, b, out, accumulate)
 
     def tile(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """(rows, cols), of rows whose stride is aligned: products on others run several times slower."""
         return self.new(rows, padded_cols(cols), dtype=dtype)[:, :cols]
 
     def logits_and_gradient(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """Two tiles, which are one where they have one dtype."""
+        """Two tiles, which are one where they have one dtype, or where logits stay in registers."""
         dlogits = self.tile(rows, cols, self.dtypes.logits_grad)
-        if self.dtypes.logits == self.dtypes.logits_grad:
+        if self.products or self.dtypes.logits == self.dtypes.logits_grad:
             return dlogits, dlogits
         return self.tile(rows, cols, self.dtypes.logits), dlogits
 
@@ -129,8 +141,16 @@ class Stage:
         """Of each term, (rows, H). The rows before, if they were gathered, are given back."""
         if self._gathered is None or self._gathered[0] != rows:
             self._gathered = None
-            self._gathered = rows, self.selection.inputs(rows)
+            self._gathered = rows, self._gather(rows)
         return self._gathered[1]
+
+    def _gather(self, rows: slice) -> list[Tensor]:
+        index, inputs = self.selection.index, [term.input for term in self.terms]
+        if index is None:
+            return [x[rows] for x in inputs]
+        shapes = [(rows.stop - rows.start, x.shape[1]) for x in inputs]
+        memory = [self.new(*shape, dtype=x.dtype) for shape, x in zip(shapes, inputs, strict=True)]
+        return [torch.index_select(x, 0, index[rows], out=out) for x, out in zip(inputs, memory, strict=True)]
 
     def release_inputs(self) -> None:
         """Gathered rows are given back."""
@@ -144,16 +164,14 @@ class Stage:
 
     def new_input_gradient(self, term: int, dtype: torch.dtype) -> None:
         # What no tile writes must be zero: dropped rows.
-        allocate = torch.empty if self.selection.index is None and self.selection.num_rows > 0 else torch.zeros
-        x = self.terms[term].input
-        self._inputs[term] = allocate(x.shape, dtype=dtype, device=x.device)
+        zero = self.selection.index is not None or self.selection.num_rows == 0
+        self._inputs[term] = self.arena.new(self.terms[term].input.shape, dtype, zero)
 
     def weight_gradient(self, term: int = 0) -> Tensor:
         """(V, H) of a term, likewise."""
         if term not in self._weights:
-            allocate = torch.empty if self.selection.num_rows > 0 else torch.zeros  # if all rows are dropped
-            weight = self.terms[term].weight
-            self._weights[term] = allocate(weight.shape, dtype=self.dtypes.weight_grad, device=weight.device)
+            zero = self.selection.num_rows == 0  # all rows are dropped
+            self._weights[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.weight_grad, zero)
         return self._weights[term]
 
     def set_input_gradient(self, term: int, grad: Tensor) -> None:
@@ -168,8 +186,7 @@ class Stage:
     def bias_gradient(self) -> Tensor:
         """(V,)"""
         if self._bias is None:
-            p = self.problem
-            self._bias = torch.zeros(p.vocab_size, dtype=accumulation_dtype(p.dtype), device=p.device)
+            self._bias = self.arena.new((self.vocab_size,), accumulation_dtype(self.problem.dtype), zero=True)
         return self._bias
 
     # ------------------------------------------------------------------------------------------- from logits
@@ -177,7 +194,7 @@ class Stage:
     def write_logits(self, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:
         """The sum of all terms for a tile: `xs` are its rows of their inputs, `out` (rows, cols)."""
         for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
-            matmul(x, term.weight[cols].t(), out=out, accumulate=k > 0)
+            self.matmul(x, term.weight[cols].t(), out=out, accumulate=k > 0)
 
     def losses_and_gradient(self, logits: Tensor, dlogits: Tensor, rows: slice) -> None:
         """Of rows of all classes. `dlogits` may be `logits`."""
@@ -188,7 +205,7 @@ class Stage:
         """Of rows of all classes, whose logits are made in `logits`, (rows, some classes), after each other."""
         inputs, out, state = self._row_inputs(rows), self._out(rows), None
         if logits.shape[1] < self.vocab_size:
-            state = out.loss.new_empty(STATE_SLOTS, len(logits))
+            state = self.new(STATE_SLOTS, len(logits), dtype=out.loss.dtype)
         for cols in self.blocks(logits.shape[1]):
             part = logits[:, : cols.stop - cols.start]
             self.write_logits(xs, cols, part)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flce.borrowing import COMPACTION_ROWS, borrow_as, halfway
-from flce.gemm import matmul
 from flce.stage import Stage
 
 
@@ -16,10 +15,10 @@ def add_input(s: Stage, term: int, dlogits: Tensor, rows: slice, cols: slice) ->
     """The share of a tile in dX of a term, in its own memory. dlogits: (rows, cols)."""
     grad, weight, index = s.input_gradient(term), s.terms[term].weight[cols], s.selection.index
     if index is None:
-        matmul(dlogits, weight, out=grad[rows], accumulate=cols.start > 0)
+        s.matmul(dlogits, weight, out=grad[rows], accumulate=cols.start > 0)
         return
     part = s.new(len(dlogits), grad.shape[1], dtype=grad.dtype)
-    matmul(dlogits, weight, out=part)
+    s.matmul(dlogits, weight, out=part)
     # To copy takes a fifth of the time. Rows differ, so both are deterministic.
     put = grad.index_copy_ if cols.start == 0 else grad.index_add_
     put(0, index[rows], part)
@@ -30,7 +29,7 @@ def add_bias(s: Stage, dlogits: Tensor, cols: slice) -> None:
     if s.problem.needs.bias:
         # A product, because a sum over rows in another dtype takes memory that nobody counts.
         ones = dlogits.new_ones(1, dlogits.shape[0])
-        matmul(ones, dlogits, out=s.bias_gradient()[None, cols], accumulate=True)
+        s.matmul(ones, dlogits, out=s.bias_gradient()[None, cols], accumulate=True)
 
 
 class ChunkSum:
@@ -50,14 +49,14 @@ class ChunkSum:
         if self._sum is None:
             self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
         total = self._sum[: len(dlogits)]
-        matmul(dlogits, weight[cols], out=total, accumulate=cols.start > 0)
+        s.matmul(dlogits, weight[cols], out=total, accumulate=cols.start > 0)
         if cols.stop < s.vocab_size:
             return
         grad, index = s.input_gradient(self._term), s.selection.index
         if index is None:
-            grad[rows] = total
+            s.copy(total, grad[rows])
         else:
-            grad.index_copy_(0, index[rows], total.to(grad.dtype))
+            grad.index_copy_(0, index[rows], s.cast(total, grad.dtype))
 
 
 class WeightSum:
@@ -69,7 +68,7 @@ class WeightSum:
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         """The share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
-        matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._started)
+        self._stage.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._started)
         self._started = True
 
     def finish(self, complete: Callable[[Sequence[Tensor]], None] | None = None) -> None:
@@ -97,7 +96,7 @@ class BlockSum(WeightSum):
         return [self._sum]
 
     def _round(self) -> None:
-        self._stage.weight_gradient(self._term)[self._cols] = self._sum
+        self._stage.copy(self._sum, self._stage.weight_gradient(self._term)[self._cols])
 
 
 class HalvedSum(WeightSum):
@@ -114,10 +113,10 @@ class HalvedSum(WeightSum):
         self._behind: Tensor | None = None
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        before, *behind = self._sums()
-        matmul(dlogits[:, : self._half].t(), x, out=before, accumulate=self._started)
+        s, (before, *behind) = self._stage, self._sums()
+        s.matmul(dlogits[:, : self._half].t(), x, out=before, accumulate=self._started)
         for total in behind:
-            matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self._started)
+            s.matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self._started)
         self._started = True
 
     def _sums(self) -> list[Tensor]:
@@ -129,15 +128,16 @@ class HalvedSum(WeightSum):
         return [before, self._behind] if len(self._behind) else [before]
 
     def _round(self) -> None:
-        grad, half, (before, *behind) = self._stage.weight_gradient(self._term), self._half, self._sums()
+        s, half, (before, *behind) = self._stage, self._half, self._sums()
+        grad = s.weight_gradient(self._term)
         # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
         done, next_done = 0, min(half, COMPACTION_ROWS)
         while done < half:
             piece = before[done:next_done]
-            grad[done:next_done] = piece.to(grad.dtype) if done == 0 else piece
+            s.copy(s.cast(piece, grad.dtype) if done == 0 else piece, grad[done:next_done])
             done, next_done = next_done, min(half, 2 * next_done)
         for total in behind:
-            grad[half : self._stop] = total
+            s.copy(total, grad[half : self._stop])
         self._behind = None
 
 

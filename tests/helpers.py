@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.backends import backend_name, has_product
-from flce.chunk_plan import CallShape
+from flce.backends import backend_name, has_product, total_memory
+from flce.case import Case
 from flce.planning import make_plan
 from flce.problem import LossSpec, Needs
 from tests.oracle import OracleResult, dense_logits, oracle
@@ -311,7 +311,7 @@ def plan_for(
     """The plan of this problem's call. Not by `flce.plan`, which takes all gradients of adapters to be asked for."""
     spec = {field.name: problem.kwargs[field.name] for field in fields(LossSpec) if field.name in problem.kwargs}
     adapters, device = problem.adapters, problem.input.device
-    shape = CallShape(
+    case = Case(
         num_tokens=problem.target.numel(),
         hidden_sizes=(problem.linear_weight.shape[1], *(up.shape[1] for _, up in adapters)),
         vocab_size=problem.linear_weight.shape[0],
@@ -319,14 +319,16 @@ def plan_for(
         device_type=device.type,
         backend=backend_name(device),
         has_product=has_product(device),
+        memory=total_memory(device),
         spec=LossSpec(**{**spec, "stats": tuple(stats)}),
         needs=Needs(
             ("x" in grads, *("a" in grads for _ in adapters)),
             ("w" in grads, *("B" in grads for _ in adapters)),
             problem.linear_bias is not None and "b" in grads,
         ),
+        options=options,
     )
-    return make_plan(shape, options)
+    return make_plan(case)
 
 
 def least_for(

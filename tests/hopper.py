@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flce import planning
+from flce import case, planning
 
 
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -19,7 +19,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
         monkeypatch.setattr(
-            planning, "_logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype)
+            case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype)
         )
     planning.make_plan.cache_clear()
     yield

@@ -57,6 +57,18 @@ def _capability(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of a device that is there and has memory of its own."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return _total_memory(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _total_memory(index: int) -> int:
+    return torch.cuda.get_device_properties(index).total_memory
+
+
 def get_backend(device: torch.device) -> Backend:
     return _load(backend_name(device))
 

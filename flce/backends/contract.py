@@ -35,10 +35,17 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
 # `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and so many classes,
 # `product_exponentials` one.
 PRODUCT_BLOCK = 256
+# Bytes for each row that `weight_gradient` and `add_to_targets` take to sort targets.
+SORT_ROW_BYTES = 48
 # Of a LossSpec, what these and `Backend.product_gradient` know to do. A field or statistic that is not listed here goes
 # the way of a pass over logits in memory.
 PRODUCT_FIELDS = frozenset({"reduction", "ignore_index", "softcap", "logit_scale", "temperature", "z_loss", "stats"})
 PRODUCT_STATS = frozenset({"lse", "logprob"})
+
+
+def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
+    """What these take of float32: so many numbers of a block, and three of each row."""
+    return 4 * rows * (numbers * -(-vocab_size // PRODUCT_BLOCK) + 3)
 
 
 def products_know(spec: LossSpec) -> bool:

@@ -43,11 +43,16 @@ def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
     return max(1, min(rows, budget // max(1, cols * itemsize)))
 
 
-def slab_temporaries(spec: LossSpec, logits_dtype: torch.dtype) -> int:
-    """How many temporaries of a slab's size are alive at once, at most."""
-    converted = logits_dtype != accumulation_dtype(logits_dtype)
-    relative = spec.label_smoothing != 0.0 or "entropy" in spec.stats
-    return int(converted) + int(spec.softcap is not None) + int(relative)
+def temporary_bytes(spec: LossSpec, tile: Tensor, device_type: str) -> int:
+    """What a pass over a tile, (rows, cols), takes for a moment: as many slabs as are alive at once, at most."""
+    accum = accumulation_dtype(tile.dtype)
+    rows, cols = tile.shape
+    slabs = (
+        tile.dtype != accum,
+        spec.softcap is not None,
+        spec.label_smoothing != 0.0 or "entropy" in spec.stats,
+    )
+    return sum(slabs) * slab_rows(device_type, rows, cols, accum.itemsize) * cols * accum.itemsize
 
 
 class TorchBackend:

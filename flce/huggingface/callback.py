@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from flce.functional import check_options
 from flce.huggingface.lazy_state import OnMaterialize
 from flce.huggingface.patch import patch_model, unpatch_model, usages_of
-from flce.planning import ChunkOptions
+from flce.options import ChunkOptions
 
 
 class FlceCallback(TrainerCallback):

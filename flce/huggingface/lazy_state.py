@@ -21,7 +21,7 @@ from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.elementwise import Folded, Op, dtype_after, fold, replay
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.terms import Product, Term, dealt_out, versions_of
-from flce.planning import ChunkOptions
+from flce.options import ChunkOptions
 from flce.problem import accumulation_dtype
 
 OnMaterialize = Literal["warn", "ignore", "raise"]

@@ -33,7 +33,7 @@ from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, caller, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
-from flce.planning import ChunkOptions
+from flce.options import ChunkOptions
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

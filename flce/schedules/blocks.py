@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flce.borrowing import BorrowedBlocks, borrow, borrow_as
-from flce.schedules.statistics import Deferred
+from flce.borrowing import BorrowedBlocks, borrow, borrow_as, first_class_behind
+from flce.case import Case
+from flce.gemm import COLUMN_MULTIPLE
+from flce.schedules.chunks import DeferredChunks
+from flce.schedules.schedule import NONE, Schedule, up_to
+from flce.schedules.statistics import Deferred, statistics
 from flce.stage import Stage
 from flce.sums import ChunkSum, add_bias, add_input, block_sums
 
@@ -22,27 +26,61 @@ class Blocks(Deferred):
     cols: int
     borrowed: BorrowedBlocks
 
-    def backward(self, s: Stage) -> None:
-        self._sweep(s)
-        for k in s.wanted_inputs:
-            s.set_input_gradient(k, s.input_gradient(k).to(s.problem.dtype))
+    strategy = "vocab"
+    multiples = (1, 8, 64, 128, 256)
 
-    def _sweep(self, s: Stage) -> None:
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return up_to(c.vocab_size) if c.needs.any else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        rows = _rows(c)
+        made = statistics(c, rows, size)
+        if size >= c.vocab_size:
+            return DeferredChunks(made, rows)
+        return cls(made, rows, size, _borrowed(c, rows, size))
+
+    def backward(self, s: Stage) -> None:
         for k in s.wanted_inputs:
             s.new_input_gradient(k, s.dtypes.sums)
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
+        for k in s.wanted_inputs:
+            s.set_input_gradient(k, s.cast(s.input_gradient(k), s.problem.dtype))
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, self.borrowed.widths(c.vocab_size)
 
 
 @dataclass(frozen=True)
-class BlocksAroundSum(Deferred):
+class BlocksAroundSum(Blocks):
     """The same with the float32 sum of dX in the memory of dW of the last classes. Their logits are made three times:
     for dX, which is then rounded to memory of its own, and for dW."""
 
-    rows: int
-    cols: int
-    borrowed: BorrowedBlocks
     start: int
     """The first of the classes whose dW lends its memory."""
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        sums = c.dtypes(True).sums
+        possible = (
+            c.needs.inputs[0]
+            and c.borrows
+            and len(c.hidden_sizes) == 1
+            and sums != c.dtype
+            and not c.skip_ignored  # rows of the sum would have to be dealt out to others
+            and 0 < c.num_tokens <= _rows(c)
+        )
+        # Logits of those classes are made three times. If they were half of all, that would be half a product more;
+        # gradients in loops of their own take a whole one.
+        start = first_class_behind(c.num_tokens, c.vocab_size, sums, c.dtype)
+        return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        start = first_class_behind(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
+        rows = _rows(c)
+        return cls(statistics(c, rows, size), rows, size, _borrowed(c, rows, size), start)
 
     def backward(self, s: Stage) -> None:
         x, dW = s.terms[0].input, s.weight_gradient()
@@ -51,7 +89,7 @@ class BlocksAroundSum(Deferred):
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
         not_borrowed = BorrowedBlocks(self.rows, self.cols)
         make_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, weights=False)
-        s.set_input_gradient(0, total.to(s.problem.dtype, copy=True))
+        s.set_input_gradient(0, s.cast(total, s.problem.dtype))
         make_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, inputs=False)
 
 
@@ -61,6 +99,20 @@ class ChunksOfBlocks(Deferred):
 
     rows: int
     cols: int
+
+    strategy = "vocab"
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        frozen = any(c.needs.inputs) and not any(c.needs.weights) and not c.needs.bias
+        return up_to(c.num_tokens) if frozen else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        # The sum, R x H in float32, and the tile, R x C, get about the same memory.
+        cols = max(COLUMN_MULTIPLE if size > 1 else 1, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
+        cols = min(c.vocab_size, cols if size > 1 else 8)
+        return ChunksOfBlocks(statistics(c, size, cols), size, cols)
 
     def backward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
@@ -72,6 +124,9 @@ class ChunksOfBlocks(Deferred):
                 for total in sums.values():
                     total.add(dlogits[area], rows, cols)
 
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, [self.cols] * -(-c.vocab_size // self.cols)
+
 
 @dataclass(frozen=True)
 class Apart(Deferred):
@@ -82,9 +137,41 @@ class Apart(Deferred):
     cols: int
     borrowed: BorrowedBlocks
 
+    strategy = "vocab"
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return up_to(c.num_tokens) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        inputs = ChunksOfBlocks.sized(c, size)
+        assert isinstance(inputs, ChunksOfBlocks)
+        rows = _rows(c)
+        # As many classes for dW as take about the memory of the sum and the tile for dX.
+        cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
+        cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols)
+        return Apart(statistics(c, rows, cols), inputs, rows, cols, _borrowed(c, rows, cols))
+
     def backward(self, s: Stage) -> None:
         self.inputs.backward(s)
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size, inputs=False)
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, self.borrowed.widths(c.vocab_size)
+
+    def describe(self, c: Case) -> str:
+        return f"{super().describe(c)} for dW, {self.inputs.describe(c)} for dX"
+
+
+def _rows(c: Case) -> int:
+    """Of a tile with all tokens, or with those that were asked for."""
+    return min(max(1, c.num_tokens), c.options.chunk_rows or c.num_tokens or 1)
+
+
+def _borrowed(c: Case, rows: int, cols: int) -> BorrowedBlocks:
+    may = c.borrows and rows >= c.num_tokens and cols < c.vocab_size
+    return BorrowedBlocks(rows, cols, c.hidden_sizes[0] if may else 0, c.chunk_entries(c.defaults.chunk) // rows)
 
 
 def make_blocks(
@@ -100,13 +187,13 @@ def make_blocks(
     """dW of the classes from `start` to `stop`, and what these add to dX."""
     memory = s.logits_and_gradient(rows_step, cols_step)
     sums_of = block_sums(s, rows_step, cols_step) if weights else lambda cols: {}
-    for cols, is_borrowed in borrowed.of(start, stop):
+    for cols in s.blocks(cols_step, start, stop, first=borrowed.of(start, stop)):
         width = cols.stop - cols.start
         logits, dlogits = (tile[:, :width] for tile in memory)
         sums = sums_of(cols)
         for rows in s.chunks(rows_step):
             size = rows.stop - rows.start
-            if is_borrowed:
+            if width > cols_step:  # borrowed
                 logits = dlogits = borrow(s.weight_gradient()[cols.stop :], size, width)
             dz = dlogits[:size]
             s.gradient(s.inputs(rows), rows, cols, logits[:size], dz)

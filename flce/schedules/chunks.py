@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flce.schedules.schedule import Schedule
-from flce.schedules.statistics import Deferred
+from flce.case import Case
+from flce.schedules.schedule import NONE, Schedule, up_to
+from flce.schedules.statistics import Deferred, statistics
 from flce.stage import Stage
 from flce.sums import WeightSum, add_bias, add_input, weight_sums
 
@@ -18,6 +19,19 @@ class Chunks(Schedule):
     """Three products: logits of a chunk, and its share of dX and dW. Losses and gradients are made in one pass."""
 
     rows: int
+
+    products = False
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        if not c.needs.any or c.spec.reduction == "none":
+            return NONE
+        least = c.unnormalized_rows  # from there on those are faster
+        return up_to(c.num_tokens) if least is None else range(1, least)
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        return Chunks(size)
 
     def forward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
@@ -35,6 +49,14 @@ class DeferredChunks(Deferred):
     """Four products: the logits are made twice. For an upstream gradient of each token."""
 
     rows: int
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return up_to(c.num_tokens) if c.needs.any and c.spec.reduction == "none" else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        return DeferredChunks(statistics(c, size, c.vocab_size), size)
 
     def backward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)

@@ -4,19 +4,47 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from flce.case import Case, ceil_div
 from flce.stage import Stage
+
+# Of sizes: the schedule is not for such a call.
+NONE = range(0)
+
+
+def up_to(size: int) -> range:
+    """All sizes to this one."""
+    return range(1, max(1, size) + 1)
 
 
 class Schedule:
     """One way through the tiles of logits: a frozen dataclass of sizes, and the loops.
 
+    A schedule comes in several sizes, of which the planner chooses one: tokens of a chunk or classes of a block, as a
+    rule. The larger, the faster, and the more memory it takes.
+
     Attributes:
+        strategy: "tokens" or "vocab", as users choose it.
         deferred: whether gradients are made in backward, from logits that are made again.
         counts_on_device: whether the first chunk can be begun before the host knows how many tokens there are.
+        products: whether logits stay in registers where the backend's products can do that.
+        multiples: of these sizes should be multiples, if they are large enough; the finest first.
     """
 
+    strategy: ClassVar[str] = "tokens"
     deferred: ClassVar[bool] = False
     counts_on_device: ClassVar[bool] = False
+    products: ClassVar[bool] = True
+    multiples: ClassVar[tuple[int, ...]] = (1, 8, 128, 256)
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        """From the smallest to the largest; `NONE` if the schedule is not for such a call."""
+        raise NotImplementedError
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        """Of one of these sizes."""
+        raise NotImplementedError
 
     def forward(self, s: Stage) -> None:
         """Losses and, unless `deferred`, gradients."""
@@ -25,3 +53,16 @@ class Schedule:
     def backward(self, s: Stage) -> None:
         """Gradients, if `deferred`."""
         raise NotImplementedError
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        """Tokens of a chunk, and classes of each block."""
+        return getattr(self, "rows", c.num_tokens), [c.vocab_size]
+
+    def describe(self, c: Case) -> str:
+        rows, widths = self.tiles(c)
+        chunks, blocks = ceil_div(c.num_tokens, max(1, rows)), len(widths)
+        text = f"{chunks} chunks of {rows} tokens" if chunks > 1 else f"all {c.num_tokens} tokens at once"
+        if blocks == 1:
+            return f"{text}, all classes"
+        sizes = f"{widths[0]}" if len(set(widths[:-1])) == 1 else f"{max(widths)} to {widths[-2]}"
+        return f"{text}, {blocks} blocks of {sizes} classes"

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flce.schedules.schedule import Schedule
+from flce.case import Case, ceil_div
+from flce.schedules.schedule import NONE, Schedule, up_to
 from flce.stage import Stage
+
+
+def statistics(c: Case, rows: int, cols: int) -> Schedule:
+    """Beside tiles of this size for gradients."""
+    rows, cols = c.statistics_tile(rows, cols)
+    return ProductStatistics(rows) if c.products else Statistics(rows, cols)
 
 
 @dataclass(frozen=True)
@@ -15,10 +22,25 @@ class Statistics(Schedule):
     rows: int
     cols: int
 
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        if c.needs.any:
+            return NONE
+        return up_to(c.vocab_size if c.options.strategy == "vocab" else c.num_tokens)
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        if c.options.strategy == "vocab":
+            return statistics(c, min(max(1, c.num_tokens), c.options.chunk_rows or c.num_tokens or 1), size)
+        return statistics(c, size, c.vocab_size)
+
     def forward(self, s: Stage) -> None:
         logits = s.tile(self.rows, self.cols, s.dtypes.logits)
         for rows in s.chunks(self.rows):
             s.statistics(s.inputs(rows), rows, logits[: rows.stop - rows.start])
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
 
 
 @dataclass(frozen=True)
@@ -36,7 +58,7 @@ class ProductStatistics(Schedule):
 class Deferred(Schedule):
     """Statistics in forward. The gradients follow in backward, when every row's normalizer and upstream are known."""
 
-    statistics: Statistics | ProductStatistics
+    statistics: Schedule
 
     deferred = True
 

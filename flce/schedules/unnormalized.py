@@ -15,12 +15,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce.borrowing import BorrowedBlocks, ExponentialTile, borrow, borrow_as
-from flce.gemm import matmul
+from flce.borrowing import (
+    BLOCK_MULTIPLE,
+    BorrowedBlocks,
+    ExponentialTile,
+    borrow,
+    borrow_as,
+    exponential_tiles,
+    halfway,
+)
+from flce.case import Case
 from flce.schedules.blocks import make_blocks
-from flce.schedules.schedule import Schedule
+from flce.schedules.schedule import NONE, Schedule, up_to
 from flce.stage import Stage
 from flce.sums import weight_sums
+
+# Tiles that `Borrowed` has in the memory of dW. More take less memory of their own, and more time: of 4,096 tokens with
+# H = 4096 and 128,256 classes 1/2, 1/4 and 1/8 of the exponentials are not borrowed.
+COUNTS = (1, 3, 7)
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,17 @@ class Unnormalized(Schedule):
     rows: int
 
     counts_on_device = True
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        least = c.unnormalized_rows
+        if least is None or not c.needs.any or c.spec.reduction == "none":
+            return NONE
+        return range(least, max(1, c.num_tokens) + 1)
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        return Unnormalized(size)
 
     def forward(self, s: Stage) -> None:
         self._chunks(s, s.vocab_size)
@@ -57,7 +80,7 @@ class Unnormalized(Schedule):
                 del scaled
             if s.problem.needs.inputs[0]:
                 product = s.new(size, x.shape[1], dtype=torch.float32)
-                matmul(exps, s.terms[0].weight, out=product)
+                s.matmul(exps, s.terms[0].weight, out=product)
                 s.finish_input_gradient(product, rows, factors)
                 del product
             del x  # gathered rows, before the next are
@@ -68,7 +91,7 @@ class Unnormalized(Schedule):
         """Where x may be scaled: itself, if it is gathered; where its gradient will be; else memory of its own."""
         if s.selection.index is not None:
             return x
-        return s.input_gradient(0)[rows] if s.problem.needs.inputs[0] else torch.empty_like(x)
+        return s.input_gradient(0)[rows] if s.problem.needs.inputs[0] else s.new(*x.shape, dtype=x.dtype)
 
 
 @dataclass(frozen=True)
@@ -80,11 +103,28 @@ class Recomputed(Unnormalized):
     cols: int
     """Of those classes at a time."""
 
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        dtypes = c.dtypes(False)
+        sums_are_halved = c.needs.weights[0] and dtypes.weight_grad == c.dtype != dtypes.sums
+        return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        """With all classes made once more whose sums have no place in the memory of dW, that is half of them."""
+        classes = c.vocab_size - halfway(c.vocab_size)
+        # As many at a time as there is room for where the chunks were.
+        cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+        return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
+
     def forward(self, s: Stage) -> None:
         first = s.vocab_size - self.classes
         self._chunks(s, first)
         tokens = s.problem.num_tokens
         make_blocks(s, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first, s.vocab_size, inputs=False)
+
+    def describe(self, c: Case) -> str:
+        return f"{super().describe(c)}, the last {self.classes} of them recomputed"
 
 
 @dataclass(frozen=True)
@@ -92,13 +132,25 @@ class Borrowed(Schedule):
     """All tokens at once, three products. All tiles but the first lie in the memory of dW, which is written from its
     last class backwards."""
 
-    tiles: tuple[ExponentialTile, ...]
+    exponentials: tuple[ExponentialTile, ...]
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
+        if not (at_once and c.needs.weights[0] and not c.skip_ignored and Unnormalized.sizes(c)):
+            return NONE
+        # Of few classes or very many tokens there is nothing to borrow for.
+        return up_to(len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Schedule:
+        return Borrowed(_tiles(c, [k for k in COUNTS if len(_tiles(c, k)) > 1][-size]))
 
     def forward(self, s: Stage) -> None:
         (rows,) = s.chunks(s.problem.num_tokens)
         (x,), size = s.inputs(rows), s.problem.num_tokens
         weight, dW = s.terms[0].weight, s.weight_gradient()
-        own, *others = self.tiles
+        own, *others = self.exponentials
         tiles = [s.tile(size, own.stop - own.start, s.dtypes.logits_grad)]
         tiles += [borrow(dW[t.place :], size, t.stop - t.start) for t in others]
         factors = s.new_factors()
@@ -106,9 +158,16 @@ class Borrowed(Schedule):
         scaled = None
         if s.problem.needs.inputs[0]:
             product = s.new(size, x.shape[1], dtype=torch.float32)
-            for tile, t in zip(tiles, self.tiles, strict=True):
-                matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
+            for tile, t in zip(tiles, self.exponentials, strict=True):
+                s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
             s.finish_input_gradient(product, rows, factors)
             scaled = borrow_as(product, x.shape, x.dtype)
-        scaled = s.scaled_rows(x, rows, factors, torch.empty_like(x) if scaled is None else scaled)
-        s.weight_products([dW[t.classes] for t in self.tiles], tiles, scaled, factors)
+        scaled = s.scaled_rows(x, rows, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        s.weight_products([dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return c.num_tokens, [t.stop - t.start for t in self.exponentials]
+
+
+def _tiles(c: Case, count: int) -> tuple[ExponentialTile, ...]:
+    return exponential_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)
