@@ -164,7 +164,7 @@ class Case:
         """Of chunks of equal length, of at most so many tokens each."""
         tokens = self.num_tokens
         if tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
-            return min(tokens, rows)
+            return max(1, min(tokens, rows))
         equal = ceil_div(tokens, ceil_div(tokens, rows))
         return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 

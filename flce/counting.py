@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flce import cost, gemm, rows
-from flce.arena import CountingArena
+from flce.arena import Arena, CountingArena
 from flce.backends import contract, eager
 from flce.case import Case
-from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
+from flce.problem import LinearCrossEntropyProblem, LinearTerm
 from flce.schedules.schedule import Schedule
 from flce.selection import Selection
 from flce.stage import Stage
+
+# Borrowed blocks that are looked at.
+SAMPLES = 6
 
 
 @dataclass(frozen=True)
@@ -32,53 +36,56 @@ class Count:
 
 
 def count(c: Case, schedule: Schedule) -> Count:
-    with _disable_current_modes(), torch.no_grad():
-        return _count(c, schedule)
-
-
-def _count(c: Case, schedule: Schedule) -> Count:
-    n, v, h, wide = c.num_tokens, c.vocab_size, c.hidden_sizes, accumulation_dtype(c.dtype)
-
-    def given(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     arena = CountingArena()
     meter = Meter(c, arena)
+    with _disable_current_modes(), torch.no_grad():
+        grads = rehearse(c, schedule, arena, partial(CountingStage, meter))
+    if grads and not schedule.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
+        arena.for_a_moment(eager.SCALING_BYTES)
+    return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds)
+
+
+def rehearse(c: Case, schedule: Schedule, arena: Arena, stage_of: Callable[..., Stage]) -> list[Tensor]:
+    """Forward and backward of a call, as `engine` and `operators` make them, on operands without values. The gradients
+    are returned, with all memory in the arena."""
+    n = c.num_tokens
+
+    def given(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=c.dtype, device=arena.device)
+
     # The shifted target, or one of int64, and a mask. Of gathered rows also where they are, and their targets.
-    target = [arena.new((n,), torch.int64), arena.new((n,), torch.bool)]
+    target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
     index = arena.new((n,), torch.int64) if c.skip_ignored else None
-    target += [arena.new((n,), torch.int64)] if c.skip_ignored else []
-    terms = tuple(LinearTerm(given(n, k), given(v, k)) for k in h)
-    problem = LinearCrossEntropyProblem(terms, target[0], None, None, None, None, c.spec, c.needs)
+    terms = tuple(LinearTerm(given(n, size), given(c.vocab_size, size)) for size in c.hidden_sizes)
+    problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
     selection = Selection(problem, index)
-    selection.__dict__["target"] = target[-1]
+    if index is not None:
+        selection.__dict__["target"] = arena.new((n,), torch.int64)
     out = rows.allocate(problem, n, arena)
-    # Of gathered rows, once more at their places among all.
+    # Of gathered rows once more, at their places among all.
     results = out.map(lambda t: arena.new(t.shape, t.dtype)) if c.skip_ignored else out
     dtypes, products = c.dtypes(schedule.deferred), c.products and schedule.products
-    stage = CountingStage(meter, problem, dtypes, arena, selection, None, out.normalizer, out, None, products)
+    stage = stage_of(problem, dtypes, arena, selection, None, out.normalizer, out, None, products)
     schedule.forward(stage)
     if schedule.deferred:
-        upstream = arena.new((n,), wide) if c.spec.reduction == "none" else None
-        stage = CountingStage(
-            meter, problem, dtypes, arena, selection, None, results.normalizer, None, upstream, products
-        )
+        of_each = arena.new((n,), out.loss.dtype) if c.skip_ignored and c.spec.reduction == "none" else None
+        stage = stage_of(problem, dtypes, arena, selection, None, results.normalizer, None, of_each, products)
         schedule.backward(stage)
-    if c.needs.any:
-        grads = stage.gradients()
-        del stage
-        if not schedule.deferred:  # they are multiplied by the upstream gradient, and cast
-            del out, results
-            grads += [arena.new(g.shape, c.dtype) for g in grads if g.dim() == 2 and g.dtype != c.dtype]
-            arena.for_a_moment(2 * 4 * eager.SCALE_SLAB if c.backend == "torch" and c.dtype.itemsize < 4 else 0)
-    return Count(arena.peak - c.returned_bytes, meter.flops, meter.seconds)
+    if not c.needs.any:
+        return []
+    grads = stage.gradients()
+    if schedule.deferred:
+        return grads
+    del stage, out, results
+    # They are multiplied by the upstream gradient, and cast.
+    return [*grads, *(arena.new(g.shape, c.dtype) for g in grads if g.dim() == 2 and g.dtype != c.dtype)]
 
 
 class Meter:
     """Adds up the time of what is launched. It stands for a backend, too."""
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
-        self.case, self.seconds, self.flops = c, 0.0, 0
+        self.case, self.seconds, self.flops = c, 0.0, 0.0
         self.scratch, self._device = arena.for_a_moment, cost.device_of(c.device_type)
 
     def product(self, m: int, n: int, k: int) -> None:
@@ -90,7 +97,7 @@ class Meter:
         self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self._device.bandwidth
         self.seconds += launches * self._device.launch
 
-    def repeated(self, items: Iterable[tuple[slice, int]]) -> Iterator[slice]:
+    def repeated(self, items: Iterable[tuple[slice, float]]) -> Iterator[slice]:
         """Each of the items, which stands for so many. While a tile is made, the host launches what the next needs."""
         for item, times in items:
             seconds, flops = self.seconds, self.flops
@@ -159,7 +166,7 @@ class CountingStage(Stage):
     ) -> Iterator[slice]:
         stop = self.vocab_size if stop is None else stop
         others = _shortened(first[-1].stop if first else start, stop, step)
-        return self._meter.repeated(itertools.chain(((block, 1) for block in first), others))
+        return self._meter.repeated(itertools.chain(_sampled(first), others))
 
     def copy(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x, out)
@@ -173,7 +180,7 @@ class CountingStage(Stage):
         self._meter.scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))
 
 
-def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, int]]:
+def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
     """The pieces of so many, of which the second stands for all but the first and the last that is whole."""
     whole, rest = divmod(stop - start, max(1, step))
     numbers = {0: 1, 1: whole - 2, whole - 1: 1} if whole > 2 else dict.fromkeys(range(whole), 1)
@@ -181,3 +188,11 @@ def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, int]]:
         yield slice(start + number * step, start + (number + 1) * step), times
     if rest:
         yield slice(stop - rest, stop), 1
+
+
+def _sampled(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
+    """Every so manieth of blocks that become smaller, for as many classes as there are up to the next."""
+    step = max(1, len(blocks) // SAMPLES)
+    for number in range(0, len(blocks), step):
+        block, last = blocks[number], blocks[min(number + step, len(blocks)) - 1]
+        yield block, (last.stop - block.start) / (block.stop - block.start)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -211,7 +211,11 @@ def _default(c: Case, strategy: str) -> ChunkPlan:
         return _chunks(c, min(c.num_tokens, _frozen_rows(c)))
     plan = _chunks(c, c.equal_rows(rows or _default_rows(c)))
     if chosen and plan.deferred and strategy == "auto":
-        return _smallest_near(plan, [_plan(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size])
+        # Logits are made twice in any case, and blocks of classes sum no gradient of a weight. They sum that of inputs,
+        # which takes more where tokens are very many.
+        blocks = [_plan(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
+        plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
+        return _smallest_near(plans, WITHIN)
     if Borrowed.sizes(c) and getattr(plan.schedule, "rows", 0) >= c.num_tokens <= BORROWED_RATIO * c.hidden_sizes[0]:
         borrowing = [_plan(c, Borrowed, size) for size in reversed(Borrowed.sizes(c))]
         # The float32 gradient of the inputs takes memory, too.
@@ -270,11 +274,10 @@ def _frozen_rows(c: Case) -> int:
     return max(ROW_MULTIPLE, min(rows, most) // ROW_MULTIPLE * ROW_MULTIPLE)
 
 
-def _smallest_near(plan: ChunkPlan, others: Iterable[ChunkPlan]) -> ChunkPlan:
-    """Of these the smallest that is nearly as fast as the fastest, and takes no more memory than the first."""
-    plans = [plan, *(other for other in others if other.workspace_bytes <= plan.workspace_bytes)]
-    limit = WITHIN * min(other.seconds for other in plans)
-    return min((other for other in plans if other.seconds <= limit), key=lambda other: other.workspace_bytes)
+def _smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
+    """The smallest of those that take no longer than so many times the fastest."""
+    limit = within * min(plan.seconds for plan in plans)
+    return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------- with a budget
@@ -282,7 +285,10 @@ def _smallest_near(plan: ChunkPlan, others: Iterable[ChunkPlan]) -> ChunkPlan:
 
 def _plan(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
     without = "vocab" if c.options.strategy == "vocab" else "tokens"
-    return ChunkPlan(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
+    return _plan_of(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
+
+
+_plan_of = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once
 
 
 def _kinds(c: Case, strategy: str) -> Iterator[tuple[type[Schedule], range]]:
@@ -301,25 +307,24 @@ def _fastest(c: Case, strategy: str, budget: int) -> ChunkPlan | None:
     for kind, sizes in _kinds(c, strategy):
         # Not worth a search if it is slower even with all the memory that it could use.
         if best is None or _plan(c, kind, sizes[-1]).seconds < best.seconds:
-            plans = [best, *_largest(c, kind, sizes, budget)]
-            best = min((plan for plan in plans if plan is not None), key=lambda plan: plan.seconds, default=None)
+            best = min([best, *_largest(c, kind, sizes, budget)], key=_seconds)
     return best
 
 
-def _largest(c: Case, kind: type[Schedule], sizes: range, budget: int) -> list[ChunkPlan]:
-    """Of a schedule: the largest that keeps the budget, and others that are a little smaller and of better sizes."""
+def _seconds(plan: ChunkPlan | None) -> float:
+    return plan.seconds if plan else math.inf
 
-    def fitting(size: int) -> ChunkPlan | None:
-        plan = _plan(c, kind, size) if size in sizes else None
-        return plan if plan and plan.workspace_bytes <= budget else None
 
+def _largest(c: Case, kind: type[Schedule], sizes: range, budget: int) -> list[ChunkPlan | None]:
+    """Of a schedule: the best of the largest plan that keeps the budget and of those of some sizes below."""
     size = _largest_size(lambda size: _plan(c, kind, size).workspace_bytes, sizes, budget)
     if size is None:
-        return []
-    better = {size, *(size // multiple * multiple for multiple in kind.multiples if 4 * multiple <= size)}
-    if kind.strategy == "tokens":
-        better |= {c.equal_rows(size) for size in better}
-    return [plan for plan in map(fitting, better) if plan is not None]
+        return [None]
+    below = [size, *(size // multiple * multiple for multiple in kind.multiples)]
+    if kind.sized_by_tokens:
+        below += [c.equal_rows(size) for size in below]
+    plans = [_plan(c, kind, size) for size in dict.fromkeys(below) if size in sizes]
+    return [_smallest_near([plan for plan in plans if plan.workspace_bytes <= budget], 1.005)]
 
 
 def _largest_size(taken: Callable[[int], int], sizes: range, budget: int) -> int | None:
@@ -332,7 +337,7 @@ def _largest_size(taken: Callable[[int], int], sizes: range, budget: int) -> int
     if bytes_high <= budget:
         return high
     last, size = (high, bytes_high), max(sizes[0], 128)
-    while high - low > 1:
+    while high - low > max(1, low // 64):
         size = min(max(size, low + 1), high - 1)
         if size // ALIGNMENT * ALIGNMENT > low:
             size = size // ALIGNMENT * ALIGNMENT

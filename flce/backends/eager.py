@@ -34,8 +34,9 @@ from flce.problem import LossSpec, accumulation_dtype
 # operator (on a CPU) nor the launches (on an accelerator) count.
 CPU_SLAB_BYTES = 8 << 20
 ACCELERATOR_SLAB_BYTES = 64 << 20
-# Elements that are scaled at once when that takes temporaries, two float32 of this length at most: 1 MiB.
+# Elements that are scaled at once when that takes temporaries, two float32 of this length at most.
 SCALE_SLAB = 1 << 17
+SCALING_BYTES = 2 * 4 * SCALE_SLAB
 
 
 def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:

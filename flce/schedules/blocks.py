@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flce.borrowing import BorrowedBlocks, borrow, borrow_as, first_class_behind
+from flce.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, first_class_behind
 from flce.case import Case
 from flce.gemm import COLUMN_MULTIPLE
 from flce.schedules.chunks import DeferredChunks
@@ -27,7 +27,8 @@ class Blocks(Deferred):
     borrowed: BorrowedBlocks
 
     strategy = "vocab"
-    multiples = (1, 8, 64, 128, 256)
+    sized_by_tokens = False
+    multiples = (COLUMN_MULTIPLE, BLOCK_MULTIPLE)
 
     @classmethod
     def sizes(cls, c: Case) -> range:

@@ -27,14 +27,16 @@ class Schedule:
         deferred: whether gradients are made in backward, from logits that are made again.
         counts_on_device: whether the first chunk can be begun before the host knows how many tokens there are.
         products: whether logits stay in registers where the backend's products can do that.
-        multiples: of these sizes should be multiples, if they are large enough; the finest first.
+        sized_by_tokens: whether a size is a number of tokens.
+        multiples: sizes that are multiples of these may be faster.
     """
 
     strategy: ClassVar[str] = "tokens"
     deferred: ClassVar[bool] = False
     counts_on_device: ClassVar[bool] = False
     products: ClassVar[bool] = True
-    multiples: ClassVar[tuple[int, ...]] = (1, 8, 128, 256)
+    sized_by_tokens: ClassVar[bool] = True
+    multiples: ClassVar[tuple[int, ...]] = (128, 256)
 
     @classmethod
     def sizes(cls, c: Case) -> range:

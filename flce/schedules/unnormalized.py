@@ -134,6 +134,8 @@ class Borrowed(Schedule):
 
     exponentials: tuple[ExponentialTile, ...]
 
+    sized_by_tokens = False
+
     @classmethod
     def sizes(cls, c: Case) -> range:
         at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
