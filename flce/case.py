@@ -153,6 +153,11 @@ class Case:
         return self.needs.weights[0] and logits == dtypes.logits_grad == self.dtype
 
     @property
+    def chunk_rows(self) -> int:
+        """Tokens of a chunk that has as many as there are, or as were asked for."""
+        return max(1, min(self.num_tokens, self.options.chunk_rows or self.num_tokens))
+
+    @property
     def defaults(self) -> Defaults:
         return DEFAULTS["cpu" if self.device_type == "cpu" else "other"]
 
@@ -177,17 +182,14 @@ class Case:
         if limit is None:
             return rows, cols
         room = min(self.chunk_entries(limit), max(rows * padded_cols(cols), self.chunk_entries(self.returned_bytes)))
+        most = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if self.products:
             partial = 4 * ceil_div(self.vocab_size, PRODUCT_BLOCK)  # two numbers a block, of twice the size of a logit
-            return min(
-                rows if self.needs.any or self.options.chunk_rows else self.num_tokens,
-                PRODUCT_ROWS,
-                max(1, room // partial),
-            ), cols
-        rows = min(STATISTICS_ROWS, rows)
-        width = room // max(1, rows)
+            return min(most, PRODUCT_ROWS, max(1, room // partial)), cols
+        rows = min(most, STATISTICS_ROWS, room)
+        width = room // rows
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
-        return rows, min(self.vocab_size, max(1, width // multiple * multiple))
+        return rows, min(self.vocab_size, width // multiple * multiple or width)
 
     @functools.cached_property
     def returned_bytes(self) -> int:

@@ -156,10 +156,20 @@ def same_tokens(c: Case) -> tuple[int, int]:
     """The least and the most tokens with which `is_deferred` is the same, all between them included."""
     if not is_open(c):
         return 0, INT64_MAX
-    deferred, low, high = is_deferred(c), _representative(c.num_tokens), _representative(c.num_tokens)
-    while high < MOST_TOKENS and is_deferred(replace(c, num_tokens=_representative(high + 1))) == deferred:
+
+    def deferred(tokens: int) -> bool | None:
+        try:
+            return make_plan(replace(c, num_tokens=tokens)).deferred
+        except ValueError:
+            return None  # each number of tokens that is represented decides by itself
+
+    low = high = _representative(c.num_tokens)
+    this = deferred(high)
+    if this is None:
+        return c.num_tokens, c.num_tokens
+    while high < MOST_TOKENS and deferred(_representative(high + 1)) == this:
         high = _representative(high + 1)
-    while low > 0 and is_deferred(replace(c, num_tokens=low)) == deferred:
+    while low > 0 and deferred(low) == this:
         low = _before(low)
     return low + 1 if low else 0, high if high < MOST_TOKENS else INT64_MAX
 
@@ -202,8 +212,10 @@ def _before(tokens: int) -> int:
 
 def _default(c: Case, strategy: str) -> ChunkPlan:
     if not c.needs.any:
-        size = _default_cols(c) if strategy == "vocab" else c.options.chunk_rows or _default_rows(c)
-        return _plan(c, Statistics, size)
+        entries = (c.options.chunk_rows or _default_rows(c)) * c.vocab_size
+        if strategy == "vocab":
+            entries = c.chunk_rows * _default_cols(c)
+        return _plan(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
     if strategy == "vocab":
         return _plan(c, Blocks, _default_cols(c))
     rows, chosen = c.options.chunk_rows, c.options.chunk_rows is None and c.num_tokens > 0 and c.device_type != "cpu"
@@ -295,7 +307,7 @@ def _kinds(c: Case, strategy: str) -> Iterator[tuple[type[Schedule], range]]:
     """Schedules for a call, and their sizes."""
     for kind in SCHEDULES:
         sizes, rows = kind.sizes(c), c.options.chunk_rows
-        if rows is not None and kind.strategy == "tokens" and kind is not Borrowed:
+        if rows is not None and kind.strategy == "tokens" and kind.sized_by_tokens:
             sizes = range(max(rows, sizes.start), min(rows + 1, sizes.stop))
         if sizes and (strategy in ("auto", kind.strategy) or not c.needs.any):
             yield kind, sizes

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flce
-from flce import cost, planning
+from flce import backends, cost, planning
 from flce.case import Case
 from flce.problem import LossSpec, Needs
 from flce.schedules import SCHEDULES
@@ -386,6 +387,56 @@ def test_long_sequences_in_a_small_budget(shape: tuple[int, int, int], mib: int)
     assert made.workspace_bytes <= mib * MIB
     assert isinstance(five.schedule, Apart)
     assert made.seconds < 0.85 * five.seconds
+
+
+@pytest.mark.parametrize("kind", ["training", "frozen", "none"])
+@pytest.mark.parametrize("shape", [(8192, 4096, 128256), (65536, 2304, 256000), (16384, 1024, 151936)], ids=str)
+def test_the_default_takes_a_share_of_the_device(shape: tuple[int, int, int], kind: str) -> None:
+    """At most 1/24; where the memory is not known, or large, as much as on an H200."""
+    c = on_h200(*shape, kind)
+    unbounded = planning.make_plan(replace(c, memory=None))
+    assert planning.make_plan(c) == replace(unbounded, case=c)
+    for gib in (16, 24, 80):
+        made = planning.make_plan(replace(c, memory=gib << 30))
+        assert made.workspace_bytes <= max(gib << 30, 0) / 24
+        assert made.workspace_bytes <= unbounded.workspace_bytes
+        # As fast as a budget of that size makes it.
+        with_budget = replace(c, memory=None, options=flce.ChunkOptions(max_workspace_bytes=int((gib << 30) / 24)))
+        assert made.seconds <= 1.001 * planning.make_plan(with_budget).seconds
+
+
+def test_memory_of_devices_that_are_not_there_is_no_bound() -> None:
+    assert backends.total_memory(torch.device("cpu")) is None
+    assert backends.total_memory(torch.device("meta")) is None
+    if not torch.cuda.is_available():
+        assert backends.total_memory(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("mib", [None, 64, 200, 592])
+def test_a_traced_graph_is_for_a_range_of_lengths(mib: int | None) -> None:
+    """Whether gradients are deferred is the same in it, and another beside it."""
+    for tokens in (100, 1000, 4096, 5000, 30000):
+        c = on_h200(tokens, 4096, 128256, max_workspace_bytes=None if mib is None else mib * MIB)
+        least, most = planning.same_tokens(c)
+        assert least <= tokens <= most
+        inside = [n for n in (least, least + 1, (least + min(most, 10**6)) // 2, min(most, 10**6)) if n]
+        assert {planning.is_deferred(replace(c, num_tokens=n)) for n in inside} == {planning.is_deferred(c)}
+        for beside in (n for n in (least - 1, most + 1) if 0 < n < 2**20):
+            first, last = planning.same_tokens(replace(c, num_tokens=beside))
+            assert last < least or first > most
+
+
+@settings(max_examples=EXAMPLES // 4)
+@given(tokens=st.integers(0, 1 << 22), budget=st.integers(40, 2000), hidden=st.sampled_from([1024, 4096]))
+def test_lengths_of_one_range_are_planned_alike(tokens: int, budget: int, hidden: int) -> None:
+    c = on_h200(tokens, hidden, 128256, max_workspace_bytes=budget * MIB)
+    least, most = planning.same_tokens(c)
+    assert least <= tokens <= most
+    try:
+        made = planning.make_plan(c)
+    except ValueError:
+        return
+    assert made.deferred == planning.is_deferred(c)
 
 
 def candidates(shape: tuple[int, int, int], kind: str, budget: int) -> Iterator[flce.ChunkPlan]:

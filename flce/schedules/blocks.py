@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flce.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, first_class_behind
 from flce.case import Case
-from flce.gemm import COLUMN_MULTIPLE
+from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE
 from flce.schedules.chunks import DeferredChunks
 from flce.schedules.schedule import NONE, Schedule, up_to
 from flce.schedules.statistics import Deferred, statistics
@@ -36,7 +36,7 @@ class Blocks(Deferred):
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
-        rows = _rows(c)
+        rows = c.chunk_rows
         made = statistics(c, rows, size)
         if size >= c.vocab_size:
             return DeferredChunks(made, rows)
@@ -70,7 +70,7 @@ class BlocksAroundSum(Blocks):
             and len(c.hidden_sizes) == 1
             and sums != c.dtype
             and not c.skip_ignored  # rows of the sum would have to be dealt out to others
-            and 0 < c.num_tokens <= _rows(c)
+            and 0 < c.num_tokens <= c.chunk_rows
         )
         # Logits of those classes are made three times. If they were half of all, that would be half a product more;
         # gradients in loops of their own take a whole one.
@@ -80,7 +80,7 @@ class BlocksAroundSum(Blocks):
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
         start = first_class_behind(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
-        rows = _rows(c)
+        rows = c.chunk_rows
         return cls(statistics(c, rows, size), rows, size, _borrowed(c, rows, size), start)
 
     def backward(self, s: Stage) -> None:
@@ -111,8 +111,8 @@ class ChunksOfBlocks(Deferred):
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
         # The sum, R x H in float32, and the tile, R x C, get about the same memory.
-        cols = max(COLUMN_MULTIPLE if size > 1 else 1, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
-        cols = min(c.vocab_size, cols if size > 1 else 8)
+        cols = max(COLUMN_MULTIPLE, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
+        cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
         return ChunksOfBlocks(statistics(c, size, cols), size, cols)
 
     def backward(self, s: Stage) -> None:
@@ -148,10 +148,10 @@ class Apart(Deferred):
     def sized(cls, c: Case, size: int) -> Schedule:
         inputs = ChunksOfBlocks.sized(c, size)
         assert isinstance(inputs, ChunksOfBlocks)
-        rows = _rows(c)
+        rows = c.chunk_rows
         # As many classes for dW as take about the memory of the sum and the tile for dX.
         cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
-        cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols)
+        cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
         return Apart(statistics(c, rows, cols), inputs, rows, cols, _borrowed(c, rows, cols))
 
     def backward(self, s: Stage) -> None:
@@ -163,11 +163,6 @@ class Apart(Deferred):
 
     def describe(self, c: Case) -> str:
         return f"{super().describe(c)} for dW, {self.inputs.describe(c)} for dX"
-
-
-def _rows(c: Case) -> int:
-    """Of a tile with all tokens, or with those that were asked for."""
-    return min(max(1, c.num_tokens), c.options.chunk_rows or c.num_tokens or 1)
 
 
 def _borrowed(c: Case, rows: int, cols: int) -> BorrowedBlocks:

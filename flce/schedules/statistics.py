@@ -22,17 +22,17 @@ class Statistics(Schedule):
     rows: int
     cols: int
 
+    sized_by_tokens = False  # but by logits in memory
+
     @classmethod
     def sizes(cls, c: Case) -> range:
-        if c.needs.any:
-            return NONE
-        return up_to(c.vocab_size if c.options.strategy == "vocab" else c.num_tokens)
+        return NONE if c.needs.any else up_to(c.chunk_rows * c.vocab_size)
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
         if c.options.strategy == "vocab":
-            return statistics(c, min(max(1, c.num_tokens), c.options.chunk_rows or c.num_tokens or 1), size)
-        return statistics(c, size, c.vocab_size)
+            return statistics(c, c.chunk_rows, max(1, size // c.chunk_rows))
+        return statistics(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
 
     def forward(self, s: Stage) -> None:
         logits = s.tile(self.rows, self.cols, s.dtypes.logits)

@@ -26,7 +26,7 @@ from flce.borrowing import (
 )
 from flce.case import Case
 from flce.schedules.blocks import make_blocks
-from flce.schedules.schedule import NONE, Schedule, up_to
+from flce.schedules.schedule import NONE, Schedule
 from flce.stage import Stage
 from flce.sums import weight_sums
 
@@ -142,7 +142,7 @@ class Borrowed(Schedule):
         if not (at_once and c.needs.weights[0] and not c.skip_ignored and Unnormalized.sizes(c)):
             return NONE
         # Of few classes or very many tokens there is nothing to borrow for.
-        return up_to(len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
+        return range(1, 1 + len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
