@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flce.functional import cross_entropy, fused_linear_cross_entropy
+from flce.functional import cross_entropy, fused_linear_cross_entropy, plan
 from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
 from flce.options import ChunkOptions
-from flce.planning import plan
 from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyOutput
 from flce.softmax_op import log_softmax, softmax

@@ -20,9 +20,13 @@ from flce.arguments import (
     overridable,
     shifted,
 )
+from flce.backends import backend_name, has_product, total_memory
+from flce.case import Case
 from flce.logits_loss import CrossEntropyProblem, check_overwritable
 from flce.operators import linear_cross_entropy
 from flce.options import ChunkOptions
+from flce.planning import make_plan
+from flce.plans import ChunkPlan
 from flce.problem import (
     LinearCrossEntropyOutput,
     LinearCrossEntropyProblem,
@@ -32,6 +36,7 @@ from flce.problem import (
     accumulation_dtype,
     check_shapes,
 )
+from flce.scalars import integer
 
 
 def fused_linear_cross_entropy(
@@ -331,6 +336,74 @@ def cross_entropy(
     if overwritten_dtensor is not None:  # it counts its versions apart from what is in it
         torch.autograd.graph.increment_version(overwritten_dtensor)
     return output(out, problem.target, torch.Size(tokens), spec)
+
+
+def plan(
+    num_tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cuda",
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    stats: tuple[str, ...] = (),
+    input_grad: bool = True,
+    weight_grad: bool = True,
+    bias_grad: bool = False,
+    adapter_ranks: Sequence[int] = (),
+    options: ChunkOptions | None = None,
+) -> ChunkPlan:
+    """What `fused_linear_cross_entropy` will do for a shape, and the bytes it will take.
+
+    Args:
+        num_tokens: N, the tokens of `input` over all leading dimensions.
+        hidden_size: H.
+        vocab_size: V.
+        dtype: of `input` and `linear_weight`, after autocast.
+        device: where the tensors will be; only its type matters.
+        reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.
+        input_grad, weight_grad, bias_grad: which gradients will be asked for (``False`` for a frozen head).
+        adapter_ranks: the rank r of each of `adapters`; gradients of both of its tensors are assumed to be asked for.
+        options: as in `fused_linear_cross_entropy`.
+
+    Returns:
+        A `ChunkPlan`; ``.workspace_bytes`` is the peak of memory above the inputs and the returned
+        gradients, from the beginning of forward to the end of backward.
+
+    Raises:
+        ValueError: no plan keeps ``options.max_workspace_bytes`` (the message names the least that works),
+            or an argument has an impossible value.
+        TypeError: an argument has the wrong type.
+    """
+    if not isinstance(adapter_ranks, (tuple, list)):
+        raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")
+    sizes = {"num_tokens": num_tokens, "hidden_size": hidden_size, "vocab_size": vocab_size}
+    sizes |= {f"adapter_ranks[{k}]": rank for k, rank in enumerate(adapter_ranks)}
+    sizes = {name: integer(name, value) for name, value in sizes.items()}
+    for name, value in sizes.items():
+        if value < (0 if name == "num_tokens" else 1):
+            raise ValueError(f"{name} must be positive, got {value}")
+    num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
+    check_options(options)
+    device = torch.device(device)
+    of_adapters = (True,) * len(ranks)
+    case = Case(
+        num_tokens=num_tokens,
+        hidden_sizes=(hidden_size, *ranks),
+        vocab_size=vocab_size,
+        dtype=dtype,
+        device_type=device.type,
+        backend=backend_name(device),
+        has_product=has_product(device),
+        memory=total_memory(device),
+        spec=LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
+        needs=Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
+        options=options or ChunkOptions(),
+    )
+    return make_plan(case)
 
 
 def _check_logits_shapes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flce.case import Case, Dtypes, dtype_text
@@ -62,3 +63,18 @@ class ChunkPlan:
             f"{self.flops / one if one else 0:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
         )
+
+
+def plan_of(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
+    """A call with a schedule of some size."""
+    without = "vocab" if c.options.strategy == "vocab" else "tokens"
+    return _known(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
+
+
+_known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once
+
+
+def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
+    """The smallest of those that take no longer than so many times the fastest."""
+    limit = within * min(plan.seconds for plan in plans)
+    return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)

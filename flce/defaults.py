@@ -1,0 +1,106 @@
+"""The plan of a call that has no budget, by a rule.
+
+* All tokens are one chunk where their logits take at most `Defaults.one_chunk`: then no gradient is summed over chunks.
+  More are cut into chunks of `Defaults.chunk`, so that the workspace does not grow with their number. Where tokens are
+  not too many, exponentials are borrowed from the weight gradient.
+* Where no gradient of a weight is summed, a large chunk gains little. A frozen head takes the chunks of
+  `_frozen_rows`, and ``reduction="none"`` the smallest blocks of classes that are nearly as fast as the fastest.
+* ``strategy="vocab"`` takes blocks of a quarter of `Defaults.chunk`.
+"""
+
+from __future__ import annotations
+
+from flce import cost
+from flce.case import ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
+from flce.gemm import COLUMN_MULTIPLE, padded_cols
+from flce.plans import ChunkPlan, plan_of, smallest_near
+from flce.schedules.blocks import Blocks
+from flce.schedules.chunks import Chunks, DeferredChunks
+from flce.schedules.statistics import Statistics
+from flce.schedules.unnormalized import Borrowed, Unnormalized
+
+# Of the fastest plan's time, what the smallest may take.
+WITHIN = 1.03
+# Classes of a block among which that is chosen.
+LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
+# Tokens for each entry of a row of the head, at most, with which exponentials are borrowed. That takes no more time
+# where it takes less memory, in times the bare products 1.02 for 1.03 (8192 x 4096 x 128256), 1.05 and 1.05
+# (4096 tokens), 1.07 for 1.13 (2048), 1.02 for 1.04 (8192 x 3584 x 152064). With more there is little to borrow.
+BORROWED_RATIO = 4
+
+
+def default_plan(c: Case, strategy: str) -> ChunkPlan:
+    """The plan without a budget. `strategy`: "auto", "tokens" or "vocab"."""
+    if not c.needs.any:
+        entries = (c.options.chunk_rows or _default_rows(c)) * c.vocab_size
+        if strategy == "vocab":
+            entries = c.chunk_rows * _default_cols(c)
+        return plan_of(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
+    if strategy == "vocab":
+        return plan_of(c, Blocks, _default_cols(c))
+    rows, chosen = c.options.chunk_rows, c.options.chunk_rows is None and c.num_tokens > 0 and c.device_type != "cpu"
+    if chosen and not c.needs.weights[0]:
+        return _chunks(c, min(c.num_tokens, _frozen_rows(c)))
+    plan = _chunks(c, c.equal_rows(rows or _default_rows(c)))
+    if chosen and plan.deferred and strategy == "auto":
+        # Logits are made twice in any case, and blocks of classes sum no gradient of a weight. They sum that of inputs,
+        # which takes more where tokens are very many.
+        blocks = [plan_of(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
+        plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
+        return smallest_near(plans, WITHIN)
+    if Borrowed.sizes(c) and getattr(plan.schedule, "rows", 0) >= c.num_tokens <= BORROWED_RATIO * c.hidden_sizes[0]:
+        borrowing = [plan_of(c, Borrowed, size) for size in reversed(Borrowed.sizes(c))]
+        # The float32 gradient of the inputs takes memory, too.
+        return next((other for other in borrowing if other.workspace_bytes < plan.workspace_bytes), plan)
+    return plan
+
+
+def _chunks(c: Case, rows: int) -> ChunkPlan:
+    """Of so many tokens."""
+    kinds = (Chunks, Unnormalized, DeferredChunks)
+    return next(plan_of(c, kind, rows) for kind in kinds if rows in kind.sizes(c))
+
+
+def _default_rows(c: Case) -> int:
+    """Of a chunk with all classes."""
+    if not c.needs.any and c.defaults.statistics is not None:
+        return STATISTICS_ROWS
+    per_row = padded_cols(c.vocab_size) * _entry_bytes(c)
+    if c.dtype.itemsize >= 4:
+        limit = c.defaults.no_sum
+    elif c.num_tokens * per_row <= c.defaults.one_chunk:
+        limit = c.defaults.one_chunk
+    else:
+        limit = c.defaults.chunk
+    return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def _entry_bytes(c: Case) -> int:
+    """Of a logit and its gradient, which may share their memory."""
+    dtypes = c.dtypes(False)
+    if not c.needs.any:
+        return dtypes.logits.itemsize
+    in_registers = c.unnormalized_rows is not None or (c.products and c.spec.reduction == "none")
+    one = in_registers or dtypes.logits == dtypes.logits_grad
+    return dtypes.logits_grad.itemsize + (0 if one else dtypes.logits.itemsize)
+
+
+def _default_cols(c: Case) -> int:
+    """Of a block with all tokens. It takes a quarter of what a chunk would: `vocab` is for saving memory. With fewer
+    tokens it is no wider: its weight gradient has to be summed over them."""
+    cols = c.chunk_entries(c.defaults.chunk) // 4 // max(1, c.num_tokens)
+    return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
+
+
+def _frozen_rows(c: Case) -> int:
+    """Of a chunk whose gradient of the input is nearly one wave of blocks, one for each multiprocessor.
+
+    On an H200 that is at most 2.4% slower than all tokens at once: 1.015, 1.024, 1.017 and 0.999 for H = 4096, 3584,
+    2304 and 1024. With half of these rows: 1.09, 1.03, 1.09 and 1.03; with others between 1.02 and 1.14, in no order.
+    """
+    device = cost.device_of(c.device_type)
+    limit = c.defaults.chunk if c.dtype.itemsize < 4 else c.defaults.no_sum
+    tall, wide = device.block
+    rows = max(1, int(0.97 * device.multiprocessors) // ceil_div(c.hidden_sizes[0], wide)) * tall
+    most = limit // (padded_cols(c.vocab_size) * _entry_bytes(c))
+    return max(ROW_MULTIPLE, min(rows, most) // ROW_MULTIPLE * ROW_MULTIPLE)
