@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from enum import Enum
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -18,31 +17,26 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. Its fields are what a result file has of it."""
+    """One problem. Its fields are what a result file has of it, and one of them is its `dtype`."""
 
     @property
     def title(self) -> str:
         raise NotImplementedError
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is to be measured on it."""
+        return True
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
-        """Fields that an older file lacks have their default."""
-        hints = get_type_hints(cls)
-        names = [field.name for field in fields(cls) if field.name in document]
-        return cls(**{name: decoded(hints[name], document[name]) for name in names})
-
-
-def decoded(hint: Any, value: Any) -> Any:
-    """A value of JSON, which has lists for tuples and strings for enumerations."""
-    if isinstance(value, list):
-        (entries,) = [part for part in (hint, *get_args(hint)) if get_origin(part) is tuple]
-        return tuple(decoded(get_args(entries)[0], entry) for entry in value)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(value)
-    return value
+        """Fields that an older file lacks have their default. JSON has lists for tuples."""
+        known = {field.name for field in fields(cls)} & set(document)
+        values = {name: document[name] for name in known}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @dataclass(frozen=True)

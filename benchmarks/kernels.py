@@ -15,9 +15,9 @@ from benchmarks.benchmark import Benchmark
 from benchmarks.cases import DTYPES, Case, Effort, Plan, planned
 from benchmarks.contenders import Contender, Step
 from benchmarks.measure import make_meter, release
-from benchmarks.results import Entry, Result
-from benchmarks.rounds import Entrant, Watch, compete
-from benchmarks.tables import Columns, Table, gigabytes, percent, table_of
+from benchmarks.results import Bandwidth, Entry
+from benchmarks.rounds import Entrant, Expired, compete
+from benchmarks.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import padded_cols
@@ -30,9 +30,12 @@ class KernelCase(Case):
 
     tokens: int
     columns: int  # of the tile
-    vocab: int  # of which the tile is a part, or the whole
+    vocab: int = 0  # of which the tile is a part; 0: the whole
     dtype: str = "bfloat16"
     grad_dtype: str | None = None  # None: in the place of the logits
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vocab", self.vocab or self.columns)
 
     @property
     def whole(self) -> bool:
@@ -45,35 +48,22 @@ class KernelCase(Case):
         return f"{self.tokens} x {self.columns}{part}, {self.dtype}{gradient}"
 
 
-@dataclass
-class KernelResult(Result):
-    moved_bytes: int = 0  # what had to be read and written
-
-    @property
-    def gigabytes_per_second(self) -> float | None:
-        return None if self.median_ms is None else self.moved_bytes / self.median_ms / 1e6
-
-
-KernelEntry = Entry[KernelCase, KernelResult]
+KernelEntry = Entry[KernelCase, Bandwidth]
 
 
 # --- cases ---
 
-
-SMALL = KernelCase(32, 500, 500, "float32")
+SMALL = KernelCase(32, 500, dtype="float32")
+TINY = [SMALL, replace(SMALL, vocab=1100), replace(SMALL, dtype="float64", grad_dtype="float32")]
 SHAPES = [(4096, 128256), (8192, 128256), (8192, 152064), (16384, 151936), (8192, 256000), (16384, 50257)]
 LARGE = [
-    *(KernelCase(tokens, vocab, vocab) for tokens, vocab in SHAPES),
-    KernelCase(16384, 32000, 32000),
+    *(KernelCase(*shape) for shape in (*SHAPES, (16384, 32000))),
     KernelCase(8192, 16384, 131072),
-    KernelCase(4096, 128256, 128256, "float32", "bfloat16"),
+    KernelCase(4096, 128256, dtype="float32", grad_dtype="bfloat16"),
 ]
 PRESETS: dict[str, Callable[[], Plan[KernelCase]]] = {
-    # A second on a CPU, for the tests; half a minute of one large GPU.
-    "tiny": lambda: planned(
-        [SMALL, replace(SMALL, vocab=1100), replace(SMALL, dtype="float64", grad_dtype="float32")], 2, 1.0
-    ),
-    "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),
+    "tiny": lambda: planned(TINY, rounds=2, seconds=1.0),  # a second on a CPU, for the tests
+    "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),  # half a minute of one large GPU
 }
 
 
@@ -165,49 +155,51 @@ CONTENDERS = [
 ]
 
 
-class KernelBenchmark(Benchmark[KernelCase, KernelResult]):
+class KernelBenchmark(Benchmark[KernelCase, Bandwidth]):
     kind = "kernels"
     noun = "the kernels"
     summary = "Median ms, bandwidth of the copy's", "tokens x columns"
     case_type = KernelCase
-    result_type = KernelResult
+    result_type = Bandwidth
     presets = PRESETS
+    sizes = "tokens,columns"
+    effort = Effort(10, 5.0)
 
-    def measure(self, case: KernelCase, device: torch.device, effort: Effort, watch: Watch) -> KernelEntry:
+    def measure(self, case: KernelCase, device: torch.device, effort: Effort, expired: Expired) -> KernelEntry:
         release()
         problem = make_tile(case, device)
         meter = make_meter(device, problem.restore)
 
-        def make(contender: KernelContender) -> KernelResult:
-            return KernelResult.of(contender, moved_bytes=contender.bytes(case))
+        def make(contender: KernelContender) -> Bandwidth:
+            return Bandwidth.of(contender, moved_bytes=contender.bytes(case))
 
-        def enter(contender: KernelContender, result: KernelResult) -> Entrant:
+        def enter(contender: KernelContender, result: Bandwidth) -> Entrant:
             step = contender.prepare(problem)
             meter.warm_up(step)
             return Entrant(step)
 
         contenders = [contender for contender in CONTENDERS if contender.applies(case)]
-        return Entry(case, compete(contenders, make, enter, device, meter, effort, watch))
+        return Entry(case, compete(contenders, make, enter, meter, effort, expired))
 
     def table(self, entry: KernelEntry) -> Table:
         copied = entry.by_name("copy")
-        columns: Columns[KernelResult] = {
+        columns: Columns[Bandwidth] = {
             "": lambda r: r.title,
             "median ms": lambda r: f"{r.median_ms:.3g}",
             "least ms": lambda r: f"{min(r.samples_ms):.3g}",
             "calls": lambda r: str(len(r.samples_ms)),
             "bytes per logit": lambda r: f"{r.moved_bytes / (entry.case.tokens * entry.case.columns):.3g}",
             "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
-            "of copy": lambda r: percent(r.gigabytes_per_second, copied.gigabytes_per_second if copied else None),
+            "of copy": lambda r: percent(r.share_of(copied)),
         }
         return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
-    def cell(self, entry: KernelEntry, result: KernelResult) -> str:
+    def cell(self, entry: KernelEntry, result: Bandwidth) -> str:
         if result.median_ms is None:
-            return "-"
+            return NONE
         copied = entry.by_name("copy")
-        share = "" if copied in (None, result) else percent(result.gigabytes_per_second, copied.gigabytes_per_second)
-        return ", ".join(filter(None, (f"{result.median_ms:.3g}", share)))
+        share = "" if copied in (None, result) else f", {percent(result.share_of(copied))}"
+        return f"{result.median_ms:.3g}{share}"
 
 
 KERNELS = KernelBenchmark()

@@ -12,34 +12,21 @@ from torch import nn
 
 from benchmarks.cases import DTYPES, Case
 
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model type of Transformers, and the configuration that makes it the model of that name."""
-
-    model_type: str
-    config: dict[str, Any]
+# What makes a model of Transformers the one of that name.
+FIELDS = "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size"
 
 
-def sizes(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, vocab: int, **others: Any) -> Any:
-    return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
-        "tie_word_embeddings": True,
-        **others,
-    }
+def configured(*values: Any, positions: int = 131072, **others: Any) -> dict[str, Any]:
+    sizes = dict(zip(FIELDS.split(), values, strict=True))
+    return sizes | others | {"tie_word_embeddings": True, "max_position_embeddings": positions}
 
 
-LLAMA = {"head_dim": 64, "rope_theta": 500000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
-QWEN = {"head_dim": 128, "rope_theta": 1000000.0, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6}
+LLAMA: dict[str, Any] = {"head_dim": 64, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+QWEN: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
 ARCHITECTURES = {
-    "Llama-3.2-1B": Architecture("llama", sizes(2048, 16, 32, 8, 8192, 128256, **LLAMA)),
-    "Qwen3-0.6B": Architecture("qwen3", sizes(1024, 28, 16, 8, 3072, 151936, **QWEN)),
-    "tiny-llama": Architecture("llama", sizes(32, 2, 2, 1, 64, 2000, max_position_embeddings=128)),
+    "Llama-3.2-1B": configured("llama", 2048, 16, 32, 8, 8192, 128256, **LLAMA),
+    "Qwen3-0.6B": configured("qwen3", 1024, 28, 16, 8, 3072, 151936, **QWEN),
+    "tiny-llama": configured("llama", 32, 2, 2, 1, 64, 2000, positions=128),
 }
 
 
@@ -64,13 +51,8 @@ class ModelCase(Case):
     contenders: tuple[str, ...] | None = None  # only these; None: all
     warm_up_sequence: int | None = None  # tokens of a sequence while warming up, where whole ones take too long
 
-    @property
-    def architecture(self) -> Architecture:
-        return ARCHITECTURES[self.model]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", Optimizer(self.optimizer))
 
     @property
     def tokens(self) -> int:
@@ -82,8 +64,7 @@ class ModelCase(Case):
         return ", ".join(parts if self.optimizer is Optimizer.none else [*parts, self.optimizer.value])
 
     def to_dict(self) -> dict[str, Any]:
-        config = {"model_type": self.architecture.model_type, **self.architecture.config}
-        return super().to_dict() | {"config": config}
+        return super().to_dict() | {"config": ARCHITECTURES[self.model]}
 
 
 def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
@@ -91,10 +72,9 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    architecture = case.architecture
-    config = AutoConfig.for_model(architecture.model_type, **architecture.config)
+    config = AutoConfig.for_model(**ARCHITECTURES[case.model])
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=case.torch_dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     made: nn.Module = model.train()
     return made
@@ -119,5 +99,5 @@ def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int
 def make_batch(case: ModelCase, device: torch.device, seed: int = 0) -> torch.Tensor:
     """Random tokens, which are their own labels: the model shifts them."""
     generator = torch.Generator(device).manual_seed(seed)
-    vocab = case.architecture.config["vocab_size"]
+    vocab = ARCHITECTURES[case.model]["vocab_size"]
     return torch.randint(vocab, (case.batch, case.sequence), device=device, generator=generator)

@@ -2,14 +2,18 @@
 
 A step is forward with labels, backward, the optimizer if there is one, and dropping the gradients. As in Trainer,
 nothing but the loss is kept of the model's output, so that no logits live during backward that it does not need. A
-case is a line of a preset, a contender one of `model_contenders.CONTENDERS`.
+case is a line of a preset, a contender a context manager that changes the model and puts it back, and a line in
+`CONTENDERS`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +21,16 @@ import torch
 from torch import nn
 
 from benchmarks.benchmark import Benchmark
-from benchmarks.cases import GIB, Effort, Plan, planned
+from benchmarks.cases import GIB, MIB, Effort, Plan, planned
+from benchmarks.contenders import Contender, known, needs_flce, needs_package
 from benchmarks.measure import Sample, make_meter, release
-from benchmarks.model_contenders import ModelContender, entrants
 from benchmarks.model_problem import ModelCase, build, held_bytes, make_batch, make_optimizer
-from benchmarks.plots import COLOURS, draw_entries, points
+from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import Entry, Result, Run
-from benchmarks.rounds import Entrant, Watch, compete
+from benchmarks.rounds import Entrant, Expired, compete
 from benchmarks.tables import Columns, Table, gibibytes, ratio, table_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -46,6 +49,96 @@ class ModelResult(Result):
 
 ModelEntry = Entry[ModelCase, ModelResult]
 ModelRun = Run[ModelCase, ModelResult]
+
+
+# --- contenders ---
+
+Change = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class ModelContender(Contender):
+    applied: Change  # the model is changed inside
+    call: dict[str, Any] = field(default_factory=dict, kw_only=True)  # more arguments for the model's forward
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def ours(model: nn.Module, **options: Any) -> Iterator[None]:
+    import flce
+
+    flce.patch_model(model, options=flce.ChunkOptions(**options) if options else None)
+    try:
+        yield
+    finally:
+        flce.unpatch_model(model)
+
+
+@contextlib.contextmanager
+def liger(model: nn.Module, fused_linear_cross_entropy: bool = True, **kernels: bool) -> Iterator[None]:
+    """Liger has no way back: it replaces methods of modules and names in the model's Python file."""
+    patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    names = vars(sys.modules[type(model).__module__])
+    before = [*attributes, (names, dict(names))]
+    try:
+        patch._apply_liger_kernel_to_instance(
+            model=model, fused_linear_cross_entropy=fused_linear_cross_entropy, **kernels
+        )
+        yield
+    finally:
+        for present, saved in before:
+            present.clear()
+            present.update(saved)
+
+
+@contextlib.contextmanager
+def ours_and_ligers_layers(model: nn.Module) -> Iterator[None]:
+    """The two go together: Liger's kernels for everything but the loss."""
+    with liger(model, fused_linear_cross_entropy=False), ours(model):
+        yield
+
+
+only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False)
+needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
+
+
+def peer(name: str, title: str, applied: Change, **call: Any) -> ModelContender:
+    return ModelContender(name, title, "peer", applied, unavailable=needs_liger, call=call)
+
+
+# In the order in which they are measured: what a deadline would cut off comes last. What the model's forward does not
+# know it hands on to the loss.
+CONTENDERS = [
+    ModelContender("ours", "flce", "ours", ours, unavailable=needs_flce),
+    ModelContender("ours-budget", "flce in a budget", "ours", ours, unavailable=needs_flce),  # see `entrants`
+    peer("liger-loss", "Liger, only the loss", only_the_loss),
+    peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
+    peer("liger", "Liger, all its kernels", liger),
+    peer("ours-liger-layers", "flce, with Liger's layers", ours_and_ligers_layers),
+    ModelContender("stock", "stock", "stock", unchanged),
+]
+
+
+def entrants(case: ModelCase) -> list[ModelContender]:
+    """The contenders of a case in the order of the table, with one for each budget."""
+    chosen = CONTENDERS if case.contenders is None else known(CONTENDERS, case.contenders)
+    found = []
+    for contender in CONTENDERS:
+        if contender in chosen:
+            budgets = [in_budget(mib) for mib in case.budgets_mib]
+            found += budgets if contender.name == "ours-budget" else [contender]
+    return found
+
+
+def in_budget(mib: int) -> ModelContender:
+    applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
+    title = f"flce, {mib} MiB budget"
+    return ModelContender(f"ours-budget-{mib}", title, "ours", applied, unavailable=needs_flce)
 
 
 # --- cases ---
@@ -72,14 +165,8 @@ def h200() -> Plan[ModelCase]:
     """
     short = [ModelCase(model, 4, 8192, budgets_mib=(384, 1024)) for model in MODELS]
     contenders = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
-    long = [
-        ModelCase(model, 1, 131072, budgets_mib=(1280,), contenders=contenders, warm_up_sequence=4096)
-        for model in MODELS
-    ]
-    return planned(short + long, rounds=4, seconds=6.0)
-
-
-PRESETS = {"tiny": tiny, "h200": h200, "h200-short": h200_short}
+    long = ModelCase(MODELS[0], 1, 131072, budgets_mib=(1280,), contenders=contenders, warm_up_sequence=4096)
+    return planned([*short, *(replace(long, model=model) for model in MODELS)], rounds=4, seconds=6.0)
 
 
 # --- measuring ---
@@ -95,13 +182,14 @@ class TrainingStep:
     call: dict[str, Any] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     forward_peak_bytes: int | None = None
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
 
     def __call__(self) -> None:
         try:
             loss = self.model(input_ids=self.batch, labels=self.batch, use_cache=False, **self.call).loss
             if self.batch.is_cuda:  # the allocator keeps its books on the host: nothing is waited for
                 self.forward_peak_bytes = torch.cuda.max_memory_allocated(self.batch.device)
-            loss.backward()
+            self.backward(loss)
             if self.optimizer is not None:
                 self.optimizer.step()
             self.loss = loss.detach()
@@ -110,7 +198,7 @@ class TrainingStep:
 
 
 def measure_model(
-    case: ModelCase, contenders: Sequence[ModelContender], device: torch.device, effort: Effort, watch: Watch
+    case: ModelCase, contenders: Sequence[ModelContender], device: torch.device, effort: Effort, expired: Expired
 ) -> ModelEntry:
     release()
     model, batch = build(case, device), make_batch(case, device)
@@ -127,7 +215,7 @@ def measure_model(
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
             if result.reserved_bytes is None:
-                release()  # what others left in the cache would be counted
+                release(everything=False)  # what others left in the cache would be counted
             with contender.applied(model):
                 yield
 
@@ -141,7 +229,7 @@ def measure_model(
             keep(sample)
         return Entrant(step, turn, keep)
 
-    return Entry(case, compete(contenders, ModelResult.of, enter, device, meter, effort, watch))
+    return Entry(case, compete(contenders, ModelResult.of, enter, meter, effort, expired))
 
 
 def take(step: TrainingStep, result: ModelResult, sample: Sample) -> None:
@@ -170,27 +258,12 @@ def rate(result: ModelResult, tokens: int) -> str:
     return "out of memory" if result.status == "oom" else "-"
 
 
-def panel(entry: ModelEntry, styles: dict[str, str], axis: Axes) -> None:
+def panel(entry: ModelEntry) -> Panel:
     """Tokens a second against peak memory."""
-    from matplotlib.ticker import ScalarFormatter
-
-    memory, speeds = [], []
-    for result in points(entry):
-        memory.append((result.peak_bytes or 0) / GIB)
-        speeds.append(result.tokens_per_second(entry.case.tokens) or 0.0)
-        colour, style = COLOURS[result.family], styles[result.contender]
-        axis.scatter(memory[-1], speeds[-1], color=colour, marker=style, s=42, label=result.title)
+    speeds = [(r, r.tokens_per_second(entry.case.tokens)) for r in points(entry)]
+    series = [Series(r.title, r.family, [r.peak_bytes / GIB], [speed]) for r, speed in speeds]
     exhausted = ", ".join(result.title for result in entry.results if result.status == "oom")
-    if exhausted:
-        axis.text(0.98, 0.02, f"out of memory: {exhausted}", ha="right", transform=axis.transAxes, fontsize=8)
-    axis.set_xscale("log")
-    axis.set_xlim(min(memory) / 1.3, max(memory) * 1.3)
-    axis.set_ylim(0, 1.15 * max(speeds))
-    axis.minorticks_off()
-    axis.set_xticks(sorted({float(f"{value:.2g}") for value in (min(memory), max(memory))}))
-    axis.xaxis.set_major_formatter(ScalarFormatter())
-    axis.set_xlabel("peak memory, GiB")
-    axis.set_ylabel("tokens/s")
+    return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
 
 
 class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
@@ -199,24 +272,30 @@ class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
     summary = "Tokens/s, peak GiB", "model, batch x sequence"
     case_type = ModelCase
     result_type = ModelResult
-    presets = PRESETS
+    presets = {"tiny": tiny, "h200": h200, "h200-short": h200_short}  # noqa: RUF012
+    sizes = "batch,sequence"
+    defaults = ({"model": MODELS[0]},)
+    effort = Effort(5, 10.0)
 
-    def measure(self, case: ModelCase, device: torch.device, effort: Effort, watch: Watch) -> ModelEntry:
-        return measure_model(case, entrants(case), device, effort, watch)
+    def check(self, case: ModelCase) -> None:
+        entrants(case)
+
+    def measure(self, case: ModelCase, device: torch.device, effort: Effort, expired: Expired) -> ModelEntry:
+        return measure_model(case, entrants(case), device, effort, expired)
 
     def table(self, entry: ModelEntry) -> Table:
         """Speed and memory of every contender on the training step of a model."""
         nobody = ModelResult("", "", "")
-        bases = {"stock": entry.by_name("stock") or nobody, "Liger": entry.by_name("liger-loss") or nobody}
-        peaks = {name: base.peak_bytes if base.samples_ms else None for name, base in bases.items()}
+        stock, other = (entry.by_name(name) or nobody for name in ("stock", "liger-loss"))
         columns: Columns[ModelResult] = {
             "": lambda r: r.title,
             "tokens/s": lambda r: rate(r, entry.case.tokens),
-            "x stock": lambda r: ratio(bases["stock"].median_ms, r.median_ms),
-            "x Liger": lambda r: ratio(bases["Liger"].median_ms, r.median_ms),
+            "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
+            "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
             "peak GiB": lambda r: gibibytes(r.peak_bytes),
-            "GiB x stock": lambda r: ratio(r.peak_bytes, peaks["stock"]),
-            "GiB x Liger": lambda r: ratio(r.peak_bytes, peaks["Liger"]),
+            "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
+            "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
+            "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
             "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
             "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
             "steps": lambda r: str(len(r.samples_ms)),
@@ -229,7 +308,8 @@ class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
         return rate(result, entry.case.tokens) + memory
 
     def figure(self, run: ModelRun) -> Figure:
-        return draw_entries(run.cases, panel, f"Training steps, {run.head['device']['name']}")
+        title, panels = f"Training steps, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
+        return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
 
 
 MODEL = ModelBenchmark()

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from benchmarks.cases import MIB
 from benchmarks.contenders import Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_flce, needs_package
-from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, Problem, Product, make_problem
+from benchmarks.operator_problem import (
+    IGNORE_INDEX,
+    INPUT_GRAD,
+    LOGITS,
+    WEIGHT_GRAD,
+    Mode,
+    OperatorCase,
+    Problem,
+    make_problem,
+)
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 Condition = Callable[[OperatorCase, torch.device], bool]
@@ -34,17 +43,19 @@ def every(case: OperatorCase, device: torch.device) -> bool:
 class OperatorContender(Contender):
     prepare: Callable[[Problem], Step]
     applies: Condition = field(default=every, kw_only=True)  # False where it would mean nothing, or repeat another
+    # Of ours: the workspace that `flce.plan` says it takes.
+    planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
 
 
 def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
     """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
-    x, w, y = problem.input, problem.weight, problem.target
-    plain = problem.case.upstream == 1 and problem.reduction != "none"
+    x, w, y, call = problem.input, problem.weight, problem.target, problem.case.mode.call
+    plain = problem.case.upstream == 1 and call.reduction != "none"
 
     def step() -> Outcome:
-        with torch.set_grad_enabled(problem.case.mode.call.input_grad):
-            loss = loss_function(x, w, y, problem.reduction)
-        if problem.case.mode.call.input_grad:
+        with torch.set_grad_enabled(call.input_grad):
+            loss = loss_function(x, w, y, call.reduction)
+        if call.input_grad:
             loss.backward(None if plain else problem.upstream.to(loss.dtype))
         outcome = Outcome(loss.detach(), x.grad, w.grad)
         x.grad = w.grad = None
@@ -90,16 +101,16 @@ def unaligned(case: OperatorCase, device: torch.device) -> bool:
 # --- the floor: the matrix products alone ---
 
 
-def products_step(problem: Problem, products: Sequence[Product]) -> Step:
+def products_step(problem: Problem, products: Sequence[str]) -> Step:
     """Bare products on the operands of the problem, into memory made beforehand, in the layouts that flce has.
 
     The gradient of the logits is the true one, since the speed of a matrix product depends on its data.
     """
     x, w = problem.input.detach(), problem.weight.detach()
-    operands: dict[Product, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
-        Product.logits: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
-        Product.input_grad: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
-        Product.weight_grad: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
+    operands: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
+        LOGITS: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
+        INPUT_GRAD: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
+        WEIGHT_GRAD: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
     }
     ready = {product: operands[product]() for product in set(products)}
 
@@ -117,27 +128,58 @@ def floor_step(problem: Problem) -> Step:
 
 
 def aligned_floor_step(problem: Problem) -> Step:
-    return floor_step(make_problem(problem.case.aligned(), problem.device))
+    return floor_step(make_problem(problem.case.aligned(), problem.input.device))
 
 
 def recomputed_floor_step(problem: Problem) -> Step:
     """The same, and the logits a second time: what a call with a small workspace cannot do without."""
-    return products_step(problem, (Product.logits, *problem.case.mode.call.products))
+    return products_step(problem, (LOGITS, *problem.case.mode.call.products))
 
 
 # --- flce ---
 
-
-def ours(name: str, title: str, applies: Condition = every, **options: Any) -> OperatorContender:
-    """With these options of `flce.ChunkOptions`."""
-    prepare = functools.partial(ours_step, **options)
-    return OperatorContender(name, title, "ours", prepare, applies=applies, unavailable=needs_flce)
+Options = Callable[[OperatorCase], dict[str, Any]]
 
 
-def ours_step(problem: Problem, **options: Any) -> Step:
+def ours(
+    name: str,
+    title: str,
+    applies: Condition = every,
+    of_case: Options = lambda case: {},
+    **options: Any,
+) -> OperatorContender:
+    """With these options of `flce.ChunkOptions`, and with those that depend on the case."""
+
+    def chunking(case: OperatorCase) -> Any:
+        import flce
+
+        given = options | of_case(case)
+        return flce.ChunkOptions(**given) if given else None
+
+    def planned(case: OperatorCase, device: torch.device) -> int:
+        import flce
+
+        call = case.mode.call
+        return flce.plan(
+            *case.shape,
+            case.torch_dtype,
+            device=device,
+            reduction=call.reduction,
+            input_grad=call.input_grad,
+            weight_grad=call.weight_grad,
+            options=chunking(case),
+        ).workspace_bytes
+
+    def prepare(problem: Problem) -> Step:
+        return ours_step(problem, chunking(problem.case))
+
+    return OperatorContender(
+        name, title, "ours", prepare, applies=applies, unavailable=needs_flce, planned_bytes=planned
+    )
+
+
+def ours_step(problem: Problem, chunking: Any) -> Step:
     import flce
-
-    chunking = flce.ChunkOptions(**options) if options else None
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
         result = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=chunking)
@@ -147,13 +189,9 @@ def ours_step(problem: Problem, **options: Any) -> Step:
     return autograd_step(problem, loss)
 
 
-def ours_vocab_step(problem: Problem) -> Step:
-    return ours_step(problem, strategy="vocab", max_workspace_bytes=problem.case.budget_mib * MIB)
-
-
 def ours_full_step(problem: Problem) -> Step:
     """For its time only: the results, which are not returned, are those of another problem."""
-    solve = ours_step(replace(problem, target=problem.full_target))
+    solve = ours_step(replace(problem, target=problem.full_target), None)
 
     def step() -> None:
         solve()
@@ -161,29 +199,32 @@ def ours_full_step(problem: Problem) -> Step:
     return step
 
 
-BUDGET = re.compile(r"ours(?P<sums>-bf16)?-(?P<mib>[1-9]\d*)MiB")
+BUDGET = re.compile(r"ours(?:-(?P<kind>bf16|vocab))?-(?P<mib>[1-9]\d*)MiB")
+KINDS: dict[str | None, tuple[str, Condition, dict[str, Any]]] = {
+    None: ("", every, {}),
+    "bf16": (", bfloat16 sums", brain_float, {"accum_dtype": torch.bfloat16}),
+    "vocab": (", strategy vocab", every, {"strategy": "vocab"}),
+}
 
 
 def in_budget(name: str) -> OperatorContender | None:
-    """The contender that a name such as ours-256MiB stands for; with bfloat16 sums: ours-bf16-64MiB."""
+    """The contender that a name stands for such as ours-256MiB, ours-bf16-64MiB (its sums), ours-vocab-64MiB."""
     match = BUDGET.fullmatch(name)
     if match is None:
         return None
-    title, budget = f"flce, {match['mib']} MiB budget", int(match["mib"]) * MIB
-    if match["sums"] is None:
-        return ours(name, title, max_workspace_bytes=budget)
-    sums = {"max_workspace_bytes": budget, "accum_dtype": torch.bfloat16}
-    return ours(name, f"{title}, bfloat16 sums", brain_float, **sums)
+    suffix, applies, options = KINDS[match["kind"]]
+    title, budget = f"flce, {match['mib']} MiB budget{suffix}", int(match["mib"]) * MIB
+    return ours(name, title, applies, max_workspace_bytes=budget, **options)
 
 
-def budget_name(mib: int, bfloat16_sums: bool = False) -> str:
+def budget_name(mib: int, kind: str = "") -> str:
     """What `in_budget` understands."""
-    return f"ours{'-bf16' if bfloat16_sums else ''}-{mib}MiB"
+    return f"ours{kind and '-' + kind}-{mib}MiB"
 
 
 def sums_in_bfloat16(contender: str) -> bool:
     match = BUDGET.fullmatch(contender)
-    return match is not None and match["sums"] is not None
+    return match is not None and match["kind"] == "bf16"
 
 
 # --- PyTorch ---
@@ -217,6 +258,7 @@ QUACK_CHUNK = 4096  # tokens; the default of its function
 LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 CCE = "cut_cross_entropy", "linear_cross_entropy"
 QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
+FLA = "fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss"
 
 
 def library_loss(module: str, function: str, **options: Any) -> LossFunction:
@@ -241,10 +283,8 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def fla_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Eight chunks and float32 sums, its defaults."""
-    module = importlib.import_module("fla.modules.fused_linear_cross_entropy")
-    loss: Tensor = module.fused_linear_cross_entropy_loss(x, y, w, reduction=reduction)
-    return loss
+    """Eight chunks and float32 sums, its defaults. The labels come before the weight."""
+    return library_loss(*FLA)(x, y, w, reduction)
 
 
 def needs_trl(device: torch.device) -> str | None:
@@ -254,7 +294,7 @@ def needs_trl(device: torch.device) -> str | None:
 
 needs_liger = needs_package(LIGER[0], "liger-kernel")
 needs_cce = needs_package(CCE[0], "cut-cross-entropy")
-needs_fla = needs_package("fla.modules.fused_linear_cross_entropy", "fla-core")
+needs_fla = needs_package(FLA[0], "fla-core")
 needs_quack = needs_package(QUACK[0], "quack-kernels")
 
 
@@ -275,15 +315,20 @@ def peer(
 liger_sums = library_loss(*LIGER, accum_dtype=torch.float32, chunk_mem_const=8)
 stock_step = functools.partial(autograd_step, loss_function=stock_loss)
 C = OperatorContender
+BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
 
 CONTENDERS = [
     C("floor", "bare GEMMs", "floor", floor_step, applies=products_tell),
     C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=unaligned),
     C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=training),
     ours("ours", "flce"),
-    C("ours-vocab", "flce, strategy vocab in a budget", "ours", ours_vocab_step, unavailable=needs_flce),
+    ours(
+        "ours-vocab",
+        "flce, strategy vocab in a budget",
+        of_case=lambda case: {"strategy": "vocab", "max_workspace_bytes": case.budget_mib * MIB},
+    ),
     ours("ours-float32-logits", "flce, float32 logits", half_precision, logits_dtype=torch.float32),
-    ours("ours-skipping", "flce, skip_ignored=True", some_ignored, skip_ignored=True),
+    ours(BOUNDED, "flce, skip_ignored=True", some_ignored, skip_ignored=True),
     C("ours-full", "flce, no label ignored", "ours", ours_full_step, applies=some_ignored, unavailable=needs_flce),
     ours("ours-keeping", "flce, skip_ignored=False", some_ignored, skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
@@ -298,6 +343,8 @@ CONTENDERS = [
     peer("fla", "flash-linear-attention", fla_loss, needs_fla, reduced),
     peer("quack", "QuACK, chunked", library_loss(*QUACK, chunk_size=QUACK_CHUNK), needs_quack, reduced),
 ]
+# Measured only where a case names it: the logits of all tokens in one piece.
+WHOLE = ours("ours-whole", "flce, one chunk", of_case=lambda case: {"chunk_rows": case.tokens})
 
 
 def select(names: Iterable[str] | None) -> list[OperatorContender]:
@@ -307,7 +354,7 @@ def select(names: Iterable[str] | None) -> list[OperatorContender]:
     names = list(names)
     budgets = [contender for name in names if (contender := in_budget(name)) is not None]
     try:
-        return known([*CONTENDERS, *budgets], names)
+        return known([*CONTENDERS, WHOLE, *budgets], names)
     except ValueError as error:
-        examples = f"{budget_name(256)} and {budget_name(64, bfloat16_sums=True)}"
+        examples = f"{budget_name(256)} and {budget_name(64, 'bf16')}"
         raise ValueError(f"{error}, and budgets such as {examples}") from None

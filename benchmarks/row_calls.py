@@ -29,9 +29,8 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import Step
-from benchmarks.measure import nothing
+from benchmarks.measure import Meter, nothing
 
-CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
 HEAD_START_SECONDS = (2e-4, 5e-2)  # at least, and at most
 
 
@@ -59,18 +58,6 @@ class Calls:
         self.timed(0, None if self.ahead is None else self.ahead(0))
 
 
-@dataclass
-class HeadStart:
-    """Keeps the device busy while the host launches what is timed: a meter's `before`."""
-
-    device: torch.device
-    seconds: float = HEAD_START_SECONDS[0]
-
-    def __call__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda._sleep(int(self.seconds * CYCLES_PER_SECOND))
-
-
 @dataclass(frozen=True)
 class Region:
     """What is timed, and what has to be done before."""
@@ -82,9 +69,9 @@ class Region:
     head_start: float = HEAD_START_SECONDS[0]
 
     @contextlib.contextmanager
-    def turn(self, head_start: HeadStart) -> Iterator[None]:
+    def turn(self, meter: Meter) -> Iterator[None]:
         self.before()
-        head_start.seconds = self.head_start
+        meter.head_start = self.head_start
         yield
 
 
@@ -105,8 +92,7 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     except Exception as error:
         torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
         torch.cuda.synchronize(device)
-        note = f"{type(error).__name__}: {first_line(error)}"
-        region = launched(calls, note)
+        region = launched(calls, f"{type(error).__name__}: {first_line(error)}")
     return with_head_start(region, device)
 
 

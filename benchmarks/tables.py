@@ -1,14 +1,12 @@
-"""Tables: how figures are written, and a table as Markdown for the documentation and as rich's for the terminal."""
+"""Tables in Markdown: how figures are written, and what stands beside them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
-
-import rich.table
 
 from benchmarks.cases import GIB, MIB
 from benchmarks.results import Entry, Result, Run
@@ -25,7 +23,8 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
+    failure: bool = False  # whether the command that shows it fails
 
     def markdown(self) -> str:
         lines = [f"**{self.title}**", ""]
@@ -34,15 +33,6 @@ class Table:
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines) + "\n"
-
-    def rich(self) -> rich.table.Table:
-        caption = "\n".join(self.notes) or None
-        table = rich.table.Table(title=self.title, title_justify="left", caption=caption, caption_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-        for row in self.rows:
-            table.add_row(*row, style="bold" if row[0].startswith("flce") else None)
-        return table
 
 
 def tabulate(title: str, items: Iterable[T], columns: Columns[T], notes: Sequence[str] = ()) -> Table:
@@ -85,14 +75,12 @@ def percent(value: float | None, base: float | None = 1.0) -> str:
     return NONE if value is None or not base else f"{value / base:.0%}"
 
 
-def ratio(value: float | None, base: float | None = 1.0) -> str:
-    return NONE if value is None or not base else f"{value / base:.2f}"
+def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str:
+    return NONE if value is None or not base else f"{value / base:.{digits}f}"
 
 
 def relative(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.1e}" if math.isfinite(value) else "not finite"
+    return NONE if value is None else f"{value:.1e}" if math.isfinite(value) else "not finite"
 
 
 # --- what stands beside the figures ---
@@ -108,9 +96,9 @@ def failure_notes(entry: AnyEntry) -> list[str]:
     ]
 
 
-def spread_note(entries: Sequence[AnyEntry], task: str | None = None) -> str:
+def spread_note(entries: Sequence[AnyEntry]) -> str:
     """The error bar: how far the two figures of one call of ours differ that was measured under two names."""
-    pairs = [pair for entry in entries for pair in entry.repeats() if task in (None, pair[0].task)]
+    pairs = [pair for entry in entries for pair in entry.repeats()]
     if not pairs:
         return "spread: not known, nothing of ours was measured twice"
     medians = [[result.median_ms or 0.0 for result in pair] for pair in pairs]
@@ -119,21 +107,19 @@ def spread_note(entries: Sequence[AnyEntry], task: str | None = None) -> str:
         first, again = pairs[0]
         times = " and ".join(milliseconds(result.median_ms) for result in (first, again))
         return f"spread: {apart[0]:.1%} between {first.title} and {again.title}, the same call ({times} ms)"
-    most, titles = f"{max(apart):.1%} at most", " or ".join(dict.fromkeys(first.title for first, _ in pairs))
-    return (
-        f"spread: {median(apart):.1%} in the median and {most} between {titles} and the same again, {len(pairs)} times"
-    )
+    middle, most, titles = median(apart), max(apart), " or ".join(dict.fromkeys(first.title for first, _ in pairs))
+    both = f"{middle:.1%} in the median and {most:.1%} at most"
+    return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
+
+
+def median_note(runs: Sequence[AnyRun]) -> list[str]:
+    return [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
 
 
 def absences(run: AnyRun) -> list[str]:
     """Contenders that could not run at all, and why: none is dropped in silence."""
-    reasons = {
-        f"Not measured: {result.title} ({result.contender}): {result.reason}": None
-        for entry in run.cases
-        for result in entry.results
-        if result.status == "unavailable"
-    }
-    return list(reasons)
+    missing = [result for entry in run.cases for result in entry.results if result.status == "unavailable"]
+    return list(dict.fromkeys(f"Not measured: {r.title} ({r.contender}): {r.reason}" for r in missing))
 
 
 def shortfalls(run: AnyRun) -> list[Result]:
@@ -153,12 +139,10 @@ def summary(title: str, first: str, entries: Sequence[AnyEntry], cell: Callable[
     """One line for each case, with a column for every contender that was tried on any."""
     tried = [r for entry in entries for r in entry.results if r.samples_ms or r.status == "oom"]
     titles = {result.contender: result.title for result in tried}
-
-    def cells(entry: AnyEntry) -> list[str]:
-        found = (entry.by_name(name) for name in titles)
-        return [NONE if result is None else cell(entry, result) for result in found]
-
-    rows = [[entry.case.title, *cells(entry)] for entry in entries]
+    rows = []
+    for entry in entries:
+        found = [entry.by_name(name) for name in titles]
+        rows.append([entry.case.title, *(NONE if result is None else cell(entry, result) for result in found)])
     return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
 
 
@@ -167,13 +151,6 @@ def markdown(run: AnyRun, tables: Sequence[Table]) -> str:
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
-    lines = [
-        f"{device['name']}{threads}; {versions}.",
-        "",
-        f"Measured {run.head['date']} by `{run.head['command']}`.",
-        "",
-        *(f"- {line}" for line in absences(run)),
-        "",
-        *(table.markdown() for table in tables),
-    ]
+    head = [f"{device['name']}{threads}; {versions}.", "", f"Measured {run.head['date']} by `{run.head['command']}`."]
+    lines = [*head, "", *(f"- {line}" for line in absences(run)), "", *(table.markdown() for table in tables)]
     return "\n".join(lines)

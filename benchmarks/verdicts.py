@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Generic, TypeVar
+
+from benchmarks.tables import Table
 
 TOLERANCE = 0.02  # equal calls differ by as much
 
@@ -17,10 +19,6 @@ class Verdict(str, Enum):
     nearly = "met within 2%"
     unmeasured = "not measured"
     missed = "MISSED"
-
-    @property
-    def counts(self) -> bool:
-        return self in (Verdict.met, Verdict.nearly)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -37,37 +35,37 @@ def judge(value: float | None, limit: float | None, at_least: bool = False, tole
     return Verdict.nearly if excess <= tolerance * limit else Verdict.missed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Check(Generic[KeyT]):
     """A target, and the figure that was measured of it; None where nothing was."""
 
+    key: KeyT  # which target it is: the same in every run
     value: float | None
-    limit: float | None
+    limit: float | None  # None: nothing is asked of the value
     at_least: bool = False  # whether the limit is the least instead of the most
-
-    @property
-    def key(self) -> Hashable:
-        """Which target it is: the same in every run."""
-        raise NotImplementedError
+    others: tuple[Verdict, ...] = ()  # on what else is asked
+    cells: dict[str, str] = field(default_factory=dict)  # what its line of a table says, by column
 
     @property
     def verdict(self) -> Verdict:
-        return judge(self.value, self.limit, self.at_least)
+        asked = self.limit is not None or not self.others
+        found = [*([judge(self.value, self.limit, self.at_least)] if asked else []), *self.others]
+        return Verdict.unmeasured if Verdict.unmeasured in found else worst(found)
 
 
-CheckT = TypeVar("CheckT", bound=Check)
-
-
-def middle(runs: Sequence[Sequence[CheckT]]) -> list[CheckT]:
+def middle(runs: Sequence[Sequence[Check[KeyT]]]) -> list[Check[KeyT]]:
     """Of every target the check of the run that is the median of those that measured it; of two the worse."""
-    groups: dict[Hashable, list[CheckT]] = {}
+    groups: dict[KeyT, list[Check[KeyT]]] = {}
     for checks in runs:
         for check in checks:
             groups.setdefault(check.key, []).append(check)
     return [median(group) for group in groups.values()]
 
 
-def median(group: Sequence[CheckT]) -> CheckT:
+def median(group: Sequence[Check[KeyT]]) -> Check[KeyT]:
     measured = sorted(
         (check for check in group if check.value is not None),
         key=lambda check: (-1 if check.at_least else 1) * (check.value or 0.0),
@@ -75,9 +73,16 @@ def median(group: Sequence[CheckT]) -> CheckT:
     return measured[len(measured) // 2] if measured else group[0]
 
 
-def tally(verdicts: Iterable[Verdict]) -> str:
+def tally(checks: Sequence[Check[KeyT]]) -> str:
     """How many are met, and how many of these by the tolerance alone."""
-    found = list(verdicts)
+    found = [check.verdict for check in checks]
     nearly = found.count(Verdict.nearly)
-    met = sum(verdict.counts for verdict in found)
+    met = found.count(Verdict.met) + nearly
     return (f"{met} of {len(found)}" if found else "-") + (f" ({nearly} within 2%)" if nearly else "")
+
+
+def verdict_table(title: str, checks: Sequence[Check[KeyT]], notes: Sequence[str]) -> Table:
+    """A line for each target, of cells that all of them have."""
+    columns = [*checks[0].cells, "verdict"] if checks else ["Not one of them was measured."]
+    rows = [[*check.cells.values(), check.verdict.value] for check in checks]
+    return Table(f"{title}: {tally(checks)}", columns, rows, [*notes])

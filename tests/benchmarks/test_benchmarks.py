@@ -15,7 +15,6 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
@@ -28,11 +27,16 @@ from benchmarks.operator import OPERATOR, PRESETS, OperatorEntry, measure_operat
 from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
 from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, exactness, make_oracle, make_problem
 from benchmarks.results import Entry, Run
-from benchmarks.rounds import Watch
 from benchmarks.tables import absences, markdown, shortfalls, spread_note
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+
+
+def never() -> bool:
+    return False
+
+
 PEERS = {"liger", "liger-float32-8x", "cce", "cce-unfiltered", "cce-exact", "trl", "fla", "quack"}
 
 
@@ -90,6 +94,7 @@ def test_schema(result_file):
                 "cpu_samples_ms",
                 "median_ms",
                 "workspace_bytes",
+                "planned_bytes",
                 "errors",
             }
             assert result["status"] in ("ok", "unavailable", "failed")
@@ -172,7 +177,7 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
     broken = OperatorContender("broken", "A broken one", "peer", prepare)
     case = OperatorCase(8, 4, 16, dtype="float32")
-    entry = measure_operator(case, [broken, *select(["stock"])], CPU, Effort(2, 1.0), Watch())
+    entry = measure_operator(case, [broken, *select(["stock"])], CPU, Effort(2, 1.0), never)
     failed, stock = entry.by_name("broken"), entry.by_name("stock")
     assert failed is not None
     assert stock is not None
@@ -182,13 +187,13 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
 
 def test_a_slow_contender_gets_one_sample():
-    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), Watch())
+    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), never)
     assert len(entry.results[0].samples_ms) == 1
 
 
 def test_a_deadline_ends_a_case():
     case = OperatorCase(8, 4, 16, dtype="float32")
-    entry = measure_operator(case, select(["stock", "ours"]), CPU, Effort(5, 1.0), Watch(expired=lambda: True))
+    entry = measure_operator(case, select(["stock", "ours"]), CPU, Effort(5, 1.0), lambda: True)
     assert [(result.status, result.samples_ms) for result in entry.results] == [("skipped", [])] * 3
 
 
@@ -204,7 +209,7 @@ def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
 
     contenders = [OperatorContender(name, name, "peer", prepare(name)) for name in "abcd"]
     rounds = 6
-    measure_operator(OperatorCase(8, 4, 16), contenders, CPU, Effort(rounds, 60.0), Watch())
+    measure_operator(OperatorCase(8, 4, 16), contenders, CPU, Effort(rounds, 60.0), never)
     turns = ["".join(calls[start : start + 4]) for start in range(4, 4 * (rounds + 1), 4)]  # after the warm-up
     assert turns[0] == "abcd"
     assert all(sorted(turn) == list("abcd") for turn in turns)
@@ -212,14 +217,14 @@ def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
 
 
 def test_a_budget_is_a_contender():
-    float32, bfloat16 = select([budget_name(3), budget_name(2, bfloat16_sums=True)])
+    float32, bfloat16 = select([budget_name(3), budget_name(2, "bf16")])
     assert (float32.name, bfloat16.name) == ("ours-3MiB", "ours-bf16-2MiB")
     assert "3 MiB" in float32.title
     assert "bfloat16 sums" in bfloat16.title
     case = OperatorCase(2000, 32, 500, dtype="float32")
     assert float32.applies(case, CPU)
     assert not bfloat16.applies(case, CPU)
-    entry = measure_operator(case, [float32], CPU, Effort(1, 1.0), Watch())
+    entry = measure_operator(case, [float32], CPU, Effort(1, 1.0), never)
     assert entry.results[0].status == "ok", entry.results[0].reason
     assert entry.results[0].workspace_bytes is not None
     assert entry.results[0].workspace_bytes <= 3 * MIB
@@ -270,7 +275,7 @@ def test_cpu_meter_counts_a_known_pattern():
         del b, c
         return Outcome(None, input_grad=held.clone())
 
-    _, sample = CpuMeter().warm_up(step)
+    _, sample = CpuMeter(CPU).warm_up(step)
     # b and c (20 MiB) are the peak, before the 8 MiB that are returned exist.
     assert sample.workspace_bytes == (4 + 16 - 8) * MIB
 
@@ -278,7 +283,7 @@ def test_cpu_meter_counts_a_known_pattern():
 def test_cpu_meter_sees_the_backward_pass():
     """Stock float32 holds at least the log-probabilities and their gradient."""
     problem = make_problem(OperatorCase(256, 32, 4096, dtype="float32"), CPU)
-    _, sample = CpuMeter().warm_up(autograd_step(problem, stock_loss))
+    _, sample = CpuMeter(CPU).warm_up(autograd_step(problem, stock_loss))
     logits = 256 * 4096 * 4
     assert sample.workspace_bytes is not None
     assert 2 * logits <= sample.workspace_bytes + (256 + 4096) * 32 * 4 <= 3.2 * logits
@@ -306,7 +311,7 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
     """Also the bare products and the compiled stock path; of the peers, those that are installed may fail."""
     contenders = [c for c in CONTENDERS if c.name != "torch-compile" or mode is Mode.forward_backward]
     case = OperatorCase(500, 256, 4001, mode=mode, errors=True)
-    entry = measure_operator(case, contenders, torch.device("cuda"), Effort(2, 5.0), Watch())
+    entry = measure_operator(case, contenders, torch.device("cuda"), Effort(2, 5.0), never)
     for result in entry.results:
         if result.family != "peer" or result.contender == "torch-compile":
             assert result.status == "ok", (result.contender, result.reason)
@@ -342,7 +347,7 @@ def test_problem_is_as_asked_for():
 def test_not_finite_errors_survive_the_file(tmp_path):
     entry = OperatorEntry(OperatorCase(8, 4, 16))
     result = measure_operator(
-        OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(1, 1.0), Watch()
+        OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(1, 1.0), never
     ).results[0]
     result.errors = {"loss": math.inf, "input_grad": 0.5}
     entry.results.append(result)
@@ -372,7 +377,7 @@ def entry_of(*milliseconds: float) -> OperatorEntry:
     """Steps that take as long, by a clock of their own."""
     figures = iter(milliseconds)
     entry = measure_operator(
-        OperatorCase(8, 4, 16, dtype="float32"), select(["ours", "stock"]), CPU, Effort(1, 9.0), Watch()
+        OperatorCase(8, 4, 16, dtype="float32"), select(["ours", "stock"]), CPU, Effort(1, 9.0), never
     )
     for result in entry.results:
         result.samples_ms = [next(figures) for _ in range(3)]
@@ -388,7 +393,7 @@ def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
     assert note == "spread: 10.0% between flce and flce, again, the same call (2 and 2.2 ms)"
     other = entry_of(1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 1.3, 1.3, 1.3)
     assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
-    head: dict[str, Any] = {"device": {"type": "cuda", "name": "made up"}}
+    head: dict[str, Any] = {"device": {"type": "cpu", "name": "made up"}}
     run = Run("operator", head, [entry, other])
     assert all("spread: " in table.notes[-1] for table in OPERATOR.tables(run, brief=False))
     assert "not known" in spread_note([Entry(entry.case, entry.results[:2])])
@@ -435,7 +440,7 @@ def test_a_failing_repeat_is_a_shortfall():
         return lambda: None
 
     ours = OperatorContender("ours", "flce", "ours", prepare)
-    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), [ours], CPU, Effort(1, 1.0), Watch())
+    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), [ours], CPU, Effort(1, 1.0), never)
     (missing,) = shortfalls(Run("operator", {}, [entry]))
     assert (missing.contender, missing.reason) == ("ours-again", "RuntimeError: as planned")
     assert "not known" in OPERATOR.table(entry).notes[-1]

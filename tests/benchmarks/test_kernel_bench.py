@@ -10,17 +10,15 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, KernelResult, make_tile
+from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, make_tile
 from benchmarks.operator import OPERATOR
-from benchmarks.results import Entry, Run
-from benchmarks.rounds import Watch
+from benchmarks.results import Bandwidth, Entry, Run
 from benchmarks.tables import markdown
 
 CPU = torch.device("cpu")
@@ -73,8 +71,8 @@ def test_bandwidth_is_that_of_the_bytes_that_must_move():
     assert moved == {"copy": 4 * 100 * 50304, "statistics": 2 * logits, "gradient": 4 * logits, "both": 4 * logits}
     mixed = KernelCase(100, 50257, 50257, "float32", "bfloat16")
     assert CONTENDERS[3].bytes(mixed) == 6 * logits
-    copy = KernelResult("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
-    both = KernelResult("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
+    copy = Bandwidth("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
+    both = Bandwidth("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
     assert both.gigabytes_per_second == pytest.approx(3.0)
     head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
     run = Run("kernels", head, [Entry(case, [copy, both])])
@@ -109,7 +107,7 @@ def test_results_of_the_operator_are_told_apart(result_file):
     [
         ([], "--preset or --shape"),
         (["--preset", "tiny", "--shape", "8,16"], "not both"),
-        (["--shape", "8"], "tokens,vocab"),
+        (["--shape", "8"], "tokens,columns"),
         (["--shape", "8,16", "--dtype", "int8"], "float16"),
     ],
 )
@@ -135,7 +133,7 @@ def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_kernels_run_on_cuda():
     case = KernelCase(200, 4001, 4001)
-    entry = KERNELS.measure(case, torch.device("cuda"), Effort(3, 5.0), Watch())
+    entry = KERNELS.measure(case, torch.device("cuda"), Effort(3, 5.0), lambda: False)
     for result in entry.results:
         assert result.status == "ok", (result.contender, result.reason)
         assert result.gigabytes_per_second is not None

@@ -9,18 +9,16 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
 from benchmarks.cases import MIB, Effort
 from benchmarks.cli import app
 from benchmarks.dominance import BUDGETS_MIB, CURVE, PEERS, SHAPES, Rule, dominance_table, duels, peer_case
-from benchmarks.operator import PRESETS, OperatorEntry, OperatorResult, OperatorRun, measure_operator
+from benchmarks.operator import PRESETS, OperatorEntry, OperatorRun, measure_operator
 from benchmarks.operator_contenders import select
-from benchmarks.operator_problem import Mode, OperatorCase
+from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult
 from benchmarks.results import Entry, Run
-from benchmarks.rounds import Watch
 from benchmarks.targets import HEADS, LONG, MAIN, TARGETS, Target, check_targets, target_cases, target_table
 from benchmarks.verdicts import Verdict, judge, worst
 
@@ -100,7 +98,7 @@ def test_the_preset_measures_all_targets():
     """Every figure that a target needs is in one case; the first cases are those of the first targets."""
     cases = target_cases()
     run = run_of(*[Entry(case, [measured(name, 1.0, 1.0) for name in case.contenders or ()]) for case in cases])
-    assert [check.target for check in check_targets([run]) if check.verdict is Verdict.unmeasured] == []
+    assert [check.key for check in check_targets([run]) if check.verdict is Verdict.unmeasured] == []
     assert len(cases) == len({(case.shape, case.mode, case.ignored) for case in cases})
     assert cases[0].shape == MAIN
     assert cases[0].contenders is not None
@@ -120,7 +118,7 @@ def test_a_target_is_measured():
     ]
     run = run_of(
         *[
-            measure_operator(case, select(case.contenders), torch.device("cpu"), Effort(1, 1.0), Watch())
+            measure_operator(case, select(case.contenders), torch.device("cpu"), Effort(1, 1.0), lambda: False)
             for case in target_cases(targets)
         ]
     )
@@ -144,8 +142,8 @@ def test_a_peer_is_compared_with_the_fastest_setting_in_its_workspace():
         measured("cce", 20.0, 1, "peer"),
         measured("fla", 10.9, 2000, "peer"),
     )
-    found = {duel.rule.peer: duel for duel in duels([run])}
-    chosen = {name: duel.ours.contender for name, duel in found.items() if duel.ours is not None}
+    found = {duel.key[1].peer: duel for duel in duels([run])}
+    chosen = {name: duel.cells["flce"] for name, duel in found.items()}
     assert chosen == {"liger-float32-8x": "ours-256MiB", "cce": "ours-64MiB", "fla": "ours"}
     verdicts = {name: duel.verdict for name, duel in found.items()}
     assert verdicts == {"liger-float32-8x": Verdict.met, "cce": Verdict.missed, "fla": Verdict.nearly}
@@ -162,12 +160,10 @@ def test_bfloat16_sums_meet_bfloat16_sums_alone():
     liger = measured("liger", 50.0, 31, "peer")
     run = peers_run(liger, measured("ours-256MiB", 49.0, 256), measured("ours-bf16-64MiB", 40.0, 64))
     small, large = duels([run])
-    assert small.ours is not None
-    assert large.ours is not None
-    assert (small.ours.contender, small.verdict) == ("ours-bf16-64MiB", Verdict.met)
-    assert (large.ours.contender, large.verdict) == ("ours-256MiB", Verdict.met)
+    assert (small.cells["flce"], small.verdict) == ("ours-bf16-64MiB", Verdict.met)
+    assert (large.cells["flce"], large.verdict) == ("ours-256MiB", Verdict.met)
     (duel,) = duels([peers_run(liger, measured("ours", 1.0, 2000))], [Rule("liger")])
-    assert (duel.ours, duel.verdict) == (None, Verdict.missed)
+    assert (duel.cells["flce"], duel.cells["times"], duel.verdict) == ("-", "-", Verdict.missed)
 
 
 def test_every_peer_is_in_the_preset():
