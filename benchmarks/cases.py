@@ -1,10 +1,14 @@
-"""What a case is: one problem that all contenders solve, and how long they are measured on it."""
+"""Cases and contenders: a problem, how long it is measured, and somebody who solves it or says why not here.
+
+Every benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -58,3 +62,79 @@ Plan = list[tuple[CaseT, Effort]]
 
 def planned(cases: Iterable[CaseT], rounds: int, seconds: float) -> Plan[CaseT]:
     return [(case, Effort(rounds, seconds)) for case in cases]
+
+
+# --- contenders ---
+
+AGAIN = "-again"
+
+
+class Outcome(NamedTuple):
+    """What a call returned whose gradients are no part of its workspace."""
+
+    loss: torch.Tensor | None
+    input_grad: torch.Tensor | None = None
+    weight_grad: torch.Tensor | None = None
+
+
+Step = Callable[[], object]  # does the work once
+
+Unavailable = Callable[[torch.device], str | None]  # why somebody cannot run on this device, if so
+
+
+@dataclass(frozen=True)
+class Contender:
+    """The benchmarks add what makes a step of it."""
+
+    name: str
+    title: str
+    family: str  # "floor", "ours", "repeat" (see `with_repeat`), "stock" or "peer"
+    unavailable: Unavailable = field(default=lambda device: None, kw_only=True)
+
+
+ContenderT = TypeVar("ContenderT", bound=Contender)
+
+
+def with_repeat(contenders: Sequence[ContenderT]) -> list[ContenderT]:
+    """The contenders, and at the end the first of ours once more under another name.
+
+    That is our default wherever it takes part. How far the two figures differ is how far equal calls differ: the error
+    bar of the table.
+    """
+    first = next((contender for contender in contenders if contender.family == "ours"), None)
+    if first is None:
+        return list(contenders)
+    return [*contenders, replace(first, name=first.name + AGAIN, title=f"{first.title}, again", family="repeat")]
+
+
+def known(table: Sequence[ContenderT], names: Sequence[str]) -> list[ContenderT]:
+    """The contenders of these names, in their order."""
+    found = {contender.name: contender for contender in table}
+    unknown = sorted(set(names) - set(found))
+    if unknown:
+        raise ValueError(f"unknown contender {', '.join(unknown)}; there are: {', '.join(found)}")
+    return [found[name] for name in names]
+
+
+def needs_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "needs a CUDA device"
+
+
+def needs_package(module: str, distribution: str, cuda: bool = True) -> Unavailable:
+    """Says why a contender from an optional package cannot run here."""
+
+    def unavailable(device: torch.device) -> str | None:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            # A package that is not there, and one that is broken here, are different news.
+            top = module.partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and (error.name or top).partition(".")[0] == top:
+                return f"not installed (pip install {distribution})"
+            return f"cannot be imported: {type(error).__name__}: {error}"
+        return needs_cuda(device) if cuda else None
+
+    return unavailable
+
+
+needs_flce = needs_package("flce", ".", cuda=False)

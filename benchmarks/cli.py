@@ -15,19 +15,16 @@ import torch
 import typer
 
 from benchmarks.benchmark import AnyBenchmark
-from benchmarks.cases import DTYPES, Effort, Plan
-from benchmarks.contenders import needs_package
+from benchmarks.cases import DTYPES, Effort, Plan, needs_package
 from benchmarks.environment import describe
 from benchmarks.kernels import KERNELS
-from benchmarks.model_problem import ARCHITECTURES, Optimizer
+from benchmarks.models import ARCHITECTURES, MODEL, Optimizer
 from benchmarks.models import CONTENDERS as MODELS
-from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.operator_contenders import CONTENDERS as OPERATORS
 from benchmarks.operator_problem import Mode
 from benchmarks.results import Run, read
-from benchmarks.row_problem import Operation
-from benchmarks.rows import ROWS
+from benchmarks.rows import ROWS, Operation
 from benchmarks.tables import absences, markdown, shortfalls
 
 BENCHMARKS: dict[str, AnyBenchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, KERNELS, ROWS)}
@@ -205,8 +202,7 @@ def operator(
 @measures(MODEL)
 def model(
     name: Annotated[
-        list[str] | None,
-        option("--model", callback=one_of(ARCHITECTURES), help=f"Of {', '.join(ARCHITECTURES)}."),
+        list[str] | None, option("--model", callback=one_of(ARCHITECTURES), help=f"Of {', '.join(ARCHITECTURES)}.")
     ] = None,
     optimizer: Annotated[Optimizer | None, option(help="What ends a step.")] = None,
     contender: Annotated[list[str] | None, contenders_of(MODELS)] = None,

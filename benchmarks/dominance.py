@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks import tables
 from benchmarks.cases import MIB
 from benchmarks.operator_contenders import budget_name, sums_in_bfloat16
 from benchmarks.operator_problem import Mode, OperatorCase, Shape
 from benchmarks.results import Result
-from benchmarks.tables import NONE, AnyRun, Table, mebibytes, milliseconds, ratio, spread_note
-from benchmarks.verdicts import Check, middle, verdict_table
+from benchmarks.tables import AnyRun, Check, Table
 
 # Peaks this close are the same: they differ by a few vectors with an entry per token.
 SAME_BYTES = 1 * MIB
@@ -67,7 +67,7 @@ Duel = Check[tuple[OperatorCase, Rule]]  # a peer on one case; its value is the 
 
 def duels(runs: Sequence[AnyRun], rules: Sequence[Rule] = RULES) -> list[Duel]:
     """Every rule on every case of bfloat16 training on which its peer was measured, in the median of the runs."""
-    return middle([duels_of(run, rules) for run in runs])
+    return tables.middle([duels_of(run, rules) for run in runs])
 
 
 def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
@@ -86,9 +86,9 @@ def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
                 "tokens x hidden x vocabulary": " x ".join(map(str, entry.case.shape)),
                 "peer": peer.title,
                 "ms, MiB": figures(peer),
-                "flce": NONE if ours is None else ours.title,
+                "flce": tables.NONE if ours is None else ours.title,
                 "its ms, MiB": figures(ours),
-                "times": ratio(times or None),
+                "times": tables.ratio(times or None),
                 "wanted": f"{rule.factor:.1f}, {rule.least_mib} MiB",
             }
             found.append(Check((entry.case, rule), times, rule.factor, at_least=True, cells=cells))
@@ -113,9 +113,9 @@ def best(results: Sequence[Result], rule: Rule, workspace_bytes: int) -> Result 
 def figures(result: Result | None) -> str:
     """Time and workspace."""
     if result is None or not result.samples_ms:
-        return NONE
-    workspace = "" if result.workspace_bytes is None else f", {mebibytes(result.workspace_bytes)}"
-    return milliseconds(result.median_ms) + workspace
+        return tables.NONE
+    workspace = "" if result.workspace_bytes is None else f", {tables.mebibytes(result.workspace_bytes)}"
+    return tables.milliseconds(result.median_ms) + workspace
 
 
 def dominance_table(runs: Sequence[AnyRun]) -> Table:
@@ -123,6 +123,6 @@ def dominance_table(runs: Sequence[AnyRun]) -> Table:
     notes = [
         "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",
         "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
-        spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
+        tables.spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
     ]
-    return verdict_table("No peer dominates, met", duels(runs), notes)
+    return tables.verdict_table("No peer dominates, met", duels(runs), notes)

@@ -18,7 +18,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.contenders import Outcome, Step
+from benchmarks.cases import Outcome, Step
 
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
 

@@ -12,19 +12,18 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from benchmarks.benchmark import Benchmark
-from benchmarks.cases import GIB, MIB, Effort, Plan, planned
-from benchmarks.contenders import Contender, known, needs_flce, needs_package
+from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_flce, needs_package, planned
 from benchmarks.measure import Sample, make_meter, release
-from benchmarks.model_problem import ModelCase, build, held_bytes, make_batch, make_optimizer
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import Entry, Result, Run
 from benchmarks.rounds import Entrant, Expired, compete
@@ -32,6 +31,99 @@ from benchmarks.tables import Columns, Table, gibibytes, ratio, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# --- models, with random weights: nothing is downloaded ---
+
+# What makes a model of Transformers the one of that name.
+FIELDS = "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size"
+
+
+def configured(*values: Any, positions: int = 131072, **others: Any) -> dict[str, Any]:
+    sizes = dict(zip(FIELDS.split(), values, strict=True))
+    return sizes | others | {"tie_word_embeddings": True, "max_position_embeddings": positions}
+
+
+LLAMA: dict[str, Any] = {"head_dim": 64, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+QWEN: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+ARCHITECTURES = {
+    "Llama-3.2-1B": configured("llama", 2048, 16, 32, 8, 8192, 128256, **LLAMA),
+    "Qwen3-0.6B": configured("qwen3", 1024, 28, 16, 8, 3072, 151936, **QWEN),
+    "tiny-llama": configured("llama", 32, 2, 2, 1, 64, 2000, positions=128),
+}
+
+
+class Optimizer(str, Enum):
+    """What ends a training step, after forward and backward. The gradients are dropped in any case."""
+
+    none = "none"
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """One model at one batch shape."""
+
+    model: str
+    batch: int
+    sequence: int
+    dtype: str = "bfloat16"
+    optimizer: Optimizer = Optimizer.none
+    budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
+    contenders: tuple[str, ...] | None = None  # only these; None: all
+    warm_up_sequence: int | None = None  # tokens of a sequence while warming up, where whole ones take too long
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", Optimizer(self.optimizer))
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def title(self) -> str:
+        parts = [f"{self.model}, {self.batch} x {self.sequence} tokens", self.dtype]
+        return ", ".join(parts if self.optimizer is Optimizer.none else [*parts, self.optimizer.value])
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"config": ARCHITECTURES[self.model]}
+
+
+def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
+    """The model with random weights, made on the device, ready for training with gradient checkpointing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**ARCHITECTURES[case.model])
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made: nn.Module = model.train()
+    return made
+
+
+def make_optimizer(case: ModelCase, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """With a learning rate of 0: it works as always, and every contender finds the same weights."""
+    if case.optimizer is Optimizer.none:
+        return None
+    kind = torch.optim.SGD if case.optimizer is Optimizer.sgd else torch.optim.AdamW
+    return kind(parameters, lr=0.0)
+
+
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """What exists between two steps: weights, buffers, and what the optimizer keeps."""
+    tensors = [*model.parameters(), *model.buffers()]  # tied weights are given once
+    for state in optimizer.state.values() if optimizer is not None else ():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def make_batch(case: ModelCase, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Random tokens, which are their own labels: the model shifts them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    vocab = ARCHITECTURES[case.model]["vocab_size"]
+    return torch.randint(vocab, (case.batch, case.sequence), device=device, generator=generator)
 
 
 @dataclass
@@ -53,18 +145,13 @@ ModelRun = Run[ModelCase, ModelResult]
 
 # --- contenders ---
 
-Change = Callable[[nn.Module], AbstractContextManager[None]]
+Change = Callable[[nn.Module], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class ModelContender(Contender):
     applied: Change  # the model is changed inside
     call: dict[str, Any] = field(default_factory=dict, kw_only=True)  # more arguments for the model's forward
-
-
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    yield
 
 
 @contextlib.contextmanager
@@ -120,7 +207,7 @@ CONTENDERS = [
     peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
     peer("liger", "Liger, all its kernels", liger),
     peer("ours-liger-layers", "flce, with Liger's layers", ours_and_ligers_layers),
-    ModelContender("stock", "stock", "stock", unchanged),
+    ModelContender("stock", "stock", "stock", contextlib.nullcontext),
 ]
 
 
@@ -146,27 +233,18 @@ def in_budget(mib: int) -> ModelContender:
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
 
 
-def tiny() -> Plan[ModelCase]:
-    """Seconds on a CPU; for the tests."""
-    case = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
-    return planned([case, replace(case, batch=1, sequence=128, warm_up_sequence=32)], rounds=2, seconds=1.0)
-
-
-def h200_short() -> Plan[ModelCase]:
-    """Half a minute of one large GPU: one model, without the long sequences."""
-    contenders = ("ours", "ours-budget", "liger-loss", "stock")
-    return planned([ModelCase(MODELS[0], 4, 8192, budgets_mib=(384,), contenders=contenders)], rounds=3, seconds=4.0)
-
-
-def h200() -> Plan[ModelCase]:
-    """About six minutes: four rounds of the short sequences, one of the long ones.
-
-    A step of these takes some 20 s, nearly all of it attention: memory is what differs there.
-    """
-    short = [ModelCase(model, 4, 8192, budgets_mib=(384, 1024)) for model in MODELS]
-    contenders = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
-    long = ModelCase(MODELS[0], 1, 131072, budgets_mib=(1280,), contenders=contenders, warm_up_sequence=4096)
-    return planned([*short, *(replace(long, model=model) for model in MODELS)], rounds=4, seconds=6.0)
+NAMES = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
+TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
+SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
+# A step of these takes some 20 s, nearly all of it attention: memory is what differs there.
+LONG = ModelCase(MODELS[0], 1, 131072, budgets_mib=(1280,), contenders=NAMES, warm_up_sequence=4096)
+FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
+PRESETS: dict[str, Callable[[], Plan[ModelCase]]] = {
+    # Seconds on a CPU, for the tests; half a minute of one large GPU, and six minutes.
+    "tiny": lambda: planned([TINY, replace(TINY, batch=1, sequence=128, warm_up_sequence=32)], rounds=2, seconds=1.0),
+    "h200-short": lambda: planned([FEWER], rounds=3, seconds=4.0),
+    "h200": lambda: planned([replace(c, model=m) for c in (SHORT, LONG) for m in MODELS], rounds=4, seconds=6.0),
+}
 
 
 # --- measuring ---
@@ -272,7 +350,7 @@ class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
     summary = "Tokens/s, peak GiB", "model, batch x sequence"
     case_type = ModelCase
     result_type = ModelResult
-    presets = {"tiny": tiny, "h200": h200, "h200-short": h200_short}  # noqa: RUF012
+    presets = PRESETS
     sizes = "batch,sequence"
     defaults = ({"model": MODELS[0]},)
     effort = Effort(5, 10.0)

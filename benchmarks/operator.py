@@ -5,12 +5,13 @@ A case is a line of a preset, a contender one of `operator_contenders.CONTENDERS
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks import tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
@@ -20,18 +21,7 @@ from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult, Shap
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import Entry, Run
 from benchmarks.rounds import Entrant, Expired, compete
-from benchmarks.tables import (
-    Columns,
-    Table,
-    failure_notes,
-    mebibytes,
-    milliseconds,
-    ratio,
-    relative,
-    summary,
-    table_of,
-    tabulate,
-)
+from benchmarks.tables import Table
 from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases, target_table
 
 if TYPE_CHECKING:
@@ -62,27 +52,6 @@ def tiny() -> Plan[OperatorCase]:
     return planned([*whole, skipping, peer_case(TINY, curve)], rounds=3, seconds=1.0)
 
 
-def cpu() -> Plan[OperatorCase]:
-    """The shape that flce promises not to lose on a CPU."""
-    dtypes = ("float32", "bfloat16")
-    return planned([OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dtype in dtypes], 9, 15.0)
-
-
-def exact() -> Plan[OperatorCase]:
-    """The distance from a float64 oracle; no times."""
-    return planned(EXACT, rounds=1, seconds=0.0)
-
-
-def promised() -> Plan[OperatorCase]:
-    """Everything that flce promises of its speed on one H200: a matter of one percent."""
-    return planned(target_cases(), rounds=24, seconds=0.8)
-
-
-def peers() -> Plan[OperatorCase]:
-    """Our settings and the peers, on one large GPU: a matter of ten percent."""
-    return planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
-
-
 LONG_IN_BUDGETS: list[tuple[Shape, int]] = [
     ((32768, 4096, 128256), 256),
     ((65536, 4096, 128256), 256),
@@ -108,12 +77,18 @@ def budgets() -> Plan[OperatorCase]:
     return planned(cases, rounds=9, seconds=0.4) + planned(long, rounds=5, seconds=2.0)
 
 
-PRESETS = {
+# The shape that flce promises not to lose on a CPU; the distance from a float64 oracle; on one H200 everything that is
+# promised of speed, a matter of one percent, and our settings and the peers, one of ten percent.
+CPU = [OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dtype in ("float32", "bfloat16")]
+PROMISED = planned(target_cases(), rounds=24, seconds=0.8)
+EXACTLY = planned(EXACT, rounds=1, seconds=0.0)
+PEERS = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
+PRESETS: dict[str, Callable[[], Plan[OperatorCase]]] = {
     "tiny": tiny,
-    "cpu": cpu,
-    "targets": lambda: promised() + exact(),
-    "peers": lambda: exact() + peers(),
-    "h200": lambda: promised() + exact() + peers(),
+    "cpu": lambda: planned(CPU, rounds=9, seconds=15.0),
+    "targets": lambda: PROMISED + EXACTLY,
+    "peers": lambda: EXACTLY + PEERS,
+    "h200": lambda: PROMISED + EXACTLY + PEERS,
     "h200-budgets": budgets,
 }
 
@@ -145,32 +120,32 @@ class OperatorBenchmark(Benchmark[OperatorCase, OperatorResult]):
         nobody = OperatorResult.nobody()
         floor = entry.by_name("floor") or entry.by_name("floor-aligned") or nobody
         stock = entry.by_name("stock") or nobody
-        columns: Columns[OperatorResult] = {
+        columns: tables.Columns[OperatorResult] = {
             "": lambda r: r.title,
-            "median ms": lambda r: milliseconds(r.median_ms),
-            "least ms": lambda r: milliseconds(min(r.samples_ms)),
+            "median ms": lambda r: tables.milliseconds(r.median_ms),
+            "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
             "calls": lambda r: str(len(r.samples_ms)),
-            "x floor": lambda r: ratio(r.median_ms, floor.median_ms),
-            "x stock": lambda r: ratio(r.median_ms, stock.median_ms),
-            "CPU ms": lambda r: milliseconds(r.median_cpu_ms),
-            "CPU x stock": lambda r: ratio(r.median_cpu_ms, stock.median_cpu_ms),
-            "MiB": lambda r: mebibytes(r.workspace_bytes),
-            "planned MiB": lambda r: mebibytes(r.planned_bytes),
-            "MiB x stock": lambda r: ratio(r.workspace_bytes, stock.workspace_bytes),
+            "x floor": lambda r: tables.ratio(r.median_ms, floor.median_ms),
+            "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
+            "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
+            "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
+            "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
+            "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
+            "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
         }
-        return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+        return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
     def error_table(self, entry: OperatorEntry) -> Table:
         """Distance of every contender from the float64 oracle."""
-        columns: Columns[OperatorResult] = {
+        columns: tables.Columns[OperatorResult] = {
             "": lambda r: r.title,
-            "loss": lambda r: relative((r.errors or {}).get("loss")),
-            "dX": lambda r: relative((r.errors or {}).get("input_grad")),
-            "dW": lambda r: relative((r.errors or {}).get("weight_grad")),
+            "loss": lambda r: tables.relative((r.errors or {}).get("loss")),
+            "dX": lambda r: tables.relative((r.errors or {}).get("input_grad")),
+            "dW": lambda r: tables.relative((r.errors or {}).get("weight_grad")),
         }
         compared = [result for result in entry.results if result.errors is not None]
-        notes = [] if entry.case.time else failure_notes(entry)  # they stand under the table of times
-        return tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
+        notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
+        return tables.tabulate(f"{entry.case.title}: tables.relative error against float64", compared, columns, notes)
 
     def cell(self, entry: OperatorEntry, result: OperatorResult) -> str:
         return figures(result)
@@ -186,7 +161,7 @@ class OperatorBenchmark(Benchmark[OperatorCase, OperatorResult]):
             entries = [entry for entry in timed if entry.case.label == label]
             if brief or len(entries) > 1:
                 title, first = self.summary
-                found.append(summary(", ".join(filter(None, (title, label))), first, entries, self.cell))
+                found.append(tables.summary(", ".join(filter(None, (title, label))), first, entries, self.cell))
         found += [] if brief else [self.table(entry) for entry in timed]
         return found + [self.error_table(entry) for entry in run.cases if entry.case.errors]
 

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import MIB
-from benchmarks.contenders import Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_flce, needs_package
+from benchmarks.cases import MIB, Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_flce, needs_package
 from benchmarks.operator_problem import (
     IGNORE_INDEX,
     INPUT_GRAD,
@@ -35,16 +34,29 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 Condition = Callable[[OperatorCase, torch.device], bool]
 
 
-def every(case: OperatorCase, device: torch.device) -> bool:
-    return True
+# On what somebody is measured who is not measured everywhere: where it would mean something, and repeat nobody else.
+ONLY: dict[str, Condition] = {
+    "": lambda case, device: True,
+    "half precision": lambda case, device: case.torch_dtype in (torch.float16, torch.bfloat16),
+    "bfloat16": lambda case, device: case.torch_dtype is torch.bfloat16,  # float16 sums are not allowed
+    "ignored": lambda case, device: case.ignored > 0,
+    "reduced": lambda case, device: case.mode.call.reduction != "none",  # some peers have no per-token losses
+    # Most CPUs only emulate half precision: bare products in it are no floor there.
+    "products": lambda case, device: device.type == "cuda" or not ONLY["half precision"](case, device),
+    "training": lambda case, device: case.mode is Mode.forward_backward and ONLY["products"](case, device),
+    "unaligned": lambda case, device: device.type == "cuda" and case.aligned() != case,
+}
 
 
 @dataclass(frozen=True)
 class OperatorContender(Contender):
     prepare: Callable[[Problem], Step]
-    applies: Condition = field(default=every, kw_only=True)  # False where it would mean nothing, or repeat another
+    only: str = field(default="", kw_only=True)  # see ONLY
     # Of ours: the workspace that `flce.plan` says it takes.
     planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
+
+    def applies(self, case: OperatorCase, device: torch.device) -> bool:
+        return ONLY[self.only](case, device)
 
 
 def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
@@ -62,40 +74,6 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
         return outcome
 
     return step
-
-
-# --- on what somebody is measured ---
-
-
-def half_precision(case: OperatorCase, device: torch.device) -> bool:
-    return case.torch_dtype in (torch.float16, torch.bfloat16)
-
-
-def brain_float(case: OperatorCase, device: torch.device) -> bool:
-    """Of half precision only bfloat16 sums are allowed."""
-    return case.torch_dtype is torch.bfloat16
-
-
-def some_ignored(case: OperatorCase, device: torch.device) -> bool:
-    return case.ignored > 0
-
-
-def reduced(case: OperatorCase, device: torch.device) -> bool:
-    """Some peers have no per-token losses."""
-    return case.mode.call.reduction != "none"
-
-
-def products_tell(case: OperatorCase, device: torch.device) -> bool:
-    """Most CPUs only emulate half precision: bare products in it are no floor there."""
-    return device.type == "cuda" or not half_precision(case, device)
-
-
-def training(case: OperatorCase, device: torch.device) -> bool:
-    return case.mode is Mode.forward_backward and products_tell(case, device)
-
-
-def unaligned(case: OperatorCase, device: torch.device) -> bool:
-    return device.type == "cuda" and case.aligned() != case
 
 
 # --- the floor: the matrix products alone ---
@@ -122,38 +100,25 @@ def products_step(problem: Problem, products: Sequence[str]) -> Step:
     return step
 
 
-def floor_step(problem: Problem) -> Step:
-    """What the call cannot do without."""
-    return products_step(problem, problem.case.mode.call.products)
+def floor_step(problem: Problem, again: Sequence[str] = ()) -> Step:
+    """What the call cannot do without; `again` what is made a second time."""
+    return products_step(problem, (*again, *problem.case.mode.call.products))
 
 
 def aligned_floor_step(problem: Problem) -> Step:
     return floor_step(make_problem(problem.case.aligned(), problem.input.device))
 
 
-def recomputed_floor_step(problem: Problem) -> Step:
-    """The same, and the logits a second time: what a call with a small workspace cannot do without."""
-    return products_step(problem, (LOGITS, *problem.case.mode.call.products))
-
-
 # --- flce ---
 
-Options = Callable[[OperatorCase], dict[str, Any]]
 
-
-def ours(
-    name: str,
-    title: str,
-    applies: Condition = every,
-    of_case: Options = lambda case: {},
-    **options: Any,
-) -> OperatorContender:
-    """With these options of `flce.ChunkOptions`, and with those that depend on the case."""
+def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorContender:
+    """With these options of `flce.ChunkOptions`; what can be called is called with the case."""
 
     def chunking(case: OperatorCase) -> Any:
         import flce
 
-        given = options | of_case(case)
+        given = {name: value(case) if callable(value) else value for name, value in options.items()}
         return flce.ChunkOptions(**given) if given else None
 
     def planned(case: OperatorCase, device: torch.device) -> int:
@@ -173,9 +138,7 @@ def ours(
     def prepare(problem: Problem) -> Step:
         return ours_step(problem, chunking(problem.case))
 
-    return OperatorContender(
-        name, title, "ours", prepare, applies=applies, unavailable=needs_flce, planned_bytes=planned
-    )
+    return OperatorContender(name, title, "ours", prepare, only=only, unavailable=needs_flce, planned_bytes=planned)
 
 
 def ours_step(problem: Problem, chunking: Any) -> Step:
@@ -200,10 +163,11 @@ def ours_full_step(problem: Problem) -> Step:
 
 
 BUDGET = re.compile(r"ours(?:-(?P<kind>bf16|vocab))?-(?P<mib>[1-9]\d*)MiB")
-KINDS: dict[str | None, tuple[str, Condition, dict[str, Any]]] = {
-    None: ("", every, {}),
-    "bf16": (", bfloat16 sums", brain_float, {"accum_dtype": torch.bfloat16}),
-    "vocab": (", strategy vocab", every, {"strategy": "vocab"}),
+# What is said of a kind, where it is measured, and its options.
+KINDS: dict[str | None, tuple[str, str, dict[str, Any]]] = {
+    None: ("", "", {}),
+    "bf16": (", bfloat16 sums", "bfloat16", {"accum_dtype": torch.bfloat16}),
+    "vocab": (", strategy vocab", "", {"strategy": "vocab"}),
 }
 
 
@@ -212,9 +176,9 @@ def in_budget(name: str) -> OperatorContender | None:
     match = BUDGET.fullmatch(name)
     if match is None:
         return None
-    suffix, applies, options = KINDS[match["kind"]]
+    suffix, only, options = KINDS[match["kind"]]
     title, budget = f"flce, {match['mib']} MiB budget{suffix}", int(match["mib"]) * MIB
-    return ours(name, title, applies, max_workspace_bytes=budget, **options)
+    return ours(name, title, only, max_workspace_bytes=budget, **options)
 
 
 def budget_name(mib: int, kind: str = "") -> str:
@@ -305,32 +269,28 @@ def needs_cce_presets(device: torch.device) -> str | None:
     return reason
 
 
-def peer(
-    name: str, title: str, loss: LossFunction, unavailable: Unavailable, applies: Condition = every
-) -> OperatorContender:
+def peer(name: str, title: str, loss: LossFunction, unavailable: Unavailable, only: str = "") -> OperatorContender:
     prepare = functools.partial(autograd_step, loss_function=loss)
-    return OperatorContender(name, title, "peer", prepare, unavailable=unavailable, applies=applies)
+    return OperatorContender(name, title, "peer", prepare, unavailable=unavailable, only=only)
 
 
 liger_sums = library_loss(*LIGER, accum_dtype=torch.float32, chunk_mem_const=8)
 stock_step = functools.partial(autograd_step, loss_function=stock_loss)
+recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))  # what a call with a small workspace has to do
 C = OperatorContender
 BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
+vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
-    C("floor", "bare GEMMs", "floor", floor_step, applies=products_tell),
-    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=unaligned),
-    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=training),
+    C("floor", "bare GEMMs", "floor", floor_step, only="products"),
+    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, only="unaligned"),
+    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, only="training"),
     ours("ours", "flce"),
-    ours(
-        "ours-vocab",
-        "flce, strategy vocab in a budget",
-        of_case=lambda case: {"strategy": "vocab", "max_workspace_bytes": case.budget_mib * MIB},
-    ),
-    ours("ours-float32-logits", "flce, float32 logits", half_precision, logits_dtype=torch.float32),
-    ours(BOUNDED, "flce, skip_ignored=True", some_ignored, skip_ignored=True),
-    C("ours-full", "flce, no label ignored", "ours", ours_full_step, applies=some_ignored, unavailable=needs_flce),
-    ours("ours-keeping", "flce, skip_ignored=False", some_ignored, skip_ignored=False),
+    ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
+    ours("ours-float32-logits", "flce, float32 logits", "half precision", logits_dtype=torch.float32),
+    ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
+    C("ours-full", "flce, no label ignored", "ours", ours_full_step, only="ignored", unavailable=needs_flce),
+    ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
     C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
     peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_loss, torch_chunked_unavailable),
@@ -340,11 +300,11 @@ CONTENDERS = [
     peer("cce-unfiltered", "CCE, no gradient filter", library_loss(*CCE, filter_eps=None), needs_cce),
     peer("cce-exact", "CCE, its exact preset", library_loss(*CCE, impl="cce_exact"), needs_cce_presets),
     peer("trl", "TRL's fused head", trl_loss, needs_trl),
-    peer("fla", "flash-linear-attention", fla_loss, needs_fla, reduced),
-    peer("quack", "QuACK, chunked", library_loss(*QUACK, chunk_size=QUACK_CHUNK), needs_quack, reduced),
+    peer("fla", "flash-linear-attention", fla_loss, needs_fla, "reduced"),
+    peer("quack", "QuACK, chunked", library_loss(*QUACK, chunk_size=QUACK_CHUNK), needs_quack, "reduced"),
 ]
 # Measured only where a case names it: the logits of all tokens in one piece.
-WHOLE = ours("ours-whole", "flce, one chunk", of_case=lambda case: {"chunk_rows": case.tokens})
+WHOLE = ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens)
 
 
 def select(names: Iterable[str] | None) -> list[OperatorContender]:

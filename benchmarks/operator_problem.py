@@ -10,8 +10,7 @@ from enum import Enum
 
 import torch
 
-from benchmarks.cases import DTYPES, MIB, Case
-from benchmarks.contenders import Outcome
+from benchmarks.cases import DTYPES, MIB, Case, Outcome
 from benchmarks.results import Result
 
 IGNORE_INDEX = -100

@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from typing_extensions import Self
 
-from benchmarks.cases import CaseT
-from benchmarks.contenders import AGAIN, Contender
+from benchmarks.cases import AGAIN, CaseT, Contender
 
 SCHEMA = 1
 HEAD = ("date", "command", "commit", "versions", "device")  # what environment.describe gives

@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.cases import Effort
-from benchmarks.contenders import ContenderT, Step, with_repeat
+from benchmarks.cases import ContenderT, Effort, Step, with_repeat
 from benchmarks.measure import Meter, Sample, release
 from benchmarks.results import Result, ResultT
 

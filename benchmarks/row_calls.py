@@ -23,20 +23,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import Step
+from benchmarks.cases import Step
 from benchmarks.measure import Meter, nothing
 
 HEAD_START_SECONDS = (2e-4, 5e-2)  # at least, and at most
-
-
-class Method(str, Enum):
-    captured = "captured"
-    launched = "launched"
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class Region:
     """What is timed, and what has to be done before."""
 
     step: Step
-    method: Method
+    method: str  # "captured" or "launched"
     before: Callable[[], object] = nothing
     note: str | None = None  # why it is not captured
     head_start: float = HEAD_START_SECONDS[0]
@@ -124,7 +118,7 @@ def launched(calls: Calls, note: str | None = None) -> Region:
             calls.restore()
         ready.extend(calls.prepare())
 
-    return Region(lambda: calls.run(ready), Method.launched, before, note)
+    return Region(lambda: calls.run(ready), "launched", before, note)
 
 
 def captured(calls: Calls, device: torch.device) -> Region:
@@ -152,7 +146,7 @@ def captured(calls: Calls, device: torch.device) -> Region:
         if first is not None:
             first.replay()
 
-    return Region(graph.replay, Method.captured, before)
+    return Region(graph.replay, "captured", before)
 
 
 def with_head_start(region: Region, device: torch.device) -> Region:

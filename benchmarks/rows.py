@@ -1,12 +1,23 @@
 """Losses and softmaxes of rows in memory: bandwidth over the length of a row, for each task by itself.
 
-`row_calls` says how a call is timed; cases, tasks and contenders are in `row_problem`.
+Bandwidth is of the fewest bytes that no implementation can do without, in entries of the rows x columns matrix;
+targets, losses and what is one number a row are left out.
+
+* cross_entropy, forward: every logit is read.
+* cross_entropy, backward: every logit is read, every entry of the gradient is written.
+* cross_entropy, in-place forward+backward: every logit is read, and the gradient written over it.
+* softmax and log_softmax, forward: the input is read, the output written.
+* softmax and log_softmax, backward: the output and its gradient are read, the gradient of the input is written.
+* copy: the input is read, as many entries are written.
+
+`row_calls` says how a call is timed. To add a contender, write a function (RowCase) -> RowFunction and a line in
+`CONTENDERS`.
 
 flce promises two kinds of things on one H200, each of one task on one size and dtype, from medians of one interleaved
-measurement; `verdicts` says when one counts as met:
+measurement:
 
-* Of the bandwidth of a copy of the same rows, for rows of 2,048 columns or more: 85% where a row fits on chip (it is
-  at most `row_problem.ON_CHIP_BYTES`), 65% where it does not.
+* Of the bandwidth of a copy of the same rows, for rows of 2,048 columns or more: 85% where a row fits on chip, 65%
+  where it does not.
 * Against everybody else, at any size: not slower by more than 5%. Who could not be measured is not compared.
 """
 
@@ -14,39 +25,268 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from benchmarks import tables
 from benchmarks.benchmark import Benchmark
-from benchmarks.cases import Effort, Plan, planned
+from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_flce, needs_package, planned
 from benchmarks.measure import make_meter, release
 from benchmarks.plots import Panel, Series, draw
-from benchmarks.results import Entry, Run
+from benchmarks.results import Bandwidth, Entry, Run
 from benchmarks.rounds import Entrant, Expired, compete
-from benchmarks.row_calls import make_region
-from benchmarks.row_problem import (
-    COPY,
-    ON_CHIP_BYTES,
-    OURS,
-    TASKS,
-    RowCase,
-    RowContender,
-    RowResult,
-    make_calls,
-    make_rows,
-    row_contenders,
-)
-from benchmarks.tables import NONE, Columns, Table, gigabytes, median_note, percent, ratio, spread_note, tabulate
-from benchmarks.verdicts import Check, Verdict, middle, tally, worst
+from benchmarks.row_calls import Calls, make_region
+from benchmarks.tables import Check, Table, Verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+ON_CHIP_BYTES = 128 * 1024  # of a row: half of the registers of a multiprocessor (256 KiB), so that two rows fit
+CPU_CACHE_BYTES = 8 * MIB  # PyTorch does not tell that of a CPU
+CACHES = 4  # the inputs of one timed region are more than this many times the cache
+# On a GPU as many calls are timed as one that they take a tenth of a millisecond or more, beside which the
+# microseconds between an event and the first of them count little.
+REGION_BYTES = 512 * MIB
+ENOUGH_CALLS = 256
+MOST_CALLS = 1024  # whatever the cache
+
+
+class Operation(str, Enum):
+    cross_entropy = "cross_entropy"
+    softmax = "softmax"
+    log_softmax = "log_softmax"
+
+
+class Direction(str, Enum):
+    forward = "forward"  # without gradients
+    backward = "backward"  # by itself: the forward pass has been made before
+    in_place = "in-place forward+backward"  # the gradient in the memory of the logits, for those that can
+
+
+# What there is to do, and the entries read or written for each entry of the input.
+TASKS = {
+    (Operation.cross_entropy, Direction.forward): 1,
+    (Operation.cross_entropy, Direction.backward): 2,
+    (Operation.cross_entropy, Direction.in_place): 2,
+    (Operation.softmax, Direction.forward): 2,
+    (Operation.softmax, Direction.backward): 3,
+    (Operation.log_softmax, Direction.forward): 2,
+    (Operation.log_softmax, Direction.backward): 3,
+}
+COPY_ENTRIES = 2
+
+
+@dataclass(frozen=True)
+class RowCase(Case):
+    """A matrix of rows, and what is done with it."""
+
+    rows: int
+    columns: int
+    dtype: str = "bfloat16"
+    operation: Operation = Operation.cross_entropy
+    direction: Direction = Direction.forward
+    compiled: bool = False  # also by torch.compile, which takes seconds to compile each task
+    calls: int | None = None  # in one timed region; None: so many that the cache cannot hold their inputs
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operation", Operation(self.operation))
+        object.__setattr__(self, "direction", Direction(self.direction))
+
+    @property
+    def task(self) -> str:
+        return f"{self.operation.value} {self.direction.value}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.task}, {self.dtype}, {self.rows} x {self.columns}"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * DTYPES[self.dtype].itemsize
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether a row is read once because it fits on chip."""
+        return self.row_bytes <= ON_CHIP_BYTES
+
+    def bytes(self, entries: int) -> int:
+        return self.rows * self.row_bytes * entries
+
+    def calls_for(self, cache_bytes: int, region_bytes: int = 0) -> int:
+        """The calls of one timed region, each on an input of its own: beyond the cache, and long enough."""
+        beyond = CACHES * cache_bytes // self.bytes(1) + 1
+        enough = min(ENOUGH_CALLS, region_bytes // self.bytes(1))
+        return self.calls or min(MOST_CALLS, max(beyond, enough))
+
+
+@dataclass
+class RowResult(Bandwidth):
+    method: str = ""  # how they were timed, see `row_calls`
+    note: str | None = None  # why they were not captured
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """The operands of the calls of one timed region, in turn."""
+
+    case: RowCase
+    x: Tensor  # (calls, rows, columns); may be overwritten
+    spare: Tensor  # the same numbers: what `x` is restored from, and the gradients that arrive at softmaxes
+    target: Tensor
+
+    def restore(self) -> None:
+        self.x.copy_(self.spare)
+
+
+def make_rows(case: RowCase, device: torch.device, calls: int | None = None, seed: int = 0) -> RowProblem:
+    """Random logits of standard deviation 4, random targets."""
+    generator = torch.Generator(device).manual_seed(seed)
+    cache, region = CPU_CACHE_BYTES, 0
+    if device.type == "cuda":
+        cache, region = torch.cuda.get_device_properties(device).L2_cache_size, REGION_BYTES
+    spare = torch.empty(
+        calls or case.calls_for(cache, region), case.rows, case.columns, dtype=DTYPES[case.dtype], device=device
+    )
+    spare.normal_(0.0, 4.0, generator=generator)
+    target = torch.randint(case.columns, (case.rows,), device=device, generator=generator)
+    return RowProblem(case, spare.clone(), spare, target)
+
+
+# --- contenders ---
+
+RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets, which softmaxes have no use for
+
+
+@dataclass(frozen=True)
+class RowContender(Contender):
+    function: Callable[[RowCase], RowFunction]
+    applies: Callable[[RowCase], bool] = field(default=lambda case: True, kw_only=True)
+    overwrites: bool = field(default=False, kw_only=True)  # its in-place forward+backward needs new logits every call
+    roof: bool = field(default=False, kw_only=True)  # the same call whatever the task
+    builds: bool = field(default=False, kw_only=True)  # its first call compiles kernels: worth doing ahead
+
+    def bytes(self, case: RowCase) -> int:
+        """The fewest that a call moves."""
+        return case.bytes(COPY_ENTRIES if self.roof else TASKS[case.operation, case.direction])
+
+
+class Produced(torch.autograd.Function):
+    """Logits as a layer makes them: not a leaf, whose value nobody may overwrite. Costs nothing and saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Tensor, logits: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.arrived.append(grad)
+        return None, None, None
+
+
+def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
+    """Call i works on input i. What it needs of the forward pass is made before; its result is returned."""
+    direction, function, count = problem.case.direction, contender.function(problem.case), len(problem.x)
+    overwrites = contender.overwrites and direction is Direction.in_place
+    layer = torch.ones((), device=problem.x.device, requires_grad=True)
+
+    def forward(index: int, ready: Any = None) -> Tensor:
+        with torch.no_grad():
+            return function(problem.x[index], problem.target)
+
+    def ahead(index: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = problem.x[index].detach().requires_grad_()
+        out = function(x, problem.target)
+        # In memory of its own: what arrives is read from there, not from the cache.
+        return x, out, torch.ones_like(out) if out.dim() == 0 else problem.spare[index]
+
+    def backward(index: int, ready: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, out, upstream = ready
+        (grad,) = torch.autograd.grad(out, x, upstream)
+        return grad
+
+    def both(index: int, ready: Any = None) -> Tensor:
+        x = problem.x[index].detach()
+        if not overwrites:
+            (grad,) = torch.autograd.grad(function(x.requires_grad_(), problem.target), x)
+            return grad
+        arrived: list[Tensor] = []
+        function(Produced.apply(layer, x, arrived), problem.target).backward()
+        return arrived[0]
+
+    if contender.roof or direction is Direction.forward:
+        return Calls(count, forward)
+    if direction is Direction.backward:
+        return Calls(count, backward, ahead)
+    return Calls(count, both, restore=problem.restore if overwrites else None)
+
+
+def copy(case: RowCase) -> RowFunction:
+    """A kernel that reads and writes every element, at the speed of a copy.
+
+    What is captured of ``copy_`` is not a kernel but a "memcpy node", which on an H200 is as fast, but for 512 MiB and
+    multiples of it: 2.8 TB/s instead of 4.3.
+    """
+    return lambda x, target: torch.neg(x)
+
+
+def library(case: RowCase, module: str) -> RowFunction:
+    function: Any = getattr(importlib.import_module(module), case.operation.value)
+    if case.operation is not Operation.cross_entropy:
+        return lambda x, target: function(x, dim=-1)
+    options = {"inplace": case.direction is Direction.in_place} if module == "flce" else {}
+    return lambda x, target: function(x, target, **options)
+
+
+ours = functools.partial(library, module="flce")
+eager = functools.partial(library, module="torch.nn.functional")
+
+
+def compiled(case: RowCase) -> RowFunction:
+    """For these columns alone, as fast as it can be: with symbolic sizes its kernels are slower."""
+    torch.compiler.reset()  # or the limit of recompilations is reached after a few shapes, and eager code runs
+    return torch.compile(eager(case), dynamic=False)
+
+
+def liger(case: RowCase) -> RowFunction:
+    if case.operation is Operation.softmax:
+        softmax: Any = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
+        return lambda x, target: softmax.apply(x)
+    cross_entropy: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
+    return lambda x, target: cross_entropy.apply(x, target, None)[0]
+
+
+def liger_has(case: RowCase) -> bool:
+    """It has no log_softmax. Its cross entropy makes the gradient in forward: there is no backward by itself."""
+    if case.operation is Operation.cross_entropy:
+        return case.direction is not Direction.backward
+    return case.operation is Operation.softmax
+
+
+needs_liger = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
+COPY, OURS, C = "copy", "ours", RowContender
+asked_for: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case: case.compiled, "builds": True}
+CONTENDERS = [
+    C(COPY, "copy", "floor", copy, roof=True),
+    C(OURS, "flce", "ours", ours, unavailable=needs_flce, overwrites=True, builds=True),
+    C("eager", "eager", "stock", eager),
+    C("torch-compile", "torch.compile", "peer", compiled, **asked_for),
+    C("liger", "Liger", "peer", liger, unavailable=needs_liger, applies=liger_has, overwrites=True, builds=True),
+]
+
+
+def row_contenders(case: RowCase) -> list[RowContender]:
+    return [contender for contender in CONTENDERS if contender.applies(case)]
+
 
 RowEntry = Entry[RowCase, RowResult]
 RowRun = Run[RowCase, RowResult]
@@ -61,28 +301,21 @@ ODD = (3001, 10007, 32001, 100003, 151937)
 SMALL = (1024, 512, 256, 128, 1000, 129)
 
 
-def every_task(rows: int, columns: Sequence[int], dtypes: Sequence[str], **more: Any) -> list[RowCase]:
+def every_task(
+    rows: int, columns: Sequence[int], dtypes: Sequence[str], compiled: Sequence[int] = (), calls: int | None = None
+) -> list[RowCase]:
     sizes = [(rows, count, dtype) for count in columns for dtype in dtypes]
-    return [RowCase(*size, *task, size[1] in COMPILED_COLUMNS, **more) for size in sizes for task in TASKS]
+    return [RowCase(*size, *task, size[1] in compiled, calls) for size in sizes for task in TASKS]
 
 
-def tiny() -> Plan[RowCase]:
-    """A second on a CPU; for the tests."""
-    return planned(every_task(8, (64, 2049), ("float32", "bfloat16"), calls=3), rounds=2, seconds=1.0)
-
-
-def cpu() -> Plan[RowCase]:
-    """A minute or two on a CPU."""
-    return planned(every_task(256, (128, 1000, 4096, 32768, 50257), ("float32",)), rounds=5, seconds=1.0)
-
-
-def h200_rows() -> Plan[RowCase]:
-    """Two to three minutes of one large GPU."""
-    columns = (*COMPILED_COLUMNS, *POWERS, *ODD, *SMALL)
-    return planned(every_task(4096, columns, ("bfloat16", "float32")), rounds=6, seconds=0.12)
-
-
-PRESETS = {"tiny": tiny, "cpu": cpu, "h200-rows": h200_rows}
+COLUMNS = (*COMPILED_COLUMNS, *POWERS, *ODD, *SMALL)
+BOTH = ("bfloat16", "float32")
+PRESETS: dict[str, Callable[[], Plan[RowCase]]] = {
+    # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of one large GPU.
+    "tiny": lambda: planned(every_task(8, (64, 2049), BOTH, calls=3), rounds=2, seconds=1.0),
+    "cpu": lambda: planned(every_task(256, (128, 1000, 4096, 32768, 50257), BOTH[1:]), rounds=5, seconds=1.0),
+    "h200-rows": lambda: planned(every_task(4096, COLUMNS, BOTH, COMPILED_COLUMNS), rounds=6, seconds=0.12),
+}
 
 
 # --- kernels, compiled ahead ---
@@ -101,12 +334,10 @@ def begin() -> None:
     torch.set_num_threads(1)
 
 
-def build(unit: tuple[RowCase, str]) -> int:
+def build(case: RowCase, device: torch.device) -> int:
     """Calls everybody once. What fails here fails again where it is measured, and is reported there."""
-    case, name = unit
     done = 0
     with contextlib.suppress(Exception):  # such as no memory beside the other processes
-        device = torch.device(name)
         problem = make_rows(case, device, calls=1)
         for contender in row_contenders(case):
             if contender.builds and contender.unavailable(device) is None:
@@ -114,18 +345,6 @@ def build(unit: tuple[RowCase, str]) -> int:
                     make_calls(contender, problem).once()
                     done += 1
     release()
-    return done
-
-
-def build_all(units: Sequence[tuple[RowCase, str]], workers: int, seconds: float) -> int:
-    """The number of kernel sets that were built in the given time, in as many processes."""
-    ends, done = time.monotonic() + seconds, 0
-    # Leaving the block ends the processes, whatever they are at.
-    with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
-        results = pool.imap_unordered(build, units)
-        with contextlib.suppress(multiprocessing.TimeoutError):
-            for _ in units:
-                done += results.next(max(ends - time.monotonic(), 0.1))
     return done
 
 
@@ -172,7 +391,7 @@ def checks_of(entry: RowEntry) -> list[RowCheck]:
 
 def check_rows(runs: Sequence[RowRun]) -> list[RowCheck]:
     """In the median of the runs."""
-    return middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
+    return tables.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
 
 
 # --- tables ---
@@ -180,8 +399,7 @@ def check_rows(runs: Sequence[RowRun]) -> list[RowCheck]:
 LAUNCHED = "*"  # the host took part that could not be kept out
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """One task in one dtype, over all numbers of columns."""
 
     task: str
@@ -198,10 +416,6 @@ class Slice:
         """Of each contender a result that says its title and family."""
         results = [result for entry in self.entries for result in entry.results]
         return {result.contender: result for result in results if result.status != "unavailable"}
-
-    def results(self, contender: str) -> list[tuple[int, RowResult | None]]:
-        """By the number of columns."""
-        return [(entry.case.columns, entry.by_name(contender)) for entry in self.entries]
 
     def checks(self, checks: Sequence[RowCheck]) -> list[RowCheck]:
         """Those that are about it."""
@@ -221,40 +435,33 @@ def slices(runs: Sequence[RowRun]) -> list[Slice]:
 def speed(result: RowResult | None, copy: RowResult | None) -> str:
     """GB/s, and of the copy's; marked where the host took part."""
     if result is None or result.gigabytes_per_second is None:
-        return NONE
-    share = "" if result.contender == COPY else f", {percent(result.share_of(copy))}"
-    return gigabytes(result.gigabytes_per_second) + share + ("" if result.note is None else LAUNCHED)
+        return tables.NONE
+    share = "" if result.contender == COPY else f", {tables.percent(result.share_of(copy))}"
+    return tables.gigabytes(result.gigabytes_per_second) + share + ("" if result.note is None else LAUNCHED)
 
 
-def speed_table(title: str, found: Slice, notes: list[str]) -> Table:
-    """Columns x contenders."""
-    titles = {name: result.title for name, result in found.tried.items()}
-    rows = [
-        [str(entry.case.columns), *(speed(entry.by_name(name), entry.by_name(COPY)) for name in titles)]
-        for entry in found.entries
-    ]
-    return Table(f"GB/s, of copy: {title}", ["columns", *titles.values()], rows, [*notes, spread_note(found.entries)])
-
-
-def task_notes(found: Slice) -> list[str]:
-    """Where figures are missing or measured in another way, and why."""
-    notes: list[str] = []
+def speed_table(title: str, found: Slice) -> Table:
+    """Columns x contenders; where figures are missing or measured in another way, and why."""
+    notes: dict[str, list[int]] = {}
     for name, tried in found.tried.items():
-        title, results = tried.title, found.results(name)
-        sizes = [columns for columns, result in results if result is not None]
-        if len(sizes) < len(results):
-            notes.append(f"{title} ran at {', '.join(map(str, sizes))} columns only")
-        reasons: dict[str, list[int]] = {}
-        for columns, result in results:
-            if result is not None and result.note is not None:
-                reason = f"{LAUNCHED} {title} {result.method}, not captured: {result.note}"
-                reasons.setdefault(reason, []).append(columns)
-            if result is not None and result.status != "ok":
-                reasons.setdefault(f"{title} {result.status}: {result.reason}", []).append(columns)
-        for reason, sizes in reasons.items():
-            where = "" if len(sizes) == len(results) else f" ({', '.join(map(str, sizes))} columns)"
-            notes.append(reason + where)
-    return notes
+        results = {entry.case.columns: result for entry in found.entries if (result := entry.by_name(name))}
+        if len(results) < len(found.entries):
+            notes[f"{tried.title} ran at {', '.join(map(str, results))} columns only"] = []
+        for columns, result in results.items():
+            if result.note is not None:
+                reason = f"{LAUNCHED} {tried.title} {result.method}, not captured: {result.note}"
+                notes.setdefault(reason, []).append(columns)
+            if result.status != "ok":
+                notes.setdefault(f"{tried.title} {result.status}: {result.reason}", []).append(columns)
+    lines = [
+        reason + (f" ({', '.join(map(str, sizes))} columns)" if 0 < len(sizes) < len(found.entries) else "")
+        for reason, sizes in notes.items()
+    ]
+    rows = [
+        [str(e.case.columns), *(speed(e.by_name(name), e.by_name(COPY)) for name in found.tried)] for e in found.entries
+    ]
+    titles = ["columns", *(result.title for result in found.tried.values())]
+    return Table(f"GB/s, of copy: {title}", titles, rows, [*lines, tables.spread_note(found.entries)])
 
 
 def counts_table(runs: Sequence[RowRun]) -> Table:
@@ -263,63 +470,48 @@ def counts_table(runs: Sequence[RowRun]) -> Table:
     against = {check.key.against: check.key.title for check in sorted(checks, key=lambda c: c.key.against != COPY)}
     lines = [(f"{found.task}, {found.dtype}", found.checks(checks)) for found in slices(runs)]
     rows = [
-        [line, *(tally([check for check in about if check.key.against == name]) for name in against)]
+        [line, *(tables.tally([check for check in about if check.key.against == name]) for name in against)]
         for line, about in [*lines, ("all", checks)]
     ]
     notes = [
         "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
         "others: flce not slower by more than 5%, any number of columns",
-        *median_note(runs),
-        spread_note([entry for run in runs for entry in run.cases]),
+        *tables.median_note(runs),
+        tables.spread_note([entry for run in runs for entry in run.cases]),
     ]
-    return Table(f"Rows, met: {tally(checks)}", ["", *against.values()], rows, notes)
+    return Table(f"Rows, met: {tables.tally(checks)}", ["", *against.values()], rows, notes)
 
 
 def target_table(found: Slice, checks: Sequence[RowCheck]) -> Table:
     """What is promised at every size, and whether it is kept."""
-
-    def value(entry: RowEntry, name: str) -> float | None:
-        return next((c.value for c in checks if c.key.case == entry.case and c.key.against == name), None)
-
-    def verdict(entry: RowEntry) -> str:
-        mine = [check for check in checks if check.key.case == entry.case]
-        whole = worst(check.verdict for check in mine)
-        names = [check.key.title for check in mine if check.verdict is whole]
-        return f"{whole.value}: {', '.join(names)}" if whole in (Verdict.missed, Verdict.nearly) else whole.value
-
-    def share(entry: RowEntry) -> float | None:
-        """Where nothing is wanted, that of the first run."""
-        if wanted_share(entry.case) is not None:
-            return value(entry, COPY)
-        ours = entry.by_name(OURS)
-        return None if ours is None else ours.share_of(entry.by_name(COPY))
-
-    columns: Columns[RowEntry] = {
-        "columns": lambda e: str(e.case.columns),
-        "of copy": lambda e: percent(share(e)),
-        "wanted": lambda e: percent(wanted_share(e.case)),
-    }
-    for name, result in found.tried.items():
-        if any(check.key.against == name != COPY for check in checks):
-            columns[f"time / {result.title}"] = lambda e, name=name: ratio(value(e, name))  # type: ignore[misc]
-    columns["verdict"] = verdict
-    return tabulate(f"{found.title}, met: {tally(checks)}", found.entries, columns, [spread_note(found.entries)])
-
-
-# --- the picture ---
+    others = {name: r.title for name, r in found.tried.items() if any(c.key.against == name != COPY for c in checks)}
+    rows = []
+    for entry in found.entries:
+        mine = {check.key.against: check for check in checks if check.key.case == entry.case}
+        ours, wanted = entry.by_name(OURS), wanted_share(entry.case)
+        # Where nothing is wanted, that of the first run.
+        share = mine[COPY].value if COPY in mine else ours.share_of(entry.by_name(COPY)) if ours else None
+        verdict = tables.worst(check.verdict for check in mine.values())
+        names = ", ".join(check.key.title for check in mine.values() if check.verdict is verdict)
+        short = f": {names}" if verdict in (Verdict.missed, Verdict.nearly) else ""
+        times = [tables.ratio(mine[name].value) if name in mine else tables.NONE for name in others]
+        rows.append(
+            [str(entry.case.columns), tables.percent(share), tables.percent(wanted), *times, verdict.value + short]
+        )
+    columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
+    return Table(f"{found.title}, met: {tables.tally(checks)}", columns, rows, [tables.spread_note(found.entries)])
 
 
 def panel(found: Slice) -> Panel:
     """GB/s over the number of columns, a line for each contender, and where a row fits on chip no longer."""
     series = []
     for name, tried in found.tried.items():
-        speeds = [(columns, result.gigabytes_per_second) for columns, result in found.results(name) if result]
-        points = [(float(columns), speed) for columns, speed in speeds if speed is not None]
+        results = {float(e.case.columns): result for e in found.entries if (result := e.by_name(name))}
+        speeds = {columns: speed for columns, result in results.items() if (speed := result.gigabytes_per_second)}
         # Who was measured at few sizes says nothing of those between.
-        line = "--" if name == COPY else "-" if len(points) == len(found.entries) else ":"
-        if points:
-            x, y = zip(*points, strict=True)
-            series.append(Series(tried.title, tried.family, x, y, line))
+        line = "--" if name == COPY else "-" if len(speeds) == len(found.entries) else ":"
+        if speeds:
+            series.append(Series(tried.title, tried.family, [*speeds], [*speeds.values()], line))
     edge = ON_CHIP_BYTES / RowCase(1, 1, found.dtype).row_bytes
     return Panel(f"{found.task}, {found.dtype}", [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
 
@@ -345,13 +537,20 @@ class RowBenchmark(Benchmark[RowCase, RowResult]):
 
     def build_ahead(self, cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
         """Only for a GPU: elsewhere nothing is compiled."""
-        # One size after the other, so that the largest, which need much memory, are not built at the same time.
-        units = [(case, str(device)) for task in TASKS for case in cases if (case.operation, case.direction) == task]
-        units.sort(key=lambda unit: not unit[0].compiled)  # what takes longest first
-        workers = min(MOST_WORKERS, os.cpu_count() or 1)
         if device.type != "cuda":
             return None
-        return f"{build_all(units, workers, seconds)} sets of kernels compiled ahead, {workers} at a time"
+        # What takes longest first; then one size after the other, so that the largest, which need much memory, are not
+        # built at the same time.
+        tasks = list(TASKS)
+        units = sorted(cases, key=lambda case: (not case.compiled, tasks.index((case.operation, case.direction))))
+        workers, ends, done = min(MOST_WORKERS, os.cpu_count() or 1), time.monotonic() + seconds, 0
+        # Leaving the block ends the processes, whatever they are at.
+        with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
+            results = pool.imap_unordered(functools.partial(build, device=device), units)
+            with contextlib.suppress(multiprocessing.TimeoutError):
+                for _ in units:
+                    done += results.next(max(ends - time.monotonic(), 0.1))
+        return f"{done} sets of kernels compiled ahead, {workers} at a time"
 
     def measure(self, case: RowCase, device: torch.device, effort: Effort, expired: Expired) -> RowEntry:
         # Not all of it for every task: to collect everything that is loaded takes longer than most of them.
@@ -364,17 +563,17 @@ class RowBenchmark(Benchmark[RowCase, RowResult]):
         def enter(contender: RowContender, result: RowResult) -> Entrant:
             """Warms up; says how it is timed."""
             region = make_region(make_calls(contender, problem), device)
-            result.method, result.note = region.method.value, region.note
+            result.method, result.note = region.method, region.note
             return Entrant(region.step, functools.partial(region.turn, meter))
 
         return Entry(case, compete(row_contenders(case), make, enter, meter, effort, expired))
 
     def case_tables(self, entry: RowEntry) -> list[Table]:
-        return [speed_table(entry.case.title, Slice(entry.case.task, entry.case.dtype, [entry]), [])]
+        return [speed_table(entry.case.title, Slice(entry.case.task, entry.case.dtype, [entry]))]
 
     def tables(self, run: RowRun, brief: bool) -> list[Table]:
         found = [] if brief else slices([run])
-        return [*(speed_table(part.title, part, task_notes(part)) for part in found), counts_table([run])]
+        return [*(speed_table(part.title, part) for part in found), counts_table([run])]
 
     def targets(self, runs: Sequence[RowRun], brief: bool) -> list[Table]:
         """First the counts, then, unless `brief`, all sizes."""

@@ -1,6 +1,6 @@
 """What flce promises of its speed and memory on one H200 in bfloat16, and whether runs keep it.
 
-A speed is a multiple of the bare matrix products of the same run, or of another call of ours; medians. `verdicts` says
+A speed is a multiple of the bare matrix products of the same run, or of another call of ours; medians. `tables` says
 when a target counts as met. Workspace has no tolerance.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks import tables
 from benchmarks.cases import MIB
 from benchmarks.operator_contenders import BOUNDED, budget_name
 from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult, Shape
-from benchmarks.tables import NONE, AnyRun, Table, mebibytes, median_note, milliseconds, ratio, spread_note
-from benchmarks.verdicts import Check, Verdict, judge, middle, verdict_table
+from benchmarks.tables import AnyRun, Check, Table, Verdict
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
 
 def check_targets(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) -> list[Check[Target]]:
     """All targets in the median of the runs, also those that the runs have nothing about."""
-    return middle([[check(run, target) for target in targets] for run in runs])
+    return tables.middle([[check(run, target) for target in targets] for run in runs])
 
 
 def check(run: AnyRun, target: Target) -> Check[Target]:
@@ -106,15 +106,15 @@ def check(run: AnyRun, target: Target) -> Check[Target]:
         room = None if other is None else other[0].workspace_bytes
     times = ours.median_ms / reference.median_ms if ours.median_ms and reference.median_ms else None
     bounded = target.workspace_mib is not None or target.workspace_shape is not None
-    others = (judge(ours.workspace_bytes, room, tolerance=0.0),) if bounded else ()
+    others = (tables.judge(ours.workspace_bytes, room, tolerance=0.0),) if bounded else ()
     cells = {
         "": target.call,
         "tokens x hidden x vocabulary": " x ".join(map(str, target.shape)),
-        "ms": milliseconds(ours.median_ms),
-        "times": ratio(times, digits=3),
-        "limit": NONE if target.limit is None else f"{target.limit:.2f} x {target.reference}",
-        "MiB": mebibytes(ours.workspace_bytes),
-        "limit MiB": mebibytes(room),
+        "ms": tables.milliseconds(ours.median_ms),
+        "times": tables.ratio(times, digits=3),
+        "limit": tables.NONE if target.limit is None else f"{target.limit:.2f} x {target.reference}",
+        "MiB": tables.mebibytes(ours.workspace_bytes),
+        "limit MiB": tables.mebibytes(room),
     }
     return Check(target, times, target.limit, others=others, cells=cells)
 
@@ -136,7 +136,7 @@ def target_table(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) ->
     if all(check.verdict is Verdict.unmeasured for check in checks):
         return Table("Targets", ["Not one of them was measured."], [])
     entries = [entry for run in runs for entry in run.cases if not entry.case.label]
-    return verdict_table("Targets met", checks, [*median_note(runs), spread_note(entries)])
+    return tables.verdict_table("Targets met", checks, [*tables.median_note(runs), tables.spread_note(entries)])
 
 
 # The allocator counts blocks in whole 512 bytes, and a call has vectors with an entry per token.
@@ -162,10 +162,10 @@ def check_plans(runs: Sequence[AnyRun]) -> list[Check[tuple[int, OperatorCase, s
             cells = {
                 "": entry.case.title,
                 "call": result.title,
-                "planned MiB": mebibytes(planned),
-                "measured MiB": mebibytes(workspace),
+                "planned MiB": tables.mebibytes(planned),
+                "measured MiB": tables.mebibytes(workspace),
             }
-            others = (judge(apart, limit, tolerance=0.0),)
+            others = (tables.judge(apart, limit, tolerance=0.0),)
             checks.append(Check((number, entry.case, result.contender), apart, None, others=others, cells=cells))
     return checks
 
@@ -176,8 +176,6 @@ def plan_tables(runs: Sequence[AnyRun]) -> list[Table]:
     if not checks:
         return []
     missed = [check for check in checks if check.verdict is Verdict.missed]
-    table = verdict_table(
-        "", missed, ["planned, within 1% and 1 MiB of the peak, or above it where labels are skipped"]
-    )
+    table = tables.verdict_table("", missed, ["within 1% and 1 MiB of the peak, or above it where labels are skipped"])
     title = f"Workspace as planned: {len(checks) - len(missed)} of {len(checks)}"
     return [Table(title, table.columns if missed else ["All are."], table.rows, table.notes, failure=bool(missed))]

@@ -23,8 +23,17 @@ import typer
 from benchmarks.cases import Effort
 from benchmarks.environment import describe
 from benchmarks.measure import Sample, make_meter
-from benchmarks.model_problem import ARCHITECTURES, ModelCase, build, make_batch
-from benchmarks.models import MODEL, ModelContender, ModelResult, TrainingStep, entrants
+from benchmarks.models import (
+    ARCHITECTURES,
+    MODEL,
+    ModelCase,
+    ModelContender,
+    ModelResult,
+    TrainingStep,
+    build,
+    entrants,
+    make_batch,
+)
 from benchmarks.results import Entry, Run
 from benchmarks.rounds import Entrant, compete
 

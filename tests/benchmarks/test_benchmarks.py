@@ -19,9 +19,8 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import MIB, Effort
+from benchmarks.cases import MIB, Effort, Outcome, needs_package
 from benchmarks.cli import BENCHMARKS, app
-from benchmarks.contenders import Outcome, needs_package
 from benchmarks.measure import CpuMeter, make_meter
 from benchmarks.operator import OPERATOR, PRESETS, OperatorEntry, measure_operator
 from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss

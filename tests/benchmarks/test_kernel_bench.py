@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, make_tile
+from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, Tiles
 from benchmarks.operator import OPERATOR
 from benchmarks.results import Bandwidth, Entry, Run
 from benchmarks.tables import markdown
@@ -82,15 +82,14 @@ def test_bandwidth_is_that_of_the_bytes_that_must_move():
 def test_the_passes_are_those_of_the_loss():
     """And every call finds the logits again that the one before wrote over."""
     case = KernelCase(20, 70, 70, "float64")
-    problem = make_tile(case, CPU)
+    problem = Tiles(case, CPU)
     logits = problem.source[:, :70].clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(logits, problem.rows.target)
     (expected,) = torch.autograd.grad(loss, logits)
     for contender in CONTENDERS[1:]:
-        step = contender.prepare(problem)
         for _ in range(2):
             problem.restore()
-            step()
+            contender.step(problem)
         if contender.writes:
             torch.testing.assert_close(problem.grad, expected)
         else:

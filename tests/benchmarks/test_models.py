@@ -19,8 +19,19 @@ from typer.testing import CliRunner
 
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.model_problem import ARCHITECTURES, ModelCase, Optimizer, build, held_bytes
-from benchmarks.models import CONTENDERS, MODEL, ModelContender, entrants, liger, measure_model
+from benchmarks.models import (
+    ARCHITECTURES,
+    CONTENDERS,
+    MODEL,
+    ModelCase,
+    ModelContender,
+    Optimizer,
+    build,
+    entrants,
+    held_bytes,
+    liger,
+    measure_model,
+)
 from benchmarks.operator import OPERATOR
 from benchmarks.results import Run
 from benchmarks.tables import markdown, shortfalls

@@ -21,10 +21,13 @@ from benchmarks.measure import make_meter
 from benchmarks.operator import OPERATOR
 from benchmarks.results import Entry, Run
 from benchmarks.row_calls import Calls, launched, make_region
-from benchmarks.row_problem import (
+from benchmarks.rows import (
     CACHES,
+    COMPILED_COLUMNS,
     CONTENDERS,
     CPU_CACHE_BYTES,
+    PRESETS,
+    ROWS,
     TASKS,
     Direction,
     Operation,
@@ -32,13 +35,12 @@ from benchmarks.row_problem import (
     RowContender,
     RowProblem,
     RowResult,
+    check_rows,
     make_calls,
     make_rows,
     row_contenders,
 )
-from benchmarks.rows import COMPILED_COLUMNS, PRESETS, ROWS, check_rows
-from benchmarks.tables import markdown
-from benchmarks.verdicts import Verdict
+from benchmarks.tables import Verdict, markdown
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {
@@ -259,7 +261,7 @@ def test_a_failing_contender_is_reported_and_the_others_go_on(monkeypatch):
         raise RuntimeError("as planned")
 
     broken = RowContender("broken", "A broken one", "peer", fail)
-    monkeypatch.setattr("benchmarks.row_problem.CONTENDERS", [broken, *CONTENDERS])
+    monkeypatch.setattr("benchmarks.rows.CONTENDERS", [broken, *CONTENDERS])
     case = RowCase(4, 8, "float32", Operation.softmax, calls=2)
     entry = ROWS.measure(case, CPU, Effort(1, 1.0), never)
     assert {r.reason for r in entry.results if r.contender == "broken"} == {"RuntimeError: as planned"}
@@ -351,8 +353,8 @@ def test_who_takes_part():
 def test_kernels_are_built_ahead():
     case = RowCase(4, 8, "float32")
     assert ROWS.build_ahead([case], CPU, 1.0) is None
-    assert rows.build((case, "cpu")) == 1  # ours; the others are not for a CPU
-    assert rows.build((case, "no such device")) == 0
+    assert rows.build(case, CPU) == 1  # ours; the others are not for a CPU
+    assert rows.build(case, torch.device("cuda:99")) == 0
 
 
 @pytest.mark.parametrize(
@@ -419,7 +421,7 @@ def test_captured_calls_write_what_they_should(task):
             return result, sums
 
         region = make_region(Calls(3, timed, calls.ahead, calls.restore), device)
-        assert region.method.value == "captured", region.note
+        assert region.method == "captured", region.note
         for seed in (1, 2):
             problem.spare.normal_(generator=torch.Generator(device).manual_seed(seed))
             problem.restore()

@@ -19,8 +19,8 @@ from benchmarks.operator import PRESETS, OperatorEntry, OperatorRun, measure_ope
 from benchmarks.operator_contenders import select
 from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult
 from benchmarks.results import Entry, Run
+from benchmarks.tables import Verdict, judge, worst
 from benchmarks.targets import HEADS, LONG, MAIN, TARGETS, Target, check_targets, target_cases, target_table
-from benchmarks.verdicts import Verdict, judge, worst
 
 HEAD: dict[str, Any] = {
     "date": "2026-11-21T00:00:00Z",
