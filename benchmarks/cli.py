@@ -37,18 +37,6 @@ option = typer.Option
 Fields = dict[str, Any]
 
 
-def one_of(known: Collection[str]) -> Callable[[list[str] | None], list[str] | None]:
-    """Of an option, each of whose values is to be one of these."""
-
-    def checked(values: list[str] | None) -> list[str] | None:
-        for value in values or []:
-            if value not in known:
-                raise typer.BadParameter(f"{value!r}: one of {', '.join(known)}")
-        return values
-
-    return checked
-
-
 def measures(benchmark: AnyBenchmark) -> Callable[[Callable[..., Fields]], Callable[..., Fields]]:
     """Makes a command of a function of the options that a benchmark alone has; to them come those of `run_plan`."""
 
@@ -77,9 +65,7 @@ def run_plan(
     fields: Fields,
     preset: Annotated[str | None, option(help="Cases and effort together; a wrong name lists them.")] = None,
     shape: Annotated[list[str] | None, option(help="Sizes with commas; several times for several.")] = None,
-    dtype: Annotated[
-        list[str] | None, option(callback=one_of(DTYPES), help=f"Of {', '.join(DTYPES)}; several times for several.")
-    ] = None,
+    dtype: Annotated[list[str] | None, option(help=f"Of {', '.join(DTYPES)}; several times for several.")] = None,
     device: Annotated[str, option(help="auto, cpu or cuda.")] = "auto",
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
     seconds: Annotated[
@@ -133,13 +119,16 @@ def chosen(benchmark: AnyBenchmark, fields: Fields, preset: str | None, shapes: 
         raise typer.BadParameter("give --preset or --shape, not both")
     choices = {name: value for name, value in fields.items() if isinstance(value, list) and value}
     changes = {name: value for name, value in fields.items() if not isinstance(value, list) and value is not None}
+    for name in choices.get("dtype", []):
+        if name not in DTYPES:
+            raise typer.BadParameter(f"{name!r}: one of {', '.join(DTYPES)}")
     if preset is None:
         if not shapes:
             raise typer.BadParameter("give --preset or --shape")
         every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
         starts = [parse_sizes(text, benchmark.sizes) for text in shapes]
         made = [
-            benchmark.case_type(**{**start, **one, **more})
+            benchmark.case_type(**{**start, **more, **one})
             for start in starts
             for one in every
             for more in benchmark.defaults
@@ -201,9 +190,7 @@ def operator(
 
 @measures(MODEL)
 def model(
-    name: Annotated[
-        list[str] | None, option("--model", callback=one_of(ARCHITECTURES), help=f"Of {', '.join(ARCHITECTURES)}.")
-    ] = None,
+    name: Annotated[list[str] | None, option("--model", help=f"Of {', '.join(ARCHITECTURES)}.")] = None,
     optimizer: Annotated[Optimizer | None, option(help="What ends a step.")] = None,
     contender: Annotated[list[str] | None, contenders_of(MODELS)] = None,
     budget_mib: Annotated[list[int] | None, option(min=1, help="Budgets of flce, each a contender.")] = None,

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.benchmark import Benchmark
 from benchmarks.cases import DTYPES, Case, Contender, Effort, Plan, planned
-from benchmarks.measure import make_meter, release
+from benchmarks.measure import Meter, release
 from benchmarks.results import Bandwidth, Entry
 from benchmarks.rounds import Entrant, Expired, compete
 from benchmarks.tables import NONE, Columns, Table, gigabytes, percent, table_of
@@ -150,7 +150,7 @@ class KernelBenchmark(Benchmark[KernelCase, Bandwidth]):
     def measure(self, case: KernelCase, device: torch.device, effort: Effort, expired: Expired) -> KernelEntry:
         release()
         problem = Tiles(case, device)
-        meter = make_meter(device, problem.restore)
+        meter = Meter(device, problem.restore)
 
         def make(contender: KernelContender) -> Bandwidth:
             return Bandwidth.of(contender, moved_bytes=contender.bytes(case))

@@ -43,41 +43,6 @@ def nothing(*ignored: object) -> None:
     pass
 
 
-@dataclass
-class Meter:
-    """`before` is called before every timed call. For `head_start` seconds the device is then busy: it is not waited
-    for, and while it works the host launches the call."""
-
-    device: torch.device
-    before: Callable[[], object] = nothing
-    head_start: float = 0.0
-
-    def warm_up(self, step: Step) -> tuple[object, Sample]:
-        """The first call, whose time does not count, but its workspace."""
-        raise NotImplementedError
-
-    def sample(self, step: Step) -> Sample:
-        raise NotImplementedError
-
-
-class CpuMeter(Meter):
-    """perf_counter and process_time, and the profiler's memory events."""
-
-    def warm_up(self, step: Step) -> tuple[object, Sample]:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            start = time.perf_counter()
-            outcome = step()
-            elapsed = time.perf_counter() - start
-        return outcome, Sample(1e3 * elapsed, recorded_peak(profiler) - gradient_bytes(outcome))
-
-    def sample(self, step: Step) -> Sample:
-        self.before()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        step()
-        cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
-        return Sample(1e3 * wall, None, 1e3 * cpu)
-
-
 def recorded_peak(profiler: Any) -> int:
     """The highest sum of the allocations and frees that the profiler saw on the CPU, in their order."""
     events = [
@@ -92,18 +57,37 @@ def recorded_peak(profiler: Any) -> int:
     return peak
 
 
-class CudaMeter(Meter):
-    """CUDA events, and the peak of the caching allocator."""
+@dataclass
+class Meter:
+    """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter, process_time and the profiler.
+
+    `before` is called before every timed call. A GPU is then busy for `head_start` seconds: that is not waited for, and
+    while it works the host launches the call.
+    """
+
+    device: torch.device
+    before: Callable[[], object] = nothing
+    head_start: float = 0.0
 
     def warm_up(self, step: Step) -> tuple[object, Sample]:
-        """Two calls: kernels are built and libraries take their buffers in the first."""
-        step()
-        return self._call(step)
+        """A call whose time does not count, but its workspace."""
+        if self.device.type == "cuda":
+            step()  # kernels are built and libraries take their buffers in the first
+            return self.on_cuda(step)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            outcome = step()
+        return outcome, Sample(0.0, recorded_peak(profiler) - gradient_bytes(outcome))
 
     def sample(self, step: Step) -> Sample:
-        return self._call(step)[1]
+        if self.device.type == "cuda":
+            return self.on_cuda(step)[1]
+        self.before()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        step()
+        cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
+        return Sample(1e3 * wall, None, 1e3 * cpu)
 
-    def _call(self, step: Step) -> tuple[object, Sample]:
+    def on_cuda(self, step: Step) -> tuple[object, Sample]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -118,10 +102,6 @@ class CudaMeter(Meter):
         workspace = torch.cuda.max_memory_allocated(self.device) - held - gradient_bytes(outcome)
         reserved = torch.cuda.max_memory_reserved(self.device)
         return outcome, Sample(start.elapsed_time(end), workspace, held_bytes=held, reserved_bytes=reserved)
-
-
-def make_meter(device: torch.device, before: Callable[[], object] = nothing, head_start: float = 0.0) -> Meter:
-    return (CudaMeter if device.type == "cuda" else CpuMeter)(device, before, head_start)
 
 
 def release(everything: bool = True) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 
 from benchmarks.benchmark import Benchmark
 from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_flce, needs_package, planned
-from benchmarks.measure import Sample, make_meter, release
+from benchmarks.measure import Meter, Sample, release
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import Entry, Result, Run
 from benchmarks.rounds import Entrant, Expired, compete
@@ -283,7 +283,7 @@ def measure_model(
     optimizer = make_optimizer(case, model.parameters())
     if optimizer is not None:
         TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to nobody's step
-    meter = make_meter(device)
+    meter = Meter(device)
 
     def enter(contender: ModelContender, result: ModelResult) -> Entrant:
         """Warms up, with whole steps unless they take too long."""
@@ -357,6 +357,8 @@ class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
 
     def check(self, case: ModelCase) -> None:
         entrants(case)
+        if case.model not in ARCHITECTURES:
+            raise ValueError(f"{case.model!r}: one of {', '.join(ARCHITECTURES)}")
 
     def measure(self, case: ModelCase, device: torch.device, effort: Effort, expired: Expired) -> ModelEntry:
         return measure_model(case, entrants(case), device, effort, expired)

@@ -15,7 +15,7 @@ from benchmarks import tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
-from benchmarks.measure import make_meter, release
+from benchmarks.measure import Meter, release
 from benchmarks.operator_contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
 from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult, Shape, exactness, make_oracle, make_problem
 from benchmarks.plots import Panel, Series, compared, draw, points
@@ -145,7 +145,7 @@ class OperatorBenchmark(Benchmark[OperatorCase, OperatorResult]):
         }
         compared = [result for result in entry.results if result.errors is not None]
         notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
-        return tables.tabulate(f"{entry.case.title}: tables.relative error against float64", compared, columns, notes)
+        return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
 
     def cell(self, entry: OperatorEntry, result: OperatorResult) -> str:
         return figures(result)
@@ -189,7 +189,7 @@ def measure_operator(
     release()  # what other cases left in the cache
     problem = make_problem(case, device)
     oracle = make_oracle(problem) if case.errors else None
-    meter = make_meter(device, head_start=HEAD_START)
+    meter = Meter(device, head_start=HEAD_START)
 
     def enter(contender: OperatorContender, result: OperatorResult) -> Entrant:
         step = contender.prepare(problem)

@@ -30,7 +30,7 @@ import torch
 from benchmarks.cases import Step
 from benchmarks.measure import Meter, nothing
 
-HEAD_START_SECONDS = (2e-4, 5e-2)  # at least, and at most
+LEAST_HEAD_START, MOST_HEAD_START = 2e-4, 5e-2  # seconds
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Region:
     method: str  # "captured" or "launched"
     before: Callable[[], object] = nothing
     note: str | None = None  # why it is not captured
-    head_start: float = HEAD_START_SECONDS[0]
+    head_start: float = LEAST_HEAD_START
 
     @contextlib.contextmanager
     def turn(self, meter: Meter) -> Iterator[None]:
@@ -87,7 +87,14 @@ def make_region(calls: Calls, device: torch.device) -> Region:
         torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
         torch.cuda.synchronize(device)
         region = launched(calls, f"{type(error).__name__}: {first_line(error)}")
-    return with_head_start(region, device)
+    # The device is given work for twice the time that the host takes.
+    region.before()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    region.step()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return replace(region, head_start=min(max(2 * spent, LEAST_HEAD_START), MOST_HEAD_START))
 
 
 def first_line(error: Exception) -> str:
@@ -147,15 +154,3 @@ def captured(calls: Calls, device: torch.device) -> Region:
             first.replay()
 
     return Region(graph.replay, "captured", before)
-
-
-def with_head_start(region: Region, device: torch.device) -> Region:
-    """The device is given work for twice the time that the host takes; not where the host waits for it."""
-    region.before()
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    region.step()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    least, most = HEAD_START_SECONDS
-    return replace(region, head_start=min(max(2 * spent, least), most))

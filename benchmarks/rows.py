@@ -1,14 +1,7 @@
 """Losses and softmaxes of rows in memory: bandwidth over the length of a row, for each task by itself.
 
 Bandwidth is of the fewest bytes that no implementation can do without, in entries of the rows x columns matrix;
-targets, losses and what is one number a row are left out.
-
-* cross_entropy, forward: every logit is read.
-* cross_entropy, backward: every logit is read, every entry of the gradient is written.
-* cross_entropy, in-place forward+backward: every logit is read, and the gradient written over it.
-* softmax and log_softmax, forward: the input is read, the output written.
-* softmax and log_softmax, backward: the output and its gradient are read, the gradient of the input is written.
-* copy: the input is read, as many entries are written.
+targets, losses and what is one number a row are left out. `TASKS` has their number.
 
 `row_calls` says how a call is timed. To add a contender, write a function (RowCase) -> RowFunction and a line in
 `CONTENDERS`.
@@ -40,7 +33,7 @@ from torch import Tensor
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_flce, needs_package, planned
-from benchmarks.measure import make_meter, release
+from benchmarks.measure import Meter, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.results import Bandwidth, Entry, Run
 from benchmarks.rounds import Entrant, Expired, compete
@@ -74,11 +67,11 @@ class Direction(str, Enum):
 
 # What there is to do, and the entries read or written for each entry of the input.
 TASKS = {
-    (Operation.cross_entropy, Direction.forward): 1,
-    (Operation.cross_entropy, Direction.backward): 2,
-    (Operation.cross_entropy, Direction.in_place): 2,
-    (Operation.softmax, Direction.forward): 2,
-    (Operation.softmax, Direction.backward): 3,
+    (Operation.cross_entropy, Direction.forward): 1,  # the logits are read
+    (Operation.cross_entropy, Direction.backward): 2,  # they are read, and the gradient is written
+    (Operation.cross_entropy, Direction.in_place): 2,  # the gradient over them
+    (Operation.softmax, Direction.forward): 2,  # the input is read, the output written
+    (Operation.softmax, Direction.backward): 3,  # the output and its gradient are read, that of the input is written
     (Operation.log_softmax, Direction.forward): 2,
     (Operation.log_softmax, Direction.backward): 3,
 }
@@ -100,6 +93,10 @@ class RowCase(Case):
     def __post_init__(self) -> None:
         object.__setattr__(self, "operation", Operation(self.operation))
         object.__setattr__(self, "direction", Direction(self.direction))
+
+    @property
+    def asked(self) -> bool:
+        return (self.operation, self.direction) in TASKS
 
     @property
     def task(self) -> str:
@@ -499,7 +496,9 @@ def target_table(found: Slice, checks: Sequence[RowCheck]) -> Table:
             [str(entry.case.columns), tables.percent(share), tables.percent(wanted), *times, verdict.value + short]
         )
     columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
-    return Table(f"{found.title}, met: {tables.tally(checks)}", columns, rows, [tables.spread_note(found.entries)])
+    return tables.filled(
+        f"{found.title}, met: {tables.tally(checks)}", columns, rows, [tables.spread_note(found.entries)]
+    )
 
 
 def panel(found: Slice) -> Panel:
@@ -555,7 +554,7 @@ class RowBenchmark(Benchmark[RowCase, RowResult]):
     def measure(self, case: RowCase, device: torch.device, effort: Effort, expired: Expired) -> RowEntry:
         # Not all of it for every task: to collect everything that is loaded takes longer than most of them.
         release(everything=(case.operation, case.direction) == next(iter(TASKS)))
-        problem, meter = make_rows(case, device), make_meter(device)
+        problem, meter = make_rows(case, device), Meter(device)
 
         def make(contender: RowContender) -> RowResult:
             return RowResult.of(contender, moved_bytes=contender.bytes(case), calls=len(problem.x))

@@ -37,11 +37,14 @@ class Table:
 
 
 def tabulate(title: str, items: Iterable[T], columns: Columns[T], notes: Sequence[str] = ()) -> Table:
-    """A line for each item. A column that has no figure at all is left out."""
-    rows = [[show(item) for show in columns.values()] for item in items]
+    """A line for each item."""
+    return filled(title, list(columns), [[show(item) for show in columns.values()] for item in items], notes)
+
+
+def filled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
+    """A column that has no figure at all is left out."""
     kept = [i for i in range(len(columns)) if i == 0 or not rows or any(row[i] != NONE for row in rows)]
-    names = list(columns)
-    return Table(title, [names[i] for i in kept], [[row[i] for i in kept] for row in rows], [*notes])
+    return Table(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], [*notes])
 
 
 def table_of(entry: AnyEntry, results: Iterable[T], columns: Columns[T]) -> Table:

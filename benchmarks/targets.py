@@ -143,39 +143,33 @@ def target_table(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) ->
 PLAN_SHARE, PLAN_BYTES = 0.01, 1 * MIB
 
 
-def check_plans(runs: Sequence[AnyRun]) -> list[Check[tuple[int, OperatorCase, str]]]:
-    """Of every figure of ours whether the measured workspace is the planned one; its value is what they differ by.
+def plan_tables(runs: Sequence[AnyRun]) -> list[Table]:
+    """The figures of ours whose measured workspace is not the planned one; none where nothing was planned.
 
     Where ignored labels are skipped, which nobody knows beforehand, a plan is an upper bound. On a CPU PyTorch's
     products take memory of their own, which is no part of a plan.
     """
-    checks = []
-    measured = ((n, entry) for n, run in enumerate(runs) if run.head["device"]["type"] == "cuda" for entry in run.cases)
-    for number, entry in measured:
-        for result in entry.results:
-            planned, workspace = result.planned_bytes, result.workspace_bytes
-            if planned is None or workspace is None:
-                continue
-            over = workspace - planned
-            apart = max(over, 0) if entry.case.ignored and result.contender.startswith(BOUNDED) else abs(over)
-            limit = PLAN_SHARE * planned + PLAN_BYTES
-            cells = {
-                "": entry.case.title,
-                "call": result.title,
-                "planned MiB": tables.mebibytes(planned),
-                "measured MiB": tables.mebibytes(workspace),
-            }
-            others = (tables.judge(apart, limit, tolerance=0.0),)
-            checks.append(Check((number, entry.case, result.contender), apart, None, others=others, cells=cells))
-    return checks
+    entries = [entry for run in runs if run.head["device"]["type"] == "cuda" for entry in run.cases]
+    pairs = [(entry.case, result) for entry in entries for result in entry.results]
+    planned = [(case, r) for case, r in pairs if r.planned_bytes is not None and r.workspace_bytes is not None]
 
+    def differs(case: OperatorCase, result: OperatorResult) -> bool:
+        expected, over = result.planned_bytes or 0, (result.workspace_bytes or 0) - (result.planned_bytes or 0)
+        apart = over if case.ignored and result.contender.startswith(BOUNDED) else abs(over)
+        return apart > PLAN_SHARE * expected + PLAN_BYTES
 
-def plan_tables(runs: Sequence[AnyRun]) -> list[Table]:
-    """The plans that the measured workspace is not within; none where nothing was planned."""
-    checks = check_plans(runs)
-    if not checks:
-        return []
-    missed = [check for check in checks if check.verdict is Verdict.missed]
-    table = tables.verdict_table("", missed, ["within 1% and 1 MiB of the peak, or above it where labels are skipped"])
-    title = f"Workspace as planned: {len(checks) - len(missed)} of {len(checks)}"
-    return [Table(title, table.columns if missed else ["All are."], table.rows, table.notes, failure=bool(missed))]
+    rows = [
+        [
+            case.title,
+            r.title,
+            tables.mebibytes(r.planned_bytes),
+            tables.mebibytes(r.workspace_bytes),
+            Verdict.missed.value,
+        ]
+        for case, r in planned
+        if differs(case, r)
+    ]
+    title = f"Workspace as planned: {len(planned) - len(rows)} of {len(planned)}"
+    columns = ["", "call", "planned MiB", "measured MiB", "verdict"] if rows else ["All are."]
+    notes = ["within 1% and 1 MiB; where ignored labels are skipped no more than that"]
+    return [Table(title, columns, rows, notes, failure=bool(rows))] if planned else []

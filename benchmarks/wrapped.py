@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.cases import Effort
 from benchmarks.environment import describe
-from benchmarks.measure import Sample, make_meter
+from benchmarks.measure import Meter, Sample
 from benchmarks.models import (
     ARCHITECTURES,
     MODEL,
@@ -78,7 +78,7 @@ def main(
         torch.cuda.set_device(device)
     case = ModelCase(name, batch, sequence, dtype="float32", contenders=NAMES)
     tokens = make_batch(case, device, seed=rank)
-    meter = make_meter(device, dist.barrier)
+    meter = Meter(device, dist.barrier)
     with contextlib.ExitStack() as changes:
 
         def enter(contender: ModelContender, result: ModelResult) -> Entrant:

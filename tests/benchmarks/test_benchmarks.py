@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cases import MIB, Effort, Outcome, needs_package
 from benchmarks.cli import BENCHMARKS, app
-from benchmarks.measure import CpuMeter, make_meter
+from benchmarks.measure import Meter
 from benchmarks.operator import OPERATOR, PRESETS, OperatorEntry, measure_operator
 from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
 from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, exactness, make_oracle, make_problem
@@ -147,21 +147,39 @@ def test_table(result_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "command, arguments, message",
     [
-        ([], "--preset or --shape"),
-        (["--preset", "tiny", "--shape", "1,2,3"], "not both"),
-        (["--shape", "8,4"], "tokens,hidden,vocab"),
-        (["--shape", "8,4,0"], "positive"),
-        (["--shape", "8,4,16", "--dtype", "int8"], "float32"),
-        (["--shape", "8,4,16", "--contender", "nobody"], "there are"),
-        (["--shape", "8,4,16", "--device", "abacus"], "auto, cpu or cuda"),
-        (["--shape", "8,4,16", "--no-time"], "nothing to measure"),
+        *((command, ["--preset", "nothing"], "tiny") for command in BENCHMARKS),
+        ("operator", [], "--preset or --shape"),
+        ("operator", ["--preset", "tiny", "--shape", "1,2,3"], "not both"),
+        ("operator", ["--shape", "8,4"], "tokens,hidden,vocab"),
+        ("operator", ["--shape", "8,4,0"], "positive"),
+        ("operator", ["--shape", "8,4,16", "--dtype", "int8"], "float32"),
+        ("operator", ["--shape", "8,4,16", "--contender", "nobody"], "there are"),
+        ("operator", ["--shape", "8,4,16", "--device", "abacus"], "auto, cpu or cuda"),
+        ("operator", ["--shape", "8,4,16", "--no-time"], "nothing to measure"),
+        ("model", [], "--preset or --shape"),
+        ("model", ["--model", "GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
+        ("model", ["--preset", "tiny", "--shape", "1,8"], "not both"),
+        ("model", ["--model", "tiny-llama", "--shape", "8"], "batch,sequence"),
+        ("model", ["--preset", "tiny", "--contender", "nobody"], "there are"),
+        ("model", ["--preset", "tiny", "--model", "Qwen3-0.6B"], "nothing to measure"),
+        ("kernels", [], "--preset or --shape"),
+        ("kernels", ["--preset", "tiny", "--shape", "8,16"], "not both"),
+        ("kernels", ["--shape", "8"], "tokens,columns"),
+        ("kernels", ["--shape", "8,16", "--dtype", "int8"], "float16"),
+        ("rows", [], "--preset or --shape"),
+        ("rows", ["--preset", "tiny", "--shape", "8,16"], "not both"),
+        ("rows", ["--shape", "8"], "rows,columns"),
+        ("rows", ["--shape", "8,16", "--dtype", "int8"], "float16"),
+        ("rows", ["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
     ],
 )
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
+def test_wrong_arguments_are_explained(command, arguments, message, tmp_path):
+    if command == "model":
+        pytest.importorskip("transformers")
     out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["operator", *arguments, "--out", str(out)])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, *arguments, "--out", str(out)])
     assert done.exit_code == 2
     assert message in done.output
     assert not out.exists()
@@ -274,7 +292,7 @@ def test_cpu_meter_counts_a_known_pattern():
         del b, c
         return Outcome(None, input_grad=held.clone())
 
-    _, sample = CpuMeter(CPU).warm_up(step)
+    _, sample = Meter(CPU).warm_up(step)
     # b and c (20 MiB) are the peak, before the 8 MiB that are returned exist.
     assert sample.workspace_bytes == (4 + 16 - 8) * MIB
 
@@ -282,7 +300,7 @@ def test_cpu_meter_counts_a_known_pattern():
 def test_cpu_meter_sees_the_backward_pass():
     """Stock float32 holds at least the log-probabilities and their gradient."""
     problem = make_problem(OperatorCase(256, 32, 4096, dtype="float32"), CPU)
-    _, sample = CpuMeter(CPU).warm_up(autograd_step(problem, stock_loss))
+    _, sample = Meter(CPU).warm_up(autograd_step(problem, stock_loss))
     logits = 256 * 4096 * 4
     assert sample.workspace_bytes is not None
     assert 2 * logits <= sample.workspace_bytes + (256 + 4096) * 32 * 4 <= 3.2 * logits
@@ -298,7 +316,7 @@ def test_cuda_meter_counts_a_known_pattern():
         del a, b
         return Outcome(None, input_grad=torch.zeros(8 * MIB, dtype=torch.uint8, device=device))
 
-    meter = make_meter(device)
+    meter = Meter(device)
     _, sample = meter.warm_up(step)
     assert sample.workspace_bytes == pytest.approx((32 + 64 - 8) * MIB, abs=2 * MIB)  # blocks may be larger
     assert meter.sample(step).milliseconds > 0
@@ -413,11 +431,16 @@ def test_committed_results_make_tables_and_pictures(name, tmp_path):
         assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("command", ["operator", "model", "kernels", "rows"])
-def test_an_unknown_preset_is_explained(command):
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--preset", "nothing"])
-    assert done.exit_code == 2
-    assert "tiny" in done.output
+@pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)
+def test_results_of_others_are_told_apart(benchmark, tmp_path):
+    head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
+    for other in BENCHMARKS.values():
+        Run(other.kind, head, []).save(tmp_path / "run.json")
+        if other is benchmark:
+            assert benchmark.load(tmp_path / "run.json").cases == []
+        else:
+            with pytest.raises(ValueError, match=f"no results of {benchmark.noun}"):
+                benchmark.load(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)

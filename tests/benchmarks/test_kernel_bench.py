@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, Tiles
-from benchmarks.operator import OPERATOR
 from benchmarks.results import Bandwidth, Entry, Run
 from benchmarks.tables import markdown
 
@@ -94,28 +93,6 @@ def test_the_passes_are_those_of_the_loss():
             torch.testing.assert_close(problem.grad, expected)
         else:
             assert float(problem.out.loss.mean()) == pytest.approx(float(loss.detach()))
-
-
-def test_results_of_the_operator_are_told_apart(result_file):
-    with pytest.raises(ValueError, match="no results of the operator"):
-        OPERATOR.load(result_file)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "--preset or --shape"),
-        (["--preset", "tiny", "--shape", "8,16"], "not both"),
-        (["--shape", "8"], "tokens,columns"),
-        (["--shape", "8,16", "--dtype", "int8"], "float16"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
-    out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["kernels", *arguments, "--out", str(out)])
-    assert done.exit_code == 2
-    assert message in done.output
-    assert not out.exists()
 
 
 def test_missing_figures_are_a_failure(monkeypatch, tmp_path):

@@ -32,7 +32,6 @@ from benchmarks.models import (
     liger,
     measure_model,
 )
-from benchmarks.operator import OPERATOR
 from benchmarks.results import Run
 from benchmarks.tables import markdown, shortfalls
 
@@ -114,30 +113,6 @@ def test_table(result_file):
     brief = CliRunner().invoke(app, ["table", str(result_file), "--brief"])
     assert "Tokens/s, peak GiB" in brief.output
     assert "| loss |" not in brief.output
-
-
-def test_results_of_the_operator_are_told_apart(result_file):
-    with pytest.raises(ValueError, match="no results of the operator"):
-        OPERATOR.load(result_file)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "--preset or --shape"),
-        (["--model", "GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
-        (["--preset", "tiny", "--shape", "1,8"], "not both"),
-        (["--model", "tiny-llama", "--shape", "8"], "batch,sequence"),
-        (["--preset", "tiny", "--contender", "nobody"], "there are"),
-        (["--preset", "tiny", "--model", "Qwen3-0.6B"], "nothing to measure"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
-    out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["model", *arguments, "--out", str(out)])
-    assert done.exit_code == 2
-    assert message in done.output
-    assert not out.exists()
 
 
 def exhausting(name, family, from_step):

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from benchmarks import rows
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.measure import make_meter
-from benchmarks.operator import OPERATOR
+from benchmarks.measure import Meter
 from benchmarks.results import Entry, Run
 from benchmarks.row_calls import Calls, launched, make_region
 from benchmarks.rows import (
@@ -132,14 +131,6 @@ def test_tables(result_file, tmp_path):
     assert other.exit_code == 2
 
 
-def test_results_of_the_operator_are_told_apart(result_file, tmp_path):
-    with pytest.raises(ValueError, match="no results of the operator"):
-        OPERATOR.load(result_file)
-    Run("operator", HEAD, []).save(tmp_path / "operator.json")
-    with pytest.raises(ValueError, match="no results of rows"):
-        ROWS.load(tmp_path / "operator.json")
-
-
 def test_the_fewest_bytes():
     """A copy moves two entries for each, whatever it is compared with."""
     sizes = {task: RowCase(100, 1000, "bfloat16", *task) for task in TASKS}
@@ -247,7 +238,7 @@ def test_what_comes_before_is_not_timed():
     region = launched(calls)
     for _ in range(2):
         log.clear()
-        with region.turn(make_meter(CPU)):
+        with region.turn(Meter(CPU)):
             assert log == ["restore", "ahead 0", "ahead 1"]
             region.step()
         assert log[3:] == ["timed 0 0", "timed 1 1"]
@@ -357,24 +348,6 @@ def test_kernels_are_built_ahead():
     assert rows.build(case, torch.device("cuda:99")) == 0
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "--preset or --shape"),
-        (["--preset", "tiny", "--shape", "8,16"], "not both"),
-        (["--shape", "8"], "rows,columns"),
-        (["--shape", "8,16", "--dtype", "int8"], "float16"),
-        (["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
-    out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["rows", *arguments, "--out", str(out)])
-    assert done.exit_code == 2
-    assert message in done.output
-    assert not out.exists()
-
-
 def test_one_shape_of_one_operation(tmp_path: Path):
     out = tmp_path / "rows.json"
     options = ["--dtype", "float32", "--operation", "softmax", "--rounds", "1"]
@@ -425,7 +398,7 @@ def test_captured_calls_write_what_they_should(task):
         for seed in (1, 2):
             problem.spare.normal_(generator=torch.Generator(device).manual_seed(seed))
             problem.restore()
-            with region.turn(make_meter(device)):
+            with region.turn(Meter(device)):
                 region.step()
             torch.cuda.synchronize()
             for sums, x in zip(written, problem.spare, strict=True):
