@@ -522,6 +522,7 @@ class RowBenchmark(Benchmark[RowCase, RowResult]):
     result_type = RowResult
     presets = PRESETS
     sizes = "rows,columns"
+    matrix: tuple[int, int, str] | None = None  # that was measured last
     defaults = tuple({"operation": operation, "direction": direction} for operation, direction in TASKS)
     effort = Effort(10, 1.0)
 
@@ -552,8 +553,10 @@ class RowBenchmark(Benchmark[RowCase, RowResult]):
         return f"{done} sets of kernels compiled ahead, {workers} at a time"
 
     def measure(self, case: RowCase, device: torch.device, effort: Effort, expired: Expired) -> RowEntry:
-        # Not all of it for every task: to collect everything that is loaded takes longer than most of them.
-        release(everything=(case.operation, case.direction) == next(iter(TASKS)))
+        # Not all of it for every task of a matrix: to collect everything that is loaded takes longer than most of them.
+        matrix = case.rows, case.columns, case.dtype
+        release(everything=matrix != self.matrix)
+        self.matrix = matrix
         problem, meter = make_rows(case, device), Meter(device)
 
         def make(contender: RowContender) -> RowResult:
