@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 import torch
 
 from benchmarks.cases import CaseT, Effort, Plan
-from benchmarks.results import SCHEMA, Entry, ResultT, Run
-from benchmarks.rounds import Watch
+from benchmarks.results import HEAD, Entry, ResultT, Run, read
+from benchmarks.rounds import Expired
 from benchmarks.tables import Table, summary
 
 if TYPE_CHECKING:
@@ -27,8 +26,18 @@ class Benchmark(Generic[CaseT, ResultT]):
     case_type: type[CaseT]
     result_type: type[ResultT]
     presets: Mapping[str, Callable[[], Plan[CaseT]]]  # cases and effort by name, those first that matter most
+    sizes: ClassVar[str]  # the fields of a case that its shape is made of
+    defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
+    effort: Effort  # with which they are measured
 
-    def measure(self, case: CaseT, device: torch.device, effort: Effort, watch: Watch) -> Entry[CaseT, ResultT]:
+    def check(self, case: CaseT) -> None:
+        """Raises a ValueError where the case asks for what there is not."""
+
+    def build_ahead(self, cases: Sequence[CaseT], device: torch.device, seconds: float) -> str | None:
+        """What takes long and can be done for all cases at once; says what was done."""
+        return None
+
+    def measure(self, case: CaseT, device: torch.device, effort: Effort, expired: Expired) -> Entry[CaseT, ResultT]:
         raise NotImplementedError
 
     def table(self, entry: Entry[CaseT, ResultT]) -> Table:
@@ -64,18 +73,20 @@ class Benchmark(Generic[CaseT, ResultT]):
         """None where the benchmark has no picture."""
         return None
 
+    def entries(self, document: dict[str, Any]) -> list[dict[str, Any]]:
+        """Cases and results of a file, as they are written today."""
+        found: list[dict[str, Any]] = document["cases"]
+        return found
+
     def load(self, path: Path) -> Run[CaseT, ResultT]:
         document = read(path)
         if document["kind"] != self.kind:
             raise ValueError(f"{path} holds no results of {self.noun}")
-        return Run.from_document(document, self.case_type, self.result_type)
+        run: Run[CaseT, ResultT] = Run(self.kind, {name: document[name] for name in HEAD})
+        for entry in self.entries(document):
+            results = [self.result_type.from_dict(result) for result in entry["results"]]
+            run.cases.append(Entry(self.case_type.from_dict(entry["case"]), results))
+        return run
 
 
 AnyBenchmark = Benchmark[Any, Any]
-
-
-def read(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_text())
-    if document.get("schema") != SCHEMA or "kind" not in document:
-        raise ValueError(f"{path} is no result of schema {SCHEMA}")
-    return document

@@ -1,11 +1,14 @@
-"""What a case is: one problem that all contenders solve, and how long they are measured on it."""
+"""Cases and contenders: a problem, how long it is measured, and somebody who solves it or says why not here.
+
+Every benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
-from enum import Enum
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -18,31 +21,26 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. Its fields are what a result file has of it."""
+    """One problem. Its fields are what a result file has of it, and one of them is its `dtype`."""
 
     @property
     def title(self) -> str:
         raise NotImplementedError
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is to be measured on it."""
+        return True
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
-        """Fields that an older file lacks have their default."""
-        hints = get_type_hints(cls)
-        names = [field.name for field in fields(cls) if field.name in document]
-        return cls(**{name: decoded(hints[name], document[name]) for name in names})
-
-
-def decoded(hint: Any, value: Any) -> Any:
-    """A value of JSON, which has lists for tuples and strings for enumerations."""
-    if isinstance(value, list):
-        (entries,) = [part for part in (hint, *get_args(hint)) if get_origin(part) is tuple]
-        return tuple(decoded(get_args(entries)[0], entry) for entry in value)
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return hint(value)
-    return value
+        """Fields that an older file lacks have their default. JSON has lists for tuples."""
+        known = {field.name for field in fields(cls)} & set(document)
+        values = {name: document[name] for name in known}
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -64,3 +62,79 @@ Plan = list[tuple[CaseT, Effort]]
 
 def planned(cases: Iterable[CaseT], rounds: int, seconds: float) -> Plan[CaseT]:
     return [(case, Effort(rounds, seconds)) for case in cases]
+
+
+# --- contenders ---
+
+AGAIN = "-again"
+
+
+class Outcome(NamedTuple):
+    """What a call returned whose gradients are no part of its workspace."""
+
+    loss: torch.Tensor | None
+    input_grad: torch.Tensor | None = None
+    weight_grad: torch.Tensor | None = None
+
+
+Step = Callable[[], object]  # does the work once
+
+Unavailable = Callable[[torch.device], str | None]  # why somebody cannot run on this device, if so
+
+
+@dataclass(frozen=True)
+class Contender:
+    """The benchmarks add what makes a step of it."""
+
+    name: str
+    title: str
+    family: str  # "floor", "ours", "repeat" (see `with_repeat`), "stock" or "peer"
+    unavailable: Unavailable = field(default=lambda device: None, kw_only=True)
+
+
+ContenderT = TypeVar("ContenderT", bound=Contender)
+
+
+def with_repeat(contenders: Sequence[ContenderT]) -> list[ContenderT]:
+    """The contenders, and at the end the first of ours once more under another name.
+
+    That is our default wherever it takes part. How far the two figures differ is how far equal calls differ: the error
+    bar of the table.
+    """
+    first = next((contender for contender in contenders if contender.family == "ours"), None)
+    if first is None:
+        return list(contenders)
+    return [*contenders, replace(first, name=first.name + AGAIN, title=f"{first.title}, again", family="repeat")]
+
+
+def known(table: Sequence[ContenderT], names: Sequence[str]) -> list[ContenderT]:
+    """The contenders of these names, in their order."""
+    found = {contender.name: contender for contender in table}
+    unknown = sorted(set(names) - set(found))
+    if unknown:
+        raise ValueError(f"unknown contender {', '.join(unknown)}; there are: {', '.join(found)}")
+    return [found[name] for name in names]
+
+
+def needs_cuda(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "needs a CUDA device"
+
+
+def needs_package(module: str, distribution: str, cuda: bool = True) -> Unavailable:
+    """Says why a contender from an optional package cannot run here."""
+
+    def unavailable(device: torch.device) -> str | None:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            # A package that is not there, and one that is broken here, are different news.
+            top = module.partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and (error.name or top).partition(".")[0] == top:
+                return f"not installed (pip install {distribution})"
+            return f"cannot be imported: {type(error).__name__}: {error}"
+        return needs_cuda(device) if cuda else None
+
+    return unavailable
+
+
+needs_flce = needs_package("flce", ".", cuda=False)

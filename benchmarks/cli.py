@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.benchmark import AnyBenchmark, read
-from benchmarks.cases import DTYPES, Case, Effort, Plan
-from benchmarks.contenders import needs_package
+from benchmarks.benchmark import AnyBenchmark
+from benchmarks.cases import DTYPES, Effort, Plan, needs_package
 from benchmarks.environment import describe
-from benchmarks.kernels import KERNELS, KernelCase
-from benchmarks.model_contenders import CONTENDERS as MODELS
-from benchmarks.model_contenders import select as select_models
-from benchmarks.model_problem import ARCHITECTURES, ModelCase, Optimizer
-from benchmarks.models import MODEL
+from benchmarks.kernels import KERNELS
+from benchmarks.models import ARCHITECTURES, MODEL, Optimizer
+from benchmarks.models import CONTENDERS as MODELS
 from benchmarks.operator import OPERATOR
 from benchmarks.operator_contenders import CONTENDERS as OPERATORS
-from benchmarks.operator_contenders import budget_name, select
-from benchmarks.operator_problem import Mode, OperatorCase
-from benchmarks.results import Run
-from benchmarks.rounds import Watch
-from benchmarks.row_build import build_ahead, default_workers
-from benchmarks.row_problem import Operation, RowCase
-from benchmarks.rows import ROWS
+from benchmarks.operator_problem import Mode
+from benchmarks.results import Run, read
+from benchmarks.rows import ROWS, Operation
 from benchmarks.tables import absences, markdown, shortfalls
 
 BENCHMARKS: dict[str, AnyBenchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, KERNELS, ROWS)}
@@ -39,214 +32,131 @@ BENCHMARKS: dict[str, AnyBenchmark] = {benchmark.kind: benchmark for benchmark i
 about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
 app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 option = typer.Option
-NAMES = ", ".join(DTYPES)
-BUDGETS = f"{budget_name(256)} or, with bfloat16 sums, {budget_name(64, bfloat16_sums=True)}"
+
+# What a command gives of the fields of a case: a list has the values that are wanted, anything else replaces the field.
+Fields = dict[str, Any]
 
 
-def names_of(table: Iterable[Any]) -> str:
-    return ", ".join(contender.name for contender in table)
+def measures(benchmark: AnyBenchmark) -> Callable[[Callable[..., Fields]], Callable[..., Fields]]:
+    """Makes a command of a function of the options that a benchmark alone has; to them come those of `run_plan`."""
 
+    def register(function: Callable[..., Fields]) -> Callable[..., Fields]:
+        own = inspect.signature(function, eval_str=True).parameters
+        common = inspect.signature(run_plan, eval_str=True).parameters
+        options = [*own.values(), *list(common.values())[2:]]
 
-Preset = Annotated[str | None, option(help="Cases and effort together; a wrong name lists them.")]
-Shapes = Annotated[list[str] | None, option("--shape", help="Sizes with commas; several times for several.")]
-Dtype = Annotated[str | None, option(help=f"One of {NAMES}.")]
-Dtypes = Annotated[list[str] | None, option("--dtype", help=f"Of {NAMES}; several times for several.")]
-Device = Annotated[str, option(help="auto, cpu or cuda.")]
-Rounds = Annotated[int | None, option(min=1, help="Rounds over the contenders.")]
-Seconds = Annotated[float | None, option(help="Timed seconds for each contender and case, after which it sits out.")]
-Deadline = Annotated[float | None, option(help="Seconds after which nothing further is begun.")]
-Out = Annotated[Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")]
+        def command(**given: Any) -> None:
+            fields = function(**{name: given.pop(name) for name in own})
+            run_plan(benchmark, fields, **given)
 
-
-@dataclass(frozen=True)
-class Common:
-    """What every benchmark is asked for."""
-
-    preset: str | None
-    shapes: list[str] | None
-    device: str
-    rounds: int | None
-    seconds: float | None
-    deadline: float | None
-    out: Path | None
-
-
-@app.command()
-def operator(
-    preset: Preset = None,
-    shapes: Shapes = None,
-    dtypes: Dtypes = None,
-    mode: Annotated[list[Mode] | None, option(help="What a call does.")] = None,
-    contender: Annotated[list[str] | None, option(help=f"Of {names_of(OPERATORS)}, {BUDGETS}.")] = None,
-    device: Device = "auto",
-    threads: Annotated[int | None, option(min=1, help="Threads of PyTorch on the CPU.")] = None,
-    rounds: Rounds = None,
-    seconds: Seconds = None,
-    ignored: Annotated[float | None, option(min=0, max=1, help="Share of the labels that are ignored.")] = None,
-    logits_std: Annotated[float, option(help="Standard deviation of the logits.")] = 4.0,
-    upstream: Annotated[float | None, option(help="Gradient at the loss, such as 65536 for float16.")] = None,
-    budget_mib: Annotated[int | None, option(help="Workspace budget of our memory-saving contender.")] = None,
-    errors: Annotated[bool, option("--errors", help="Compare with a float64 oracle.")] = False,
-    time_: Annotated[bool, option("--time/--no-time", help="Measure time.")] = True,
-    deadline: Deadline = None,
-    out: Out = None,
-) -> None:
-    """Time, workspace and, with --errors, exactness of forward and backward."""
-
-    def made(*sizes: Any) -> list[OperatorCase]:
-        pairs = [(dtype, one) for dtype in dtypes or ["bfloat16"] for one in mode or [Mode.forward_backward]]
-        return [replace(OperatorCase(*sizes), dtype=dtype, mode=one, errors=True) for dtype, one in pairs]
-
-    def changed(case: OperatorCase) -> OperatorCase | None:
-        case = replace(
-            case,
-            ignored=case.ignored if ignored is None else ignored,
-            logits_std=logits_std,
-            upstream=case.upstream if upstream is None else upstream,
-            budget_mib=budget_mib or case.budget_mib,
-            time=case.time and time_,
-            errors=case.errors and errors,
-            contenders=tuple(contender) if contender else case.contenders,
+        # Where typer looks for the options.
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options]
         )
-        wanted = among(case.dtype, dtypes) and among(case.mode, mode)
-        return case if wanted and (case.time or case.errors) else None
+        command.__annotations__ = {each.name: each.annotation for each in options}
+        app.command(benchmark.kind, help=function.__doc__)(command)
+        return function
 
-    check(select, contender)
-    check_dtypes(dtypes)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
-    run_plan(OPERATOR, common, "tokens,hidden,vocab", made, Effort(10, 10.0), changed)
+    return register
 
 
-@app.command()
-def model(
-    preset: Preset = None,
-    name: Annotated[list[str] | None, option("--model", help=f"Of {', '.join(ARCHITECTURES)}.")] = None,
-    shapes: Shapes = None,
-    dtype: Dtype = None,
-    optimizer: Annotated[Optimizer, option(help="What ends a step.")] = Optimizer.none,
-    contender: Annotated[list[str] | None, option(help=f"Only these, of {names_of(MODELS)}.")] = None,
-    budget_mib: Annotated[list[int] | None, option(min=1, help="Budgets of flce, each a contender.")] = None,
-    device: Device = "auto",
-    rounds: Rounds = None,
-    seconds: Seconds = None,
-    deadline: Deadline = None,
-    out: Out = None,
+def run_plan(
+    benchmark: AnyBenchmark,
+    fields: Fields,
+    preset: Annotated[str | None, option(help="Cases and effort together; a wrong name lists them.")] = None,
+    shape: Annotated[list[str] | None, option(help="Sizes with commas; several times for several.")] = None,
+    dtype: Annotated[list[str] | None, option(help=f"Of {', '.join(DTYPES)}; several times for several.")] = None,
+    device: Annotated[str, option(help="auto, cpu or cuda.")] = "auto",
+    rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
+    seconds: Annotated[
+        float | None, option(help="Timed seconds for each contender and case, after which it sits out.")
+    ] = None,
+    deadline: Annotated[float | None, option(help="Seconds after which nothing further is begun.")] = None,
+    out: Annotated[
+        Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")
+    ] = None,
 ) -> None:
-    """Peak memory and tokens a second of the training step of whole models, with random weights."""
+    """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
+    started, where = time.monotonic(), resolve_device(device)
+    cases = chosen(benchmark, fields | {"dtype": dtype}, preset, shape)
+    out = out or Path("results") / f"{benchmark.kind}.json"
+    run: Run[Any, Any] = Run(benchmark.kind, describe(where, sys.argv[1:]))
 
-    def changed(case: ModelCase) -> ModelCase | None:
-        case = replace(
-            case,
-            dtype=dtype or case.dtype,
-            optimizer=optimizer,
-            budgets_mib=tuple(budget_mib) if budget_mib else case.budgets_mib,
-            contenders=tuple(contender) if contender else case.contenders,
-        )
-        return case if among(case.model, name) else None
+    def expired() -> bool:
+        return deadline is not None and time.monotonic() - started > deadline
 
-    missing = needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))
-    if missing is not None:
-        raise typer.BadParameter(f"models need Transformers: {missing}")
-    for one in name or []:
-        if one not in ARCHITECTURES:
-            raise typer.BadParameter(f"{one!r}: one of {', '.join(ARCHITECTURES)}")
-    if preset is None and not (name and shapes):
-        raise typer.BadParameter("give --preset, or --model and --shape")
-    check(select_models, contender)
-    check_dtypes([dtype] if dtype else None)
-    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
-    made = lambda *sizes: [ModelCase(one, *sizes) for one in name or []]  # noqa: E731
-    run_plan(MODEL, common, "batch,sequence", made, Effort(5, 10.0), changed)
+    def say(text: str) -> None:
+        typer.echo(f"[{time.monotonic() - started:.0f} s] {text}", err=True)
 
-
-@app.command()
-def kernels(
-    preset: Preset = None,
-    shapes: Shapes = None,
-    dtype: Dtype = None,
-    grad_dtype: Annotated[str | None, option(help="Of the gradient, if it is not written over them.")] = None,
-    device: Device = "auto",
-    rounds: Rounds = None,
-    seconds: Seconds = None,
-    deadline: Deadline = None,
-    out: Out = None,
-) -> None:
-    """GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run."""
-
-    def changed(case: KernelCase) -> KernelCase:
-        return replace(case, dtype=dtype or case.dtype, grad_dtype=grad_dtype or case.grad_dtype)
-
-    check_dtypes([one for one in (dtype, grad_dtype) if one])
-    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
-    made = lambda tokens, vocab: [KernelCase(tokens, vocab, vocab)]  # noqa: E731
-    run_plan(KERNELS, common, "tokens,vocab", made, Effort(10, 5.0), changed)
+    # What is not built in half of the time that there is, is built where it is measured.
+    built = benchmark.build_ahead([case for case, _ in cases], where, 120.0 if deadline is None else deadline / 2)
+    say(built or f"{len(cases)} cases")
+    for index, (case, effort) in enumerate(cases):
+        if expired():
+            names = "; ".join(left.title for left, _ in cases[index:])
+            say(f"The deadline of {deadline:g} s has passed; not measured: {names}")
+            break
+        say(f"case {index + 1} of {len(cases)}: {case.title}")
+        wanted = Effort(rounds or effort.rounds, effort.seconds if seconds is None else seconds)
+        run.cases.append(benchmark.measure(case, where, wanted, expired))
+        run.save(out)
+        for table in benchmark.case_tables(run.cases[-1]):
+            typer.echo(table.markdown(), err=True)
+    closing = benchmark.closing(run)
+    for text in [*absences(run), *(table.markdown() for table in closing)]:
+        typer.echo(text, err=True)
+    say(f"results in {out}")
+    missing = sorted({result.contender for result in shortfalls(run)})
+    if missing:
+        say(f"No figures for {', '.join(missing)}: see the notes above.")
+    if missing or len(run.cases) < len(cases) or any(table.failure for table in closing):
+        raise typer.Exit(1)
 
 
-@app.command()
-def rows(
-    preset: Preset = None,
-    shapes: Shapes = None,
-    dtypes: Dtypes = None,
-    operation: Annotated[list[Operation] | None, option(help="Only these.")] = None,
-    compiled: Annotated[bool | None, option("--compile/--no-compile", help="torch.compile, at all sizes.")] = None,
-    device: Device = "auto",
-    rounds: Rounds = None,
-    seconds: Seconds = None,
-    workers: Annotated[int | None, option(min=0, help="Processes that compile ahead; by default for a GPU.")] = None,
-    deadline: Deadline = None,
-    out: Out = None,
-) -> None:
-    """GB/s of losses and softmaxes over the length of a row, beside a copy, PyTorch and Liger."""
-
-    def changed(case: RowCase) -> RowCase | None:
-        operations = tuple(operation) if operation else case.operations
-        case = replace(case, operations=operations, compiled=case.compiled if compiled is None else compiled)
-        return case if among(case.dtype, dtypes) else None
-
-    def ahead(cases: Sequence[RowCase], where: torch.device, console: Console) -> None:
-        """Compiling gets half of the time that there is: what is not built then is built one after the other."""
-        count = default_workers(where) if workers is None else workers
-        if count:
-            started = time.monotonic()
-            built = build_ahead(cases, where, count, 120.0 if deadline is None else deadline / 2)
-            spent = time.monotonic() - started
-            console.print(f"{built} sets of kernels compiled ahead, {count} at a time, in {spent:.0f} s", markup=False)
-
-    check_dtypes(dtypes)
-    common = Common(preset, shapes, device, rounds, seconds, deadline, out)
-    made = lambda *sizes: [replace(RowCase(*sizes), dtype=dtype) for dtype in dtypes or ["bfloat16"]]  # noqa: E731
-    run_plan(ROWS, common, "rows,columns", made, Effort(10, 1.0), changed, ahead)
-
-
-def among(value: str, wanted: Sequence[str] | None) -> bool:
-    return not wanted or value in wanted
-
-
-def check(choose: Callable[[list[str]], object], names: list[str] | None) -> None:
-    try:
-        choose(names or [])
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def check_dtypes(names: Sequence[str] | None) -> None:
-    for name in names or []:
+def chosen(benchmark: AnyBenchmark, fields: Fields, preset: str | None, shapes: list[str] | None) -> Plan[Any]:
+    """Of the preset those that are wanted; or all that are wanted of the shapes."""
+    if preset is not None and shapes:
+        raise typer.BadParameter("give --preset or --shape, not both")
+    choices = {name: value for name, value in fields.items() if isinstance(value, list) and value}
+    changes = {name: value for name, value in fields.items() if not isinstance(value, list) and value is not None}
+    for name in choices.get("dtype", []):
         if name not in DTYPES:
-            raise typer.BadParameter(f"{name!r}: one of {NAMES}")
+            raise typer.BadParameter(f"{name!r}: one of {', '.join(DTYPES)}")
+    if preset is None:
+        if not shapes:
+            raise typer.BadParameter("give --preset or --shape")
+        every = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+        starts = [parse_sizes(text, benchmark.sizes) for text in shapes]
+        made = [
+            benchmark.case_type(**{**start, **more, **one})
+            for start in starts
+            for one in every
+            for more in benchmark.defaults
+        ]
+        plan = [(case, benchmark.effort) for case in dict.fromkeys(made)]
+    elif preset in benchmark.presets:
+        plan = benchmark.presets[preset]()
+    else:
+        raise typer.BadParameter(f"preset {preset!r}: one of {', '.join(benchmark.presets)}")
+    wanted = [pair for pair in plan if all(getattr(pair[0], name) in values for name, values in choices.items())]
+    found = [(case, effort) for before, effort in wanted if (case := replace(before, **changes)).asked]
+    if not found:
+        raise typer.BadParameter("nothing to measure: these options leave no case")
+    for case, _ in found:
+        try:
+            benchmark.check(case)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return found
 
 
-def parse_sizes(text: str, names: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.replace("x", ",").split(",")]
-    except ValueError:
-        sizes = []
-    if len(sizes) != len(names.split(",")):
+def parse_sizes(text: str, names: str) -> dict[str, int]:
+    parts = text.replace("x", ",").split(",")
+    if len(parts) != len(names.split(",")) or not all(part.strip().isdecimal() for part in parts):
         raise typer.BadParameter(f"{text!r}: give {names} as numbers")
-    if min(sizes) < 1:
+    if min(map(int, parts)) < 1:
         raise typer.BadParameter(f"{text!r}: every size must be positive")
-    return sizes
+    return dict(zip(names.split(","), map(int, parts), strict=True))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -259,75 +169,53 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def planned(
-    benchmark: AnyBenchmark, common: Common, sizes: str, made: Callable[..., list[Any]], effort: Effort
-) -> Plan[Any]:
-    """That of the preset, or all cases of the shapes."""
-    preset, shapes = common.preset, common.shapes
-    if preset is not None and shapes:
-        raise typer.BadParameter("give --preset or --shape, not both")
-    if preset is None and not shapes:
-        raise typer.BadParameter("give --preset or --shape")
-    if preset is None:
-        return [(case, effort) for text in shapes or [] for case in made(*parse_sizes(text, sizes))]
-    if preset not in benchmark.presets:
-        raise typer.BadParameter(f"preset {preset!r}: one of {', '.join(benchmark.presets)}")
-    return benchmark.presets[preset]()
+def contenders_of(table: Collection[Any], more: str = "") -> Any:
+    return option(help=f"Only these, of {', '.join(contender.name for contender in table)}{more}.")
 
 
-def run_plan(
-    benchmark: AnyBenchmark,
-    common: Common,
-    sizes: str,
-    made: Callable[..., list[Any]],
-    default: Effort,
-    changed: Callable[[Any], Any],
-    ahead: Callable[[Sequence[Any], torch.device, Console], None] | None = None,
-) -> None:
-    """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
-    where, started = resolve_device(common.device), time.monotonic()
-    plan = planned(benchmark, common, sizes, made, default)
-    chosen = [(case, effort) for before, effort in plan if (case := changed(before)) is not None]
-    if not chosen:
-        raise typer.BadParameter("nothing to measure: these options leave no case")
-    out = common.out or Path("results") / f"{benchmark.kind}.json"
-    run: Run[Any, Any] = Run(benchmark.kind, describe(where, sys.argv[1:]))
-    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)  # a file: for tables
+@measures(OPERATOR)
+def operator(
+    mode: Annotated[list[Mode] | None, option(help="What a call does.")] = None,
+    contender: Annotated[list[str] | None, contenders_of(OPERATORS, ", ours-256MiB, ours-bf16-64MiB")] = None,
+    ignored: Annotated[float | None, option(min=0, max=1, help="Share of the labels that are ignored.")] = None,
+    logits_std: Annotated[float | None, option(help="Standard deviation of the logits.")] = None,
+    errors: Annotated[bool, option("--errors", help="Compare with a float64 oracle.")] = False,
+    time_: Annotated[bool, option("--time/--no-time", help="Measure time.")] = True,
+) -> Fields:
+    """Time, workspace and, with --errors, exactness of forward and backward."""
+    asked = {"errors": None if errors else False, "time": None if time_ else False}
+    contenders = tuple(contender) if contender else None
+    return {"mode": mode, "contenders": contenders, "ignored": ignored, "logits_std": logits_std, **asked}
 
-    def expired() -> bool:
-        return common.deadline is not None and time.monotonic() - started > common.deadline
 
-    if ahead is not None:
-        ahead([case for case, _ in chosen], where, console)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("", total=len(chosen))
-        for index, (case, effort) in enumerate(chosen):
-            if expired():
-                names = "; ".join(left.title for left, _ in chosen[index:])
-                console.print(f"The deadline of {common.deadline:g} s has passed; not measured: {names}", markup=False)
-                break
+@measures(MODEL)
+def model(
+    name: Annotated[list[str] | None, option("--model", help=f"Of {', '.join(ARCHITECTURES)}.")] = None,
+    optimizer: Annotated[Optimizer | None, option(help="What ends a step.")] = None,
+    contender: Annotated[list[str] | None, contenders_of(MODELS)] = None,
+    budget_mib: Annotated[list[int] | None, option(min=1, help="Budgets of flce, each a contender.")] = None,
+) -> Fields:
+    """Peak memory and tokens a second of the training step of whole models, with random weights."""
+    missing = needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))
+    if missing is not None:
+        raise typer.BadParameter(f"models need Transformers: {missing}")
+    contenders, budgets = (tuple(values) if values else None for values in (contender, budget_mib))
+    return {"model": name, "optimizer": optimizer, "contenders": contenders, "budgets_mib": budgets}
 
-            def tell(doing: str, share: float, index: int = index, case: Case = case) -> None:
-                progress.update(task, description=f"{case.title}: {doing}", completed=index + share)
 
-            seconds = effort.seconds if common.seconds is None else common.seconds
-            wanted = Effort(common.rounds or effort.rounds, seconds)
-            run.cases.append(benchmark.measure(case, where, wanted, Watch(tell, expired)))
-            run.save(out)
-            for table in benchmark.case_tables(run.cases[-1]):
-                console.print(table.rich())
-            spent = time.monotonic() - started
-            console.print(f"{index + 1} of {len(chosen)} cases after {spent:.0f} s; results in {out}", markup=False)
-        for line in absences(run):
-            console.print(line, markup=False)
-        for table in benchmark.closing(run):
-            console.print(table.rich())
-    missing = sorted({result.contender for result in shortfalls(run)})
-    if missing:
-        console.print(f"No figures for {', '.join(missing)}: see the notes above.", style="red")
-    if missing or len(run.cases) < len(chosen):
-        raise typer.Exit(1)
+@measures(KERNELS)
+def kernels() -> Fields:
+    """GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run."""
+    return {}
+
+
+@measures(ROWS)
+def rows(
+    operation: Annotated[list[Operation] | None, option(help="Only these.")] = None,
+    compiled: Annotated[bool | None, option("--compile/--no-compile", help="torch.compile, at all sizes.")] = None,
+) -> Fields:
+    """GB/s of losses and softmaxes over the length of a row, beside a copy, PyTorch and Liger."""
+    return {"operation": operation, "compiled": compiled}
 
 
 def load(path: Path) -> tuple[AnyBenchmark, Run[Any, Any]]:
@@ -345,26 +233,27 @@ def table(
     dominance: Annotated[bool, option("--dominance", help="Only the peers; of several files the median.")] = False,
     out: Annotated[Path | None, option(help="Write here instead of printing.")] = None,
 ) -> None:
-    """Markdown tables from result files."""
+    """Markdown tables from result files; exits with 1 where a workspace is not as planned."""
     loaded = [load(file) for file in files]
+    benchmark, runs = loaded[0][0], [run for _, run in loaded]
     if targets or dominance:
-        benchmarks = {benchmark.kind: benchmark for benchmark, _ in loaded}
-        if len(benchmarks) > 1:
-            raise typer.BadParameter(f"the files are of several benchmarks: {', '.join(benchmarks)}")
-        benchmark, runs = loaded[0][0], [run for _, run in loaded]
+        if len({each.kind for each, _ in loaded}) > 1:
+            raise typer.BadParameter("the files are of several benchmarks")
         promised = benchmark.targets(runs, brief) if targets else []
         beaten = benchmark.dominance(runs) if dominance else []
         if (targets and not promised) or (dominance and not beaten):
             raise typer.BadParameter(f"nothing of the kind is asked of {benchmark.noun}")
-        texts = [*(markdown(run, []) for run in runs[:-1]), markdown(runs[-1], promised + beaten)]
+        shown = [*([] for _ in runs[:-1]), promised + beaten]
     else:
-        texts = [markdown(run, benchmark.tables(run, brief)) for benchmark, run in loaded]
-    text = "\n".join(texts)
+        shown = [each.tables(run, brief) for each, run in loaded]
+    text = "\n".join(markdown(run, tables) for run, tables in zip(runs, shown, strict=True))
     if out is None:
         typer.echo(text)
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text)
+    if any(one.failure for tables in shown for one in tables):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks import tables
 from benchmarks.cases import MIB
 from benchmarks.operator_contenders import budget_name, sums_in_bfloat16
 from benchmarks.operator_problem import Mode, OperatorCase, Shape
 from benchmarks.results import Result
-from benchmarks.tables import AnyRun, Columns, Table, mebibytes, milliseconds, ratio, spread_note, tabulate
-from benchmarks.verdicts import Check, Verdict, middle, tally
+from benchmarks.tables import AnyRun, Check, Table
 
 # Peaks this close are the same: they differ by a few vectors with an entry per token.
 SAME_BYTES = 1 * MIB
@@ -32,13 +32,7 @@ RULES = [
     # Liger's default sums the weight gradient in bfloat16.
     Rule("liger", bfloat16_sums=True),
     Rule("liger", 1.0, least_mib=256),
-    Rule("liger-float32-8x"),
-    Rule("cce"),
-    Rule("cce-unfiltered"),
-    Rule("cce-exact"),
-    Rule("trl"),
-    Rule("fla"),
-    Rule("torch-chunked"),
+    *map(Rule, ("liger-float32-8x", "cce", "cce-unfiltered", "cce-exact", "trl", "fla", "torch-chunked")),
 ]
 
 PEERS = tuple(dict.fromkeys(rule.peer for rule in RULES))
@@ -49,7 +43,7 @@ BFLOAT16_BUDGETS_MIB = (60, 64)
 CURVE = (
     "ours",
     *(budget_name(mib) for mib in BUDGETS_MIB),
-    *(budget_name(mib, bfloat16_sums=True) for mib in BFLOAT16_BUDGETS_MIB),
+    *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB),
 )
 SHAPES: list[Shape] = [
     (8192, 4096, 128256),
@@ -68,28 +62,12 @@ def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
     return OperatorCase(*shape, contenders=names, label=PEERS_LABEL)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Duel(Check):
-    """A peer on one case, and the fastest of our settings that may be compared with it. `value`: peer over ours."""
-
-    case: OperatorCase
-    rule: Rule
-    peer: Result
-    ours: Result | None  # None: no setting in that workspace was measured
-
-    @property
-    def key(self) -> Hashable:
-        return self.case, self.rule
-
-    @property
-    def verdict(self) -> Verdict:
-        """Without a setting of ours the peer is not beaten."""
-        return Verdict.missed if self.value is None else super().verdict
+Duel = Check[tuple[OperatorCase, Rule]]  # a peer on one case; its value is the time of the peer over ours
 
 
 def duels(runs: Sequence[AnyRun], rules: Sequence[Rule] = RULES) -> list[Duel]:
     """Every rule on every case of bfloat16 training on which its peer was measured, in the median of the runs."""
-    return middle([duels_of(run, rules) for run in runs])
+    return tables.middle([duels_of(run, rules) for run in runs])
 
 
 def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
@@ -102,9 +80,18 @@ def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
             if peer is None or peer.median_ms is None or peer.workspace_bytes is None:
                 continue
             ours = best(entry.results, rule, peer.workspace_bytes)
-            times = None if ours is None or ours.median_ms is None else peer.median_ms / ours.median_ms
-            duel = Duel(case=entry.case, rule=rule, peer=peer, ours=ours, value=times, limit=rule.factor, at_least=True)
-            found.append(duel)
+            # Without a setting of ours the peer is not beaten.
+            times = 0.0 if ours is None or not ours.median_ms else peer.median_ms / ours.median_ms
+            cells = {
+                "tokens x hidden x vocabulary": " x ".join(map(str, entry.case.shape)),
+                "peer": peer.title,
+                "ms, MiB": figures(peer),
+                "flce": tables.NONE if ours is None else ours.title,
+                "its ms, MiB": figures(ours),
+                "times": tables.ratio(times or None),
+                "wanted": f"{rule.factor:.1f}, {rule.least_mib} MiB",
+            }
+            found.append(Check((entry.case, rule), times, rule.factor, at_least=True, cells=cells))
     return found
 
 
@@ -126,27 +113,16 @@ def best(results: Sequence[Result], rule: Rule, workspace_bytes: int) -> Result 
 def figures(result: Result | None) -> str:
     """Time and workspace."""
     if result is None or not result.samples_ms:
-        return "-"
-    workspace = "" if result.workspace_bytes is None else f", {mebibytes(result.workspace_bytes)}"
-    return milliseconds(result.median_ms) + workspace
+        return tables.NONE
+    workspace = "" if result.workspace_bytes is None else f", {tables.mebibytes(result.workspace_bytes)}"
+    return tables.milliseconds(result.median_ms) + workspace
 
 
 def dominance_table(runs: Sequence[AnyRun]) -> Table:
     """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
-    found = duels(runs)
-    columns: Columns[Duel] = {
-        "tokens x hidden x vocabulary": lambda d: " x ".join(map(str, d.case.shape)),
-        "peer": lambda d: d.peer.title,
-        "ms, MiB": lambda d: figures(d.peer),
-        "flce": lambda d: "-" if d.ours is None else d.ours.title,
-        "its ms, MiB": lambda d: figures(d.ours),
-        "times": lambda d: ratio(d.value),
-        "wanted": lambda d: f"{d.rule.factor:.1f}, {d.rule.least_mib} MiB",
-        "verdict": lambda d: d.verdict.value,
-    }
     notes = [
         "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",
         "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
-        spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
+        tables.spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
     ]
-    return tabulate(f"No peer dominates, met: {tally(duel.verdict for duel in found)}", found, columns, notes)
+    return tables.verdict_table("No peer dominates, met", duels(runs), notes)

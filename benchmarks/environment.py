@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import platform
 import subprocess
@@ -14,28 +13,23 @@ from typing import Any
 
 import torch
 
-OURS = ["flce", "torch", "triton", "transformers", "numpy"]
-PEERS = ["liger-kernel", "cut-cross-entropy", "trl", "fla-core", "quack-kernels"]
+import flce
+
+PACKAGES = ["triton", "transformers", "numpy", "liger-kernel", "cut-cross-entropy", "trl", "fla-core", "quack-kernels"]
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in OURS + PEERS:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "flce": flce.__version__}
+    for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    found["torch"] = torch.__version__
-    if "flce" not in found:  # used from its checkout, not installed
-        with contextlib.suppress(ImportError, AttributeError):
-            found["flce"] = importlib.import_module("flce").__version__
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
     cpu = cpu_name()
-    facts: dict[str, Any] = {"type": device.type, "name": cpu, "cpu": cpu, "cores": os.cpu_count()}
-    facts["threads"] = torch.get_num_threads()
+    facts: dict[str, Any] = {"type": device.type, "name": cpu, "cpu": cpu}
+    facts |= {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if hasattr(os, "getloadavg"):
         facts["load_at_start"] = round(os.getloadavg()[0], 2)
     if device.type != "cuda":
@@ -53,10 +47,9 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 def source_version() -> str | None:
     """The commit of the checkout, with "-dirty" where files differ from it."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None
 
 
 def cpu_name() -> str:

@@ -1,23 +1,22 @@
 """The pass over the logits by itself, beside a copy of as many bytes: its measure is the bandwidth of the copy.
 
-A case is a line of a preset, a contender a function (TileProblem) -> Step and a line in `CONTENDERS`.
+A case is a line of a preset, a contender a method of `Tiles` and a line in `CONTENDERS`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from benchmarks.benchmark import Benchmark
-from benchmarks.cases import DTYPES, Case, Effort, Plan, planned
-from benchmarks.contenders import Contender, Step
-from benchmarks.measure import make_meter, release
-from benchmarks.results import Entry, Result
-from benchmarks.rounds import Entrant, Watch, compete
-from benchmarks.tables import Columns, Table, gigabytes, percent, table_of
+from benchmarks.cases import DTYPES, Case, Contender, Effort, Plan, planned
+from benchmarks.measure import Meter, release
+from benchmarks.results import Bandwidth, Entry
+from benchmarks.rounds import Entrant, Expired, compete
+from benchmarks.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import padded_cols
@@ -30,9 +29,12 @@ class KernelCase(Case):
 
     tokens: int
     columns: int  # of the tile
-    vocab: int  # of which the tile is a part, or the whole
+    vocab: int = 0  # of which the tile is a part; 0: the whole
     dtype: str = "bfloat16"
     grad_dtype: str | None = None  # None: in the place of the logits
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vocab", self.vocab or self.columns)
 
     @property
     def whole(self) -> bool:
@@ -45,78 +47,69 @@ class KernelCase(Case):
         return f"{self.tokens} x {self.columns}{part}, {self.dtype}{gradient}"
 
 
-@dataclass
-class KernelResult(Result):
-    moved_bytes: int = 0  # what had to be read and written
-
-    @property
-    def gigabytes_per_second(self) -> float | None:
-        return None if self.median_ms is None else self.moved_bytes / self.median_ms / 1e6
-
-
-KernelEntry = Entry[KernelCase, KernelResult]
+KernelEntry = Entry[KernelCase, Bandwidth]
 
 
 # --- cases ---
 
-
-SMALL = KernelCase(32, 500, 500, "float32")
+SMALL = KernelCase(32, 500, dtype="float32")
+TINY = [SMALL, replace(SMALL, vocab=1100), replace(SMALL, dtype="float64", grad_dtype="float32")]
 SHAPES = [(4096, 128256), (8192, 128256), (8192, 152064), (16384, 151936), (8192, 256000), (16384, 50257)]
 LARGE = [
-    *(KernelCase(tokens, vocab, vocab) for tokens, vocab in SHAPES),
-    KernelCase(16384, 32000, 32000),
+    *(KernelCase(*shape) for shape in (*SHAPES, (16384, 32000))),
     KernelCase(8192, 16384, 131072),
-    KernelCase(4096, 128256, 128256, "float32", "bfloat16"),
+    KernelCase(4096, 128256, dtype="float32", grad_dtype="bfloat16"),
 ]
 PRESETS: dict[str, Callable[[], Plan[KernelCase]]] = {
-    # A second on a CPU, for the tests; half a minute of one large GPU.
-    "tiny": lambda: planned(
-        [SMALL, replace(SMALL, vocab=1100), replace(SMALL, dtype="float64", grad_dtype="float32")], 2, 1.0
-    ),
-    "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),
+    "tiny": lambda: planned(TINY, rounds=2, seconds=1.0),  # a second on a CPU, for the tests
+    "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),  # half a minute of one large GPU
 }
 
 
-@dataclass(frozen=True)
-class TileProblem:
-    """The operands of a case. The gradient may be written over the logits: `restore` before every call."""
+class Tiles:
+    """The operands of a case, random logits of standard deviation 4 with the scale of a mean, and what is done to them.
 
-    source: Tensor  # the logits once more, (tokens, room)
-    buffer: Tensor
-    logits: Tensor  # of the buffer
-    grad: Tensor  # may be of the buffer too
-    tile: Tile
-    rows: RowInputs
-    out: RowOutputs
-    state: Tensor | None
+    The gradient may be written over the logits: `restore` before every call.
+    """
+
+    def __init__(self, case: KernelCase, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        dtype, tokens, columns = DTYPES[case.dtype], case.tokens, case.columns
+        accum = accumulation_dtype(dtype)
+        self.source = torch.empty(tokens, padded_cols(columns), dtype=dtype, device=device)
+        for part in self.source.split(1024):  # in parts, because random numbers are made in float32
+            part.copy_(torch.randn(part.shape, device=device, generator=generator).mul_(4.0))
+        self.buffer = self.source.clone()
+        grad = self.buffer if case.grad_dtype is None else torch.empty_like(self.source, dtype=DTYPES[case.grad_dtype])
+        self.logits, self.grad = self.buffer[:, :columns], grad[:, :columns]
+        target = torch.randint(case.vocab, (tokens,), device=device, generator=generator)
+        constants = torch.tensor([1.0 / tokens, 1.0 / tokens, case.vocab], dtype=accum, device=device)
+        # Of a part of the vocabulary the statistics are unfinished: for its gradient these are the normalizers.
+        z = self.source[:, :columns]
+        largest = z.amax(1).to(accum)
+        lse = torch.cat([part.to(accum).logsumexp(1) for part in z.split(1024)])
+        normalizer = torch.stack((largest, lse - largest))
+        loss = torch.empty(tokens, dtype=accum, device=device)
+        self.state = None if case.whole else torch.empty(STATE_SLOTS, tokens, dtype=accum, device=device)
+        self.tile = Tile(0, columns, case.vocab, self.source.shape[1])
+        self.rows = RowInputs(target, None, None, None, constants)
+        self.out = RowOutputs(loss, None, normalizer, None, None, None)
+        self.backend, self.copied = get_backend(device), torch.empty_like(self.source)
 
     def restore(self) -> None:
         self.buffer.copy_(self.source)
 
+    def copy(self) -> None:
+        self.copied.copy_(self.source)
 
-def make_tile(case: KernelCase, device: torch.device, seed: int = 0) -> TileProblem:
-    """Random logits of standard deviation 4, random targets, the scale of a mean."""
-    generator = torch.Generator(device).manual_seed(seed)
-    dtype = DTYPES[case.dtype]
-    accum = accumulation_dtype(dtype)
-    source = torch.empty(case.tokens, padded_cols(case.columns), dtype=dtype, device=device)
-    for part in source.split(1024):  # in parts, because random numbers are made in float32
-        part.copy_(torch.randn(part.shape, device=device, generator=generator).mul_(4.0))
-    buffer = source.clone()
-    grad_buffer = buffer if case.grad_dtype is None else torch.empty_like(source, dtype=DTYPES[case.grad_dtype])
-    target = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
-    constants = torch.tensor([1.0 / case.tokens, 1.0 / case.tokens, case.vocab], dtype=accum, device=device)
-    # Of a part of the vocabulary the statistics are unfinished: for its gradient these are the normalizers.
-    z = source[:, : case.columns]
-    largest = z.amax(1).to(accum)
-    lse = torch.cat([part.to(accum).logsumexp(1) for part in z.split(1024)])
-    normalizer = torch.stack((largest, lse - largest))
-    loss = torch.empty(case.tokens, dtype=accum, device=device)
-    state = None if case.whole else torch.empty(STATE_SLOTS, case.tokens, dtype=accum, device=device)
-    logits, grad = buffer[:, : case.columns], grad_buffer[:, : case.columns]
-    tile = Tile(0, case.columns, case.vocab, source.shape[1])
-    rows, out = RowInputs(target, None, None, None, constants), RowOutputs(loss, None, normalizer, None, None, None)
-    return TileProblem(source, buffer, logits, grad, tile, rows, out, state)
+    def statistics(self) -> None:
+        self.backend.statistics(self.logits, self.rows, LossSpec(), self.tile, self.state, self.out)
+
+    def gradient(self) -> None:
+        self.backend.gradient(self.logits, self.grad, self.rows, LossSpec(), self.tile, self.out.normalizer, None)
+
+    def both(self) -> None:
+        self.backend.loss_and_gradient(self.logits, self.grad, self.rows, LossSpec(), self.tile, self.out)
 
 
 # --- contenders ---
@@ -124,90 +117,71 @@ def make_tile(case: KernelCase, device: torch.device, seed: int = 0) -> TileProb
 
 @dataclass(frozen=True)
 class KernelContender(Contender):
-    prepare: Callable[[TileProblem], Step]
-    reads: int = field(default=1, kw_only=True)  # times the logits
-    writes: int = field(default=0, kw_only=True)  # times the gradient
-    applies: Callable[[KernelCase], bool] = field(default=lambda case: True, kw_only=True)
+    step: Callable[[Tiles], None]
+    writes: int = field(default=0, kw_only=True)  # times the gradient; the logits are read once
+    parts: bool = field(default=True, kw_only=True)  # also for a part of the vocabulary
 
     def bytes(self, case: KernelCase) -> int:
         """What has to be moved at least: every logit read once, every entry of the gradient written once."""
         logit = DTYPES[case.dtype].itemsize
         entry = logit if case.grad_dtype is None or self.family == "floor" else DTYPES[case.grad_dtype].itemsize
         columns = padded_cols(case.columns) if self.family == "floor" else case.columns
-        return case.tokens * columns * (self.reads * logit + self.writes * entry)
-
-
-def copy(p: TileProblem) -> Step:
-    target = torch.empty_like(p.source)
-    return lambda: target.copy_(p.source)
-
-
-def statistics(p: TileProblem) -> Step:
-    run = get_backend(p.source.device).statistics
-    return lambda: run(p.logits, p.rows, LossSpec(), p.tile, p.state, p.out)
-
-
-def gradient(p: TileProblem) -> Step:
-    run = get_backend(p.source.device).gradient
-    return lambda: run(p.logits, p.grad, p.rows, LossSpec(), p.tile, p.out.normalizer, None)
-
-
-def both(p: TileProblem) -> Step:
-    run = get_backend(p.source.device).loss_and_gradient
-    return lambda: run(p.logits, p.grad, p.rows, LossSpec(), p.tile, p.out)
+        return case.tokens * columns * (logit + self.writes * entry)
 
 
 CONTENDERS = [
-    KernelContender("copy", "copy of the logits", "floor", copy, writes=1),
-    KernelContender("statistics", "statistics", "ours", statistics),
-    KernelContender("gradient", "gradient", "ours", gradient, writes=1),
-    KernelContender("both", "statistics and gradient", "ours", both, writes=1, applies=lambda case: case.whole),
+    KernelContender("copy", "copy of the logits", "floor", Tiles.copy, writes=1),
+    KernelContender("statistics", "statistics", "ours", Tiles.statistics),
+    KernelContender("gradient", "gradient", "ours", Tiles.gradient, writes=1),
+    KernelContender("both", "statistics and gradient", "ours", Tiles.both, writes=1, parts=False),
 ]
 
 
-class KernelBenchmark(Benchmark[KernelCase, KernelResult]):
+class KernelBenchmark(Benchmark[KernelCase, Bandwidth]):
     kind = "kernels"
     noun = "the kernels"
     summary = "Median ms, bandwidth of the copy's", "tokens x columns"
     case_type = KernelCase
-    result_type = KernelResult
+    result_type = Bandwidth
     presets = PRESETS
+    sizes = "tokens,columns"
+    effort = Effort(10, 5.0)
 
-    def measure(self, case: KernelCase, device: torch.device, effort: Effort, watch: Watch) -> KernelEntry:
+    def measure(self, case: KernelCase, device: torch.device, effort: Effort, expired: Expired) -> KernelEntry:
         release()
-        problem = make_tile(case, device)
-        meter = make_meter(device, problem.restore)
+        problem = Tiles(case, device)
+        meter = Meter(device, problem.restore)
 
-        def make(contender: KernelContender) -> KernelResult:
-            return KernelResult.of(contender, moved_bytes=contender.bytes(case))
+        def make(contender: KernelContender) -> Bandwidth:
+            return Bandwidth.of(contender, moved_bytes=contender.bytes(case))
 
-        def enter(contender: KernelContender, result: KernelResult) -> Entrant:
-            step = contender.prepare(problem)
+        def enter(contender: KernelContender, result: Bandwidth) -> Entrant:
+            step = functools.partial(contender.step, problem)
             meter.warm_up(step)
             return Entrant(step)
 
-        contenders = [contender for contender in CONTENDERS if contender.applies(case)]
-        return Entry(case, compete(contenders, make, enter, device, meter, effort, watch))
+        contenders = [contender for contender in CONTENDERS if contender.parts or case.whole]
+        return Entry(case, compete(contenders, make, enter, meter, effort, expired))
 
     def table(self, entry: KernelEntry) -> Table:
         copied = entry.by_name("copy")
-        columns: Columns[KernelResult] = {
+        columns: Columns[Bandwidth] = {
             "": lambda r: r.title,
             "median ms": lambda r: f"{r.median_ms:.3g}",
             "least ms": lambda r: f"{min(r.samples_ms):.3g}",
             "calls": lambda r: str(len(r.samples_ms)),
             "bytes per logit": lambda r: f"{r.moved_bytes / (entry.case.tokens * entry.case.columns):.3g}",
             "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
-            "of copy": lambda r: percent(r.gigabytes_per_second, copied.gigabytes_per_second if copied else None),
+            "of copy": lambda r: percent(r.share_of(copied)),
         }
         return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
-    def cell(self, entry: KernelEntry, result: KernelResult) -> str:
+    def cell(self, entry: KernelEntry, result: Bandwidth) -> str:
         if result.median_ms is None:
-            return "-"
+            return NONE
         copied = entry.by_name("copy")
-        share = "" if copied in (None, result) else percent(result.gigabytes_per_second, copied.gigabytes_per_second)
-        return ", ".join(filter(None, (f"{result.median_ms:.3g}", share)))
+        share = "" if copied in (None, result) else f", {percent(result.share_of(copied))}"
+        return f"{result.median_ms:.3g}{share}"
 
 
 KERNELS = KernelBenchmark()

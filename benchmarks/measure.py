@@ -8,10 +8,9 @@ vendor library allocates by itself on a CPU is not seen.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,9 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.contenders import Outcome, Step
+from benchmarks.cases import Outcome, Step
+
+CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
 
 
 @dataclass(frozen=True)
@@ -42,28 +43,6 @@ def nothing(*ignored: object) -> None:
     pass
 
 
-class CpuMeter:
-    """perf_counter and process_time, and the profiler's memory events. `before` is called before every timed call."""
-
-    def __init__(self, before: Callable[[], object] = nothing) -> None:
-        self.before = before
-
-    def warm_up(self, step: Step) -> tuple[object, Sample]:
-        """The first call, recorded: its workspace counts, its time does not."""
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            start = time.perf_counter()
-            outcome = step()
-            elapsed = time.perf_counter() - start
-        return outcome, Sample(1e3 * elapsed, recorded_peak(profiler) - gradient_bytes(outcome))
-
-    def sample(self, step: Step) -> Sample:
-        self.before()
-        start, cpu_start = time.perf_counter(), time.process_time()
-        step()
-        cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
-        return Sample(1e3 * wall, None, 1e3 * cpu)
-
-
 def recorded_peak(profiler: Any) -> int:
     """The highest sum of the allocations and frees that the profiler saw on the CPU, in their order."""
     events = [
@@ -78,30 +57,44 @@ def recorded_peak(profiler: Any) -> int:
     return peak
 
 
-class CudaMeter:
-    """CUDA events, and the peak of the caching allocator.
+@dataclass
+class Meter:
+    """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter, process_time and the profiler.
 
-    What `before` gives the device to do is not waited for: while it works, the host launches the call.
+    `before` is called before every timed call. A GPU is then busy for `head_start` seconds: that is not waited for, and
+    while it works the host launches the call.
     """
 
-    def __init__(self, device: torch.device, before: Callable[[], object] = nothing) -> None:
-        self.device = device
-        self.before = before
+    device: torch.device
+    before: Callable[[], object] = nothing
+    head_start: float = 0.0
 
     def warm_up(self, step: Step) -> tuple[object, Sample]:
-        """Two calls: kernels are built and libraries take their buffers in the first."""
-        step()
-        return self._call(step)
+        """A call whose time does not count, but its workspace."""
+        if self.device.type == "cuda":
+            step()  # kernels are built and libraries take their buffers in the first
+            return self.on_cuda(step)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            outcome = step()
+        return outcome, Sample(0.0, recorded_peak(profiler) - gradient_bytes(outcome))
 
     def sample(self, step: Step) -> Sample:
-        return self._call(step)[1]
+        if self.device.type == "cuda":
+            return self.on_cuda(step)[1]
+        self.before()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        step()
+        cpu, wall = time.process_time() - cpu_start, time.perf_counter() - start
+        return Sample(1e3 * wall, None, 1e3 * cpu)
 
-    def _call(self, step: Step) -> tuple[object, Sample]:
+    def on_cuda(self, step: Step) -> tuple[object, Sample]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         held = torch.cuda.memory_allocated(self.device)
         self.before()
+        if self.head_start:
+            torch.cuda._sleep(int(self.head_start * CYCLES_PER_SECOND))
         start.record()
         outcome = step()
         end.record()
@@ -111,48 +104,11 @@ class CudaMeter:
         return outcome, Sample(start.elapsed_time(end), workspace, held_bytes=held, reserved_bytes=reserved)
 
 
-Meter = CpuMeter | CudaMeter
-
-
-def make_meter(device: torch.device, before: Callable[[], object] = nothing) -> Meter:
-    return CudaMeter(device, before) if device.type == "cuda" else CpuMeter(before)
-
-
-def release() -> None:
-    """Gives back what nobody refers to any more, to the device as well."""
+def release(everything: bool = True) -> None:
+    """Gives back what nobody refers to any more, to the device as well; with `everything` also what `rounds.compete`
+    had kept from the collector, which takes a while."""
+    if everything:
+        gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-_steady = False
-
-
-@contextlib.contextmanager
-def steady_heap() -> Iterator[None]:
-    """Around a case: what exists now is left out of later collections, which are then quick.
-
-    Within another, what has come since is left out as well (compilers leave much behind), until the outer one ends:
-    what is referred to in a circle is not given back before.
-    """
-    global _steady
-    outermost, _steady = not _steady, True
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        if outermost:
-            _steady = False
-            gc.unfreeze()
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Around a timed call: garbage goes before it, not during it."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

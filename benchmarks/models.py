@@ -2,33 +2,128 @@
 
 A step is forward with labels, backward, the optimizer if there is one, and dropping the gradients. As in Trainer,
 nothing but the loss is kept of the model's output, so that no logits live during backward that it does not need. A
-case is a line of a preset, a contender one of `model_contenders.CONTENDERS`.
+case is a line of a preset, a contender a context manager that changes the model and puts it back, and a line in
+`CONTENDERS`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from benchmarks.benchmark import Benchmark
-from benchmarks.cases import GIB, Effort, Plan, planned
-from benchmarks.measure import Sample, make_meter, release
-from benchmarks.model_contenders import ModelContender, entrants
-from benchmarks.model_problem import ModelCase, build, held_bytes, make_batch, make_optimizer
-from benchmarks.plots import COLOURS, draw_entries, points
+from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_flce, needs_package, planned
+from benchmarks.measure import Meter, Sample, release
+from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import Entry, Result, Run
-from benchmarks.rounds import Entrant, Watch, compete
+from benchmarks.rounds import Entrant, Expired, compete
 from benchmarks.tables import Columns, Table, gibibytes, ratio, table_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+# --- models, with random weights: nothing is downloaded ---
+
+# What makes a model of Transformers the one of that name.
+FIELDS = "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size"
+
+
+def configured(*values: Any, positions: int = 131072, **others: Any) -> dict[str, Any]:
+    sizes = dict(zip(FIELDS.split(), values, strict=True))
+    return sizes | others | {"tie_word_embeddings": True, "max_position_embeddings": positions}
+
+
+LLAMA: dict[str, Any] = {"head_dim": 64, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+QWEN: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+ARCHITECTURES = {
+    "Llama-3.2-1B": configured("llama", 2048, 16, 32, 8, 8192, 128256, **LLAMA),
+    "Qwen3-0.6B": configured("qwen3", 1024, 28, 16, 8, 3072, 151936, **QWEN),
+    "tiny-llama": configured("llama", 32, 2, 2, 1, 64, 2000, positions=128),
+}
+
+
+class Optimizer(str, Enum):
+    """What ends a training step, after forward and backward. The gradients are dropped in any case."""
+
+    none = "none"
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+@dataclass(frozen=True)
+class ModelCase(Case):
+    """One model at one batch shape."""
+
+    model: str
+    batch: int
+    sequence: int
+    dtype: str = "bfloat16"
+    optimizer: Optimizer = Optimizer.none
+    budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
+    contenders: tuple[str, ...] | None = None  # only these; None: all
+    warm_up_sequence: int | None = None  # tokens of a sequence while warming up, where whole ones take too long
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "optimizer", Optimizer(self.optimizer))
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def title(self) -> str:
+        parts = [f"{self.model}, {self.batch} x {self.sequence} tokens", self.dtype]
+        return ", ".join(parts if self.optimizer is Optimizer.none else [*parts, self.optimizer.value])
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"config": ARCHITECTURES[self.model]}
+
+
+def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
+    """The model with random weights, made on the device, ready for training with gradient checkpointing."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(**ARCHITECTURES[case.model])
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made: nn.Module = model.train()
+    return made
+
+
+def make_optimizer(case: ModelCase, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
+    """With a learning rate of 0: it works as always, and every contender finds the same weights."""
+    if case.optimizer is Optimizer.none:
+        return None
+    kind = torch.optim.SGD if case.optimizer is Optimizer.sgd else torch.optim.AdamW
+    return kind(parameters, lr=0.0)
+
+
+def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """What exists between two steps: weights, buffers, and what the optimizer keeps."""
+    tensors = [*model.parameters(), *model.buffers()]  # tied weights are given once
+    for state in optimizer.state.values() if optimizer is not None else ():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def make_batch(case: ModelCase, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Random tokens, which are their own labels: the model shifts them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    vocab = ARCHITECTURES[case.model]["vocab_size"]
+    return torch.randint(vocab, (case.batch, case.sequence), device=device, generator=generator)
 
 
 @dataclass
@@ -48,38 +143,108 @@ ModelEntry = Entry[ModelCase, ModelResult]
 ModelRun = Run[ModelCase, ModelResult]
 
 
+# --- contenders ---
+
+Change = Callable[[nn.Module], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class ModelContender(Contender):
+    applied: Change  # the model is changed inside
+    call: dict[str, Any] = field(default_factory=dict, kw_only=True)  # more arguments for the model's forward
+
+
+@contextlib.contextmanager
+def ours(model: nn.Module, **options: Any) -> Iterator[None]:
+    import flce
+
+    flce.patch_model(model, options=flce.ChunkOptions(**options) if options else None)
+    try:
+        yield
+    finally:
+        flce.unpatch_model(model)
+
+
+@contextlib.contextmanager
+def liger(model: nn.Module, fused_linear_cross_entropy: bool = True, **kernels: bool) -> Iterator[None]:
+    """Liger has no way back: it replaces methods of modules and names in the model's Python file."""
+    patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    attributes = [(module.__dict__, dict(module.__dict__)) for module in model.modules()]
+    names = vars(sys.modules[type(model).__module__])
+    before = [*attributes, (names, dict(names))]
+    try:
+        patch._apply_liger_kernel_to_instance(
+            model=model, fused_linear_cross_entropy=fused_linear_cross_entropy, **kernels
+        )
+        yield
+    finally:
+        for present, saved in before:
+            present.clear()
+            present.update(saved)
+
+
+@contextlib.contextmanager
+def ours_and_ligers_layers(model: nn.Module) -> Iterator[None]:
+    """The two go together: Liger's kernels for everything but the loss."""
+    with liger(model, fused_linear_cross_entropy=False), ours(model):
+        yield
+
+
+only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False)
+needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
+
+
+def peer(name: str, title: str, applied: Change, **call: Any) -> ModelContender:
+    return ModelContender(name, title, "peer", applied, unavailable=needs_liger, call=call)
+
+
+# In the order in which they are measured: what a deadline would cut off comes last. What the model's forward does not
+# know it hands on to the loss.
+CONTENDERS = [
+    ModelContender("ours", "flce", "ours", ours, unavailable=needs_flce),
+    ModelContender("ours-budget", "flce in a budget", "ours", ours, unavailable=needs_flce),  # see `entrants`
+    peer("liger-loss", "Liger, only the loss", only_the_loss),
+    peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
+    peer("liger", "Liger, all its kernels", liger),
+    peer("ours-liger-layers", "flce, with Liger's layers", ours_and_ligers_layers),
+    ModelContender("stock", "stock", "stock", contextlib.nullcontext),
+]
+
+
+def entrants(case: ModelCase) -> list[ModelContender]:
+    """The contenders of a case in the order of the table, with one for each budget."""
+    chosen = CONTENDERS if case.contenders is None else known(CONTENDERS, case.contenders)
+    found = []
+    for contender in CONTENDERS:
+        if contender in chosen:
+            budgets = [in_budget(mib) for mib in case.budgets_mib]
+            found += budgets if contender.name == "ours-budget" else [contender]
+    return found
+
+
+def in_budget(mib: int) -> ModelContender:
+    applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
+    title = f"flce, {mib} MiB budget"
+    return ModelContender(f"ours-budget-{mib}", title, "ours", applied, unavailable=needs_flce)
+
+
 # --- cases ---
 
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
 
 
-def tiny() -> Plan[ModelCase]:
-    """Seconds on a CPU; for the tests."""
-    case = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
-    return planned([case, replace(case, batch=1, sequence=128, warm_up_sequence=32)], rounds=2, seconds=1.0)
-
-
-def h200_short() -> Plan[ModelCase]:
-    """Half a minute of one large GPU: one model, without the long sequences."""
-    contenders = ("ours", "ours-budget", "liger-loss", "stock")
-    return planned([ModelCase(MODELS[0], 4, 8192, budgets_mib=(384,), contenders=contenders)], rounds=3, seconds=4.0)
-
-
-def h200() -> Plan[ModelCase]:
-    """About six minutes: four rounds of the short sequences, one of the long ones.
-
-    A step of these takes some 20 s, nearly all of it attention: memory is what differs there.
-    """
-    short = [ModelCase(model, 4, 8192, budgets_mib=(384, 1024)) for model in MODELS]
-    contenders = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
-    long = [
-        ModelCase(model, 1, 131072, budgets_mib=(1280,), contenders=contenders, warm_up_sequence=4096)
-        for model in MODELS
-    ]
-    return planned(short + long, rounds=4, seconds=6.0)
-
-
-PRESETS = {"tiny": tiny, "h200": h200, "h200-short": h200_short}
+NAMES = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
+TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
+SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
+# A step of these takes some 20 s, nearly all of it attention: memory is what differs there.
+LONG = ModelCase(MODELS[0], 1, 131072, budgets_mib=(1280,), contenders=NAMES, warm_up_sequence=4096)
+FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
+PRESETS: dict[str, Callable[[], Plan[ModelCase]]] = {
+    # Seconds on a CPU, for the tests; half a minute of one large GPU, and six minutes.
+    "tiny": lambda: planned([TINY, replace(TINY, batch=1, sequence=128, warm_up_sequence=32)], rounds=2, seconds=1.0),
+    "h200-short": lambda: planned([FEWER], rounds=3, seconds=4.0),
+    "h200": lambda: planned([replace(c, model=m) for c in (SHORT, LONG) for m in MODELS], rounds=4, seconds=6.0),
+}
 
 
 # --- measuring ---
@@ -95,13 +260,14 @@ class TrainingStep:
     call: dict[str, Any] = field(default_factory=dict)
     loss: torch.Tensor | None = None
     forward_peak_bytes: int | None = None
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
 
     def __call__(self) -> None:
         try:
             loss = self.model(input_ids=self.batch, labels=self.batch, use_cache=False, **self.call).loss
             if self.batch.is_cuda:  # the allocator keeps its books on the host: nothing is waited for
                 self.forward_peak_bytes = torch.cuda.max_memory_allocated(self.batch.device)
-            loss.backward()
+            self.backward(loss)
             if self.optimizer is not None:
                 self.optimizer.step()
             self.loss = loss.detach()
@@ -110,14 +276,14 @@ class TrainingStep:
 
 
 def measure_model(
-    case: ModelCase, contenders: Sequence[ModelContender], device: torch.device, effort: Effort, watch: Watch
+    case: ModelCase, contenders: Sequence[ModelContender], device: torch.device, effort: Effort, expired: Expired
 ) -> ModelEntry:
     release()
     model, batch = build(case, device), make_batch(case, device)
     optimizer = make_optimizer(case, model.parameters())
     if optimizer is not None:
         TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to nobody's step
-    meter = make_meter(device)
+    meter = Meter(device)
 
     def enter(contender: ModelContender, result: ModelResult) -> Entrant:
         """Warms up, with whole steps unless they take too long."""
@@ -127,7 +293,7 @@ def measure_model(
         @contextlib.contextmanager
         def turn() -> Iterator[None]:
             if result.reserved_bytes is None:
-                release()  # what others left in the cache would be counted
+                release(everything=False)  # what others left in the cache would be counted
             with contender.applied(model):
                 yield
 
@@ -141,7 +307,7 @@ def measure_model(
             keep(sample)
         return Entrant(step, turn, keep)
 
-    return Entry(case, compete(contenders, ModelResult.of, enter, device, meter, effort, watch))
+    return Entry(case, compete(contenders, ModelResult.of, enter, meter, effort, expired))
 
 
 def take(step: TrainingStep, result: ModelResult, sample: Sample) -> None:
@@ -170,27 +336,12 @@ def rate(result: ModelResult, tokens: int) -> str:
     return "out of memory" if result.status == "oom" else "-"
 
 
-def panel(entry: ModelEntry, styles: dict[str, str], axis: Axes) -> None:
+def panel(entry: ModelEntry) -> Panel:
     """Tokens a second against peak memory."""
-    from matplotlib.ticker import ScalarFormatter
-
-    memory, speeds = [], []
-    for result in points(entry):
-        memory.append((result.peak_bytes or 0) / GIB)
-        speeds.append(result.tokens_per_second(entry.case.tokens) or 0.0)
-        colour, style = COLOURS[result.family], styles[result.contender]
-        axis.scatter(memory[-1], speeds[-1], color=colour, marker=style, s=42, label=result.title)
+    speeds = [(r, r.tokens_per_second(entry.case.tokens)) for r in points(entry)]
+    series = [Series(r.title, r.family, [r.peak_bytes / GIB], [speed]) for r, speed in speeds]
     exhausted = ", ".join(result.title for result in entry.results if result.status == "oom")
-    if exhausted:
-        axis.text(0.98, 0.02, f"out of memory: {exhausted}", ha="right", transform=axis.transAxes, fontsize=8)
-    axis.set_xscale("log")
-    axis.set_xlim(min(memory) / 1.3, max(memory) * 1.3)
-    axis.set_ylim(0, 1.15 * max(speeds))
-    axis.minorticks_off()
-    axis.set_xticks(sorted({float(f"{value:.2g}") for value in (min(memory), max(memory))}))
-    axis.xaxis.set_major_formatter(ScalarFormatter())
-    axis.set_xlabel("peak memory, GiB")
-    axis.set_ylabel("tokens/s")
+    return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
 
 
 class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
@@ -200,23 +351,31 @@ class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
     case_type = ModelCase
     result_type = ModelResult
     presets = PRESETS
+    sizes = "batch,sequence"
+    defaults = ({"model": MODELS[0]},)
+    effort = Effort(5, 10.0)
 
-    def measure(self, case: ModelCase, device: torch.device, effort: Effort, watch: Watch) -> ModelEntry:
-        return measure_model(case, entrants(case), device, effort, watch)
+    def check(self, case: ModelCase) -> None:
+        entrants(case)
+        if case.model not in ARCHITECTURES:
+            raise ValueError(f"{case.model!r}: one of {', '.join(ARCHITECTURES)}")
+
+    def measure(self, case: ModelCase, device: torch.device, effort: Effort, expired: Expired) -> ModelEntry:
+        return measure_model(case, entrants(case), device, effort, expired)
 
     def table(self, entry: ModelEntry) -> Table:
         """Speed and memory of every contender on the training step of a model."""
         nobody = ModelResult("", "", "")
-        bases = {"stock": entry.by_name("stock") or nobody, "Liger": entry.by_name("liger-loss") or nobody}
-        peaks = {name: base.peak_bytes if base.samples_ms else None for name, base in bases.items()}
+        stock, other = (entry.by_name(name) or nobody for name in ("stock", "liger-loss"))
         columns: Columns[ModelResult] = {
             "": lambda r: r.title,
             "tokens/s": lambda r: rate(r, entry.case.tokens),
-            "x stock": lambda r: ratio(bases["stock"].median_ms, r.median_ms),
-            "x Liger": lambda r: ratio(bases["Liger"].median_ms, r.median_ms),
+            "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
+            "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
             "peak GiB": lambda r: gibibytes(r.peak_bytes),
-            "GiB x stock": lambda r: ratio(r.peak_bytes, peaks["stock"]),
-            "GiB x Liger": lambda r: ratio(r.peak_bytes, peaks["Liger"]),
+            "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
+            "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
+            "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
             "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
             "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
             "steps": lambda r: str(len(r.samples_ms)),
@@ -229,7 +388,8 @@ class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
         return rate(result, entry.case.tokens) + memory
 
     def figure(self, run: ModelRun) -> Figure:
-        return draw_entries(run.cases, panel, f"Training steps, {run.head['device']['name']}")
+        title, panels = f"Training steps, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
+        return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
 
 
 MODEL = ModelBenchmark()

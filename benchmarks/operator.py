@@ -5,49 +5,31 @@ A case is a line of a preset, a contender one of `operator_contenders.CONTENDERS
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks import tables
 from benchmarks.benchmark import Benchmark
 from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
-from benchmarks.measure import make_meter, nothing, release
+from benchmarks.measure import Meter, release
 from benchmarks.operator_contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
-from benchmarks.operator_problem import Mode, OperatorCase, exactness, make_oracle, make_problem
-from benchmarks.plots import COLOURS, draw_entries, points
-from benchmarks.results import Entry, Result, Run
-from benchmarks.rounds import Entrant, Watch, compete
-from benchmarks.tables import (
-    Columns,
-    Table,
-    failure_notes,
-    mebibytes,
-    milliseconds,
-    ratio,
-    relative,
-    summary,
-    table_of,
-    tabulate,
-)
-from benchmarks.targets import check_targets, target_cases, target_table
+from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult, Shape, exactness, make_oracle, make_problem
+from benchmarks.plots import Panel, Series, compared, draw, points
+from benchmarks.results import Entry, Run
+from benchmarks.rounds import Entrant, Expired, compete
+from benchmarks.tables import Table
+from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases, target_table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The device is kept busy this long, about three milliseconds, while the host launches a timed call. In training it is
-# ahead of the device as well: what is measured is the time of the device.
-HEAD_START_CYCLES = 6_000_000
-
-
-@dataclass
-class OperatorResult(Result):
-    errors: dict[str, float] | None = None  # relative, against float64
-
+# Seconds for which the device is kept busy while the host launches a timed call. In training it is ahead of the device
+# as well: what is measured is the time of the device.
+HEAD_START = 3e-3
 
 OperatorEntry = Entry[OperatorCase, OperatorResult]
 OperatorRun = Run[OperatorCase, OperatorResult]
@@ -57,6 +39,7 @@ OperatorRun = Run[OperatorCase, OperatorResult]
 
 TINY = (96, 64, 500)
 EXACTNESS = OperatorCase(32768, 1024, 32000, time=False, errors=True)
+EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # float16 as under a GradScaler
 
 
 def tiny() -> Plan[OperatorCase]:
@@ -65,46 +48,53 @@ def tiny() -> Plan[OperatorCase]:
     whole = [OperatorCase(*TINY, dtype=dtype, mode=mode, budget_mib=1, errors=True) for dtype, mode in modes]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
-    curve = ("ours", budget_name(1), budget_name(1, bfloat16_sums=True))
+    curve = ("ours", budget_name(1), budget_name(1, "bf16"))
     return planned([*whole, skipping, peer_case(TINY, curve)], rounds=3, seconds=1.0)
 
 
-def cpu() -> Plan[OperatorCase]:
-    """The shape that flce promises not to lose on a CPU."""
-    shape = (2048, 512, 32000)
-    cases = [OperatorCase(*shape, dtype=dtype, budget_mib=32, errors=True) for dtype in ("float32", "bfloat16")]
-    return planned(cases, rounds=9, seconds=15.0)
+LONG_IN_BUDGETS: list[tuple[Shape, int]] = [
+    ((32768, 4096, 128256), 256),
+    ((65536, 4096, 128256), 256),
+    ((131072, 2048, 128256), 256),
+    ((65536, 2048, 128256), 176),
+]
+FROZEN_IN_BUDGETS: list[Shape] = [MAIN, HEADS[3], NARROW, (4096, 2048, 151936)]
 
 
-def exact() -> Plan[OperatorCase]:
-    """The distance from a float64 oracle, with float16 as under a GradScaler; no times."""
-    return planned([EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)], rounds=1, seconds=0.0)
+def budgets() -> Plan[OperatorCase]:
+    """What a plan chooses beside what it could: one chunk, or blocks of classes. A minute or two of one large GPU."""
+    whole = [(Mode.frozen, shape) for shape in (MAIN, *HEADS[2:], NARROW)] + [(Mode.none, s) for s in (MAIN, NARROW)]
+    both = [(budget_name(mib), budget_name(mib, "vocab")) for mib in (64, 128, 256, 512, 1024)]
+    frozen = tuple(name for pair in both for name in pair)
+    cases = [
+        *[OperatorCase(*s, mode=m, contenders=("ours", "ours-whole"), label="one chunk") for m, s in whole],
+        *[OperatorCase(*s, mode=Mode.frozen, contenders=frozen, label="budgets") for s in FROZEN_IN_BUDGETS],
+    ]
+    long = []
+    for shape, mib in LONG_IN_BUDGETS:
+        names = budget_name(mib), budget_name(mib, "vocab")
+        long.append(OperatorCase(*shape, contenders=names, label="long"))
+    return planned(cases, rounds=9, seconds=0.4) + planned(long, rounds=5, seconds=2.0)
 
 
-def promised() -> Plan[OperatorCase]:
-    """Everything that flce promises of its speed on one H200: a matter of one percent."""
-    return planned(target_cases(), rounds=24, seconds=0.8)
-
-
-def peers() -> Plan[OperatorCase]:
-    """Our settings and the peers, on one large GPU: a matter of ten percent."""
-    return planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
-
-
-PRESETS = {
+# The shape that flce promises not to lose on a CPU; the distance from a float64 oracle; on one H200 everything that is
+# promised of speed, a matter of one percent, and our settings and the peers, one of ten percent.
+CPU = [OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dtype in ("float32", "bfloat16")]
+PROMISED = planned(target_cases(), rounds=24, seconds=0.8)
+EXACTLY = planned(EXACT, rounds=1, seconds=0.0)
+PEERS = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
+PRESETS: dict[str, Callable[[], Plan[OperatorCase]]] = {
     "tiny": tiny,
-    "cpu": cpu,
-    "targets": lambda: promised() + exact(),
-    "peers": lambda: exact() + peers(),
-    "h200": lambda: promised() + exact() + peers(),
+    "cpu": lambda: planned(CPU, rounds=9, seconds=15.0),
+    "targets": lambda: PROMISED + EXACTLY,
+    "peers": lambda: EXACTLY + PEERS,
+    "h200": lambda: PROMISED + EXACTLY + PEERS,
+    "h200-budgets": budgets,
 }
 
 
-CURVE = ("ours", "ours-vocab")  # one operator with the same numerics at different workspaces, beside the budgets
-
-
 def in_curve(contender: str) -> bool:
-    """Whether it is flce in a budget with the numerics of the default: a dot on the curve, not a look of its own."""
+    """Whether it is flce in a budget with the numerics of the default: a point of the curve."""
     return in_budget(contender) is not None and not sums_in_bfloat16(contender)
 
 
@@ -115,37 +105,47 @@ class OperatorBenchmark(Benchmark[OperatorCase, OperatorResult]):
     case_type = OperatorCase
     result_type = OperatorResult
     presets = PRESETS
+    sizes = "tokens,hidden,vocab"
+    defaults = ({"errors": True},)
+    effort = Effort(10, 10.0)
 
-    def measure(self, case: OperatorCase, device: torch.device, effort: Effort, watch: Watch) -> OperatorEntry:
-        return measure_operator(case, select(case.contenders), device, effort, watch)
+    def check(self, case: OperatorCase) -> None:
+        select(case.contenders)
+
+    def measure(self, case: OperatorCase, device: torch.device, effort: Effort, expired: Expired) -> OperatorEntry:
+        return measure_operator(case, select(case.contenders), device, effort, expired)
 
     def table(self, entry: OperatorEntry) -> Table:
         """Time and workspace of every contender."""
-        nobody = OperatorResult("", "", "")
+        nobody = OperatorResult.nobody()
         floor = entry.by_name("floor") or entry.by_name("floor-aligned") or nobody
         stock = entry.by_name("stock") or nobody
-        columns: Columns[OperatorResult] = {
+        columns: tables.Columns[OperatorResult] = {
             "": lambda r: r.title,
-            "median ms": lambda r: milliseconds(r.median_ms),
-            "least ms": lambda r: milliseconds(min(r.samples_ms)),
+            "median ms": lambda r: tables.milliseconds(r.median_ms),
+            "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
             "calls": lambda r: str(len(r.samples_ms)),
-            "x floor": lambda r: ratio(r.median_ms, floor.median_ms),
-            "x stock": lambda r: ratio(r.median_ms, stock.median_ms),
-            "CPU ms": lambda r: milliseconds(r.median_cpu_ms),
-            "CPU x stock": lambda r: ratio(r.median_cpu_ms, stock.median_cpu_ms),
-            "MiB": lambda r: mebibytes(r.workspace_bytes),
-            "MiB x stock": lambda r: ratio(r.workspace_bytes, stock.workspace_bytes),
+            "x floor": lambda r: tables.ratio(r.median_ms, floor.median_ms),
+            "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
+            "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
+            "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
+            "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
+            "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
+            "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
         }
-        return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+        return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
     def error_table(self, entry: OperatorEntry) -> Table:
         """Distance of every contender from the float64 oracle."""
-        columns: Columns[OperatorResult] = {"": lambda r: r.title}
-        for name, title in {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}.items():
-            columns[title] = functools.partial(lambda name, r: relative((r.errors or {}).get(name)), name)
+        columns: tables.Columns[OperatorResult] = {
+            "": lambda r: r.title,
+            "loss": lambda r: tables.relative((r.errors or {}).get("loss")),
+            "dX": lambda r: tables.relative((r.errors or {}).get("input_grad")),
+            "dW": lambda r: tables.relative((r.errors or {}).get("weight_grad")),
+        }
         compared = [result for result in entry.results if result.errors is not None]
-        notes = [] if entry.case.time else failure_notes(entry)  # they stand under the table of times
-        return tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
+        notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
+        return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
 
     def cell(self, entry: OperatorEntry, result: OperatorResult) -> str:
         return figures(result)
@@ -161,73 +161,61 @@ class OperatorBenchmark(Benchmark[OperatorCase, OperatorResult]):
             entries = [entry for entry in timed if entry.case.label == label]
             if brief or len(entries) > 1:
                 title, first = self.summary
-                found.append(summary(", ".join(filter(None, (title, label))), first, entries, self.cell))
+                found.append(tables.summary(", ".join(filter(None, (title, label))), first, entries, self.cell))
         found += [] if brief else [self.table(entry) for entry in timed]
         return found + [self.error_table(entry) for entry in run.cases if entry.case.errors]
 
     def targets(self, runs: Sequence[OperatorRun], brief: bool) -> list[Table]:
-        return [target_table(runs)]
+        return [target_table(runs), *plan_tables(runs)]
 
     def dominance(self, runs: Sequence[OperatorRun]) -> list[Table]:
         return [dominance_table(runs)]
 
     def closing(self, run: OperatorRun) -> list[Table]:
-        """Targets and peers, those that the run has figures of."""
-        found = [target_table([run])] if any(check.measured for check in check_targets([run])) else []
-        return found + ([dominance_table([run])] if duels([run]) else [])
+        """Targets, peers and plans, those that the run has figures of."""
+        promised = [table for table in [target_table([run])] if table.rows]
+        return promised + ([dominance_table([run])] if duels([run]) else []) + plan_tables([run])
 
     def figure(self, run: OperatorRun) -> Figure:
-        return draw_entries(run.cases, panel, f"Time and workspace, {run.head['device']['name']}", in_curve)
+        """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
+        title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
+        return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
 
 
 def measure_operator(
-    case: OperatorCase, contenders: Sequence[OperatorContender], device: torch.device, effort: Effort, watch: Watch
+    case: OperatorCase, contenders: Sequence[OperatorContender], device: torch.device, effort: Effort, expired: Expired
 ) -> OperatorEntry:
     chosen = [c for c in contenders if c.applies(case, device) and (case.time or c.family != "floor")]
     release()  # what other cases left in the cache
     problem = make_problem(case, device)
-    watch.tell("float64 oracle", 0.0)
     oracle = make_oracle(problem) if case.errors else None
-    head_start = functools.partial(torch.cuda._sleep, HEAD_START_CYCLES)
-    meter = make_meter(device, head_start if device.type == "cuda" else nothing)
+    meter = Meter(device, head_start=HEAD_START)
 
     def enter(contender: OperatorContender, result: OperatorResult) -> Entrant:
         step = contender.prepare(problem)
         outcome, sample = meter.warm_up(step)
         if contender.family != "floor":  # whose buffers are an artefact of how it is measured
             result.workspace_bytes = sample.workspace_bytes
+        result.planned_bytes = contender.planned_bytes(case, device)
         if oracle is not None:
             result.errors = exactness(outcome, oracle)
         return Entrant(step)
 
-    return Entry(case, compete(chosen, OperatorResult.of, enter, device, meter, effort, watch, timed=case.time))
+    return Entry(case, compete(chosen, OperatorResult.of, enter, meter, effort, expired, timed=case.time))
 
 
-def panel(entry: OperatorEntry, styles: dict[str, str], axis: Axes) -> None:
-    """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
-    from matplotlib.ticker import LogLocator, ScalarFormatter
-
+def panel(entry: OperatorEntry) -> Panel:
     place = {result.contender: (result.workspace_bytes / MIB, result.median_ms) for result in points(entry)}
-    curve = sorted(spot for name, spot in place.items() if name in CURVE or in_curve(name))
-    axis.plot(*zip(*curve, strict=True), color=COLOURS["ours"], linewidth=1, alpha=0.6)
+    curve = sorted(spot for name, spot in place.items() if name == "ours" or in_curve(name))
+    found = [Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-")] if curve else []
     for result in entry.results:
-        style, colour = styles.get(result.contender, ""), COLOURS[result.family]
-        if result.contender in place:
-            title = "flce, in budgets" if in_curve(result.contender) else result.title
-            axis.scatter(*place[result.contender], color=colour, marker=style, s=42, zorder=3, label=title)
+        if result.contender in place and not in_curve(result.contender):
+            x, y = place[result.contender]
+            found.append(Series(result.title, result.family, [x], [y]))
         elif result.family == "floor" and result.median_ms is not None:
-            axis.axhline(result.median_ms, color=colour, linestyle=style, linewidth=1.2, label=result.title)
-    times = [result.median_ms for result in entry.results if result.median_ms is not None]
-    axis.set_xscale("symlog", linthresh=1)
-    axis.set_xlim(0, 3 * max(1.0, *(x for x, _ in place.values())))
-    axis.set_yscale("log")
-    axis.set_ylim(0.8 * min(times), 1.3 * max(times))
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-    axis.minorticks_off()
-    for scale in (axis.xaxis, axis.yaxis):
-        scale.set_major_formatter(ScalarFormatter())
-    axis.set_xlabel("workspace, MiB")
-    axis.set_ylabel("median time, ms")
+            line = "--" if result.contender == "floor" else ":"
+            found.append(Series(result.title, result.family, [], [result.median_ms], line))
+    return Panel(entry.case.title, found)
 
 
 OPERATOR = OperatorBenchmark()

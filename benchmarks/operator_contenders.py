@@ -18,33 +18,56 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import MIB
-from benchmarks.contenders import Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_flce, needs_package
-from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, Problem, Product, make_problem
+from benchmarks.cases import MIB, Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_flce, needs_package
+from benchmarks.operator_problem import (
+    IGNORE_INDEX,
+    INPUT_GRAD,
+    LOGITS,
+    WEIGHT_GRAD,
+    Mode,
+    OperatorCase,
+    Problem,
+    make_problem,
+)
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 Condition = Callable[[OperatorCase, torch.device], bool]
 
 
-def every(case: OperatorCase, device: torch.device) -> bool:
-    return True
+# On what somebody is measured who is not measured everywhere: where it would mean something, and repeat nobody else.
+ONLY: dict[str, Condition] = {
+    "": lambda case, device: True,
+    "half precision": lambda case, device: case.torch_dtype in (torch.float16, torch.bfloat16),
+    "bfloat16": lambda case, device: case.torch_dtype is torch.bfloat16,  # float16 sums are not allowed
+    "ignored": lambda case, device: case.ignored > 0,
+    "reduced": lambda case, device: case.mode.call.reduction != "none",  # some peers have no per-token losses
+    # Most CPUs only emulate half precision: bare products in it are no floor there.
+    "products": lambda case, device: device.type == "cuda" or not ONLY["half precision"](case, device),
+    "training": lambda case, device: case.mode is Mode.forward_backward and ONLY["products"](case, device),
+    "unaligned": lambda case, device: device.type == "cuda" and case.aligned() != case,
+}
 
 
 @dataclass(frozen=True)
 class OperatorContender(Contender):
     prepare: Callable[[Problem], Step]
-    applies: Condition = field(default=every, kw_only=True)  # False where it would mean nothing, or repeat another
+    only: str = field(default="", kw_only=True)  # see ONLY
+    # Of ours: the workspace that `flce.plan` says it takes.
+    planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
+
+    def applies(self, case: OperatorCase, device: torch.device) -> bool:
+        return ONLY[self.only](case, device)
 
 
 def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
     """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
-    x, w, y = problem.input, problem.weight, problem.target
-    plain = problem.case.upstream == 1 and problem.reduction != "none"
+    x, w, y, call = problem.input, problem.weight, problem.target, problem.case.mode.call
+    plain = problem.case.upstream == 1 and call.reduction != "none"
 
     def step() -> Outcome:
-        with torch.set_grad_enabled(problem.case.mode.call.input_grad):
-            loss = loss_function(x, w, y, problem.reduction)
-        if problem.case.mode.call.input_grad:
+        with torch.set_grad_enabled(call.input_grad):
+            loss = loss_function(x, w, y, call.reduction)
+        if call.input_grad:
             loss.backward(None if plain else problem.upstream.to(loss.dtype))
         outcome = Outcome(loss.detach(), x.grad, w.grad)
         x.grad = w.grad = None
@@ -53,53 +76,19 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
     return step
 
 
-# --- on what somebody is measured ---
-
-
-def half_precision(case: OperatorCase, device: torch.device) -> bool:
-    return case.torch_dtype in (torch.float16, torch.bfloat16)
-
-
-def brain_float(case: OperatorCase, device: torch.device) -> bool:
-    """Of half precision only bfloat16 sums are allowed."""
-    return case.torch_dtype is torch.bfloat16
-
-
-def some_ignored(case: OperatorCase, device: torch.device) -> bool:
-    return case.ignored > 0
-
-
-def reduced(case: OperatorCase, device: torch.device) -> bool:
-    """Some peers have no per-token losses."""
-    return case.mode.call.reduction != "none"
-
-
-def products_tell(case: OperatorCase, device: torch.device) -> bool:
-    """Most CPUs only emulate half precision: bare products in it are no floor there."""
-    return device.type == "cuda" or not half_precision(case, device)
-
-
-def training(case: OperatorCase, device: torch.device) -> bool:
-    return case.mode is Mode.forward_backward and products_tell(case, device)
-
-
-def unaligned(case: OperatorCase, device: torch.device) -> bool:
-    return device.type == "cuda" and case.aligned() != case
-
-
 # --- the floor: the matrix products alone ---
 
 
-def products_step(problem: Problem, products: Sequence[Product]) -> Step:
+def products_step(problem: Problem, products: Sequence[str]) -> Step:
     """Bare products on the operands of the problem, into memory made beforehand, in the layouts that flce has.
 
     The gradient of the logits is the true one, since the speed of a matrix product depends on its data.
     """
     x, w = problem.input.detach(), problem.weight.detach()
-    operands: dict[Product, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
-        Product.logits: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
-        Product.input_grad: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
-        Product.weight_grad: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
+    operands: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
+        LOGITS: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
+        INPUT_GRAD: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
+        WEIGHT_GRAD: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
     }
     ready = {product: operands[product]() for product in set(products)}
 
@@ -111,33 +100,49 @@ def products_step(problem: Problem, products: Sequence[Product]) -> Step:
     return step
 
 
-def floor_step(problem: Problem) -> Step:
-    """What the call cannot do without."""
-    return products_step(problem, problem.case.mode.call.products)
+def floor_step(problem: Problem, again: Sequence[str] = ()) -> Step:
+    """What the call cannot do without; `again` what is made a second time."""
+    return products_step(problem, (*again, *problem.case.mode.call.products))
 
 
 def aligned_floor_step(problem: Problem) -> Step:
-    return floor_step(make_problem(problem.case.aligned(), problem.device))
-
-
-def recomputed_floor_step(problem: Problem) -> Step:
-    """The same, and the logits a second time: what a call with a small workspace cannot do without."""
-    return products_step(problem, (Product.logits, *problem.case.mode.call.products))
+    return floor_step(make_problem(problem.case.aligned(), problem.input.device))
 
 
 # --- flce ---
 
 
-def ours(name: str, title: str, applies: Condition = every, **options: Any) -> OperatorContender:
-    """With these options of `flce.ChunkOptions`."""
-    prepare = functools.partial(ours_step, **options)
-    return OperatorContender(name, title, "ours", prepare, applies=applies, unavailable=needs_flce)
+def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorContender:
+    """With these options of `flce.ChunkOptions`; what can be called is called with the case."""
+
+    def chunking(case: OperatorCase) -> Any:
+        import flce
+
+        given = {name: value(case) if callable(value) else value for name, value in options.items()}
+        return flce.ChunkOptions(**given) if given else None
+
+    def planned(case: OperatorCase, device: torch.device) -> int:
+        import flce
+
+        call = case.mode.call
+        return flce.plan(
+            *case.shape,
+            case.torch_dtype,
+            device=device,
+            reduction=call.reduction,
+            input_grad=call.input_grad,
+            weight_grad=call.weight_grad,
+            options=chunking(case),
+        ).workspace_bytes
+
+    def prepare(problem: Problem) -> Step:
+        return ours_step(problem, chunking(problem.case))
+
+    return OperatorContender(name, title, "ours", prepare, only=only, unavailable=needs_flce, planned_bytes=planned)
 
 
-def ours_step(problem: Problem, **options: Any) -> Step:
+def ours_step(problem: Problem, chunking: Any) -> Step:
     import flce
-
-    chunking = flce.ChunkOptions(**options) if options else None
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
         result = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=chunking)
@@ -147,13 +152,9 @@ def ours_step(problem: Problem, **options: Any) -> Step:
     return autograd_step(problem, loss)
 
 
-def ours_vocab_step(problem: Problem) -> Step:
-    return ours_step(problem, strategy="vocab", max_workspace_bytes=problem.case.budget_mib * MIB)
-
-
 def ours_full_step(problem: Problem) -> Step:
     """For its time only: the results, which are not returned, are those of another problem."""
-    solve = ours_step(replace(problem, target=problem.full_target))
+    solve = ours_step(replace(problem, target=problem.full_target), None)
 
     def step() -> None:
         solve()
@@ -161,29 +162,33 @@ def ours_full_step(problem: Problem) -> Step:
     return step
 
 
-BUDGET = re.compile(r"ours(?P<sums>-bf16)?-(?P<mib>[1-9]\d*)MiB")
+BUDGET = re.compile(r"ours(?:-(?P<kind>bf16|vocab))?-(?P<mib>[1-9]\d*)MiB")
+# What is said of a kind, where it is measured, and its options.
+KINDS: dict[str | None, tuple[str, str, dict[str, Any]]] = {
+    None: ("", "", {}),
+    "bf16": (", bfloat16 sums", "bfloat16", {"accum_dtype": torch.bfloat16}),
+    "vocab": (", strategy vocab", "", {"strategy": "vocab"}),
+}
 
 
 def in_budget(name: str) -> OperatorContender | None:
-    """The contender that a name such as ours-256MiB stands for; with bfloat16 sums: ours-bf16-64MiB."""
+    """The contender that a name stands for such as ours-256MiB, ours-bf16-64MiB (its sums), ours-vocab-64MiB."""
     match = BUDGET.fullmatch(name)
     if match is None:
         return None
-    title, budget = f"flce, {match['mib']} MiB budget", int(match["mib"]) * MIB
-    if match["sums"] is None:
-        return ours(name, title, max_workspace_bytes=budget)
-    sums = {"max_workspace_bytes": budget, "accum_dtype": torch.bfloat16}
-    return ours(name, f"{title}, bfloat16 sums", brain_float, **sums)
+    suffix, only, options = KINDS[match["kind"]]
+    title, budget = f"flce, {match['mib']} MiB budget{suffix}", int(match["mib"]) * MIB
+    return ours(name, title, only, max_workspace_bytes=budget, **options)
 
 
-def budget_name(mib: int, bfloat16_sums: bool = False) -> str:
+def budget_name(mib: int, kind: str = "") -> str:
     """What `in_budget` understands."""
-    return f"ours{'-bf16' if bfloat16_sums else ''}-{mib}MiB"
+    return f"ours{kind and '-' + kind}-{mib}MiB"
 
 
 def sums_in_bfloat16(contender: str) -> bool:
     match = BUDGET.fullmatch(contender)
-    return match is not None and match["sums"] is not None
+    return match is not None and match["kind"] == "bf16"
 
 
 # --- PyTorch ---
@@ -217,6 +222,7 @@ QUACK_CHUNK = 4096  # tokens; the default of its function
 LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 CCE = "cut_cross_entropy", "linear_cross_entropy"
 QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
+FLA = "fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss"
 
 
 def library_loss(module: str, function: str, **options: Any) -> LossFunction:
@@ -241,10 +247,8 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def fla_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Eight chunks and float32 sums, its defaults."""
-    module = importlib.import_module("fla.modules.fused_linear_cross_entropy")
-    loss: Tensor = module.fused_linear_cross_entropy_loss(x, y, w, reduction=reduction)
-    return loss
+    """Eight chunks and float32 sums, its defaults. The labels come before the weight."""
+    return library_loss(*FLA)(x, y, w, reduction)
 
 
 def needs_trl(device: torch.device) -> str | None:
@@ -254,7 +258,7 @@ def needs_trl(device: torch.device) -> str | None:
 
 needs_liger = needs_package(LIGER[0], "liger-kernel")
 needs_cce = needs_package(CCE[0], "cut-cross-entropy")
-needs_fla = needs_package("fla.modules.fused_linear_cross_entropy", "fla-core")
+needs_fla = needs_package(FLA[0], "fla-core")
 needs_quack = needs_package(QUACK[0], "quack-kernels")
 
 
@@ -265,27 +269,28 @@ def needs_cce_presets(device: torch.device) -> str | None:
     return reason
 
 
-def peer(
-    name: str, title: str, loss: LossFunction, unavailable: Unavailable, applies: Condition = every
-) -> OperatorContender:
+def peer(name: str, title: str, loss: LossFunction, unavailable: Unavailable, only: str = "") -> OperatorContender:
     prepare = functools.partial(autograd_step, loss_function=loss)
-    return OperatorContender(name, title, "peer", prepare, unavailable=unavailable, applies=applies)
+    return OperatorContender(name, title, "peer", prepare, unavailable=unavailable, only=only)
 
 
 liger_sums = library_loss(*LIGER, accum_dtype=torch.float32, chunk_mem_const=8)
 stock_step = functools.partial(autograd_step, loss_function=stock_loss)
+recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))  # what a call with a small workspace has to do
 C = OperatorContender
+BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
+vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
-    C("floor", "bare GEMMs", "floor", floor_step, applies=products_tell),
-    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=unaligned),
-    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=training),
+    C("floor", "bare GEMMs", "floor", floor_step, only="products"),
+    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, only="unaligned"),
+    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, only="training"),
     ours("ours", "flce"),
-    C("ours-vocab", "flce, strategy vocab in a budget", "ours", ours_vocab_step, unavailable=needs_flce),
-    ours("ours-float32-logits", "flce, float32 logits", half_precision, logits_dtype=torch.float32),
-    ours("ours-skipping", "flce, skip_ignored=True", some_ignored, skip_ignored=True),
-    C("ours-full", "flce, no label ignored", "ours", ours_full_step, applies=some_ignored, unavailable=needs_flce),
-    ours("ours-keeping", "flce, skip_ignored=False", some_ignored, skip_ignored=False),
+    ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
+    ours("ours-float32-logits", "flce, float32 logits", "half precision", logits_dtype=torch.float32),
+    ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
+    C("ours-full", "flce, no label ignored", "ours", ours_full_step, only="ignored", unavailable=needs_flce),
+    ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
     C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
     peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_loss, torch_chunked_unavailable),
@@ -295,9 +300,11 @@ CONTENDERS = [
     peer("cce-unfiltered", "CCE, no gradient filter", library_loss(*CCE, filter_eps=None), needs_cce),
     peer("cce-exact", "CCE, its exact preset", library_loss(*CCE, impl="cce_exact"), needs_cce_presets),
     peer("trl", "TRL's fused head", trl_loss, needs_trl),
-    peer("fla", "flash-linear-attention", fla_loss, needs_fla, reduced),
-    peer("quack", "QuACK, chunked", library_loss(*QUACK, chunk_size=QUACK_CHUNK), needs_quack, reduced),
+    peer("fla", "flash-linear-attention", fla_loss, needs_fla, "reduced"),
+    peer("quack", "QuACK, chunked", library_loss(*QUACK, chunk_size=QUACK_CHUNK), needs_quack, "reduced"),
 ]
+# Measured only where a case names it: the logits of all tokens in one piece.
+WHOLE = ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens)
 
 
 def select(names: Iterable[str] | None) -> list[OperatorContender]:
@@ -307,7 +314,7 @@ def select(names: Iterable[str] | None) -> list[OperatorContender]:
     names = list(names)
     budgets = [contender for name in names if (contender := in_budget(name)) is not None]
     try:
-        return known([*CONTENDERS, *budgets], names)
+        return known([*CONTENDERS, WHOLE, *budgets], names)
     except ValueError as error:
-        examples = f"{budget_name(256)} and {budget_name(64, bfloat16_sums=True)}"
+        examples = f"{budget_name(256)} and {budget_name(64, 'bf16')}"
         raise ValueError(f"{error}, and budgets such as {examples}") from None

@@ -10,32 +10,11 @@ from enum import Enum
 
 import torch
 
-from benchmarks.cases import DTYPES, MIB, Case
-from benchmarks.contenders import Outcome
+from benchmarks.cases import DTYPES, MIB, Case, Outcome
+from benchmarks.results import Result
 
 IGNORE_INDEX = -100
 Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
-
-
-class Product(str, Enum):
-    """A matrix product of 2NHV flops."""
-
-    logits = "x W^T"
-    input_grad = "dlogits W"
-    weight_grad = "dlogits^T x"
-
-
-@dataclass(frozen=True)
-class Call:
-    """How the operator is called, and the products that such a call cannot do without: its floor."""
-
-    input_grad: bool
-    weight_grad: bool
-    reduction: str
-    products: tuple[Product, ...]
-
-
-ALL_PRODUCTS = (Product.logits, Product.input_grad, Product.weight_grad)
 
 
 class Mode(str, Enum):
@@ -51,12 +30,23 @@ class Mode(str, Enum):
         return CALLS[self]
 
 
+@dataclass(frozen=True)
+class Call:
+    """How the operator is called, and the products of 2NHV flops that such a call cannot do without: its floor."""
+
+    input_grad: bool
+    weight_grad: bool
+    reduction: str
+    products: tuple[str, ...]
+
+
+LOGITS, INPUT_GRAD, WEIGHT_GRAD = "x W^T", "dlogits W", "dlogits^T x"
 CALLS = {
-    Mode.forward_backward: Call(True, True, "mean", ALL_PRODUCTS),
-    Mode.forward: Call(False, False, "mean", (Product.logits,)),
-    Mode.frozen: Call(True, False, "mean", (Product.logits, Product.input_grad)),
+    Mode.forward_backward: Call(True, True, "mean", (LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
+    Mode.forward: Call(False, False, "mean", (LOGITS,)),
+    Mode.frozen: Call(True, False, "mean", (LOGITS, INPUT_GRAD)),
     # A weight gradient that is already summed cannot be scaled per token: the logits are made again in backward.
-    Mode.none: Call(True, True, "none", (Product.logits, *ALL_PRODUCTS)),
+    Mode.none: Call(True, True, "none", (LOGITS, LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
 }
 
 
@@ -77,6 +67,13 @@ class OperatorCase(Case):
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
     label: str = ""  # tells apart cases of the same problem with other contenders
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mode", Mode(self.mode))
+
+    @property
+    def asked(self) -> bool:
+        return self.time or self.errors
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -99,6 +96,17 @@ class OperatorCase(Case):
         return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
 
 
+@dataclass
+class OperatorResult(Result):
+    planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
+    errors: dict[str, float] | None = None  # relative, against float64
+
+    @classmethod
+    def nobody(cls) -> OperatorResult:
+        """Without any figure: in the place of one that was not measured."""
+        return cls("", "", "")
+
+
 @dataclass(frozen=True)
 class Problem:
     """Hidden states, head and labels of a case, and the gradient that arrives at the loss."""
@@ -109,14 +117,6 @@ class Problem:
     target: torch.Tensor  # (tokens,)
     full_target: torch.Tensor  # the same before some were ignored
     upstream: torch.Tensor  # float32: 0-d, or (tokens,) with reduction "none"
-
-    @property
-    def device(self) -> torch.device:
-        return self.input.device
-
-    @property
-    def reduction(self) -> str:
-        return self.case.mode.call.reduction
 
     @functools.cached_property
     def logits_gradient(self) -> torch.Tensor:
@@ -151,9 +151,7 @@ def make_problem(case: OperatorCase, device: torch.device, seed: int = 0) -> Pro
         upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
     else:
         upstream = torch.tensor(case.upstream, device=device)
-    x.requires_grad_(call.input_grad)
-    w.requires_grad_(call.weight_grad)
-    return Problem(case, x, w, y, full, upstream)
+    return Problem(case, x.requires_grad_(call.input_grad), w.requires_grad_(call.weight_grad), y, full, upstream)
 
 
 def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
@@ -164,17 +162,9 @@ def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterato
         yield slice(start, min(start + rows, tokens))
 
 
-@dataclass(frozen=True)
-class Oracle:
-    """The right answer, in float64, for an upstream gradient as the problem has it."""
-
-    loss: torch.Tensor
-    input_grad: torch.Tensor | None
-    weight_grad: torch.Tensor | None
-
-
 @torch.no_grad()
-def make_oracle(problem: Problem) -> Oracle:
+def make_oracle(problem: Problem) -> Outcome:
+    """The right answer, in float64, for an upstream gradient as the problem has it."""
     x, w, y, call = problem.input, problem.weight.double(), problem.target, problem.case.mode.call
     valid = y != IGNORE_INDEX
     losses = torch.zeros(len(x), dtype=torch.float64, device=x.device)
@@ -182,7 +172,7 @@ def make_oracle(problem: Problem) -> Oracle:
     dw = torch.zeros_like(w) if call.weight_grad else None
 
     share = problem.upstream.double()  # of each token's loss in what is differentiated
-    if problem.reduction == "mean":
+    if call.reduction == "mean":
         share = share / valid.sum()
     share = torch.where(valid, share, 0.0)
 
@@ -200,17 +190,15 @@ def make_oracle(problem: Problem) -> Oracle:
         dx[rows] = gradient @ w
         if dw is not None:
             dw.addmm_(gradient.T, x_rows)
-    loss = losses if problem.reduction == "none" else losses.sum() / valid.sum()
-    return Oracle(loss, dx, dw)
+    return Outcome(losses if call.reduction == "none" else losses.sum() / valid.sum(), dx, dw)
 
 
-def exactness(outcome: object, oracle: Oracle) -> dict[str, float] | None:
+def exactness(outcome: object, oracle: Outcome) -> dict[str, float] | None:
     """Relative Frobenius errors of what the call returned; infinity rather than NaN where a value is not finite."""
     if not isinstance(outcome, Outcome):
         return None
     errors = {}
-    for name in ("loss", "input_grad", "weight_grad"):
-        value, truth = getattr(outcome, name), getattr(oracle, name)
+    for name, value, truth in zip(Outcome._fields, outcome, oracle, strict=True):
         if value is not None and truth is not None:
             error = float((value.double() - truth).norm() / truth.norm())
             errors[name] = error if math.isfinite(error) else math.inf

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from typing_extensions import Self
 
-from benchmarks.cases import CaseT
-from benchmarks.contenders import AGAIN, Contender
+from benchmarks.cases import AGAIN, CaseT, Contender
 
 SCHEMA = 1
 HEAD = ("date", "command", "commit", "versions", "device")  # what environment.describe gives
-
-STATUSES = {
-    "ok": "measured",
-    "unavailable": "cannot run here",
-    "failed": "tried, and raised",
-    "oom": "tried, and the memory of the device did not suffice",
-    "skipped": "the deadline had passed",
-}
 
 
 @dataclass
@@ -35,7 +25,7 @@ class Result:
     contender: str
     title: str
     family: str
-    status: str = "ok"  # see STATUSES
+    status: str = "ok"  # or "unavailable" here, "failed" when tried, "oom" (out of memory), "skipped" for the deadline
     reason: str | None = None  # unless it is "ok"
     samples_ms: list[float] = field(default_factory=list)  # every timed call, in order
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
@@ -44,11 +34,6 @@ class Result:
     @classmethod
     def of(cls, contender: Contender, **figures: Any) -> Self:
         return cls(contender.name, contender.title, contender.family, **figures)
-
-    @property
-    def task(self) -> str:
-        """Tells results apart that one contender has on one case."""
-        return ""
 
     @property
     def median_ms(self) -> float | None:
@@ -62,25 +47,28 @@ class Result:
         document = asdict(self)
         for name in ("samples_ms", "cpu_samples_ms"):
             document[name] = [round(sample, 4) for sample in document[name]]
-        document["median_ms"] = None if self.median_ms is None else round(self.median_ms, 4)
-        return {name: encoded(value) for name, value in document.items()}
+        return document | {"median_ms": None if self.median_ms is None else round(self.median_ms, 4)}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Self:
-        return cls(**{name: decoded(value) for name, value in document.items() if name != "median_ms"})
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in document.items() if name in known})
 
 
-def encoded(value: Any) -> Any:
-    """JSON has no infinity and no NaN: their names stand for them."""
-    if isinstance(value, dict):
-        return {name: encoded(entry) for name, entry in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+@dataclass
+class Bandwidth(Result):
+    """Of a pass over memory. A sample is the time of `calls` calls, made one after the other."""
 
+    moved_bytes: int = 0  # what a call has to read and write
+    calls: int = 1
 
-def decoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: decoded(entry) for name, entry in value.items()}
-    return float(value) if value in ("inf", "-inf", "nan") else value
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return None if self.median_ms is None else self.moved_bytes * self.calls / self.median_ms / 1e6
+
+    def share_of(self, other: Bandwidth | None) -> float | None:
+        speed, whole = self.gigabytes_per_second, None if other is None else other.gigabytes_per_second
+        return None if speed is None or whole is None else speed / whole
 
 
 ResultT = TypeVar("ResultT", bound=Result)
@@ -93,15 +81,14 @@ class Entry(Generic[CaseT, ResultT]):
     case: CaseT
     results: list[ResultT] = field(default_factory=list)
 
-    def by_name(self, contender: str, task: str = "") -> ResultT | None:
-        found = (result for result in self.results if (result.contender, result.task) == (contender, task))
-        return next(found, None)
+    def by_name(self, contender: str) -> ResultT | None:
+        return next((result for result in self.results if result.contender == contender), None)
 
     def repeats(self) -> Iterator[tuple[ResultT, ResultT]]:
         """What was measured under two names, where both have figures."""
         for result in self.results:
             if result.family == "repeat" and result.samples_ms:
-                first = self.by_name(result.contender.removesuffix(AGAIN), result.task)
+                first = self.by_name(result.contender.removesuffix(AGAIN))
                 if first is not None and first.samples_ms:
                     yield first, result
 
@@ -116,24 +103,19 @@ class Run(Generic[CaseT, ResultT]):
 
     def save(self, path: Path) -> None:
         """Written to a second file first, so that an interrupted run leaves a whole one behind."""
-        document = {
-            "schema": SCHEMA,
-            "kind": self.kind,
-            **self.head,
-            "cases": [
-                {"case": entry.case.to_dict(), "results": [result.to_dict() for result in entry.results]}
-                for entry in self.cases
-            ],
-        }
+        cases = [
+            {"case": entry.case.to_dict(), "results": [result.to_dict() for result in entry.results]}
+            for entry in self.cases
+        ]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+        document = {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}
+        partial.write_text(json.dumps(document, indent=1) + "\n")
         os.replace(partial, path)
 
-    @classmethod
-    def from_document(cls, document: dict[str, Any], case: type[CaseT], result: type[ResultT]) -> Run[CaseT, ResultT]:
-        entries = [
-            Entry(case.from_dict(entry["case"]), [result.from_dict(fields) for fields in entry["results"]])
-            for entry in document["cases"]
-        ]
-        return Run(document["kind"], {name: document[name] for name in HEAD}, entries)
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    if document.get("schema") != SCHEMA or "kind" not in document:
+        raise ValueError(f"{path} is no result of schema {SCHEMA}")
+    return document

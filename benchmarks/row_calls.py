@@ -23,21 +23,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
 
-from benchmarks.contenders import Step
-from benchmarks.measure import nothing
+from benchmarks.cases import Step
+from benchmarks.measure import Meter, nothing
 
-CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
-HEAD_START_SECONDS = (2e-4, 5e-2)  # at least, and at most
-
-
-class Method(str, Enum):
-    captured = "captured"
-    launched = "launched"
+LEAST_HEAD_START, MOST_HEAD_START = 2e-4, 5e-2  # seconds
 
 
 @dataclass(frozen=True)
@@ -59,32 +52,20 @@ class Calls:
         self.timed(0, None if self.ahead is None else self.ahead(0))
 
 
-@dataclass
-class HeadStart:
-    """Keeps the device busy while the host launches what is timed: a meter's `before`."""
-
-    device: torch.device
-    seconds: float = HEAD_START_SECONDS[0]
-
-    def __call__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda._sleep(int(self.seconds * CYCLES_PER_SECOND))
-
-
 @dataclass(frozen=True)
 class Region:
     """What is timed, and what has to be done before."""
 
     step: Step
-    method: Method
+    method: str  # "captured" or "launched"
     before: Callable[[], object] = nothing
     note: str | None = None  # why it is not captured
-    head_start: float = HEAD_START_SECONDS[0]
+    head_start: float = LEAST_HEAD_START
 
     @contextlib.contextmanager
-    def turn(self, head_start: HeadStart) -> Iterator[None]:
+    def turn(self, meter: Meter) -> Iterator[None]:
         self.before()
-        head_start.seconds = self.head_start
+        meter.head_start = self.head_start
         yield
 
 
@@ -105,9 +86,15 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     except Exception as error:
         torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
         torch.cuda.synchronize(device)
-        note = f"{type(error).__name__}: {first_line(error)}"
-        region = launched(calls, note)
-    return with_head_start(region, device)
+        region = launched(calls, f"{type(error).__name__}: {first_line(error)}")
+    # The device is given work for twice the time that the host takes.
+    region.before()
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    region.step()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return replace(region, head_start=min(max(2 * spent, LEAST_HEAD_START), MOST_HEAD_START))
 
 
 def first_line(error: Exception) -> str:
@@ -138,7 +125,7 @@ def launched(calls: Calls, note: str | None = None) -> Region:
             calls.restore()
         ready.extend(calls.prepare())
 
-    return Region(lambda: calls.run(ready), Method.launched, before, note)
+    return Region(lambda: calls.run(ready), "launched", before, note)
 
 
 def captured(calls: Calls, device: torch.device) -> Region:
@@ -166,16 +153,4 @@ def captured(calls: Calls, device: torch.device) -> Region:
         if first is not None:
             first.replay()
 
-    return Region(graph.replay, Method.captured, before)
-
-
-def with_head_start(region: Region, device: torch.device) -> Region:
-    """The device is given work for twice the time that the host takes; not where the host waits for it."""
-    region.before()
-    torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    region.step()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize(device)
-    least, most = HEAD_START_SECONDS
-    return replace(region, head_start=min(max(2 * spent, least), most))
+    return Region(graph.replay, "captured", before)

@@ -1,32 +1,292 @@
 """Losses and softmaxes of rows in memory: bandwidth over the length of a row, for each task by itself.
 
-`row_calls` says how a call is timed. A case is a line of a preset, a contender one of `row_contenders.CONTENDERS`.
+Bandwidth is of the fewest bytes that no implementation can do without, in entries of the rows x columns matrix;
+targets, losses and what is one number a row are left out. `TASKS` has their number.
+
+`row_calls` says how a call is timed. To add a contender, write a function (RowCase) -> RowFunction and a line in
+`CONTENDERS`.
+
+flce promises two kinds of things on one H200, each of one task on one size and dtype, from medians of one interleaved
+measurement:
+
+* Of the bandwidth of a copy of the same rows, for rows of 2,048 columns or more: 85% where a row fits on chip, 65%
+  where it does not.
+* Against everybody else, at any size: not slower by more than 5%. Who could not be measured is not compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
+import multiprocessing
+import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from benchmarks import tables
 from benchmarks.benchmark import Benchmark
-from benchmarks.cases import Effort, Plan, planned
-from benchmarks.measure import Meter, make_meter, release, steady_heap
-from benchmarks.plots import Panel, draw
-from benchmarks.rounds import Entrant, Watch, compete
-from benchmarks.row_calls import HeadStart, make_region
-from benchmarks.row_contenders import COPY, OURS, RowContender, make_calls, row_contenders
-from benchmarks.row_problem import ON_CHIP_BYTES, TASKS, RowCase, RowProblem, RowResult, Task, make_rows
-from benchmarks.row_targets import RowCheck, RowEntry, RowRun, check_rows, of_task, wanted_share
-from benchmarks.tables import NONE, Table, gigabytes, percent, ratio, spread_note, tabulate
-from benchmarks.verdicts import Verdict, tally, worst
+from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_flce, needs_package, planned
+from benchmarks.measure import Meter, release
+from benchmarks.plots import Panel, Series, draw
+from benchmarks.results import Bandwidth, Entry, Run
+from benchmarks.rounds import Entrant, Expired, compete
+from benchmarks.row_calls import Calls, make_region
+from benchmarks.tables import Check, Table, Verdict
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+ON_CHIP_BYTES = 128 * 1024  # of a row: half of the registers of a multiprocessor (256 KiB), so that two rows fit
+CPU_CACHE_BYTES = 8 * MIB  # PyTorch does not tell that of a CPU
+CACHES = 4  # the inputs of one timed region are more than this many times the cache
+# On a GPU as many calls are timed as one that they take a tenth of a millisecond or more, beside which the
+# microseconds between an event and the first of them count little.
+REGION_BYTES = 512 * MIB
+ENOUGH_CALLS = 256
+MOST_CALLS = 1024  # whatever the cache
+
+
+class Operation(str, Enum):
+    cross_entropy = "cross_entropy"
+    softmax = "softmax"
+    log_softmax = "log_softmax"
+
+
+class Direction(str, Enum):
+    forward = "forward"  # without gradients
+    backward = "backward"  # by itself: the forward pass has been made before
+    in_place = "in-place forward+backward"  # the gradient in the memory of the logits, for those that can
+
+
+# What there is to do, and the entries read or written for each entry of the input.
+TASKS = {
+    (Operation.cross_entropy, Direction.forward): 1,  # the logits are read
+    (Operation.cross_entropy, Direction.backward): 2,  # they are read, and the gradient is written
+    (Operation.cross_entropy, Direction.in_place): 2,  # the gradient over them
+    (Operation.softmax, Direction.forward): 2,  # the input is read, the output written
+    (Operation.softmax, Direction.backward): 3,  # the output and its gradient are read, that of the input is written
+    (Operation.log_softmax, Direction.forward): 2,
+    (Operation.log_softmax, Direction.backward): 3,
+}
+COPY_ENTRIES = 2
+
+
+@dataclass(frozen=True)
+class RowCase(Case):
+    """A matrix of rows, and what is done with it."""
+
+    rows: int
+    columns: int
+    dtype: str = "bfloat16"
+    operation: Operation = Operation.cross_entropy
+    direction: Direction = Direction.forward
+    compiled: bool = False  # also by torch.compile, which takes seconds to compile each task
+    calls: int | None = None  # in one timed region; None: so many that the cache cannot hold their inputs
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operation", Operation(self.operation))
+        object.__setattr__(self, "direction", Direction(self.direction))
+
+    @property
+    def asked(self) -> bool:
+        return (self.operation, self.direction) in TASKS
+
+    @property
+    def task(self) -> str:
+        return f"{self.operation.value} {self.direction.value}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.task}, {self.dtype}, {self.rows} x {self.columns}"
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * DTYPES[self.dtype].itemsize
+
+    @property
+    def on_chip(self) -> bool:
+        """Whether a row is read once because it fits on chip."""
+        return self.row_bytes <= ON_CHIP_BYTES
+
+    def bytes(self, entries: int) -> int:
+        return self.rows * self.row_bytes * entries
+
+    def calls_for(self, cache_bytes: int, region_bytes: int = 0) -> int:
+        """The calls of one timed region, each on an input of its own: beyond the cache, and long enough."""
+        beyond = CACHES * cache_bytes // self.bytes(1) + 1
+        enough = min(ENOUGH_CALLS, region_bytes // self.bytes(1))
+        return self.calls or min(MOST_CALLS, max(beyond, enough))
+
+
+@dataclass
+class RowResult(Bandwidth):
+    method: str = ""  # how they were timed, see `row_calls`
+    note: str | None = None  # why they were not captured
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """The operands of the calls of one timed region, in turn."""
+
+    case: RowCase
+    x: Tensor  # (calls, rows, columns); may be overwritten
+    spare: Tensor  # the same numbers: what `x` is restored from, and the gradients that arrive at softmaxes
+    target: Tensor
+
+    def restore(self) -> None:
+        self.x.copy_(self.spare)
+
+
+def make_rows(case: RowCase, device: torch.device, calls: int | None = None, seed: int = 0) -> RowProblem:
+    """Random logits of standard deviation 4, random targets."""
+    generator = torch.Generator(device).manual_seed(seed)
+    cache, region = CPU_CACHE_BYTES, 0
+    if device.type == "cuda":
+        cache, region = torch.cuda.get_device_properties(device).L2_cache_size, REGION_BYTES
+    spare = torch.empty(
+        calls or case.calls_for(cache, region), case.rows, case.columns, dtype=DTYPES[case.dtype], device=device
+    )
+    spare.normal_(0.0, 4.0, generator=generator)
+    target = torch.randint(case.columns, (case.rows,), device=device, generator=generator)
+    return RowProblem(case, spare.clone(), spare, target)
+
+
+# --- contenders ---
+
+RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets, which softmaxes have no use for
+
+
+@dataclass(frozen=True)
+class RowContender(Contender):
+    function: Callable[[RowCase], RowFunction]
+    applies: Callable[[RowCase], bool] = field(default=lambda case: True, kw_only=True)
+    overwrites: bool = field(default=False, kw_only=True)  # its in-place forward+backward needs new logits every call
+    roof: bool = field(default=False, kw_only=True)  # the same call whatever the task
+    builds: bool = field(default=False, kw_only=True)  # its first call compiles kernels: worth doing ahead
+
+    def bytes(self, case: RowCase) -> int:
+        """The fewest that a call moves."""
+        return case.bytes(COPY_ENTRIES if self.roof else TASKS[case.operation, case.direction])
+
+
+class Produced(torch.autograd.Function):
+    """Logits as a layer makes them: not a leaf, whose value nobody may overwrite. Costs nothing and saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Tensor, logits: Tensor, arrived: list[Tensor]) -> Tensor:
+        ctx.arrived = arrived
+        return logits.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.arrived.append(grad)
+        return None, None, None
+
+
+def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
+    """Call i works on input i. What it needs of the forward pass is made before; its result is returned."""
+    direction, function, count = problem.case.direction, contender.function(problem.case), len(problem.x)
+    overwrites = contender.overwrites and direction is Direction.in_place
+    layer = torch.ones((), device=problem.x.device, requires_grad=True)
+
+    def forward(index: int, ready: Any = None) -> Tensor:
+        with torch.no_grad():
+            return function(problem.x[index], problem.target)
+
+    def ahead(index: int) -> tuple[Tensor, Tensor, Tensor]:
+        x = problem.x[index].detach().requires_grad_()
+        out = function(x, problem.target)
+        # In memory of its own: what arrives is read from there, not from the cache.
+        return x, out, torch.ones_like(out) if out.dim() == 0 else problem.spare[index]
+
+    def backward(index: int, ready: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        x, out, upstream = ready
+        (grad,) = torch.autograd.grad(out, x, upstream)
+        return grad
+
+    def both(index: int, ready: Any = None) -> Tensor:
+        x = problem.x[index].detach()
+        if not overwrites:
+            (grad,) = torch.autograd.grad(function(x.requires_grad_(), problem.target), x)
+            return grad
+        arrived: list[Tensor] = []
+        function(Produced.apply(layer, x, arrived), problem.target).backward()
+        return arrived[0]
+
+    if contender.roof or direction is Direction.forward:
+        return Calls(count, forward)
+    if direction is Direction.backward:
+        return Calls(count, backward, ahead)
+    return Calls(count, both, restore=problem.restore if overwrites else None)
+
+
+def copy(case: RowCase) -> RowFunction:
+    """A kernel that reads and writes every element, at the speed of a copy.
+
+    What is captured of ``copy_`` is not a kernel but a "memcpy node", which on an H200 is as fast, but for 512 MiB and
+    multiples of it: 2.8 TB/s instead of 4.3.
+    """
+    return lambda x, target: torch.neg(x)
+
+
+def library(case: RowCase, module: str) -> RowFunction:
+    function: Any = getattr(importlib.import_module(module), case.operation.value)
+    if case.operation is not Operation.cross_entropy:
+        return lambda x, target: function(x, dim=-1)
+    options = {"inplace": case.direction is Direction.in_place} if module == "flce" else {}
+    return lambda x, target: function(x, target, **options)
+
+
+ours = functools.partial(library, module="flce")
+eager = functools.partial(library, module="torch.nn.functional")
+
+
+def compiled(case: RowCase) -> RowFunction:
+    """For these columns alone, as fast as it can be: with symbolic sizes its kernels are slower."""
+    torch.compiler.reset()  # or the limit of recompilations is reached after a few shapes, and eager code runs
+    return torch.compile(eager(case), dynamic=False)
+
+
+def liger(case: RowCase) -> RowFunction:
+    if case.operation is Operation.softmax:
+        softmax: Any = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
+        return lambda x, target: softmax.apply(x)
+    cross_entropy: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
+    return lambda x, target: cross_entropy.apply(x, target, None)[0]
+
+
+def liger_has(case: RowCase) -> bool:
+    """It has no log_softmax. Its cross entropy makes the gradient in forward: there is no backward by itself."""
+    if case.operation is Operation.cross_entropy:
+        return case.direction is not Direction.backward
+    return case.operation is Operation.softmax
+
+
+needs_liger = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
+COPY, OURS, C = "copy", "ours", RowContender
+asked_for: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case: case.compiled, "builds": True}
+CONTENDERS = [
+    C(COPY, "copy", "floor", copy, roof=True),
+    C(OURS, "flce", "ours", ours, unavailable=needs_flce, overwrites=True, builds=True),
+    C("eager", "eager", "stock", eager),
+    C("torch-compile", "torch.compile", "peer", compiled, **asked_for),
+    C("liger", "Liger", "peer", liger, unavailable=needs_liger, applies=liger_has, overwrites=True, builds=True),
+]
+
+
+def row_contenders(case: RowCase) -> list[RowContender]:
+    return [contender for contender in CONTENDERS if contender.applies(case)]
+
+
+RowEntry = Entry[RowCase, RowResult]
+RowRun = Run[RowCase, RowResult]
 
 
 # --- cases ---
@@ -38,69 +298,97 @@ ODD = (3001, 10007, 32001, 100003, 151937)
 SMALL = (1024, 512, 256, 128, 1000, 129)
 
 
-def tiny() -> Plan[RowCase]:
-    """A second on a CPU; for the tests."""
-    cases = [RowCase(8, columns, dtype, calls=3) for columns in (64, 2049) for dtype in ("float32", "bfloat16")]
-    return planned(cases, rounds=2, seconds=1.0)
+def every_task(
+    rows: int, columns: Sequence[int], dtypes: Sequence[str], compiled: Sequence[int] = (), calls: int | None = None
+) -> list[RowCase]:
+    sizes = [(rows, count, dtype) for count in columns for dtype in dtypes]
+    return [RowCase(*size, *task, size[1] in compiled, calls) for size in sizes for task in TASKS]
 
 
-def cpu() -> Plan[RowCase]:
-    """A minute or two on a CPU."""
-    cases = [RowCase(256, columns, "float32") for columns in (128, 1000, 4096, 32768, 50257)]
-    return planned(cases, rounds=5, seconds=1.0)
+COLUMNS = (*COMPILED_COLUMNS, *POWERS, *ODD, *SMALL)
+BOTH = ("bfloat16", "float32")
+PRESETS: dict[str, Callable[[], Plan[RowCase]]] = {
+    # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of one large GPU.
+    "tiny": lambda: planned(every_task(8, (64, 2049), BOTH, calls=3), rounds=2, seconds=1.0),
+    "cpu": lambda: planned(every_task(256, (128, 1000, 4096, 32768, 50257), BOTH[1:]), rounds=5, seconds=1.0),
+    "h200-rows": lambda: planned(every_task(4096, COLUMNS, BOTH, COMPILED_COLUMNS), rounds=6, seconds=0.12),
+}
 
 
-def h200_rows() -> Plan[RowCase]:
-    """Two to three minutes of one large GPU."""
-    cases = [
-        RowCase(4096, columns, dtype, compiled=columns in COMPILED_COLUMNS)
-        for columns in (*COMPILED_COLUMNS, *POWERS, *ODD, *SMALL)
-        for dtype in ("bfloat16", "float32")
-    ]
-    return planned(cases, rounds=6, seconds=0.12)
+# --- kernels, compiled ahead ---
+
+# Every number of columns has kernels of its own, and compiling them one after the other takes longer than measuring.
+# Several processes fill the caches on disk of Triton and of torch.compile, where the process that measures finds them.
+# Nothing depends on it: what is missing there is compiled later.
+MOST_WORKERS = 16
 
 
-PRESETS = {"tiny": tiny, "cpu": cpu, "h200-rows": h200_rows}
+def begin() -> None:
+    """One thread in each process: they are many."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    torch.set_num_threads(1)
 
 
-# --- measuring ---
+def build(case: RowCase, device: torch.device) -> int:
+    """Calls everybody once. What fails here fails again where it is measured, and is reported there."""
+    done = 0
+    with contextlib.suppress(Exception):  # such as no memory beside the other processes
+        problem = make_rows(case, device, calls=1)
+        for contender in row_contenders(case):
+            if contender.builds and contender.unavailable(device) is None:
+                with contextlib.suppress(Exception):
+                    make_calls(contender, problem).once()
+                    done += 1
+    release()
+    return done
 
 
-def measure_rows(case: RowCase, device: torch.device, effort: Effort, watch: Watch) -> RowEntry:
-    entry = RowEntry(case)
-    # One for all tasks: a collection of everything that is loaded takes longer than most of them.
-    with steady_heap():
-        release()
-        problem = make_rows(case, device)
-        head_start = HeadStart(device)
-        meter = make_meter(device, head_start)
-        for index, task in enumerate(case.tasks):
+# --- what is promised ---
 
-            def tell(doing: str, share: float, index: int = index, task: Task = task) -> None:
-                watch.tell(f"{task.title}: {doing}", (index + share) / len(case.tasks))
-
-            entry.results += measure_task(problem, task, meter, head_start, effort, Watch(tell, watch.expired))
-            release()  # graphs, with the memory that belongs to them
-    return entry
+ON_CHIP_SHARE = 0.85
+BEYOND_SHARE = 0.65
+LEAST_COLUMNS = 2048
+MOST_TIMES = 1.05
 
 
-def measure_task(
-    problem: RowProblem, task: Task, meter: Meter, head_start: HeadStart, effort: Effort, watch: Watch
-) -> list[RowResult]:
-    def make(contender: RowContender) -> RowResult:
-        moved, (operation, direction) = contender.bytes(problem.case, task), (task.operation, task.direction)
-        return RowResult.of(
-            contender, operation=operation.value, direction=direction.value, moved_bytes=moved, calls=problem.calls
-        )
+class Promise(NamedTuple):
+    """Of flce: its share of the bandwidth of a copy, or its time over that of somebody else."""
 
-    def enter(contender: RowContender, result: RowResult) -> Entrant:
-        """Warms up; says how it is timed."""
-        region = make_region(make_calls(contender, problem, task), problem.x.device)
-        result.method, result.note = region.method.value, region.note
-        return Entrant(region.step, functools.partial(region.turn, head_start))
+    case: RowCase
+    against: str  # a contender
+    title: str  # of it
 
-    contenders = row_contenders(problem.case, task)
-    return compete(contenders, make, enter, problem.x.device, meter, effort, watch)
+
+RowCheck = Check[Promise]
+
+
+def wanted_share(case: RowCase) -> float | None:
+    if case.columns < LEAST_COLUMNS:
+        return None
+    return ON_CHIP_SHARE if case.on_chip else BEYOND_SHARE
+
+
+def checks_of(entry: RowEntry) -> list[RowCheck]:
+    ours = entry.by_name(OURS)
+    checks = []
+    for other in entry.results:
+        at_least = other.contender == COPY
+        limit = wanted_share(entry.case) if at_least else MOST_TIMES
+        # Without a copy the promise is not measured; without somebody else's figure there is nothing to compare.
+        if other.family in ("ours", "repeat") or limit is None or (other.median_ms is None and not at_least):
+            continue
+        value = None
+        if ours is not None and ours.median_ms is not None and other.median_ms is not None:
+            value = ours.share_of(other) if at_least else ours.median_ms / other.median_ms
+        checks.append(Check(Promise(entry.case, other.contender, other.title), value, limit, at_least))
+    return checks
+
+
+def check_rows(runs: Sequence[RowRun]) -> list[RowCheck]:
+    """In the median of the runs."""
+    return tables.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
 
 
 # --- tables ---
@@ -108,177 +396,123 @@ def measure_task(
 LAUNCHED = "*"  # the host took part that could not be kept out
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """One task in one dtype, over all numbers of columns."""
 
-    task: Task
+    task: str
     dtype: str
     entries: list[RowEntry]
 
     @property
     def title(self) -> str:
         rows = sorted({entry.case.rows for entry in self.entries})
-        return f"{self.task.title}, {self.dtype}, {' or '.join(map(str, rows))} rows"
+        return f"{self.task}, {self.dtype}, {' or '.join(map(str, rows))} rows"
 
     @property
-    def titles(self) -> dict[str, str]:
-        """Of the contenders that were tried, by name."""
-        results = [result for entry in self.entries for result in of_task(entry, self.task).values()]
-        return {result.contender: result.title for result in results if result.status != "unavailable"}
+    def tried(self) -> dict[str, RowResult]:
+        """Of each contender a result that says its title and family."""
+        results = [result for entry in self.entries for result in entry.results]
+        return {result.contender: result for result in results if result.status != "unavailable"}
 
-    def results(self, contender: str) -> list[tuple[int, RowResult | None]]:
-        """By the number of columns."""
-        return [(entry.case.columns, of_task(entry, self.task).get(contender)) for entry in self.entries]
+    def checks(self, checks: Sequence[RowCheck]) -> list[RowCheck]:
+        """Those that are about it."""
+        return [check for check in checks if (check.key.case.task, check.key.case.dtype) == (self.task, self.dtype)]
 
 
 def slices(runs: Sequence[RowRun]) -> list[Slice]:
     """Of several runs the cases of the first."""
-    found = []
+    found: dict[tuple[str, str], list[RowEntry]] = {}
     cases = runs[0].cases
-    for task in TASKS:
-        for dtype in dict.fromkeys(entry.case.dtype for entry in cases):
-            entries = [entry for entry in cases if entry.case.dtype == dtype and task in entry.case.tasks]
-            if entries:
-                found.append(Slice(task, dtype, sorted(entries, key=lambda entry: entry.case.columns)))
-    return found
+    keys = [(" ".join(task), dtype) for task in TASKS for dtype in dict.fromkeys(entry.case.dtype for entry in cases)]
+    for entry in sorted(cases, key=lambda entry: entry.case.columns):
+        found.setdefault((entry.case.task, entry.case.dtype), []).append(entry)
+    return [Slice(*key, found[key]) for key in keys if key in found]
 
 
 def speed(result: RowResult | None, copy: RowResult | None) -> str:
     """GB/s, and of the copy's; marked where the host took part."""
     if result is None or result.gigabytes_per_second is None:
-        return NONE
-    text = gigabytes(result.gigabytes_per_second)
-    if result.contender != COPY:
-        text += f", {percent(result.share_of(copy))}"
-    return text + ("" if result.note is None else LAUNCHED)
+        return tables.NONE
+    share = "" if result.contender == COPY else f", {tables.percent(result.share_of(copy))}"
+    return tables.gigabytes(result.gigabytes_per_second) + share + ("" if result.note is None else LAUNCHED)
 
 
-def task_table(found: Slice) -> Table:
-    """Columns x contenders."""
-    lines = [(str(entry.case.columns), of_task(entry, found.task)) for entry in found.entries]
-    notes = [*task_notes(found), spread_note(found.entries, found.task.title)]
-    return speed_table(found.title, "columns", lines, notes)
+def speed_table(title: str, found: Slice) -> Table:
+    """Columns x contenders; where figures are missing or measured in another way, and why."""
+    notes: dict[str, list[int]] = {}
+    for name, tried in found.tried.items():
+        results = {entry.case.columns: result for entry in found.entries if (result := entry.by_name(name))}
+        if len(results) < len(found.entries):
+            notes[f"{tried.title} ran at {', '.join(map(str, results))} columns only"] = []
+        for columns, result in results.items():
+            if result.note is not None:
+                reason = f"{LAUNCHED} {tried.title} {result.method}, not captured: {result.note}"
+                notes.setdefault(reason, []).append(columns)
+            if result.status != "ok":
+                notes.setdefault(f"{tried.title} {result.status}: {result.reason}", []).append(columns)
+    lines = [
+        reason + (f" ({', '.join(map(str, sizes))} columns)" if 0 < len(sizes) < len(found.entries) else "")
+        for reason, sizes in notes.items()
+    ]
+    rows = [
+        [str(e.case.columns), *(speed(e.by_name(name), e.by_name(COPY)) for name in found.tried)] for e in found.entries
+    ]
+    titles = ["columns", *(result.title for result in found.tried.values())]
+    return Table(f"GB/s, of copy: {title}", titles, rows, [*lines, tables.spread_note(found.entries)])
 
 
-def speed_table(title: str, first: str, lines: list[tuple[str, dict[str, RowResult]]], notes: list[str]) -> Table:
-    tried = [result for _, results in lines for result in results.values() if result.status != "unavailable"]
-    titles = {result.contender: result.title for result in tried}
-    rows = [[line, *(speed(results.get(name), results.get(COPY)) for name in titles)] for line, results in lines]
-    return Table(f"GB/s, of copy: {title}", [first, *titles.values()], rows, notes)
-
-
-def task_notes(found: Slice) -> list[str]:
-    """Where figures are missing or measured in another way, and why."""
-    notes: list[str] = []
-    for name, title in found.titles.items():
-        results = found.results(name)
-        sizes = [columns for columns, result in results if result is not None]
-        if len(sizes) < len(results):
-            notes.append(f"{title} ran at {', '.join(map(str, sizes))} columns only")
-        reasons: dict[str, list[int]] = {}
-        for columns, result in results:
-            if result is not None and result.note is not None:
-                reason = f"{LAUNCHED} {title} {result.method}, not captured: {result.note}"
-                reasons.setdefault(reason, []).append(columns)
-            if result is not None and result.status != "ok":
-                reasons.setdefault(f"{title} {result.status}: {result.reason}", []).append(columns)
-        for reason, sizes in reasons.items():
-            where = "" if len(sizes) == len(results) else f" ({', '.join(map(str, sizes))} columns)"
-            notes.append(reason + where)
-    return notes
-
-
-def verdict_table(runs: Sequence[RowRun]) -> Table:
+def counts_table(runs: Sequence[RowRun]) -> Table:
     """How many promises are kept: tasks x who they are about."""
     checks = check_rows(runs)
-    against = {check.against: check.title for check in sorted(checks, key=lambda check: check.against != COPY)}
-
-    def cells(chosen: Sequence[RowCheck]) -> list[str]:
-        return [tally(check.verdict for check in chosen if check.against == name) for name in against]
-
+    against = {check.key.against: check.key.title for check in sorted(checks, key=lambda c: c.key.against != COPY)}
+    lines = [(f"{found.task}, {found.dtype}", found.checks(checks)) for found in slices(runs)]
     rows = [
-        [f"{found.task.title}, {found.dtype}", *cells([c for c in checks if belongs(c, found)])]
-        for found in slices(runs)
+        [line, *(tables.tally([check for check in about if check.key.against == name]) for name in against)]
+        for line, about in [*lines, ("all", checks)]
     ]
-    rows.append(["all", *cells(checks)])
     notes = [
         "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
         "others: flce not slower by more than 5%, any number of columns",
-        *([f"the median of {len(runs)} runs"] if len(runs) > 1 else []),
-        spread_note([entry for run in runs for entry in run.cases]),
+        *tables.median_note(runs),
+        tables.spread_note([entry for run in runs for entry in run.cases]),
     ]
-    title = f"Rows, met: {tally(check.verdict for check in checks)}"
-    return Table(title, ["", *against.values()], rows, notes)
-
-
-def belongs(check: RowCheck, found: Slice) -> bool:
-    return (check.task, check.case.dtype) == (found.task, found.dtype)
+    return Table(f"Rows, met: {tables.tally(checks)}", ["", *against.values()], rows, notes)
 
 
 def target_table(found: Slice, checks: Sequence[RowCheck]) -> Table:
     """What is promised at every size, and whether it is kept."""
-
-    def value(entry: RowEntry, name: str) -> float | None:
-        return next((c.value for c in checks if c.case == entry.case and c.against == name), None)
-
-    def verdict(entry: RowEntry) -> str:
-        mine = [check for check in checks if check.case == entry.case]
-        whole = worst(check.verdict for check in mine)
-        names = [check.title for check in mine if check.verdict is whole]
-        return f"{whole.value}: {', '.join(names)}" if whole in (Verdict.missed, Verdict.nearly) else whole.value
-
-    def share(entry: RowEntry) -> float | None:
-        """Where nothing is wanted, that of the first run."""
-        if wanted_share(entry.case) is not None:
-            return value(entry, COPY)
-        results = of_task(entry, found.task)
-        return results[OURS].share_of(results.get(COPY)) if OURS in results else None
-
-    def times(name: str, entry: RowEntry) -> str:
-        return ratio(value(entry, name))
-
-    columns: dict[str, Callable[[RowEntry], str]] = {
-        "columns": lambda e: str(e.case.columns),
-        "of copy": lambda e: percent(share(e)),
-        "wanted": lambda e: percent(wanted_share(e.case)),
-    }
-    for name, title in found.titles.items():
-        if any(check.against == name != COPY for check in checks):
-            columns[f"time / {title}"] = functools.partial(times, name)
-    columns["verdict"] = verdict
-    notes = [spread_note(found.entries, found.task.title)]
-    return tabulate(f"{found.title}, met: {tally(check.verdict for check in checks)}", found.entries, columns, notes)
+    others = {name: r.title for name, r in found.tried.items() if any(c.key.against == name != COPY for c in checks)}
+    rows = []
+    for entry in found.entries:
+        mine = {check.key.against: check for check in checks if check.key.case == entry.case}
+        ours, wanted = entry.by_name(OURS), wanted_share(entry.case)
+        # Where nothing is wanted, that of the first run.
+        share = mine[COPY].value if COPY in mine else ours.share_of(entry.by_name(COPY)) if ours else None
+        verdict = tables.worst(check.verdict for check in mine.values())
+        names = ", ".join(check.key.title for check in mine.values() if check.verdict is verdict)
+        short = f": {names}" if verdict in (Verdict.missed, Verdict.nearly) else ""
+        times = [tables.ratio(mine[name].value) if name in mine else tables.NONE for name in others]
+        rows.append(
+            [str(entry.case.columns), tables.percent(share), tables.percent(wanted), *times, verdict.value + short]
+        )
+    columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
+    return tables.filled(
+        f"{found.title}, met: {tables.tally(checks)}", columns, rows, [tables.spread_note(found.entries)]
+    )
 
 
-# --- the picture ---
-
-LOOKS = {  # colour, marker
-    OURS: ("#c0392b", "o"),
-    "ours-again": ("#e67e22", "."),
-    "eager": ("#2c3e50", "s"),
-    "torch-compile": ("#8e44ad", "D"),
-    "liger": ("#2980b9", "^"),
-    COPY: ("#7f8c8d", ""),
-}
-
-
-def panel(found: Slice, axis: Axes) -> None:
-    """GB/s over the number of columns, a line for each contender."""
-    for name, title in found.titles.items():
-        speeds = [(columns, result.gigabytes_per_second) for columns, result in found.results(name) if result]
-        points = [(columns, speed) for columns, speed in speeds if speed is not None]
-        colour, marker = LOOKS.get(name, ("#27ae60", "v"))
+def panel(found: Slice) -> Panel:
+    """GB/s over the number of columns, a line for each contender, and where a row fits on chip no longer."""
+    series = []
+    for name, tried in found.tried.items():
+        results = {float(e.case.columns): result for e in found.entries if (result := e.by_name(name))}
+        speeds = {columns: speed for columns, result in results.items() if (speed := result.gigabytes_per_second)}
         # Who was measured at few sizes says nothing of those between.
-        line = "--" if name == COPY else "-" if len(points) == len(found.entries) else ":"
-        x, y = [x for x, _ in points], [y for _, y in points]
-        axis.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=1.2, linestyle=line, label=title)
-    axis.set_xscale("log", base=2)
-    axis.set_ylim(bottom=0)
-    axis.axvline(ON_CHIP_BYTES / RowCase(1, 1, found.dtype).row_bytes, color="#bdc3c7", linewidth=0.8)
-    axis.set_title(f"{found.task.title}, {found.dtype}", fontsize=9)
-    axis.set_xlabel("columns")
-    axis.set_ylabel("GB/s")
+        line = "--" if name == COPY else "-" if len(speeds) == len(found.entries) else ":"
+        if speeds:
+            series.append(Series(tried.title, tried.family, [*speeds], [*speeds.values()], line))
+    edge = ON_CHIP_BYTES / RowCase(1, 1, found.dtype).row_bytes
+    return Panel(f"{found.task}, {found.dtype}", [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
 
 
 class RowBenchmark(Benchmark[RowCase, RowResult]):
@@ -287,37 +521,79 @@ class RowBenchmark(Benchmark[RowCase, RowResult]):
     case_type = RowCase
     result_type = RowResult
     presets = PRESETS
+    sizes = "rows,columns"
+    matrix: tuple[int, int, str] | None = None  # that was measured last
+    defaults = tuple({"operation": operation, "direction": direction} for operation, direction in TASKS)
+    effort = Effort(10, 1.0)
 
-    def measure(self, case: RowCase, device: torch.device, effort: Effort, watch: Watch) -> RowEntry:
-        return measure_rows(case, device, effort, watch)
+    def entries(self, document: dict[str, Any]) -> list[dict[str, Any]]:
+        """In older files a case is all tasks of one matrix."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry in document["cases"]:
+            for result in entry["results"]:
+                case = entry["case"] | {name: result[name] for name in ("operation", "direction") if name in result}
+                found.setdefault(str(case), {"case": case, "results": []})["results"].append(result)
+        return list(found.values())
 
-    def table(self, entry: RowEntry) -> Table:
-        """Tasks x contenders, of one matrix."""
-        lines = [(task.title, of_task(entry, task)) for task in entry.case.tasks]
-        return speed_table(entry.case.title, "", lines, [spread_note([entry])])
+    def build_ahead(self, cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
+        """Only for a GPU: elsewhere nothing is compiled."""
+        if device.type != "cuda":
+            return None
+        # What takes longest first; then one size after the other, so that the largest, which need much memory, are not
+        # built at the same time.
+        tasks = list(TASKS)
+        units = sorted(cases, key=lambda case: (not case.compiled, tasks.index((case.operation, case.direction))))
+        workers, ends, done = min(MOST_WORKERS, os.cpu_count() or 1), time.monotonic() + seconds, 0
+        # Leaving the block ends the processes, whatever they are at.
+        with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
+            results = pool.imap_unordered(functools.partial(build, device=device), units)
+            with contextlib.suppress(multiprocessing.TimeoutError):
+                for _ in units:
+                    done += results.next(max(ends - time.monotonic(), 0.1))
+        return f"{done} sets of kernels compiled ahead, {workers} at a time"
+
+    def measure(self, case: RowCase, device: torch.device, effort: Effort, expired: Expired) -> RowEntry:
+        # Not all of it for every task of a matrix: to collect everything that is loaded takes longer than most of them.
+        matrix = case.rows, case.columns, case.dtype
+        release(everything=matrix != self.matrix)
+        self.matrix = matrix
+        problem, meter = make_rows(case, device), Meter(device)
+
+        def make(contender: RowContender) -> RowResult:
+            return RowResult.of(contender, moved_bytes=contender.bytes(case), calls=len(problem.x))
+
+        def enter(contender: RowContender, result: RowResult) -> Entrant:
+            """Warms up; says how it is timed."""
+            region = make_region(make_calls(contender, problem), device)
+            result.method, result.note = region.method, region.note
+            return Entrant(region.step, functools.partial(region.turn, meter))
+
+        return Entry(case, compete(row_contenders(case), make, enter, meter, effort, expired))
+
+    def case_tables(self, entry: RowEntry) -> list[Table]:
+        return [speed_table(entry.case.title, Slice(entry.case.task, entry.case.dtype, [entry]))]
 
     def tables(self, run: RowRun, brief: bool) -> list[Table]:
-        return ([] if brief else [task_table(found) for found in slices([run])]) + [verdict_table([run])]
+        found = [] if brief else slices([run])
+        return [*(speed_table(part.title, part) for part in found), counts_table([run])]
 
     def targets(self, runs: Sequence[RowRun], brief: bool) -> list[Table]:
         """First the counts, then, unless `brief`, all sizes."""
         checks = check_rows(runs)
-        details = [target_table(found, [c for c in checks if belongs(c, found)]) for found in slices(runs)]
-        return [verdict_table(runs), *([] if brief else details)]
+        details = [target_table(found, found.checks(checks)) for found in ([] if brief else slices(runs))]
+        return [counts_table(runs), *details]
 
     def closing(self, run: RowRun) -> list[Table]:
-        return [verdict_table([run])] if run.head["device"]["type"] == "cuda" else []
+        return [counts_table([run])] if run.head["device"]["type"] == "cuda" else []
 
     def figure(self, run: RowRun) -> Figure:
         found = [part for part in slices([run]) if any(r.samples_ms for e in part.entries for r in e.results)]
         if not found:
             raise ValueError("the results hold no figures")
-        place = {(part.task, part.dtype): functools.partial(panel, part) for part in found}
-        dtypes = list(dict.fromkeys(part.dtype for part in found))
-        tasks = list(dict.fromkeys(part.task for part in found))
-        panels: list[list[Panel | None]] = [[place.get((task, dtype)) for dtype in dtypes] for task in tasks]
         title = f"Bandwidth of the fewest bytes possible, {run.head['device']['name']}"
-        return draw(panels, title, (6.0, 2.8), share=True)
+        dtypes = len({part.dtype for part in found})
+        scales = {"xscale": "log", "ylim": (0, None)}
+        return draw([panel(part) for part in found], title, "columns", "GB/s", scales, dtypes)
 
 
 ROWS = RowBenchmark()

@@ -1,14 +1,13 @@
-"""Tables: how figures are written, and a table as Markdown for the documentation and as rich's for the terminal."""
+"""Tables in Markdown: how figures are written, what stands beside them, and whether what is promised is kept."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from statistics import median
-from typing import Any, TypeVar
-
-import rich.table
+from typing import Any, Generic, TypeVar
 
 from benchmarks.cases import GIB, MIB
 from benchmarks.results import Entry, Result, Run
@@ -25,7 +24,8 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
+    failure: bool = False  # whether the command that shows it fails
 
     def markdown(self) -> str:
         lines = [f"**{self.title}**", ""]
@@ -35,22 +35,16 @@ class Table:
         lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
         return "\n".join(lines) + "\n"
 
-    def rich(self) -> rich.table.Table:
-        caption = "\n".join(self.notes) or None
-        table = rich.table.Table(title=self.title, title_justify="left", caption=caption, caption_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-        for row in self.rows:
-            table.add_row(*row, style="bold" if row[0].startswith("flce") else None)
-        return table
-
 
 def tabulate(title: str, items: Iterable[T], columns: Columns[T], notes: Sequence[str] = ()) -> Table:
-    """A line for each item. A column that has no figure at all is left out."""
-    rows = [[show(item) for show in columns.values()] for item in items]
+    """A line for each item."""
+    return filled(title, list(columns), [[show(item) for show in columns.values()] for item in items], notes)
+
+
+def filled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
+    """A column that has no figure at all is left out."""
     kept = [i for i in range(len(columns)) if i == 0 or not rows or any(row[i] != NONE for row in rows)]
-    names = list(columns)
-    return Table(title, [names[i] for i in kept], [[row[i] for i in kept] for row in rows], [*notes])
+    return Table(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], [*notes])
 
 
 def table_of(entry: AnyEntry, results: Iterable[T], columns: Columns[T]) -> Table:
@@ -68,9 +62,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def mebibytes(value: int | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value / MIB:.0f}" if value >= 10 * MIB else f"{value / MIB:.2f}"
+    return NONE if value is None else f"{value / MIB:.0f}" if value >= 10 * MIB else f"{value / MIB:.2f}"
 
 
 def gibibytes(value: int | None) -> str:
@@ -85,14 +77,12 @@ def percent(value: float | None, base: float | None = 1.0) -> str:
     return NONE if value is None or not base else f"{value / base:.0%}"
 
 
-def ratio(value: float | None, base: float | None = 1.0) -> str:
-    return NONE if value is None or not base else f"{value / base:.2f}"
+def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str:
+    return NONE if value is None or not base else f"{value / base:.{digits}f}"
 
 
 def relative(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.1e}" if math.isfinite(value) else "not finite"
+    return NONE if value is None else f"{value:.1e}" if math.isfinite(value) else "not finite"
 
 
 # --- what stands beside the figures ---
@@ -108,9 +98,9 @@ def failure_notes(entry: AnyEntry) -> list[str]:
     ]
 
 
-def spread_note(entries: Sequence[AnyEntry], task: str | None = None) -> str:
+def spread_note(entries: Sequence[AnyEntry]) -> str:
     """The error bar: how far the two figures of one call of ours differ that was measured under two names."""
-    pairs = [pair for entry in entries for pair in entry.repeats() if task in (None, pair[0].task)]
+    pairs = [pair for entry in entries for pair in entry.repeats()]
     if not pairs:
         return "spread: not known, nothing of ours was measured twice"
     medians = [[result.median_ms or 0.0 for result in pair] for pair in pairs]
@@ -119,21 +109,19 @@ def spread_note(entries: Sequence[AnyEntry], task: str | None = None) -> str:
         first, again = pairs[0]
         times = " and ".join(milliseconds(result.median_ms) for result in (first, again))
         return f"spread: {apart[0]:.1%} between {first.title} and {again.title}, the same call ({times} ms)"
-    most, titles = f"{max(apart):.1%} at most", " or ".join(dict.fromkeys(first.title for first, _ in pairs))
-    return (
-        f"spread: {median(apart):.1%} in the median and {most} between {titles} and the same again, {len(pairs)} times"
-    )
+    middle, most, titles = median(apart), max(apart), " or ".join(dict.fromkeys(first.title for first, _ in pairs))
+    both = f"{middle:.1%} in the median and {most:.1%} at most"
+    return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
+
+
+def median_note(runs: Sequence[AnyRun]) -> list[str]:
+    return [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
 
 
 def absences(run: AnyRun) -> list[str]:
     """Contenders that could not run at all, and why: none is dropped in silence."""
-    reasons = {
-        f"Not measured: {result.title} ({result.contender}): {result.reason}": None
-        for entry in run.cases
-        for result in entry.results
-        if result.status == "unavailable"
-    }
-    return list(reasons)
+    missing = [result for entry in run.cases for result in entry.results if result.status == "unavailable"]
+    return list(dict.fromkeys(f"Not measured: {r.title} ({r.contender}): {r.reason}" for r in missing))
 
 
 def shortfalls(run: AnyRun) -> list[Result]:
@@ -153,12 +141,10 @@ def summary(title: str, first: str, entries: Sequence[AnyEntry], cell: Callable[
     """One line for each case, with a column for every contender that was tried on any."""
     tried = [r for entry in entries for r in entry.results if r.samples_ms or r.status == "oom"]
     titles = {result.contender: result.title for result in tried}
-
-    def cells(entry: AnyEntry) -> list[str]:
-        found = (entry.by_name(name) for name in titles)
-        return [NONE if result is None else cell(entry, result) for result in found]
-
-    rows = [[entry.case.title, *cells(entry)] for entry in entries]
+    rows = []
+    for entry in entries:
+        found = [entry.by_name(name) for name in titles]
+        rows.append([entry.case.title, *(NONE if result is None else cell(entry, result) for result in found)])
     return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
 
 
@@ -167,13 +153,83 @@ def markdown(run: AnyRun, tables: Sequence[Table]) -> str:
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
-    lines = [
-        f"{device['name']}{threads}; {versions}.",
-        "",
-        f"Measured {run.head['date']} by `{run.head['command']}`.",
-        "",
-        *(f"- {line}" for line in absences(run)),
-        "",
-        *(table.markdown() for table in tables),
-    ]
+    head = [f"{device['name']}{threads}; {versions}.", "", f"Measured {run.head['date']} by `{run.head['command']}`."]
+    lines = [*head, "", *(f"- {line}" for line in absences(run)), "", *(table.markdown() for table in tables)]
     return "\n".join(lines)
+
+
+# --- verdicts: a target is met by the median of the runs, within 2% of the limit ---
+
+TOLERANCE = 0.02  # equal calls differ by as much
+
+
+class Verdict(str, Enum):
+    """From the best to the worst."""
+
+    met = "met"
+    nearly = "met within 2%"
+    unmeasured = "not measured"
+    missed = "MISSED"
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Of nothing: not measured."""
+    return max(verdicts, key=list(Verdict).index, default=Verdict.unmeasured)
+
+
+def judge(value: float | None, limit: float | None, at_least: bool = False, tolerance: float = TOLERANCE) -> Verdict:
+    if value is None or limit is None:
+        return Verdict.unmeasured
+    excess = limit - value if at_least else value - limit
+    if excess <= 0:
+        return Verdict.met
+    return Verdict.nearly if excess <= tolerance * limit else Verdict.missed
+
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Check(Generic[KeyT]):
+    """A target, and the figure that was measured of it; None where nothing was."""
+
+    key: KeyT  # which target it is: the same in every run
+    value: float | None
+    limit: float | None  # None: nothing is asked of the value
+    at_least: bool = False  # whether the limit is the least instead of the most
+    others: tuple[Verdict, ...] = ()  # on what else is asked
+    cells: dict[str, str] = field(default_factory=dict)  # what its line of a table says, by column
+
+    @property
+    def verdict(self) -> Verdict:
+        asked = self.limit is not None or not self.others
+        found = [*([judge(self.value, self.limit, self.at_least)] if asked else []), *self.others]
+        return Verdict.unmeasured if Verdict.unmeasured in found else worst(found)
+
+
+def middle(runs: Sequence[Sequence[Check[KeyT]]]) -> list[Check[KeyT]]:
+    """Of every target the check of the run that is the median of those that measured it; of two the worse."""
+    groups: dict[KeyT, list[Check[KeyT]]] = {}
+    for check in (check for checks in runs for check in checks):
+        groups.setdefault(check.key, []).append(check)
+    found = []
+    for group in groups.values():
+        measured = [check for check in group if check.value is not None]
+        measured.sort(key=lambda check: check.value or 0.0, reverse=group[0].at_least)
+        found.append(measured[len(measured) // 2] if measured else group[0])
+    return found
+
+
+def tally(checks: Sequence[Check[KeyT]]) -> str:
+    """How many are met, and how many of these by the tolerance alone."""
+    found = [check.verdict for check in checks]
+    nearly = found.count(Verdict.nearly)
+    met = found.count(Verdict.met) + nearly
+    return (f"{met} of {len(found)}" if found else "-") + (f" ({nearly} within 2%)" if nearly else "")
+
+
+def verdict_table(title: str, checks: Sequence[Check[KeyT]], notes: Sequence[str]) -> Table:
+    """A line for each target, of cells that all of them have."""
+    columns = [*checks[0].cells, "verdict"] if checks else ["Not one of them was measured."]
+    rows = [[*check.cells.values(), check.verdict.value] for check in checks]
+    return Table(f"{title}: {tally(checks)}", columns, rows, [*notes])

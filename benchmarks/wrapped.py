@@ -3,17 +3,16 @@
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.wrapped --out results/wrapped.json
 
 Each contender has a model of its own, prepared as `accelerate launch` with FSDP2 does: decoder layers, embedding, and
-final norm with head as units. The contenders take turns. Memory is the most that one process had allocated in a step,
-above the weights, gradients and states that lie between steps.
+final norm with head as units. The contenders take turns, in the same order in all processes. Memory is the most that
+one process had allocated in a step, above the weights, gradients and states that lie between steps.
+`python -m benchmarks table` reads the result.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
-import statistics
-import time
-from collections.abc import Callable
+import contextlib
+import functools
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,67 +20,46 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.cases import Effort
 from benchmarks.environment import describe
-from benchmarks.model_problem import ARCHITECTURES, ModelCase, build, make_batch
+from benchmarks.measure import Meter, Sample
+from benchmarks.models import (
+    ARCHITECTURES,
+    MODEL,
+    ModelCase,
+    ModelContender,
+    ModelResult,
+    TrainingStep,
+    build,
+    entrants,
+    make_batch,
+)
+from benchmarks.results import Entry, Run
+from benchmarks.rounds import Entrant, compete
+
+NAMES = ("ours", "liger-loss", "stock")
 
 
-def stock(model: Any) -> None:
-    pass
+def prepared(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
+    """With float32 weights and bfloat16 products, as Accelerate's mixed precision has it."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    wrap = "transformer_based_wrap"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False)
+    precision = "bf16" if batch.is_cuda else None
+    accelerator: Any = Accelerator(cpu=not batch.is_cuda, mixed_precision=precision, fsdp_plugin=plugin)
+    sharded, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+    return TrainingStep(sharded, optimizer, batch, backward=accelerator.backward)
 
 
-def patched(model: Any) -> None:
-    import flce
-
-    flce.patch_model(model)
-
-
-def liger(model: Any) -> None:
-    patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    patch._apply_liger_kernel_to_instance(model=model, rope=False, rms_norm=False, swiglu=False)
-
-
-Change = Callable[[Any], None]
-# The last is the error bar, as in the other benchmarks.
-CONTENDERS: dict[str, Change] = {"stock": stock, "flce": patched, "Liger, only the loss": liger, "flce, again": patched}
-
-
-class Run:
-    """One contender's model and optimizer."""
-
-    def __init__(self, change: Change, case: ModelCase, device: torch.device) -> None:
-        from accelerate import Accelerator, FullyShardedDataParallelPlugin
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        wrap = "transformer_based_wrap"
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=wrap, cpu_ram_efficient_loading=False)
-        cpu = device.type == "cpu"
-        self.accelerator = Accelerator(cpu=cpu, mixed_precision=None if cpu else "bf16", fsdp_plugin=plugin)
-        model = build(case, device)
-        change(model)
-        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-5))
-        self.seconds: list[float] = []
-        self.bytes = 0
-        self.losses: list[float] = []
-
-    def step(self, batch: torch.Tensor) -> None:
-        """Only the loss is kept of the outputs."""
-        if batch.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-        dist.barrier()
-        start = time.perf_counter()
-        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
-        self.accelerator.backward(loss)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if batch.is_cuda:
-            torch.cuda.synchronize()
-            self.bytes = max(self.bytes, torch.cuda.max_memory_allocated() - held)
-        self.seconds.append(time.perf_counter() - start)
-        self.losses.append(loss.item())
+def keep(step: TrainingStep, result: ModelResult, sample: Sample) -> None:
+    """Of the last step the loss; of all the most memory."""
+    result.loss = None if step.loss is None else float(step.loss)
+    if sample.workspace_bytes is not None:
+        result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
 
 
 def main(
@@ -98,53 +76,27 @@ def main(
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    # Weights in float32 and products in bfloat16, as Accelerate's mixed precision has it.
-    case = ModelCase(name, batch, sequence, dtype="float32")
+    case = ModelCase(name, batch, sequence, dtype="float32", contenders=NAMES)
     tokens = make_batch(case, device, seed=rank)
-    runs: dict[str, Run] = {}
-    failures: dict[str, str] = {}
-    for title, change in CONTENDERS.items():
-        try:
-            run = Run(change, case, device)
-            for _ in range(2):
-                run.step(tokens)
-            run.seconds.clear()
-            run.bytes, runs[title] = 0, run
-        except Exception as error:
-            failures[title] = f"{type(error).__name__}: {str(error)[:300]}"
-    for _ in range(rounds):
-        for run in runs.values():
-            run.step(tokens)
-    measured: dict[str, dict[str, Any]] = {
-        title: {
-            "tokens_per_second": batch * sequence / statistics.median(run.seconds),
-            "step_gib": run.bytes / 2**30,
-            "losses": run.losses,
-        }
-        for title, run in runs.items()
-    }
-    if rank == 0:
-        launcher = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
-        command = f"{launcher} --model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
-        document = {
-            "environment": {**describe(device, []), "command": command},
-            "model": name,
-            "tokens_per_gpu": [batch, sequence],
-            "processes": world,
-            "contenders": measured,
-            "failures": failures,
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=1) + "\n")
-        for title, figures in measured.items():
-            rate, gib, losses = figures.values()
-            print(f"{title:24} {rate:10.0f} tokens/s a GPU  {gib:7.2f} GiB  loss {losses[0]:.4f} to {losses[-1]:.4f}")
-        pair = [measured[title]["tokens_per_second"] for title in ("flce", "flce, again") if title in measured]
-        print(
-            "spread:", f"{max(pair) / min(pair) - 1:.1%}" if len(pair) == 2 else "not known", "between flce and again"
-        )
-        for title, failure in failures.items():
-            print(f"{title:24} failed: {failure}")
+    meter = Meter(device, dist.barrier)
+    with contextlib.ExitStack() as changes:
+
+        def enter(contender: ModelContender, result: ModelResult) -> Entrant:
+            model = build(case, device)
+            changes.enter_context(contender.applied(model))
+            step = prepared(model, tokens)
+            for _ in range(2):  # the first makes the states of the optimizer
+                step()
+            return Entrant(step, keep=functools.partial(keep, step, result))
+
+        # All processes take every step: no clock decides who sits out.
+        results = compete(entrants(case), ModelResult.of, enter, meter, Effort(rounds, math.inf), lambda: False)
+        if rank == 0:
+            launcher = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
+            command = f"{launcher} --model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
+            run = Run(MODEL.kind, {**describe(device, []), "command": command}, [Entry(case, results)])
+            run.save(out)
+            print(MODEL.table(run.cases[0]).markdown())
     dist.destroy_process_group()
 
 

@@ -7,7 +7,8 @@
 #     gpu-tests     the tests that need a GPU; a minute or two
 #     tests         all tests, on the GPU; four minutes
 #     operator      the operator: what it promises, its exactness, and the peers; about five minutes
-#     targets       only the first of these three, without peers
+#     targets       only the first of these three, without peers; fails where a workspace is not as planned
+#     budgets       what a plan chooses in budgets beside what it could: one chunk, or blocks of classes; a minute or two
 #     peers         only the last
 #     model-short   training steps of a whole model, 4 x 8192 tokens
 #     kernels       the pass over the logits by itself
@@ -19,7 +20,7 @@
 #
 # A part that fails does not stop the next; the exit status says whether one did. Time is given to the parts in their
 # order: what is not left is missing at the end. In the environment:
-#   PYTHON    the Python to use (python3), with torch, triton, pytest, typer, rich and matplotlib; for models
+#   PYTHON    the Python to use (python3), with torch, triton, pytest, typer and matplotlib; for models
 #             transformers as well
 #   WORKERS   processes that the tests run in (as many as cores, 16 at most)
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
@@ -75,19 +76,19 @@ within() {
     echo $((left < $1 ? left : $1))
 }
 
-# benchmark COMMAND PRESET SECONDS ARGUMENTS...: with a deadline. What has begun then is finished, and libraries take
-# their time to start: hence the distance between the two limits.
+# benchmark NAME COMMAND PRESET SECONDS ARGUMENTS...: with a deadline; the result is NAME.json. What has begun then is
+# finished, and libraries take their time to start: hence the distance between the two limits.
 benchmark() {
-    local command=$1 name=$2 limit
-    limit=$(within "$3")
+    local result=$1 command=$2 name=$3 limit
+    limit=$(within "$4")
     [ "$preset" = tiny ] && name=tiny
-    shift 3
-    part "$command" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 20)) \
-        --out "$out/$command.json" "$@"
+    shift 4
+    part "$result" "$limit" "$python" -m benchmarks "$command" --preset "$name" --deadline $((limit - 20)) \
+        --out "$out/$result.json" "$@"
 }
 
-# report COMMAND OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary. In
-# the background: most of their time is that of libraries to start.
+# report NAME OPTIONS...: tables and picture of what a benchmark has measured, and with the options its summary. In the
+# background: most of their time is that of libraries to start.
 reports=()
 report() {
     local command=$1 result=$out/$1.json
@@ -97,7 +98,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [ "$command" = kernels ] && return
+    [[ "$command" = kernels || "$command" = budgets ]] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -206,27 +207,22 @@ for name in $parts; do
                 "${select[@]}" --ignore tests/test_first_call.py "${files[@]}"
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
-        operator) benchmark operator h200 260 --errors ;;
-        targets) benchmark operator targets 240 ;;
-        peers) benchmark operator peers 500 --errors ;;
+        operator) benchmark operator operator h200 260 --errors ;;
+        targets) benchmark operator operator targets 240 ;;
+        budgets) benchmark budgets operator h200-budgets 150 ;;
+        peers) benchmark operator operator peers 500 --errors ;;
         # shellcheck disable=SC2086  # several arguments
-        model-short) benchmark model h200-short 100 ${ARGS:-} ;;
+        model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
-        model) benchmark model h200 500 ${ARGS:-} ;;
-        kernels)
-            if "$python" -m benchmarks kernels --help >/dev/null 2>&1; then
-                benchmark kernels h200 80
-            else
-                lines+=("        kernels: this version has no such benchmark")
-            fi
-            ;;
+        model) benchmark model model h200 500 ${ARGS:-} ;;
+        kernels) benchmark kernels kernels h200 80 ;;
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
             part wrapped "$(within 150)" "$python" -m torch.distributed.run --nproc-per-node 2 --master-port 29511 \
                 -m benchmarks.wrapped --out "$out/wrapped.json"
             ;;
-        rows) benchmark rows h200-rows 180 ;;
+        rows) benchmark rows rows h200-rows 180 ;;
         *)
             lines+=("FAILED  no part is called '$name': see the top of this script")
             failed=1
@@ -237,6 +233,7 @@ done
 report model --brief
 report kernels --brief
 report rows --targets --brief
+report budgets --brief
 report operator --targets --dominance
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
@@ -245,7 +242,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model kernels rows operator; do
+    for command in model kernels rows budgets operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _steady_heap_again():
-    """A measurement ends by giving back to the collector all that was kept from it."""
+    """A measurement begins by giving back to the collector all that was kept from it."""
     gc.freeze()
 
 

@@ -15,24 +15,27 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import MIB, Effort
+from benchmarks.cases import MIB, Effort, Outcome, needs_package
 from benchmarks.cli import BENCHMARKS, app
-from benchmarks.contenders import Outcome, needs_package
-from benchmarks.measure import CpuMeter, make_meter
+from benchmarks.measure import Meter
 from benchmarks.operator import OPERATOR, PRESETS, OperatorEntry, measure_operator
 from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
 from benchmarks.operator_problem import IGNORE_INDEX, Mode, OperatorCase, exactness, make_oracle, make_problem
 from benchmarks.results import Entry, Run
-from benchmarks.rounds import Watch
 from benchmarks.tables import absences, markdown, shortfalls, spread_note
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+
+
+def never() -> bool:
+    return False
+
+
 PEERS = {"liger", "liger-float32-8x", "cce", "cce-unfiltered", "cce-exact", "trl", "fla", "quack"}
 
 
@@ -90,6 +93,7 @@ def test_schema(result_file):
                 "cpu_samples_ms",
                 "median_ms",
                 "workspace_bytes",
+                "planned_bytes",
                 "errors",
             }
             assert result["status"] in ("ok", "unavailable", "failed")
@@ -143,21 +147,39 @@ def test_table(result_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "command, arguments, message",
     [
-        ([], "--preset or --shape"),
-        (["--preset", "tiny", "--shape", "1,2,3"], "not both"),
-        (["--shape", "8,4"], "tokens,hidden,vocab"),
-        (["--shape", "8,4,0"], "positive"),
-        (["--shape", "8,4,16", "--dtype", "int8"], "float32"),
-        (["--shape", "8,4,16", "--contender", "nobody"], "there are"),
-        (["--shape", "8,4,16", "--device", "abacus"], "auto, cpu or cuda"),
-        (["--shape", "8,4,16", "--no-time"], "nothing to measure"),
+        *((command, ["--preset", "nothing"], "tiny") for command in BENCHMARKS),
+        ("operator", [], "--preset or --shape"),
+        ("operator", ["--preset", "tiny", "--shape", "1,2,3"], "not both"),
+        ("operator", ["--shape", "8,4"], "tokens,hidden,vocab"),
+        ("operator", ["--shape", "8,4,0"], "positive"),
+        ("operator", ["--shape", "8,4,16", "--dtype", "int8"], "float32"),
+        ("operator", ["--shape", "8,4,16", "--contender", "nobody"], "there are"),
+        ("operator", ["--shape", "8,4,16", "--device", "abacus"], "auto, cpu or cuda"),
+        ("operator", ["--shape", "8,4,16", "--no-time"], "nothing to measure"),
+        ("model", [], "--preset or --shape"),
+        ("model", ["--model", "GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
+        ("model", ["--preset", "tiny", "--shape", "1,8"], "not both"),
+        ("model", ["--model", "tiny-llama", "--shape", "8"], "batch,sequence"),
+        ("model", ["--preset", "tiny", "--contender", "nobody"], "there are"),
+        ("model", ["--preset", "tiny", "--model", "Qwen3-0.6B"], "nothing to measure"),
+        ("kernels", [], "--preset or --shape"),
+        ("kernels", ["--preset", "tiny", "--shape", "8,16"], "not both"),
+        ("kernels", ["--shape", "8"], "tokens,columns"),
+        ("kernels", ["--shape", "8,16", "--dtype", "int8"], "float16"),
+        ("rows", [], "--preset or --shape"),
+        ("rows", ["--preset", "tiny", "--shape", "8,16"], "not both"),
+        ("rows", ["--shape", "8"], "rows,columns"),
+        ("rows", ["--shape", "8,16", "--dtype", "int8"], "float16"),
+        ("rows", ["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
     ],
 )
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
+def test_wrong_arguments_are_explained(command, arguments, message, tmp_path):
+    if command == "model":
+        pytest.importorskip("transformers")
     out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["operator", *arguments, "--out", str(out)])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, *arguments, "--out", str(out)])
     assert done.exit_code == 2
     assert message in done.output
     assert not out.exists()
@@ -172,7 +194,7 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
     broken = OperatorContender("broken", "A broken one", "peer", prepare)
     case = OperatorCase(8, 4, 16, dtype="float32")
-    entry = measure_operator(case, [broken, *select(["stock"])], CPU, Effort(2, 1.0), Watch())
+    entry = measure_operator(case, [broken, *select(["stock"])], CPU, Effort(2, 1.0), never)
     failed, stock = entry.by_name("broken"), entry.by_name("stock")
     assert failed is not None
     assert stock is not None
@@ -182,13 +204,13 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
 
 
 def test_a_slow_contender_gets_one_sample():
-    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), Watch())
+    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(5, 0.0), never)
     assert len(entry.results[0].samples_ms) == 1
 
 
 def test_a_deadline_ends_a_case():
     case = OperatorCase(8, 4, 16, dtype="float32")
-    entry = measure_operator(case, select(["stock", "ours"]), CPU, Effort(5, 1.0), Watch(expired=lambda: True))
+    entry = measure_operator(case, select(["stock", "ours"]), CPU, Effort(5, 1.0), lambda: True)
     assert [(result.status, result.samples_ms) for result in entry.results] == [("skipped", [])] * 3
 
 
@@ -204,7 +226,7 @@ def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
 
     contenders = [OperatorContender(name, name, "peer", prepare(name)) for name in "abcd"]
     rounds = 6
-    measure_operator(OperatorCase(8, 4, 16), contenders, CPU, Effort(rounds, 60.0), Watch())
+    measure_operator(OperatorCase(8, 4, 16), contenders, CPU, Effort(rounds, 60.0), never)
     turns = ["".join(calls[start : start + 4]) for start in range(4, 4 * (rounds + 1), 4)]  # after the warm-up
     assert turns[0] == "abcd"
     assert all(sorted(turn) == list("abcd") for turn in turns)
@@ -212,14 +234,14 @@ def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
 
 
 def test_a_budget_is_a_contender():
-    float32, bfloat16 = select([budget_name(3), budget_name(2, bfloat16_sums=True)])
+    float32, bfloat16 = select([budget_name(3), budget_name(2, "bf16")])
     assert (float32.name, bfloat16.name) == ("ours-3MiB", "ours-bf16-2MiB")
     assert "3 MiB" in float32.title
     assert "bfloat16 sums" in bfloat16.title
     case = OperatorCase(2000, 32, 500, dtype="float32")
     assert float32.applies(case, CPU)
     assert not bfloat16.applies(case, CPU)
-    entry = measure_operator(case, [float32], CPU, Effort(1, 1.0), Watch())
+    entry = measure_operator(case, [float32], CPU, Effort(1, 1.0), never)
     assert entry.results[0].status == "ok", entry.results[0].reason
     assert entry.results[0].workspace_bytes is not None
     assert entry.results[0].workspace_bytes <= 3 * MIB
@@ -270,7 +292,7 @@ def test_cpu_meter_counts_a_known_pattern():
         del b, c
         return Outcome(None, input_grad=held.clone())
 
-    _, sample = CpuMeter().warm_up(step)
+    _, sample = Meter(CPU).warm_up(step)
     # b and c (20 MiB) are the peak, before the 8 MiB that are returned exist.
     assert sample.workspace_bytes == (4 + 16 - 8) * MIB
 
@@ -278,7 +300,7 @@ def test_cpu_meter_counts_a_known_pattern():
 def test_cpu_meter_sees_the_backward_pass():
     """Stock float32 holds at least the log-probabilities and their gradient."""
     problem = make_problem(OperatorCase(256, 32, 4096, dtype="float32"), CPU)
-    _, sample = CpuMeter().warm_up(autograd_step(problem, stock_loss))
+    _, sample = Meter(CPU).warm_up(autograd_step(problem, stock_loss))
     logits = 256 * 4096 * 4
     assert sample.workspace_bytes is not None
     assert 2 * logits <= sample.workspace_bytes + (256 + 4096) * 32 * 4 <= 3.2 * logits
@@ -294,7 +316,7 @@ def test_cuda_meter_counts_a_known_pattern():
         del a, b
         return Outcome(None, input_grad=torch.zeros(8 * MIB, dtype=torch.uint8, device=device))
 
-    meter = make_meter(device)
+    meter = Meter(device)
     _, sample = meter.warm_up(step)
     assert sample.workspace_bytes == pytest.approx((32 + 64 - 8) * MIB, abs=2 * MIB)  # blocks may be larger
     assert meter.sample(step).milliseconds > 0
@@ -306,7 +328,7 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
     """Also the bare products and the compiled stock path; of the peers, those that are installed may fail."""
     contenders = [c for c in CONTENDERS if c.name != "torch-compile" or mode is Mode.forward_backward]
     case = OperatorCase(500, 256, 4001, mode=mode, errors=True)
-    entry = measure_operator(case, contenders, torch.device("cuda"), Effort(2, 5.0), Watch())
+    entry = measure_operator(case, contenders, torch.device("cuda"), Effort(2, 5.0), never)
     for result in entry.results:
         if result.family != "peer" or result.contender == "torch-compile":
             assert result.status == "ok", (result.contender, result.reason)
@@ -342,7 +364,7 @@ def test_problem_is_as_asked_for():
 def test_not_finite_errors_survive_the_file(tmp_path):
     entry = OperatorEntry(OperatorCase(8, 4, 16))
     result = measure_operator(
-        OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(1, 1.0), Watch()
+        OperatorCase(8, 4, 16, dtype="float32"), select(["stock"]), CPU, Effort(1, 1.0), never
     ).results[0]
     result.errors = {"loss": math.inf, "input_grad": 0.5}
     entry.results.append(result)
@@ -372,7 +394,7 @@ def entry_of(*milliseconds: float) -> OperatorEntry:
     """Steps that take as long, by a clock of their own."""
     figures = iter(milliseconds)
     entry = measure_operator(
-        OperatorCase(8, 4, 16, dtype="float32"), select(["ours", "stock"]), CPU, Effort(1, 9.0), Watch()
+        OperatorCase(8, 4, 16, dtype="float32"), select(["ours", "stock"]), CPU, Effort(1, 9.0), never
     )
     for result in entry.results:
         result.samples_ms = [next(figures) for _ in range(3)]
@@ -388,7 +410,7 @@ def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
     assert note == "spread: 10.0% between flce and flce, again, the same call (2 and 2.2 ms)"
     other = entry_of(1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 1.3, 1.3, 1.3)
     assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
-    head: dict[str, Any] = {"device": {"type": "cuda", "name": "made up"}}
+    head: dict[str, Any] = {"device": {"type": "cpu", "name": "made up"}}
     run = Run("operator", head, [entry, other])
     assert all("spread: " in table.notes[-1] for table in OPERATOR.tables(run, brief=False))
     assert "not known" in spread_note([Entry(entry.case, entry.results[:2])])
@@ -409,11 +431,16 @@ def test_committed_results_make_tables_and_pictures(name, tmp_path):
         assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("command", ["operator", "model", "kernels", "rows"])
-def test_an_unknown_preset_is_explained(command):
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, "--preset", "nothing"])
-    assert done.exit_code == 2
-    assert "tiny" in done.output
+@pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)
+def test_results_of_others_are_told_apart(benchmark, tmp_path):
+    head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
+    for other in BENCHMARKS.values():
+        Run(other.kind, head, []).save(tmp_path / "run.json")
+        if other is benchmark:
+            assert benchmark.load(tmp_path / "run.json").cases == []
+        else:
+            with pytest.raises(ValueError, match=f"no results of {benchmark.noun}"):
+                benchmark.load(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)
@@ -435,7 +462,7 @@ def test_a_failing_repeat_is_a_shortfall():
         return lambda: None
 
     ours = OperatorContender("ours", "flce", "ours", prepare)
-    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), [ours], CPU, Effort(1, 1.0), Watch())
+    entry = measure_operator(OperatorCase(8, 4, 16, dtype="float32"), [ours], CPU, Effort(1, 1.0), never)
     (missing,) = shortfalls(Run("operator", {}, [entry]))
     assert (missing.contender, missing.reason) == ("ours-again", "RuntimeError: as planned")
     assert "not known" in OPERATOR.table(entry).notes[-1]

@@ -10,17 +10,14 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, KernelResult, make_tile
-from benchmarks.operator import OPERATOR
-from benchmarks.results import Entry, Run
-from benchmarks.rounds import Watch
+from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, Tiles
+from benchmarks.results import Bandwidth, Entry, Run
 from benchmarks.tables import markdown
 
 CPU = torch.device("cpu")
@@ -73,8 +70,8 @@ def test_bandwidth_is_that_of_the_bytes_that_must_move():
     assert moved == {"copy": 4 * 100 * 50304, "statistics": 2 * logits, "gradient": 4 * logits, "both": 4 * logits}
     mixed = KernelCase(100, 50257, 50257, "float32", "bfloat16")
     assert CONTENDERS[3].bytes(mixed) == 6 * logits
-    copy = KernelResult("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
-    both = KernelResult("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
+    copy = Bandwidth("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
+    both = Bandwidth("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
     assert both.gigabytes_per_second == pytest.approx(3.0)
     head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
     run = Run("kernels", head, [Entry(case, [copy, both])])
@@ -84,41 +81,18 @@ def test_bandwidth_is_that_of_the_bytes_that_must_move():
 def test_the_passes_are_those_of_the_loss():
     """And every call finds the logits again that the one before wrote over."""
     case = KernelCase(20, 70, 70, "float64")
-    problem = make_tile(case, CPU)
+    problem = Tiles(case, CPU)
     logits = problem.source[:, :70].clone().requires_grad_()
     loss = torch.nn.functional.cross_entropy(logits, problem.rows.target)
     (expected,) = torch.autograd.grad(loss, logits)
     for contender in CONTENDERS[1:]:
-        step = contender.prepare(problem)
         for _ in range(2):
             problem.restore()
-            step()
+            contender.step(problem)
         if contender.writes:
             torch.testing.assert_close(problem.grad, expected)
         else:
             assert float(problem.out.loss.mean()) == pytest.approx(float(loss.detach()))
-
-
-def test_results_of_the_operator_are_told_apart(result_file):
-    with pytest.raises(ValueError, match="no results of the operator"):
-        OPERATOR.load(result_file)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "--preset or --shape"),
-        (["--preset", "tiny", "--shape", "8,16"], "not both"),
-        (["--shape", "8"], "tokens,vocab"),
-        (["--shape", "8,16", "--dtype", "int8"], "float16"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
-    out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["kernels", *arguments, "--out", str(out)])
-    assert done.exit_code == 2
-    assert message in done.output
-    assert not out.exists()
 
 
 def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
@@ -135,7 +109,7 @@ def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_kernels_run_on_cuda():
     case = KernelCase(200, 4001, 4001)
-    entry = KERNELS.measure(case, torch.device("cuda"), Effort(3, 5.0), Watch())
+    entry = KERNELS.measure(case, torch.device("cuda"), Effort(3, 5.0), lambda: False)
     for result in entry.results:
         assert result.status == "ok", (result.contender, result.reason)
         assert result.gigabytes_per_second is not None

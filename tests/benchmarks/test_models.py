@@ -12,7 +12,6 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
@@ -20,15 +19,29 @@ from typer.testing import CliRunner
 
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.model_contenders import CONTENDERS, ModelContender, entrants, liger
-from benchmarks.model_problem import ARCHITECTURES, ModelCase, Optimizer, build, held_bytes
-from benchmarks.models import MODEL, PRESETS, measure_model
-from benchmarks.operator import OPERATOR
+from benchmarks.models import (
+    ARCHITECTURES,
+    CONTENDERS,
+    MODEL,
+    ModelCase,
+    ModelContender,
+    Optimizer,
+    build,
+    entrants,
+    held_bytes,
+    liger,
+    measure_model,
+)
 from benchmarks.results import Run
-from benchmarks.rounds import Watch
 from benchmarks.tables import markdown, shortfalls
 
 CPU = torch.device("cpu")
+
+
+def never():
+    return False
+
+
 CASE = ModelCase("tiny-llama", 1, 16, dtype="float32")
 HEAD = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
 
@@ -50,7 +63,7 @@ def result_file(tmp_path_factory):
 
 def test_every_case_of_the_preset_is_measured(result_file):
     run = MODEL.load(result_file)
-    assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
+    assert [entry.case for entry in run.cases] == [case for case, _ in MODEL.presets["tiny"]()]
     for entry in run.cases:
         stock = entry.by_name("stock")
         assert stock is not None
@@ -102,30 +115,6 @@ def test_table(result_file):
     assert "| loss |" not in brief.output
 
 
-def test_results_of_the_operator_are_told_apart(result_file):
-    with pytest.raises(ValueError, match="no results of the operator"):
-        OPERATOR.load(result_file)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "--preset, or --model and --shape"),
-        (["--model", "GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
-        (["--preset", "tiny", "--shape", "1,8"], "not both"),
-        (["--model", "tiny-llama", "--shape", "8"], "batch,sequence"),
-        (["--preset", "tiny", "--contender", "nobody"], "there are"),
-        (["--preset", "tiny", "--model", "Qwen3-0.6B"], "nothing to measure"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
-    out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["model", *arguments, "--out", str(out)])
-    assert done.exit_code == 2
-    assert message in done.output
-    assert not out.exists()
-
-
 def exhausting(name, family, from_step):
     """A contender whose forward runs out of memory from that call on."""
     calls = 0
@@ -153,7 +142,7 @@ def exhausting(name, family, from_step):
 def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
     """In the warm-up, and in the first timed step."""
     contenders = [exhausting("stock", "stock", from_step), named("ours")]
-    entry = measure_model(CASE, contenders, CPU, Effort(2, 1.0), Watch())
+    entry = measure_model(CASE, contenders, CPU, Effort(2, 1.0), never)
     stock, ours, _ = entry.results
     assert stock.status == "oom"
     assert stock.reason == "OutOfMemoryError: CUDA out of memory. Tried to allocate 62.62 GiB."
@@ -170,14 +159,13 @@ def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
 
 
 def test_flce_out_of_memory_is_a_shortfall():
-    entry = measure_model(CASE, [exhausting("ours", "ours", 1)], CPU, Effort(1, 1.0), Watch())
+    entry = measure_model(CASE, [exhausting("ours", "ours", 1)], CPU, Effort(1, 1.0), never)
     assert [result.contender for result in shortfalls(Run("model", HEAD, [entry]))] == ["ours", "ours-again"]
 
 
 def test_after_the_deadline_no_step_is_begun():
     answers = iter([False] * 4)  # the three warm-ups, one timed step
-    watch = Watch(expired=lambda: next(answers, True))
-    entry = measure_model(CASE, [named("ours"), named("stock")], CPU, Effort(2, 1.0), watch)
+    entry = measure_model(CASE, [named("ours"), named("stock")], CPU, Effort(2, 1.0), lambda: next(answers, True))
     ours, stock, _ = entry.results
     assert (ours.status, len(ours.samples_ms)) == ("ok", 1)
     assert (stock.status, stock.reason) == ("skipped", "the deadline had passed")
@@ -187,7 +175,7 @@ def test_after_the_deadline_no_step_is_begun():
 def test_contenders_find_the_same_weights(optimizer):
     """Also after the steps of others with an optimizer, whose states belong to what is held."""
     case = dataclasses.replace(CASE, optimizer=optimizer)
-    entry = measure_model(case, [named("ours"), named("stock")], CPU, Effort(2, 1.0), Watch())
+    entry = measure_model(case, [named("ours"), named("stock")], CPU, Effort(2, 1.0), never)
     ours, stock, _ = entry.results
     assert ours.status == stock.status == "ok", (ours.reason, stock.reason)
     assert ours.loss == pytest.approx(stock.loss, abs=1e-5)
@@ -200,7 +188,7 @@ def test_contenders_find_the_same_weights(optimizer):
 
 
 def test_not_finite_losses_survive_the_file(tmp_path):
-    entry = measure_model(CASE, [named("stock")], CPU, Effort(1, 1.0), Watch())
+    entry = measure_model(CASE, [named("stock")], CPU, Effort(1, 1.0), never)
     entry.results[0].loss = math.nan
     Run("model", HEAD, [entry]).save(tmp_path / "run.json")
     again = MODEL.load(tmp_path / "run.json").cases[0].results[0].loss
@@ -212,7 +200,7 @@ def test_not_finite_losses_survive_the_file(tmp_path):
 def test_architectures_have_the_sizes_of_their_names(architecture):
     transformers = pytest.importorskip("transformers")
     known = ARCHITECTURES[architecture]
-    config = transformers.AutoConfig.for_model(known.model_type, **known.config)
+    config = transformers.AutoConfig.for_model(**known)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -252,7 +240,7 @@ def test_every_contender_runs_on_cuda():
     """Of the peers those that are installed may fail."""
     for warm_up in (None, 64):
         case = ModelCase("tiny-llama", 2, 128, budgets_mib=(1,), warm_up_sequence=warm_up)
-        entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0), Watch())
+        entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0), never)
         stock = entry.by_name("stock")
         assert stock is not None
         for result in entry.results:

@@ -10,35 +10,36 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks import row_build
+from benchmarks import rows
 from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.operator import OPERATOR
+from benchmarks.measure import Meter
 from benchmarks.results import Entry, Run
-from benchmarks.rounds import Watch
-from benchmarks.row_calls import Calls, HeadStart, launched, make_region
-from benchmarks.row_contenders import CONTENDERS, RowContender, make_calls, row_contenders
-from benchmarks.row_problem import (
+from benchmarks.row_calls import Calls, launched, make_region
+from benchmarks.rows import (
     CACHES,
+    COMPILED_COLUMNS,
+    CONTENDERS,
     CPU_CACHE_BYTES,
+    PRESETS,
+    ROWS,
     TASKS,
     Direction,
     Operation,
     RowCase,
+    RowContender,
     RowProblem,
     RowResult,
-    Task,
+    check_rows,
+    make_calls,
     make_rows,
+    row_contenders,
 )
-from benchmarks.row_targets import check_rows
-from benchmarks.rows import COMPILED_COLUMNS, PRESETS, ROWS
-from benchmarks.tables import markdown
-from benchmarks.verdicts import Verdict
+from benchmarks.tables import Verdict, markdown
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {
@@ -50,9 +51,11 @@ HEAD: dict[str, Any] = {
 }
 
 
-def task_of(operation: Operation, direction: Direction) -> Task:
-    (task,) = [task for task in TASKS if (task.operation, task.direction) == (operation, direction)]
-    return task
+every_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: " ".join(task).replace(" ", "-"))
+
+
+def never() -> bool:
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +70,18 @@ def result_file(tmp_path_factory):
 def test_every_task_is_measured(result_file):
     run = ROWS.load(result_file)
     assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
+    assert {(entry.case.operation, entry.case.direction) for entry in run.cases} == set(TASKS)
     for entry in run.cases:
-        found = {(result.operation, result.direction, result.contender): result for result in entry.results}
-        assert len(found) == len(entry.results)
-        for task in TASKS:
-            for name in ("copy", "ours", "eager", "ours-again"):
-                result = found[task.operation.value, task.direction.value, name]
-                assert result.status == "ok", result.reason
-                assert (len(result.samples_ms), result.calls, result.method) == (2, 3, "launched")
-                assert result.gigabytes_per_second is not None
+        assert [result.contender for result in entry.results] == [
+            *(contender.name for contender in row_contenders(entry.case)),
+            "ours-again",
+        ]
+        for name in ("copy", "ours", "eager", "ours-again"):
+            result = entry.by_name(name)
+            assert result is not None
+            assert result.status == "ok", result.reason
+            assert (len(result.samples_ms), result.calls, result.method) == (2, 3, "launched")
+            assert result.gigabytes_per_second is not None
 
 
 def test_schema(result_file):
@@ -83,18 +89,18 @@ def test_schema(result_file):
     assert document["kind"] == "rows"
     assert {"date", "command", "versions", "device"} <= set(document)
     for entry in document["cases"]:
-        assert {"rows", "columns", "dtype", "operations"} <= set(entry["case"])
+        assert {"rows", "columns", "dtype", "operation", "direction"} <= set(entry["case"])
         for result in entry["results"]:
-            assert {"samples_ms", "median_ms", "moved_bytes", "calls", "method", "operation"} <= set(result)
+            assert {"samples_ms", "median_ms", "moved_bytes", "calls", "method", "note"} <= set(result)
 
 
 def test_peers_that_cannot_run_are_named(result_file):
     """Liger and torch.compile run on GPUs alone; at sizes that are not for torch.compile it is not tried."""
-    names = {"liger": "unavailable"}
     for entry in ROWS.load(result_file).cases:
+        names = {"liger": "unavailable"} if "liger" in [c.name for c in row_contenders(entry.case)] else {}
         assert {r.contender: r.status for r in entry.results if r.family == "peer"} == names
     case = RowCase(4, 8, "float32", compiled=True, calls=1)
-    entry = ROWS.measure(case, CPU, Effort(1, 1.0), Watch())
+    entry = ROWS.measure(case, CPU, Effort(1, 1.0), never)
     assert {r.contender: r.reason for r in entry.results if r.family == "peer"}[
         "torch-compile"
     ] == "needs a CUDA device"
@@ -105,9 +111,9 @@ def test_peers_that_cannot_run_are_named(result_file):
 def test_tables(result_file, tmp_path):
     done = CliRunner().invoke(app, ["table", str(result_file)])
     assert done.exit_code == 0, done.output
-    for task in TASKS:
+    for operation, direction in TASKS:
         for dtype in ("float32", "bfloat16"):
-            assert f"**GB/s, of copy: {task.title}, {dtype}, 8 rows**" in done.output
+            assert f"**GB/s, of copy: {operation.value} {direction.value}, {dtype}, 8 rows**" in done.output
     assert "| columns | copy | flce | eager | flce, again |" in done.output
     assert "| 2049 |" in done.output
     out = tmp_path / "targets.md"
@@ -125,18 +131,13 @@ def test_tables(result_file, tmp_path):
     assert other.exit_code == 2
 
 
-def test_results_of_the_operator_are_told_apart(result_file, tmp_path):
-    with pytest.raises(ValueError, match="no results of the operator"):
-        OPERATOR.load(result_file)
-    Run("operator", HEAD, []).save(tmp_path / "operator.json")
-    with pytest.raises(ValueError, match="no results of rows"):
-        ROWS.load(tmp_path / "operator.json")
-
-
 def test_the_fewest_bytes():
-    case = RowCase(100, 1000, "bfloat16")
-    entries = {task.title: case.bytes(task.entries) // (2 * 100 * 1000) for task in TASKS}
-    assert entries == {
+    """A copy moves two entries for each, whatever it is compared with."""
+    sizes = {task: RowCase(100, 1000, "bfloat16", *task) for task in TASKS}
+    contenders = {contender.name: contender for contender in CONTENDERS}
+    entry = 2 * 100 * 1000
+    moved = {" ".join(task): contenders["ours"].bytes(case) // entry for task, case in sizes.items()}
+    assert moved == {
         "cross_entropy forward": 1,
         "cross_entropy backward": 2,
         "cross_entropy in-place forward+backward": 2,
@@ -145,8 +146,7 @@ def test_the_fewest_bytes():
         "log_softmax forward": 2,
         "log_softmax backward": 3,
     }
-    copy = next(contender for contender in CONTENDERS if contender.roof)
-    assert {copy.bytes(case, task) for task in TASKS} == {2 * 2 * 100 * 1000}
+    assert {contenders["copy"].bytes(case) for case in sizes.values()} == {2 * entry}
     assert RowCase(100, 1000, "float32").bytes(1) == 4 * 100 * 1000
 
 
@@ -179,36 +179,38 @@ def test_the_preset_is_the_issues():
     columns = {case.columns for case in cases}
     assert {1 << power for power in range(7, 19)} <= columns
     assert len([count for count in columns if count & (count - 1)]) == 8
-    assert {(case.columns, case.dtype) for case in cases} == {(c, d) for c in columns for d in ("bfloat16", "float32")}
+    found = {(case.columns, case.dtype, (case.operation, case.direction)) for case in cases}
+    assert found == {(c, d, task) for c in columns for d in ("bfloat16", "float32") for task in TASKS}
+    assert len(found) == len(cases)
     assert {case.rows for case in cases} == {4096}
     assert {case.columns for case in cases if case.compiled} == set(COMPILED_COLUMNS)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.title.replace(" ", "-"))
+@every_task
 @pytest.mark.parametrize("name", ["ours", "eager"])
 def test_a_call_does_the_task(task, name):
     """On each input, also after a call wrote over it."""
     (contender,) = [contender for contender in CONTENDERS if contender.name == name]
-    problem = make_rows(RowCase(6, 50, "float64"), CPU, calls=2)
+    problem = make_rows(RowCase(6, 50, "float64", *task), CPU, calls=2)
     for index, row in enumerate(problem.spare):  # inputs that differ
         row.mul_(1 + index)
     problem.restore()
-    calls = make_calls(contender, problem, task)
+    calls = make_calls(contender, problem)
     for _ in range(2):
         if calls.restore is not None:
             calls.restore()
         for result, x in zip(calls.run(calls.prepare()), problem.spare, strict=True):
-            torch.testing.assert_close(result, expected(task, x, problem), check_dtype=False)
-    assert (calls.restore is not None) == (name == "ours" and task.direction is Direction.in_place)
+            torch.testing.assert_close(result, expected(x, problem), check_dtype=False)
+    assert (calls.restore is not None) == (name == "ours" and problem.case.direction is Direction.in_place)
 
 
-def expected(task: Task, x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
+def expected(x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
     x = x.clone().requires_grad_()
-    if task.operation is Operation.cross_entropy:
+    if problem.case.operation is Operation.cross_entropy:
         out = torch.nn.functional.cross_entropy(x, problem.target)
     else:
-        out = getattr(torch, task.operation.value)(x, -1)
-    if task.direction is Direction.forward:
+        out = getattr(torch, problem.case.operation.value)(x, -1)
+    if problem.case.direction is Direction.forward:
         return out.detach()
     (grad,) = torch.autograd.grad(out, x, torch.ones_like(out) if out.dim() == 0 else x.detach())
     return grad
@@ -216,9 +218,9 @@ def expected(task: Task, x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
 
 def test_the_roof_moves_what_a_copy_does():
     (copy,) = [contender for contender in CONTENDERS if contender.roof]
-    problem = make_rows(RowCase(3, 5, "float32"), CPU, calls=2)
     for task in TASKS:
-        results = make_calls(copy, problem, task).run([None, None])
+        problem = make_rows(RowCase(3, 5, "float32", *task), CPU, calls=2)
+        results = make_calls(copy, problem).run([None, None])
         for result, x in zip(results, problem.x, strict=True):
             assert isinstance(result, torch.Tensor)
             assert torch.equal(result, -x)  # every element read, and written elsewhere
@@ -236,7 +238,7 @@ def test_what_comes_before_is_not_timed():
     region = launched(calls)
     for _ in range(2):
         log.clear()
-        with region.turn(HeadStart(CPU)):
+        with region.turn(Meter(CPU)):
             assert log == ["restore", "ahead 0", "ahead 1"]
             region.step()
         assert log[3:] == ["timed 0 0", "timed 1 1"]
@@ -246,13 +248,13 @@ def test_what_comes_before_is_not_timed():
 
 
 def test_a_failing_contender_is_reported_and_the_others_go_on(monkeypatch):
-    def fail(task):
+    def fail(case):
         raise RuntimeError("as planned")
 
     broken = RowContender("broken", "A broken one", "peer", fail)
-    monkeypatch.setattr("benchmarks.row_contenders.CONTENDERS", [broken, *CONTENDERS])
-    case = RowCase(4, 8, "float32", operations=(Operation.softmax,), calls=2)
-    entry = ROWS.measure(case, CPU, Effort(1, 1.0), Watch())
+    monkeypatch.setattr("benchmarks.rows.CONTENDERS", [broken, *CONTENDERS])
+    case = RowCase(4, 8, "float32", Operation.softmax, calls=2)
+    entry = ROWS.measure(case, CPU, Effort(1, 1.0), never)
     assert {r.reason for r in entry.results if r.contender == "broken"} == {"RuntimeError: as planned"}
     assert all(r.samples_ms for r in entry.results if r.contender in ("copy", "ours", "eager"))
     assert "A broken one failed: RuntimeError: as planned" in "".join(
@@ -261,25 +263,16 @@ def test_a_failing_contender_is_reported_and_the_others_go_on(monkeypatch):
 
 
 def test_a_deadline_ends_a_case():
-    entry = ROWS.measure(RowCase(4, 8, "float32", calls=1), CPU, Effort(2, 1.0), Watch(expired=lambda: True))
+    entry = ROWS.measure(RowCase(4, 8, "float32", calls=1), CPU, Effort(2, 1.0), lambda: True)
     assert {result.status for result in entry.results} == {"skipped"}
     assert not any(result.samples_ms for result in entry.results)
 
 
-def figure(contender: str, gigabytes: float, task: Task, case: RowCase, **fields: Any) -> RowResult:
+def figure(contender: str, gigabytes: float, case: RowCase, **fields: Any) -> RowResult:
     (known,) = [known for known in CONTENDERS if known.name == contender]
-    moved = known.bytes(case, task)
-    return RowResult(
-        contender,
-        known.title,
-        known.family,
-        samples_ms=[moved / gigabytes / 1e6 * 7],
-        operation=task.operation.value,
-        direction=task.direction.value,
-        moved_bytes=moved,
-        calls=7,
-        **fields,
-    )
+    moved = known.bytes(case)
+    samples = [moved / gigabytes / 1e6 * 7]
+    return RowResult.of(known, samples_ms=samples, moved_bytes=moved, calls=7, **fields)
 
 
 @pytest.mark.parametrize(
@@ -294,20 +287,20 @@ def figure(contender: str, gigabytes: float, task: Task, case: RowCase, **fields
     ],
 )
 def test_a_share_of_the_bandwidth_of_a_copy(columns, dtype, share, met):
-    case, task = RowCase(4096, columns, dtype), task_of(Operation.softmax, Direction.backward)
-    results = [figure("copy", 4000, task, case), figure("ours", 4000 * share, task, case)]
+    case = RowCase(4096, columns, dtype, Operation.softmax, Direction.backward)
+    results = [figure("copy", 4000, case), figure("ours", 4000 * share, case)]
     (check,) = check_rows([Run("rows", HEAD, [Entry(case, results)])])
-    assert (check.against, check.verdict) == ("copy", met)
+    assert (check.key.against, check.verdict) == ("copy", met)
     assert check.value == pytest.approx(share)
 
 
 def test_nobody_is_faster_by_more_than_five_percent():
     """At any size; the share of a copy is wanted from 2048 columns on."""
-    case, task = RowCase(4096, 1000), task_of(Operation.cross_entropy, Direction.in_place)
-    results = [figure("copy", 4000, task, case), figure("ours", 1000, task, case)]
-    results += [figure("eager", 1040, task, case), figure("liger", 1080, task, case, method="launched", note="waits")]
+    case = RowCase(4096, 1000, direction=Direction.in_place)
+    results = [figure("copy", 4000, case), figure("ours", 1000, case)]
+    results += [figure("eager", 1040, case), figure("liger", 1080, case, method="launched", note="waits")]
     run = Run("rows", HEAD, [Entry(case, results)])
-    assert {check.against: check.verdict for check in check_rows([run])} == {
+    assert {check.key.against: check.verdict for check in check_rows([run])} == {
         "eager": Verdict.met,
         "liger": Verdict.missed,
     }
@@ -320,19 +313,18 @@ def test_nobody_is_faster_by_more_than_five_percent():
 
 
 def test_without_a_figure_of_ours_nothing_is_met():
-    case, task = RowCase(4096, 4096), task_of(Operation.softmax, Direction.forward)
-    run = Run("rows", HEAD, [Entry(case, [figure("copy", 4000, task, case), figure("eager", 1, task, case)])])
+    case = RowCase(4096, 4096, operation=Operation.softmax)
+    run = Run("rows", HEAD, [Entry(case, [figure("copy", 4000, case), figure("eager", 1, case)])])
     assert [check.verdict for check in check_rows([run])] == [Verdict.unmeasured] * 2
     assert "not measured" in markdown(run, ROWS.targets([run], brief=False))
 
 
 def test_where_somebody_did_not_run_is_said():
-    task = task_of(Operation.softmax, Direction.forward)
     entries = []
     for columns in (4096, 2048):
-        case = RowCase(4096, columns)
+        case = RowCase(4096, columns, operation=Operation.softmax)
         names = ["copy", "ours", "torch-compile"] if columns == 4096 else ["copy", "ours"]
-        entries.append(Entry(case, [figure(name, 100, task, case) for name in names]))
+        entries.append(Entry(case, [figure(name, 100, case) for name in names]))
     run = Run("rows", HEAD, entries)
     text = markdown(run, ROWS.tables(run, brief=False))
     assert "- torch.compile ran at 4096 columns only" in text
@@ -341,8 +333,8 @@ def test_where_somebody_did_not_run_is_said():
 
 def test_who_takes_part():
     def names(operation: Operation, direction: Direction, compiled: bool = False) -> list[str]:
-        case = RowCase(1, 1, compiled=compiled)
-        return [contender.name for contender in row_contenders(case, task_of(operation, direction))]
+        case = RowCase(1, 1, "float32", operation, direction, compiled)
+        return [contender.name for contender in row_contenders(case)]
 
     assert names(Operation.cross_entropy, Direction.forward) == ["copy", "ours", "eager", "liger"]
     assert names(Operation.cross_entropy, Direction.backward) == ["copy", "ours", "eager"]
@@ -351,28 +343,9 @@ def test_who_takes_part():
 
 def test_kernels_are_built_ahead():
     case = RowCase(4, 8, "float32")
-    assert row_build.default_workers(CPU) == 0
-    assert row_build.build_ahead([case], CPU, 0, 1.0) == 0
-    assert row_build.build((case, TASKS[0], "cpu")) == 1  # ours; the others are not for a CPU
-    assert row_build.build((case, TASKS[0], "no such device")) == 0
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([], "--preset or --shape"),
-        (["--preset", "tiny", "--shape", "8,16"], "not both"),
-        (["--shape", "8"], "rows,columns"),
-        (["--shape", "8,16", "--dtype", "int8"], "float16"),
-        (["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message, tmp_path):
-    out = tmp_path / "none.json"
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["rows", *arguments, "--out", str(out)])
-    assert done.exit_code == 2
-    assert message in done.output
-    assert not out.exists()
+    assert ROWS.build_ahead([case], CPU, 1.0) is None
+    assert rows.build(case, CPU) == 1  # ours; the others are not for a CPU
+    assert rows.build(case, torch.device("cuda:99")) == 0
 
 
 def test_one_shape_of_one_operation(tmp_path: Path):
@@ -380,35 +353,37 @@ def test_one_shape_of_one_operation(tmp_path: Path):
     options = ["--dtype", "float32", "--operation", "softmax", "--rounds", "1"]
     done = CliRunner().invoke(app, ["rows", "--shape", "4000,300", "--device", "cpu", *options, "--out", str(out)])
     assert done.exit_code == 0, done.output
-    (entry,) = ROWS.load(out).cases
-    assert {result.operation for result in entry.results} == {"softmax"}
-    assert {result.calls for result in entry.results} == {7}  # inputs of 4.6 MiB, 32 MiB in all
+    forward, backward = ROWS.load(out).cases
+    assert forward.case == RowCase(4000, 300, "float32", Operation.softmax)
+    assert backward.case == RowCase(4000, 300, "float32", Operation.softmax, Direction.backward)
+    assert {result.calls for result in forward.results} == {7}  # inputs of 4.6 MiB, 32 MiB in all
 
 
 @pytest.mark.gpu
+@every_task
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_run_on_cuda(dtype):
+def test_rows_run_on_cuda(dtype, task):
     """All but those that wait for the device are captured; of the peers, those that are installed may fail."""
-    case = RowCase(256, 3001, dtype, compiled=dtype == "float32", calls=5)
-    entry = ROWS.measure(case, torch.device("cuda"), Effort(3, 5.0), Watch())
+    case = RowCase(256, 3001, dtype, task[0], task[1], compiled=dtype == "float32", calls=5)
+    entry = ROWS.measure(case, torch.device("cuda"), Effort(3, 5.0), never)
     for result in entry.results:
         if result.family != "peer":
-            assert result.status == "ok", (result.contender, result.operation, result.reason)
-            assert (result.method, result.note) == ("captured", None), (result.contender, result.operation)
+            assert result.status == "ok", (result.contender, result.reason)
+            assert (result.method, result.note) == ("captured", None), result.contender
         if result.contender == "torch-compile":
-            assert result.status == "ok", (result.operation, result.reason)
+            assert result.status == "ok", result.reason
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.title.replace(" ", "-"))
+@every_task
 def test_captured_calls_write_what_they_should(task):
     """In a replay, on numbers that were not there when it was captured; as often as one likes."""
     device = torch.device("cuda")
-    problem = make_rows(RowCase(64, 1000, "float32"), device, calls=3)
-    for contender in row_contenders(problem.case, task):
+    problem = make_rows(RowCase(64, 1000, "float32", *task), device, calls=3)
+    for contender in row_contenders(problem.case):
         if contender.family == "peer" or contender.roof:
             continue
-        calls = make_calls(contender, problem, task)
+        calls = make_calls(contender, problem)
         written: list[torch.Tensor] = []
 
         def timed(index, ready, calls=calls, written=written):
@@ -419,13 +394,13 @@ def test_captured_calls_write_what_they_should(task):
             return result, sums
 
         region = make_region(Calls(3, timed, calls.ahead, calls.restore), device)
-        assert region.method.value == "captured", region.note
+        assert region.method == "captured", region.note
         for seed in (1, 2):
             problem.spare.normal_(generator=torch.Generator(device).manual_seed(seed))
             problem.restore()
-            with region.turn(HeadStart(device)):
+            with region.turn(Meter(device)):
                 region.step()
             torch.cuda.synchronize()
             for sums, x in zip(written, problem.spare, strict=True):
-                truth = expected(task, x, problem).double().square().sum()
+                truth = expected(x, problem).double().square().sum()
                 torch.testing.assert_close(sums, truth, rtol=1e-4, atol=0)

@@ -9,20 +9,28 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
 from benchmarks.cases import MIB, Effort
 from benchmarks.cli import app
 from benchmarks.dominance import BUDGETS_MIB, CURVE, PEERS, SHAPES, Rule, dominance_table, duels, peer_case
-from benchmarks.operator import PRESETS, OperatorEntry, OperatorResult, OperatorRun, measure_operator
+from benchmarks.operator import PRESETS, OperatorEntry, OperatorRun, measure_operator
 from benchmarks.operator_contenders import select
-from benchmarks.operator_problem import Mode, OperatorCase
+from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult
 from benchmarks.results import Entry, Run
-from benchmarks.rounds import Watch
-from benchmarks.targets import HEADS, LONG, MAIN, TARGETS, Target, check_targets, target_cases, target_table
-from benchmarks.verdicts import Verdict, judge, worst
+from benchmarks.tables import Verdict, judge, worst
+from benchmarks.targets import (
+    HEADS,
+    LONG,
+    MAIN,
+    TARGETS,
+    Target,
+    check_targets,
+    plan_tables,
+    target_cases,
+    target_table,
+)
 
 HEAD: dict[str, Any] = {
     "date": "2026-11-21T00:00:00Z",
@@ -100,7 +108,7 @@ def test_the_preset_measures_all_targets():
     """Every figure that a target needs is in one case; the first cases are those of the first targets."""
     cases = target_cases()
     run = run_of(*[Entry(case, [measured(name, 1.0, 1.0) for name in case.contenders or ()]) for case in cases])
-    assert [check.target for check in check_targets([run]) if check.verdict is Verdict.unmeasured] == []
+    assert [check.key for check in check_targets([run]) if check.verdict is Verdict.unmeasured] == []
     assert len(cases) == len({(case.shape, case.mode, case.ignored) for case in cases})
     assert cases[0].shape == MAIN
     assert cases[0].contenders is not None
@@ -120,7 +128,7 @@ def test_a_target_is_measured():
     ]
     run = run_of(
         *[
-            measure_operator(case, select(case.contenders), torch.device("cpu"), Effort(1, 1.0), Watch())
+            measure_operator(case, select(case.contenders), torch.device("cpu"), Effort(1, 1.0), lambda: False)
             for case in target_cases(targets)
         ]
     )
@@ -144,8 +152,8 @@ def test_a_peer_is_compared_with_the_fastest_setting_in_its_workspace():
         measured("cce", 20.0, 1, "peer"),
         measured("fla", 10.9, 2000, "peer"),
     )
-    found = {duel.rule.peer: duel for duel in duels([run])}
-    chosen = {name: duel.ours.contender for name, duel in found.items() if duel.ours is not None}
+    found = {duel.key[1].peer: duel for duel in duels([run])}
+    chosen = {name: duel.cells["flce"] for name, duel in found.items()}
     assert chosen == {"liger-float32-8x": "ours-256MiB", "cce": "ours-64MiB", "fla": "ours"}
     verdicts = {name: duel.verdict for name, duel in found.items()}
     assert verdicts == {"liger-float32-8x": Verdict.met, "cce": Verdict.missed, "fla": Verdict.nearly}
@@ -162,12 +170,10 @@ def test_bfloat16_sums_meet_bfloat16_sums_alone():
     liger = measured("liger", 50.0, 31, "peer")
     run = peers_run(liger, measured("ours-256MiB", 49.0, 256), measured("ours-bf16-64MiB", 40.0, 64))
     small, large = duels([run])
-    assert small.ours is not None
-    assert large.ours is not None
-    assert (small.ours.contender, small.verdict) == ("ours-bf16-64MiB", Verdict.met)
-    assert (large.ours.contender, large.verdict) == ("ours-256MiB", Verdict.met)
+    assert (small.cells["flce"], small.verdict) == ("ours-bf16-64MiB", Verdict.met)
+    assert (large.cells["flce"], large.verdict) == ("ours-256MiB", Verdict.met)
     (duel,) = duels([peers_run(liger, measured("ours", 1.0, 2000))], [Rule("liger")])
-    assert (duel.ours, duel.verdict) == (None, Verdict.missed)
+    assert (duel.cells["flce"], duel.cells["times"], duel.verdict) == ("-", "-", Verdict.missed)
 
 
 def test_every_peer_is_in_the_preset():
@@ -241,3 +247,76 @@ def test_the_median_of_three_runs_counts(tmp_path: Path):
     assert "the median of 3 runs" in done.output
     assert worst([]) is judge(None, 1.0) is Verdict.unmeasured
     assert judge(0.84, 0.85, at_least=True) is Verdict.nearly
+
+
+@pytest.mark.parametrize(
+    "planned, mib, name, kept",
+    [
+        (100, 101.9, "ours", True),
+        (100, 98.1, "ours", True),
+        (100, 102.1, "ours", False),
+        (100, 97.9, "ours", False),
+        (4000, 4040.5, "ours-again", True),
+        (4000, 4041.5, "ours-again", False),
+        (100, 50, "ours-skipping", True),  # a plan does not know how many labels are ignored
+        (100, 102.1, "ours-skipping", False),
+        (100, 50, "ours-keeping", False),
+    ],
+)
+def test_the_workspace_is_the_planned_one(planned, mib, name, kept, tmp_path):
+    """Within 1% and 1 MiB; each that is not is a line, and the command fails."""
+    result = measured(name, 10.0, mib)
+    result.planned_bytes = planned * MIB
+    run = run_of(Entry(OperatorCase(*MAIN, ignored=0.5), [result, measured("stock", 20.0, 9999, "stock")]))
+    (table,) = plan_tables([run])
+    assert (table.failure, len(table.rows)) == (not kept, 0 if kept else 1)
+    assert table.title == f"Workspace as planned: {int(kept)} of 1"
+    run.save(tmp_path / "run.json")
+    done = CliRunner().invoke(app, ["table", str(tmp_path / "run.json"), "--targets"])
+    assert done.exit_code == (0 if kept else 1)
+    assert ("MISSED" in done.output) == (not kept)
+    run.head = HEAD | {"device": {"type": "cpu", "name": "made up"}}
+    assert plan_tables([run]) == []
+
+
+def test_the_plan_is_recorded():
+    """Of the call that is measured: of its budget, its mode and its options."""
+    import flce
+
+    case = OperatorCase(2000, 32, 500, dtype="float32", mode=Mode.frozen)
+    names = ("ours", "ours-whole", "ours-1MiB", "ours-vocab-1MiB", "ours-vocab", "stock")
+    entry = measure_operator(case, select(names), torch.device("cpu"), Effort(1, 1.0), lambda: False)
+    options = [
+        {},
+        {"chunk_rows": 2000},
+        {"max_workspace_bytes": MIB},
+        {"max_workspace_bytes": MIB, "strategy": "vocab"},
+        {"max_workspace_bytes": case.budget_mib * MIB, "strategy": "vocab"},
+    ]
+    expected = [
+        flce.plan(
+            2000,
+            32,
+            500,
+            torch.float32,
+            device="cpu",
+            weight_grad=False,
+            options=flce.ChunkOptions(**each),  # type: ignore[arg-type]
+        ).workspace_bytes
+        for each in options
+    ]
+    assert [result.planned_bytes for result in entry.results] == [*expected, None, expected[0]]
+    assert len(set(expected)) > 2
+
+
+def test_plans_in_budgets_have_a_preset():
+    """Beside each what it could be: one chunk, or blocks of classes."""
+    cases = [case for case, _ in PRESETS["h200-budgets"]()]
+    for case in cases:
+        names = [contender.name for contender in select(case.contenders)]
+        assert len(names) % 2 == 0
+        for chosen, other in zip(names[::2], names[1::2], strict=True):
+            assert other == ("ours-whole" if chosen == "ours" else chosen.replace("ours-", "ours-vocab-"))
+    assert {case.label for case in cases} == {"one chunk", "budgets", "long"}
+    assert {case.mode for case in cases if case.label == "budgets"} == {Mode.frozen}
+    assert len(cases) == len(set(cases)) == 6 + 4 + 4
