@@ -18,9 +18,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in ("flce.operators", "flce.planning", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
-        monkeypatch.setattr(
-            case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype)
-        )
+        monkeypatch.setattr(case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype))
     planning.make_plan.cache_clear()
     yield
     planning.make_plan.cache_clear()
