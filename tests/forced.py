@@ -21,7 +21,8 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
 
     Returns the plans that calls take from now on, one for each forward and each backward.
     """
-    choose, traced, taken = operators.make_plan, operators._traced, []
+    choose: Callable[[Case], ChunkPlan] = vars(operators)["make_plan"]
+    traced, taken = operators._traced, []
 
     def plan(c: Case) -> ChunkPlan:
         schedule = make(c)

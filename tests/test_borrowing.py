@@ -259,7 +259,7 @@ class Watched(Stage):
         """Tiles."""
         self.made = {"inputs": 0, "weights": 0}
         """Entries of tiles that have been multiplied for these gradients."""
-        self._tile: tuple[int, int] | None = None
+        self._borrowed_at: tuple[int, int] | None = None
 
     def _get_backend(self) -> Any:
         return None
@@ -269,7 +269,7 @@ class Watched(Stage):
         if x is None or not same_storage(x, self.weight_gradient()):
             return None
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        first, size = x.storage_offset() * x.element_size(), x.element_size()
+        first, size = int(x.storage_offset()) * x.element_size(), x.element_size()
         assert first + (last + 1) * size <= self.weight_gradient().untyped_storage().nbytes()
         return first, first + (last + 1) * size
 
@@ -279,12 +279,12 @@ class Watched(Stage):
 
     def gradient(self, xs: Any, rows: slice, cols: slice, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
         assert dlogits.shape == logits.shape == (rows.stop - rows.start, cols.stop - cols.start)
-        self._tile = self.place(dlogits)
-        if self._tile is not None:
+        self._borrowed_at = self.place(dlogits)
+        if self._borrowed_at is not None:
             self.borrowed += 1
             assert same_storage(logits, dlogits)
-            assert self._tile[0] >= self.written
-            assert apart(self._tile, self._sum())
+            assert self._borrowed_at[0] >= self.written
+            assert apart(self._borrowed_at, self._sum())
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> None:
         term = self.terms[0]
@@ -295,7 +295,7 @@ class Watched(Stage):
             self._write(out)
         elif (place := self.place(out)) is not None:
             assert place[0] >= self.written
-            assert apart(place, self._tile)
+            assert apart(place, self._borrowed_at)
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._write(out)
@@ -304,7 +304,7 @@ class Watched(Stage):
         place = self.place(out)
         if place is not None:
             assert place[0] <= self.written <= place[1]  # no class is left out; of other tokens the same once more
-            assert apart(place, self._tile)
+            assert apart(place, self._borrowed_at)
             assert apart(place, self._sum())
             self.written = place[1]
 
