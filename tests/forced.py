@@ -16,21 +16,31 @@ from flce.schedules.unnormalized import Borrowed, Unnormalized
 from tests import helpers
 
 
+class _Choice:
+    """Stands for `make_plan` where calls ask for their plan."""
+
+    def __init__(self, make: Callable[[Case], Schedule | None], before: Callable[[Case], ChunkPlan]) -> None:
+        self._make, self._before = make, before
+        self.taken: list[ChunkPlan] = before.taken if isinstance(before, _Choice) else []
+
+    def plan(self, c: Case) -> ChunkPlan:
+        schedule = self._make(c)
+        if schedule is not None:
+            return ChunkPlan(c, schedule.strategy, schedule)
+        return self._before.plan(c) if isinstance(self._before, _Choice) else self._before(c)
+
+    def __call__(self, c: Case) -> ChunkPlan:
+        self.taken.append(self.plan(c))
+        return self.taken[-1]
+
+
 def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | None]) -> list[ChunkPlan]:
-    """Every call takes the schedule that `make` names, or where that is None the planner's. `plan_for` knows of it.
+    """Every call takes the schedule that `make` names; where that is None that of the last `force`, or the planner's.
+    `plan_for` knows of it.
 
-    Returns the plans that calls take from now on, one for each forward and each backward.
+    Returns the plans that calls take from the first `force` on, one for each forward and each backward.
     """
-    choose: Callable[[Case], ChunkPlan] = vars(operators)["make_plan"]
-    traced, taken = operators._traced, []
-
-    def plan(c: Case) -> ChunkPlan:
-        schedule = make(c)
-        return choose(c) if schedule is None else ChunkPlan(c, schedule.strategy, schedule)
-
-    def take(c: Case) -> ChunkPlan:
-        taken.append(plan(c))
-        return taken[-1]
+    choice, traced = _Choice(make, vars(operators)["make_plan"]), operators._traced
 
     def deferred(c: Case) -> bool:
         """While a graph is traced, where sizes may be symbols: the graph is then for this number of tokens only."""
@@ -38,10 +48,10 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
         schedule = make(replace(c, num_tokens=int(c.num_tokens), hidden_sizes=sizes, vocab_size=int(c.vocab_size)))
         return traced(c) if schedule is None else schedule.deferred
 
-    monkeypatch.setattr(operators, "make_plan", take)
+    monkeypatch.setattr(operators, "make_plan", choice)
     monkeypatch.setattr(operators, "_traced", deferred)
-    monkeypatch.setattr(helpers, "make_plan", plan)
-    return taken
+    monkeypatch.setattr(helpers, "make_plan", choice.plan)
+    return choice.taken
 
 
 def _as_of_a_large_head(c: Case) -> bool:
