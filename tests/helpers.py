@@ -309,9 +309,14 @@ def plan_for(
     problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()
 ) -> flce.ChunkPlan:
     """The plan of this problem's call. Not by `flce.plan`, which takes all gradients of adapters to be asked for."""
+    return make_plan(case_of(problem, options, grads, stats))
+
+
+def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS, stats: Sequence[str] = ()) -> Case:
+    """What this problem's call is planned for."""
     spec = {field.name: problem.kwargs[field.name] for field in fields(LossSpec) if field.name in problem.kwargs}
     adapters, device = problem.adapters, problem.input.device
-    case = Case(
+    return Case(
         num_tokens=problem.target.numel(),
         hidden_sizes=(problem.linear_weight.shape[1], *(up.shape[1] for _, up in adapters)),
         vocab_size=problem.linear_weight.shape[0],
@@ -328,7 +333,11 @@ def plan_for(
         ),
         options=options,
     )
-    return make_plan(case)
+
+
+def num_blocks(plan: flce.ChunkPlan) -> int:
+    """Into how many blocks the classes are cut."""
+    return len(plan.schedule.tiles(plan.case)[1])
 
 
 def least_for(
@@ -352,7 +361,7 @@ def several_blocks(problem: Problem, most: int = 8, **kwargs: Any) -> flce.Chunk
     budget = least_for(problem, "vocab", **kwargs)
     while True:
         options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=budget)
-        blocks = plan_for(problem, options, **kwargs).num_blocks
+        blocks = num_blocks(plan_for(problem, options, **kwargs))
         if blocks <= most:
             assert blocks > 1, "one block: this problem is too small for the test"
             return options

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from flce import case, planning
+from flce import ChunkOptions, case, planning
+from flce.case import Case
+from flce.problem import LossSpec, Needs
 
 
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -18,9 +21,35 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in ("flce.operators", "flce.functional", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
-        monkeypatch.setattr(
-            case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype)
-        )
+        monkeypatch.setattr(case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype))
     planning.make_plan.cache_clear()
     yield
     planning.make_plan.cache_clear()
+
+
+def case_on_hopper(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    *,
+    grads: str = "xw",
+    dtype: torch.dtype = torch.bfloat16,
+    ranks: tuple[int, ...] = (),
+    spec: LossSpec | None = None,
+    **options: Any,
+) -> Case:
+    """A call there, for plans that are made and not run."""
+    adapters = (True,) * len(ranks)
+    return Case(
+        num_tokens=tokens,
+        hidden_sizes=(hidden, *ranks),
+        vocab_size=vocab,
+        dtype=dtype,
+        device_type="cuda",
+        backend="triton",
+        has_product=True,
+        memory=None,
+        spec=spec or LossSpec(),
+        needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),
+        options=ChunkOptions(**options),
+    )

@@ -19,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import chunk_plan, engine, planning
+from flce import engine
 from flce.backends import get_backend
 from flce.custom_op import Flat
 from flce.problem import SPEC, LossSpec
+from tests import forced
+from tests.forced import force
 from tests.helpers import (
     ALL_GRADS,
     BACKENDS,
@@ -946,17 +948,14 @@ CUDA_CALLS: dict[str, dict[str, Any]] = {
 cuda_calls = pytest.mark.parametrize("name", list(CUDA_CALLS))
 
 
-@pytest.fixture(params=["a pass", "late"])
+@pytest.fixture(params=["as they are", "unnormalized", "borrowed"])
 def normalization(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Small heads as they are treated, and as large ones are on Hopper."""
-    if request.param == "late":
+    if request.param != "as they are":
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("exponentials are for Hopper")
-        monkeypatch.setattr(chunk_plan, "LATE_HEAD", 1)
-        monkeypatch.setattr(chunk_plan, "LATE_CHUNK", 1)
-    planning.make_plan.cache_clear()
-    yield request.param
-    planning.make_plan.cache_clear()
+        force(monkeypatch, forced.unnormalized if request.param == "unnormalized" else forced.borrowed(1))
+    return request.param
 
 
 def cuda_step(name: str, x: Tensor, w: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients made of exponentials that are normalized after the products, without logits in memory.
+"""Gradients made of unnormalized exponentials, without logits in memory.
 
 They are for Hopper and bfloat16. Under the interpreter its products are mended, see `interpreted_bfloat16`.
 """
@@ -18,15 +18,23 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import flce
-from flce import chunk_plan, planning
+from flce import operators
+from flce.arena import Arena
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
-from flce.chunk_plan import CallShape, ChunkPlan
-from flce.planning import base_plan
+from flce.borrowing import exponential_tiles
+from flce.case import Case, Dtypes
+from flce.planning import is_deferred, make_plan, same_tokens
+from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
+from flce.scalars import INT64_MAX
+from flce.schedules.blocks import Blocks
+from flce.schedules.chunks import Chunks, DeferredChunks
+from flce.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.selection import Selection
-from flce.stage import Dtypes, Stage
-from tests import interpreted_bfloat16
+from flce.stage import Stage
+from tests import forced, interpreted_bfloat16
+from tests.forced import force
 from tests.helpers import (
     Problem,
     check,
@@ -38,24 +46,29 @@ from tests.helpers import (
     run_oracle,
     run_stock,
 )
-from tests.hopper import as_on_hopper
-from tests.test_plan import assert_kept, promise_and_peak
+from tests.hopper import as_on_hopper, case_on_hopper
 
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
-# As they are; see `late_normalization`.
 NEEDS = Needs((True,), (True,), False)
-CONSTANTS = {name: getattr(chunk_plan, name) for name in ("LATE_HEAD", "LATE_CHUNK")}
+TRACED = operators._traced  # as it is
+KINDS = (Unnormalized, Borrowed)  # and `Recomputed`, which is one of the first
 
 
 @pytest.fixture(autouse=True)
-def late_normalization(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
-    """Also for small vocabularies and chunks."""
-    monkeypatch.setattr(chunk_plan, "LATE_HEAD", 1)
-    monkeypatch.setattr(chunk_plan, "LATE_CHUNK", 1)
+def _on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
     if not CUDA:
         interpreted_bfloat16.mend(monkeypatch)
     yield from as_on_hopper(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch, _on_hopper: None) -> Iterator[list[ChunkPlan]]:
+    """Unnormalized exponentials, also for small vocabularies and chunks: the plans of all calls. Tests that want
+    others take them out."""
+    taken = force(monkeypatch, forced.unnormalized)
+    yield taken
+    assert all(isinstance(plan.schedule, KINDS) for plan in taken)
 
 
 def problem_of(device: torch.device, **settings: Any) -> Problem:
@@ -65,7 +78,7 @@ def problem_of(device: torch.device, **settings: Any) -> Problem:
 
 def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xw") -> ChunkPlan:
     plan = plan_for(problem, options, grads)
-    assert plan.late_normalization
+    assert isinstance(plan.schedule, KINDS)
     return plan
 
 
@@ -140,10 +153,13 @@ def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
     assert relative_error(grad, expected) < 2 * ULP
 
 
-def test_sums_in_bfloat16(device: torch.device) -> None:
+def test_sums_in_bfloat16(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less exact, by choice; never wrong."""
     problem = problem_of(device)
     options = flce.ChunkOptions(chunk_rows=64, accum_dtype=torch.bfloat16)
+    original = Case.dtypes  # by which a CPU sums in float32
+    monkeypatch.setattr(Case, "dtypes", lambda c, deferred: replace(original(c, deferred), sums=torch.bfloat16))
+    assert plan_of(problem, options).dtypes.sums == torch.bfloat16
     check(problem, options=options, grads="xw", tolerance=8 * ULP)
 
 
@@ -361,18 +377,25 @@ def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool
 
 @pytest.mark.parametrize("which", ["input", "linear_weight"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_operands_that_do_not_go_along_rows(which: str, reduction: str, device: torch.device) -> None:
-    """A weight that is stored as (H, V), hidden states as (H, N)."""
+def test_operands_that_do_not_go_along_rows(
+    which: str, reduction: str, device: torch.device, plans: list[ChunkPlan]
+) -> None:
+    """A weight that is stored as (H, V), hidden states as (H, N). Logits are in memory."""
     problem = problem_of(device, leading=(60,), hidden=64, vocab=512, reduction=reduction)
     operand = getattr(problem, which).t().contiguous().t()
     assert operand.stride() == (1, operand.shape[0])
     check(replace(problem, **{which: operand}), grads="xw", tolerance=3 * ULP)
+    passes = 2 if reduction == "none" else 1
+    assert [type(plan.schedule) for plan in plans] == [DeferredChunks if reduction == "none" else Chunks] * passes
+    assert not any(plan.products for plan in plans)
+    plans.clear()
 
 
-def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device) -> None:
+def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device, plans: list[ChunkPlan]) -> None:
     problem = problem_of(device, leading=(5,), hidden=64, vocab=1)
     weight = problem.linear_weight.t().contiguous().t()
     check(replace(problem, linear_weight=weight), grads="xw", tolerance=3 * ULP)
+    assert len(plans) == 1
 
 
 def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> None:
@@ -388,7 +411,7 @@ def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> No
     )
     selection = Selection(made, torch.arange(96, device=device), Counted())  # type: ignore[arg-type]
     dtypes = Dtypes(*[torch.bfloat16] * 5)
-    at_work = Stage(made, dtypes, selection, None, torch.empty(2, 96), None, None, True)
+    at_work = Stage(made, dtypes, Arena(device), selection, None, torch.empty(2, 96), None, None, True)
     assert list(at_work.chunks(64)) == [slice(0, 64)]  # begun before it is known
     assert list(at_work.chunks(64)) == [slice(0, 36)]
 
@@ -414,53 +437,44 @@ def test_operands_without_descriptors(
         check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
-@pytest.fixture
-def lent_count(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Tiles in the memory of the weight gradient, where there are any."""
-    monkeypatch.setattr(planning, "LENT_TILES", (request.param,))
-    monkeypatch.setattr(planning, "LENT_RATIO", 0)
-    return request.param
-
-
-def lent(problem: Problem, count: int, grads: str = "xw", **options: Any) -> flce.ChunkOptions:
-    """A budget that takes them."""
-    options |= {"skip_ignored": False, "strategy": "tokens"}
-    whole = plan_of(problem, flce.ChunkOptions(**options), grads)
-    budget = replace(whole, lent_tiles=count).workspace_bytes + 4096  # for statistics
-    options_lent = flce.ChunkOptions(max_workspace_bytes=budget, **options)
-    assert plan_of(problem, options_lent, grads).lent_tiles == count
-    return options_lent
+def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **options: Any) -> flce.ChunkOptions:
+    """From here on so many tiles of exponentials are in the memory of the weight gradient."""
+    force(monkeypatch, forced.borrowed(count))
+    made = flce.ChunkOptions(skip_ignored=False, **options)
+    schedule = plan_of(problem, made).schedule
+    assert isinstance(schedule, Borrowed)
+    assert len(schedule.exponentials) == count + 1
+    return made
 
 
 @pytest.mark.parametrize(
-    "tokens, lent_count, extras",
+    "tokens, count, extras",
     [
-        *((tokens, count, "plain") for tokens, count in zip((40, 130, 70), planning.LENT_TILES, strict=True)),
+        *((tokens, count, "plain") for tokens, count in zip((40, 130, 70), COUNTS, strict=True)),
         (130, 1, "all"),
         (70, 3, "all"),
         (40, 1, "one gradient"),
         (70, 3, "float32"),
     ],
-    indirect=["lent_count"],
 )
 def test_tiles_in_the_memory_of_the_weight_gradient(
-    tokens: int, lent_count: int, extras: str, device: torch.device
+    tokens: int, count: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More and fewer tokens than a row of the head has entries; targets in all tiles."""
     settings = {**EXTRAS.get(extras, {}), "leading": (tokens,), "hidden": 64, "vocab": 6149}
     problem = problem_of(device, **settings)
     grads = "w" if extras == "one gradient" else "xw"
-    options = lent(problem, lent_count, grads, logits_dtype=torch.float32 if extras == "float32" else None)
+    options = borrow(monkeypatch, problem, count, logits_dtype=torch.float32 if extras == "float32" else None)
     check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
 
 
-@pytest.mark.parametrize("lent_count", [1, 3], indirect=True)
-def test_lent_tiles_change_nothing(lent_count: int, device: torch.device) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_borrowed_tiles_change_nothing(count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """But the order in which products for the gradient of the inputs are summed."""
     problem = problem_of(device, leading=(70,), hidden=64, vocab=2117, std=16.0)
     problem.linear_weight[4::9] *= 10  # beyond the sample: some products are made again
     usual = run_fused(problem, grads="xw")
-    mine = run_fused(problem, options=lent(problem, lent_count), grads="xw")
+    mine = run_fused(problem, options=borrow(monkeypatch, problem, count), grads="xw")
     assert usual.grad_weight is not None
     assert mine.grad_weight is not None
     assert torch.equal(mine.loss, usual.loss)
@@ -471,22 +485,15 @@ def test_lent_tiles_change_nothing(lent_count: int, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("tokens", [1, 70], ids=lambda n: f"{n} tokens")
-@pytest.mark.parametrize("lent_count", [3], indirect=True)
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
-def test_lent_tiles_of_operands_without_descriptors(
-    tokens: int,
-    lent_count: int,
-    logits_dtype: torch.dtype | None,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+def test_borrowed_tiles_of_operands_without_descriptors(
+    tokens: int, logits_dtype: torch.dtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such operands are copied, a few classes of the weight at a time."""
-    monkeypatch.setattr(planning, "LENT_RATIO", 10)
     problem = problem_of(device, leading=(tokens,), hidden=64, vocab=2117, ignored=0.0 if tokens == 1 else 0.2)
     memory = problem.linear_weight.new_zeros(2117 * 64 + 1)
     weight = memory[1:].view(2117, 64).copy_(problem.linear_weight)
-    options = flce.ChunkOptions(skip_ignored=False, logits_dtype=logits_dtype)
-    assert plan_of(problem, options).lent_tiles == lent_count
+    options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
     monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
     x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
     assert x.data_ptr() % 16
@@ -494,38 +501,44 @@ def test_lent_tiles_of_operands_without_descriptors(
         check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
-def test_who_lends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans on a GPU: without a budget, and the fewest tiles that keep one."""
-    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
+def plan_on_hopper(tokens: int, hidden: int, mib: int | None = None, **arguments: Any) -> ChunkPlan:
+    budget = None if mib is None else mib << 20
+    made = make_plan(case_on_hopper(tokens, hidden, 128256, max_workspace_bytes=budget, **arguments))
+    assert budget is None or made.workspace_bytes <= budget
+    return made
 
-    def plan(tokens: int, hidden: int, mib: int | None = None, **arguments: Any) -> ChunkPlan:
-        options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20)
-        return flce.plan(tokens, hidden, 128256, torch.bfloat16, device="cuda", options=options, **arguments)
 
-    assert plan(4096, 4096).lent_tiles == 1
-    assert plan(4096, 4096).workspace_bytes < 580 << 20  # of 1002 MiB of exponentials
-    assert [plan(4096, 4096, mib).lent_tiles for mib in (2000, 600, 400, 230)] == [1, 1, 3, 7]
-    assert plan(4096, 4096, 150).strategy == "vocab"
-    assert plan(16384, 1024).lent_tiles == 0  # little to lend
-    for arguments in ({"weight_grad": False}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"bias_grad": True}):
-        assert plan(4096, 4096, **arguments).lent_tiles == 0
-    assert plan(4096, 4096, input_grad=False).lent_tiles == 1
-    assert plan(131072, 4096).lent_tiles == 0  # several chunks
+def num_borrowed(plan: ChunkPlan) -> int:
+    """Tiles of exponentials in the memory of the weight gradient."""
+    return len(plan.schedule.exponentials) - 1 if isinstance(plan.schedule, Borrowed) else 0
+
+
+def test_who_borrows() -> None:
+    """Without a budget, and the fewest tiles that keep one."""
+    usual = plan_on_hopper(4096, 4096)
+    assert num_borrowed(usual) == 1
+    assert usual.workspace_bytes < 580 << 20  # of 1002 MiB of exponentials
+    assert [num_borrowed(plan_on_hopper(4096, 4096, mib)) for mib in (2000, 600, 400, 230)] == [1, 1, 3, 7]
+    assert plan_on_hopper(4096, 4096, 150).strategy == "vocab"
+    assert num_borrowed(plan_on_hopper(16384, 1024)) == 0  # little to borrow
+    for spec in (LossSpec("none"), LossSpec(label_smoothing=0.1)):
+        assert num_borrowed(plan_on_hopper(4096, 4096, spec=spec)) == 0
+    assert [num_borrowed(plan_on_hopper(4096, 4096, grads=grads)) for grads in ("x", "w", "xw", "xwb")] == [0, 1, 1, 0]
+    assert num_borrowed(plan_on_hopper(131072, 4096)) == 0  # several chunks
 
 
 @pytest.mark.parametrize("strategy", ["auto", "tokens"])
-def test_given_rows_lend_too(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_rows_borrow_too(strategy: str) -> None:
     """A budget that the plan without one keeps changes nothing, and the least that the error names suffices."""
-    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
 
     def plan(budget: int | None) -> ChunkPlan:
-        options = flce.ChunkOptions(chunk_rows=4096, strategy=strategy, max_workspace_bytes=budget)  # type: ignore[arg-type]
-        return flce.plan(4096, 4096, 128256, torch.bfloat16, device="cuda", options=options)
+        case = case_on_hopper(4096, 4096, 128256, chunk_rows=4096, strategy=strategy, max_workspace_bytes=budget)
+        return make_plan(case)
 
     free = plan(None)
-    assert free.lent_tiles == 1
+    assert num_borrowed(free) == 1
     assert plan(900 << 20).workspace_bytes == free.workspace_bytes
-    assert plan(400 << 20).lent_tiles == 3
+    assert num_borrowed(plan(400 << 20)) == 3
     if strategy == "tokens":
         with pytest.raises(ValueError, match="the least is") as error:
             plan(100 << 20)
@@ -533,75 +546,65 @@ def test_given_rows_lend_too(strategy: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert plan(least).workspace_bytes == least
 
 
-def call_shape(tokens: int, hidden: int, vocab: int) -> CallShape:
-    needs = Needs((True,), (True,), False)
-    return CallShape(tokens, (hidden,), vocab, torch.bfloat16, "cuda", "triton", True, LossSpec("mean"), needs)
-
-
-@pairs(tokens=[2048, 4096, 16384], mib=[None, 230, 400, 900, 1500])
-def test_plans_of_symbolic_sizes(tokens: int, mib: int | None) -> None:
-    """While a graph is traced, plans are made by inequalities. Equalities would mean a graph for every few lengths."""
+@pairs(tokens=[2048, 4096, 16384], mib=[None, 150, 230, 400, 900, 1500])
+def test_decisions_with_symbolic_sizes(tokens: int, mib: int | None) -> None:
+    """While a graph is traced, inequalities say where gradients are made. Equalities would mean a graph for every few
+    lengths."""
     env, source = ShapeEnv(), ConstantSource("tokens")
     symbol = env.create_symbol(tokens, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     size: Any = env.create_symintnode(symbol, hint=tokens, source=source)
-    options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20)
-    base_plan(call_shape(size, 4096, 128256), options)
+    case = case_on_hopper(tokens, 4096, 128256, max_workspace_bytes=None if mib is None else mib << 20)
+    assert TRACED(replace(case, num_tokens=size)) == is_deferred(case) == make_plan(case).deferred
     assert not [guard for guard in env.guards if "Eq(" in str(guard.expr)]
+    assert bool(env.guards) == (same_tokens(case) != (0, INT64_MAX))
+    assert mib not in (150, 230) or env.guards
 
 
 @given(
     tokens=st.integers(1, 60000),
     hidden=st.integers(1, 2000).map(lambda n: 8 * n),
     vocab=st.integers(1, 300_000),
-    grads=st.sampled_from([(True, True), (False, True), (True, False)]),
+    grads=st.sampled_from(["xw", "w", "x"]),
     strategy=st.sampled_from(["auto", "tokens"]),
     share=st.floats(0.01, 1.5),
 )
-@example(48583, 1736, 87617, (False, True), "auto", 188226730 / 17027165422)  # of chunks that just are late
-@example(5655, 15192, 19888, (True, True), "auto", 51678475 / 449866560)  # less workspace with more rows
-@example(8192, 4096, 128256, (True, True), "tokens", 50 / 2004)
-def test_budgets_on_hopper(
-    tokens: int, hidden: int, vocab: int, grads: tuple[bool, bool], strategy: Any, share: float
-) -> None:
+@example(48583, 1736, 87617, "w", "auto", 188226730 / 17027165422)  # of chunks that just are unnormalized
+@example(5655, 15192, 19888, "xw", "auto", 51678475 / 449866560)  # less workspace with more rows
+@example(8192, 4096, 128256, "xw", "tokens", 50 / 2004)
+def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, strategy: Any, share: float) -> None:
     """A budget is kept, or the least is named that is enough; and where `vocab` keeps it, "auto" does."""
-    shape = replace(call_shape(tokens, hidden, vocab), needs=Needs((grads[0],), (grads[1],), False))
 
     def plan(budget: int, strategy: Any) -> ChunkPlan:
-        options = flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget, skip_ignored=False)
-        made = planning.make_plan(shape, options)
+        options = {"strategy": strategy, "max_workspace_bytes": budget, "skip_ignored": False}
+        made = make_plan(case_on_hopper(tokens, hidden, vocab, grads=grads, **options))
         assert made.workspace_bytes <= budget
         return made
 
     budget = 1 + int(share * 2 * tokens * vocab)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in CONSTANTS.items():
-            patch.setattr(chunk_plan, name, value)
-        planning.make_plan.cache_clear()
-        try:
-            plan(budget, strategy)
-            return
-        except ValueError as error:
-            least = int(str(error).split("the least is ")[1].split()[0])
-        assert least > budget
-        plan(least, strategy)
-        if vocab >= 4 * hidden:  # or else larger chunks may take less, which have a place for dX in float32
-            with pytest.raises(ValueError, match="the least is"):
-                plan(least - 1, strategy)
-        if strategy == "auto":
-            with pytest.raises(ValueError, match="the least is"):
-                plan(budget, "vocab")
+    try:
+        plan(budget, strategy)
+        return
+    except ValueError as error:
+        least = int(str(error).split("the least is ")[1].split()[0])
+    assert least > budget
+    plan(least, strategy)
+    if vocab >= 4 * hidden:  # or else larger chunks may take less, which have a place for dX in float32
+        with pytest.raises(ValueError, match="the least is"):
+            plan(least - 1, strategy)
+    if strategy == "auto":
+        with pytest.raises(ValueError, match="the least is"):
+            plan(budget, "vocab")
 
 
 @given(
     tokens=st.integers(1, 20000),
     hidden=st.integers(1, 1024).map(lambda n: 8 * n),
     vocab=st.integers(1, 300_000),
-    count=st.sampled_from(planning.LENT_TILES),
+    count=st.sampled_from(COUNTS),
 )
-def test_where_lent_tiles_lie(tokens: int, hidden: int, vocab: int, count: int) -> None:
+def test_where_borrowed_tiles_lie(tokens: int, hidden: int, vocab: int, count: int) -> None:
     """Where nothing is written before they have been read: behind no class of theirs, and apart."""
-    plan = base_plan(call_shape(tokens, hidden, vocab), flce.ChunkOptions())
-    own, *tiles = replace(plan, lent_tiles=count).exponential_tiles
+    own, *tiles = exponential_tiles(tokens, hidden, vocab, count)
     assert own.start == 0
     assert own.place is None
     assert len(tiles) in (0, count)
@@ -628,78 +631,73 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
         assert torch.equal(getattr(one, name), getattr(two, name))
 
 
-def test_small_work_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan on a GPU, from shapes: one chunk depends on the head alone, several also on their own size."""
-    monkeypatch.setattr(chunk_plan, "LATE_HEAD", 1 << 25)
-    monkeypatch.setattr(chunk_plan, "LATE_CHUNK", 1 << 37)
+def test_small_work_is_normalized() -> None:
+    """One chunk depends on the head alone, several also on their own size."""
 
-    def late(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
-        options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else mib << 20)
-        made = flce.plan(tokens, hidden, vocab, torch.bfloat16, device="cuda", options=options)
+    def unnormalized(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
+        budget = None if mib is None else mib << 20
+        made = make_plan(case_on_hopper(tokens, hidden, vocab, max_workspace_bytes=budget))
         assert made.strategy == "tokens"
-        return made.late_normalization
+        return isinstance(made.schedule, KINDS)
 
-    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
-    assert late(1, 768, 50257)
-    assert late(16384, 768, 50257)
-    assert not late(16384, 512, 50257)
-    assert not late(16384, 768, 50257, 256)
-    assert late(16384, 768, 50257, 512)
-    assert late(131072, 2048, 128256)
+    assert unnormalized(1, 768, 50257)
+    assert unnormalized(16384, 768, 50257)
+    assert not unnormalized(16384, 512, 50257)
+    assert not unnormalized(16384, 768, 50257, 256)
+    assert unnormalized(16384, 768, 50257, 512)
+    assert unnormalized(131072, 2048, 128256)
 
 
-def test_what_is_not_late(device: torch.device) -> None:
-    def plan(problem: Problem, grads: str = "xw", stats: tuple[str, ...] = (), **options: Any) -> ChunkPlan:
-        return plan_for(problem, flce.ChunkOptions(**options), grads, stats)
+def test_what_is_normalized() -> None:
+    def unnormalized(grads: str = "xw", **arguments: Any) -> bool:
+        case = case_on_hopper(4096, 4096, 128256, grads=grads, **arguments)
+        assert (forced.unnormalized(case) is not None) == isinstance(make_plan(case).schedule, KINDS)
+        return isinstance(make_plan(case).schedule, KINDS)
 
-    plain = problem_of(device)
-    assert plan(plain).late_normalization
-    assert not plan(plain, "").late_normalization
-    assert not plan(plain, strategy="vocab").late_normalization
-    assert not plan(problem_of(device, reduction="none")).late_normalization
-    assert not plan(plain, stats=("entropy",)).late_normalization
-    assert not plan(problem_of(device, label_smoothing=0.1)).late_normalization
-    assert not plan(problem_of(device, adapter_ranks=(4,))).late_normalization
-    assert not plan(problem_of(device, bias=True), "xwb").late_normalization
-    half = make_problem((20,), 64, 300, dtype=torch.float16, device=device)
-    assert not plan(half).late_normalization
+    assert unnormalized()
+    assert not unnormalized("")
+    assert not unnormalized(strategy="vocab")
+    for spec in (LossSpec("none"), LossSpec(stats=("entropy",)), LossSpec(label_smoothing=0.1)):
+        assert not unnormalized(spec=spec)
+    assert not unnormalized(ranks=(4,))
+    assert not unnormalized("xwb")
+    assert not unnormalized(dtype=torch.float16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 1024, 33024), (4096, 768, 50257)], ids=str)
 @pytest.mark.parametrize("grads", ["xw", "x", "w"])
-@pytest.mark.parametrize("mib", [None, 600])
+@pytest.mark.parametrize("rows", [None, 2048])
 @pytest.mark.parametrize("skip", [False, True])
-def test_promise(shape: tuple[int, int, int], grads: str, mib: int | None, skip: bool) -> None:
-    chunking: dict[str, Any] = {"max_workspace_bytes": None if mib is None else mib << 20, "strategy": "tokens"}
+def test_promise(shape: tuple[int, int, int], grads: str, rows: int | None, skip: bool, plans: list[ChunkPlan]) -> None:
+    from tests.test_plan import assert_kept, promise_and_peak
+
     # Few, because the plan has to do for none: where many are dropped, dX needs no memory of its own.
     settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.01 if skip else 0.0}
-    assert_kept(*promise_and_peak(*shape, "cuda", settings, {**chunking, "skip_ignored": skip}))
+    _, peak = promise_and_peak(*shape, "cuda", settings, {"chunk_rows": rows, "skip_ignored": skip})
+    assert plans[-1].schedule == Unnormalized(rows or shape[0])
+    assert_kept(plans[-1].workspace_bytes, peak)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2048, 4096, 33024), (4096, 4096, 50257), (8192, 4096, 33024)], ids=str)
-@pytest.mark.parametrize("lent_count", planning.LENT_TILES, indirect=True)
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("grads", ["xw", "w"])
-def test_promise_of_lent_tiles(shape: tuple[int, int, int], lent_count: int, grads: str) -> None:
-    whole = flce.plan(*shape, torch.bfloat16, input_grad="x" in grads)
-    budget = replace(whole, lent_tiles=lent_count).workspace_bytes + (2 << 20)  # what is left to the allocator
-    options = flce.ChunkOptions(max_workspace_bytes=budget)
-    assert flce.plan(*shape, torch.bfloat16, input_grad="x" in grads, options=options).lent_tiles == lent_count
-    settings = {"dtype": torch.bfloat16, "grads": grads}
-    assert_kept(*promise_and_peak(*shape, "cuda", settings, {"max_workspace_bytes": budget}))
+def test_promise_of_borrowed_tiles(
+    shape: tuple[int, int, int], count: int, grads: str, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
+) -> None:
+    from tests.test_plan import assert_kept, promise_and_peak
+
+    force(monkeypatch, forced.borrowed(count))
+    _, peak = promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, {})
+    assert num_borrowed(plans[-1]) == count
+    assert_kept(plans[-1].workspace_bytes, peak)
 
 
-def remaking(problem: Problem, monkeypatch: pytest.MonkeyPatch, classes: int, rows: int, grads: str = "xw") -> Any:
-    """Options of a plan with chunks of so many rows that makes the logits of the last classes again."""
-    options = flce.ChunkOptions(skip_ignored=False, strategy="tokens", chunk_rows=rows)
-    made = replace(plan_of(problem, options, grads), remade_cols=classes)
-    monkeypatch.setattr(planning, "_in_one_chunk", lambda tokens, budget: None)
-    monkeypatch.setattr(planning, "_in_chunks", lambda tokens, budget: replace(made, max_workspace_bytes=budget))
-    options = flce.ChunkOptions(max_workspace_bytes=made.workspace_bytes, skip_ignored=False, strategy="tokens")
-    planning.make_plan.cache_clear()
-    assert plan_of(problem, options, grads).remade_cols == classes
-    return options
+def recompute(monkeypatch: pytest.MonkeyPatch, classes: int, rows: int, cols: int) -> flce.ChunkOptions:
+    """From here on chunks have so many rows, and the logits of the last classes are made again, some at a time."""
+    force(monkeypatch, lambda c: Recomputed(rows, classes, cols))
+    return flce.ChunkOptions(skip_ignored=False)
 
 
 # Of 1051 classes several blocks are made.
@@ -707,21 +705,22 @@ def remaking(problem: Problem, monkeypatch: pytest.MonkeyPatch, classes: int, ro
     "classes, extras",
     [(256, "plain"), (1051, "all"), (1051, "num_items"), (256, "one gradient"), (1051, "one gradient")],
 )
-def test_classes_that_are_made_once_more(
-    classes: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_classes_that_are_recomputed(
+    classes: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
 ) -> None:
     """Targets among them and among the others; logits beyond the sample."""
     settings = {**EXTRAS.get(extras, {}), "leading": (75,), "hidden": 64, "vocab": 2099}
     problem = problem_of(device, **settings)
     problem.linear_weight[4::9] *= 10
     grads = "w" if extras == "one gradient" else "xw"
-    options = remaking(problem, monkeypatch, classes, 32, grads)
+    options = recompute(monkeypatch, classes, 32, min(classes, 768))
     check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+    assert [type(plan.schedule) for plan in plans] == [Recomputed]
 
 
 def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(device, leading=(75,), hidden=64, vocab=2099, ignored=0.2)
-    options = remaking(problem, monkeypatch, 1051, 32)
+    options = recompute(monkeypatch, 1051, 32, 768)
     memory = problem.linear_weight.new_zeros(2099 * 64 + 1)
     weight = memory[1:].view(2099, 64).copy_(problem.linear_weight)
     monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
@@ -731,35 +730,37 @@ def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypa
         check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
-def test_who_makes_classes_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans on a GPU: between the budgets of `vocab` and those of one chunk, or of sums of all classes."""
-    for name, value in CONSTANTS.items():
-        monkeypatch.setattr(chunk_plan, name, value)
-    monkeypatch.setattr(planning, "backend_name", lambda device: "triton")
+def test_who_recomputes_classes() -> None:
+    """Between the budgets of `vocab` and those of one chunk, or of sums of all classes."""
 
-    def plan(mib: int, shape: tuple[int, int, int] = (8192, 4096, 128256), **arguments: Any) -> ChunkPlan:
-        options = flce.ChunkOptions(max_workspace_bytes=mib << 20, skip_ignored=arguments.pop("skip", False))
-        made = flce.plan(*shape, torch.bfloat16, device="cuda", options=options, **arguments)
-        assert made.workspace_bytes <= mib << 20
-        return made
+    def plan(mib: int, **arguments: Any) -> ChunkPlan:
+        return plan_on_hopper(8192, 4096, mib, **{"skip_ignored": False, **arguments})
 
-    assert [plan(mib).strategy for mib in (256, 280, 1024)] == ["vocab", "tokens", "tokens"]
-    assert [plan(mib).remade_cols for mib in (280, 512, 1500)] == [64128, 64128, 0]
-    assert plan(512).chunk_rows == 1664
+    kinds = [type(plan(mib).schedule) for mib in (256, 280, 512, 1500)]
+    assert kinds == [Blocks, Recomputed, Recomputed, Borrowed]
+    schedules = [plan(mib).schedule for mib in (280, 512, 1024)]
+    assert all(isinstance(schedule, Recomputed) and schedule.classes == 64128 for schedule in schedules)
     assert plan(512).flops == pytest.approx(3.5 * 2 * 8192 * 4096 * 128256, rel=0.001)
-    assert "the last 64128 classes recomputed" in str(plan(512))
-    narrow = plan(594, (16384, 1024, 151936))
-    assert (narrow.chunk_rows, narrow.remade_cols) == (1920, 75968)
-    for arguments in ({"skip": True}, {"reduction": "none"}, {"label_smoothing": 0.1}, {"weight_grad": False}):
-        assert plan(512, **arguments).remade_cols == 0
+    assert "the last 64128 of them recomputed" in str(plan(512))
+    narrow = make_plan(case_on_hopper(16384, 1024, 151936, max_workspace_bytes=594 << 20)).schedule
+    assert isinstance(narrow, Recomputed)
+    assert (narrow.rows, narrow.classes) == (1920, 75968)
+    for spec in (LossSpec("none"), LossSpec(label_smoothing=0.1)):
+        assert not isinstance(plan(512, spec=spec).schedule, Recomputed)
+    assert not isinstance(plan(512, skip_ignored=True).schedule, Recomputed)
+    assert not isinstance(plan(512, grads="x").schedule, Recomputed)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 2048, 128256), (16384, 1024, 151936)], ids=str)
 @pytest.mark.parametrize("grads", ["xw", "w"])
-@pytest.mark.parametrize("mib", [300, 512])
-def test_promise_with_classes_made_once_more(shape: tuple[int, int, int], grads: str, mib: int) -> None:
-    options: dict[str, Any] = {"max_workspace_bytes": mib << 20}
-    made = flce.plan(*shape, torch.bfloat16, input_grad="x" in grads, options=flce.ChunkOptions(**options))
-    assert made.remade_cols > 0 or (mib, shape[1]) == (300, 1024)
-    assert_kept(*promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, options))
+@pytest.mark.parametrize("rows", [640, 1280])
+def test_promise_of_recomputed_classes(
+    shape: tuple[int, int, int], grads: str, rows: int, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
+) -> None:
+    from tests.test_plan import assert_kept, promise_and_peak
+
+    force(monkeypatch, lambda c: Recomputed.sized(c, rows))
+    _, peak = promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, {})
+    assert isinstance(plans[-1].schedule, Recomputed)
+    assert_kept(plans[-1].workspace_bytes, peak)

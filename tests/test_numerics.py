@@ -6,7 +6,6 @@ Stock is ``F.linear`` in the dtype of the tensors followed by ``F.cross_entropy`
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import flce
-from flce import operators
+from flce.borrowing import BorrowedBlocks
+from flce.schedules.blocks import Blocks
+from flce.schedules.statistics import Statistics
+from tests.forced import force
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
@@ -22,6 +24,7 @@ from tests.helpers import (
     Problem,
     combinations,
     make_problem,
+    num_blocks,
     pairs,
     relative_error,
     run_fused,
@@ -192,10 +195,11 @@ def test_many_blocks_are_as_exact_as_one(
     p = make_problem((96,), 32, 512, dtype=dtype, device=device, std=2.0, bias=True)
     options = flce.ChunkOptions(strategy="vocab", chunk_rows=rows)
     one = errors(p, run_fused(p, options=options))
-    original = operators._plan
-    monkeypatch.setattr(operators, "_plan", lambda p, options: replace(original(p, options), block_cols=16))
+    n = rows or 96
+    plans = force(monkeypatch, lambda c: Blocks(Statistics(n, 16), n, 16, BorrowedBlocks(n, 16)))
     for name, error in errors(p, run_fused(p, options=options)).items():
         assert error <= 1.1 * one[name] + TINY, (name, error, one[name])
+    assert [num_blocks(plan) for plan in plans] == [32, 32]
 
 
 def test_accumulation_in_bf16_is_allowed(backend: str, device: torch.device) -> None:

@@ -25,6 +25,7 @@ from tests.helpers import (
     combinations,
     least_for,
     make_problem,
+    num_blocks,
     pairs,
     plan_for,
     run_fused,
@@ -93,7 +94,7 @@ def chunk_options(
     budget = int(factor * least_for(problem, spec["strategy"], grads, stats, **more))
     while True:
         options = flce.ChunkOptions(**spec, max_workspace_bytes=budget, **more)
-        blocks = plan_for(problem, options, grads, stats).num_blocks
+        blocks = num_blocks(plan_for(problem, options, grads, stats))
         if not INTERPRETED or os.environ["FLCE_BACKEND"] == "torch" or blocks <= 8:
             return options
         budget += budget // 4  # hundreds of launches in the interpreter would take a minute

@@ -13,13 +13,19 @@ import pytest
 import torch
 
 import flce
-from flce import chunk_plan, operators
 from flce.backends import contract
-from flce.chunk_plan import ChunkPlan
+from flce.borrowing import BorrowedBlocks
+from flce.case import Case
+from flce.plans import ChunkPlan
 from flce.problem import STATS, LossSpec
-from tests.helpers import Problem, check, make_problem, plan_for, relative_error, run_fused, run_oracle
+from flce.schedules import Schedule
+from flce.schedules.blocks import Blocks
+from flce.schedules.chunks import DeferredChunks
+from flce.schedules.statistics import ProductStatistics
+from flce.schedules.unnormalized import Borrowed, Unnormalized
+from tests.forced import force
+from tests.helpers import Problem, case_of, check, make_problem, plan_for, relative_error, run_fused, run_oracle
 from tests.hopper import as_on_hopper
-from tests.test_plan import assert_kept, promise_and_peak
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float16]
@@ -38,7 +44,7 @@ def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Pro
 
 def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xwb") -> ChunkPlan:
     plan = plan_for(problem, options, grads)
-    assert plan.fused_product
+    assert plan.products
     return plan
 
 
@@ -67,14 +73,16 @@ def test_against_the_oracle(extras: str, dtype: torch.dtype, device: torch.devic
 def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and blocks that are no multiple of the kernel's, rows gathered, per-row upstream gradients."""
     problem = problem_of(device, DTYPES[0], reduction="none", ignored=0.3)
-    rows = 37 if strategy == "tokens" else None
-    options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows, skip_ignored=skip)  # type: ignore[arg-type]
-    plan_of(problem, options)
-    if strategy == "vocab":
-        original = operators._plan
-        monkeypatch.setattr(operators, "_plan", lambda p, o: replace(original(p, o), block_cols=136))
-    monkeypatch.setattr(chunk_plan, "PRODUCT_ROWS", 64)
+    options = flce.ChunkOptions(strategy=strategy, skip_ignored=skip)  # type: ignore[arg-type]
+
+    def schedule(c: Case) -> Schedule:
+        if strategy == "tokens":
+            return DeferredChunks(ProductStatistics(64), 37)
+        return Blocks(ProductStatistics(64), c.num_tokens, 136, BorrowedBlocks(c.num_tokens, 136))
+
+    plans = force(monkeypatch, schedule)
     check(problem, options=options, grad_output=1.7, tolerance=3 * HALF_ULP[DTYPES[0]])
+    assert [plan.products for plan in plans] == [True, True]
 
 
 def test_no_gradient(device: torch.device) -> None:
@@ -168,13 +176,13 @@ def test_what_is_not_fused(device: torch.device) -> None:
         return plan_for(problem, flce.ChunkOptions(**options), grads, stats)
 
     plain = problem_of(device, DTYPES[0])
-    assert plan(plain, "").fused_product
-    assert not plan(plain, "", stats=("entropy",)).fused_product
-    assert not plan(plain, strategy="tokens").fused_product  # its logits are made once
-    assert not plan(problem_of(device, DTYPES[0], label_smoothing=0.1), "").fused_product
-    assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").fused_product
-    assert not plan(problem_of(device, DTYPES[0], hidden=60), "").fused_product
-    assert not plan(problem_of(device, torch.float32), "").fused_product
+    assert plan(plain, "").products
+    assert not plan(plain, "", stats=("entropy",)).products
+    assert not plan(plain, strategy="tokens").products  # its logits are made once
+    assert not plan(problem_of(device, DTYPES[0], label_smoothing=0.1), "").products
+    assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").products
+    assert not plan(problem_of(device, DTYPES[0], hidden=60), "").products
+    assert not plan(problem_of(device, torch.float32), "").products
 
 
 @dataclass(frozen=True)
@@ -186,11 +194,11 @@ class _WithOption(LossSpec):
 
 def test_an_option_that_products_do_not_know(device: torch.device) -> None:
     """They are refused where it is asked for, whoever forgot to say so."""
-    plain = plan_for(problem_of(device, DTYPES[0]), flce.ChunkOptions(), "")
-    assert plain.fused_product
-    assert replace(plain, spec=_WithOption()).fused_product
-    assert not replace(plain, spec=_WithOption(unheard_of=2.0)).fused_product
-    assert not replace(plain, spec=LossSpec(stats=("argmax",))).fused_product
+    plain = case_of(problem_of(device, DTYPES[0]), flce.ChunkOptions(), "")
+    assert plain.products
+    assert replace(plain, spec=_WithOption()).products
+    assert not replace(plain, spec=_WithOption(unheard_of=2.0)).products
+    assert not replace(plain, spec=LossSpec(stats=("argmax",))).products
     # What they know is spelled as it is asked for.
     assert {field.name for field in fields(LossSpec)} > contract.PRODUCT_FIELDS
     assert set(STATS) > contract.PRODUCT_STATS
@@ -207,7 +215,7 @@ def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch)
     w = torch.randn(33000, 1024, device="cuda", generator=g).mul(0.05).bfloat16().requires_grad_()
     xs = torch.randn(12, tokens, 1024, device="cuda", generator=g).bfloat16()
     y = torch.randint(33000, (tokens,), device="cuda", generator=g)
-    assert flce.plan(tokens, 1024, 33000, w.dtype).late_normalization
+    assert isinstance(flce.plan(tokens, 1024, 33000, w.dtype).schedule, (Unnormalized, Borrowed))
 
     def results() -> list[torch.Tensor]:
         made: list[Any] = []
@@ -231,6 +239,8 @@ def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("settings_", [{"grads": ""}, {"reduction": "none"}, {}], ids=str)
 @pytest.mark.parametrize("mib", [None, 32, 64])
 def test_promise(shape: tuple[int, int, int], settings_: dict[str, Any], mib: int | None) -> None:
+    from tests.test_plan import assert_kept, promise_and_peak
+
     chunking: dict[str, Any] = {"max_workspace_bytes": None if mib is None else mib << 20}
     if "grads" not in settings_:
         chunking["strategy"] = "vocab"

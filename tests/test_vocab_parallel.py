@@ -18,6 +18,7 @@ from torch import Tensor
 
 import flce
 from flce import rows as vectors
+from flce.arena import Arena
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, Tile
 from flce.backends.eager import finish
@@ -57,7 +58,7 @@ def test_merged_states(edges: tuple[int, ...], offset: float, backend: str, devi
     weight = p.kwargs["weight"]
     problem = CrossEntropyProblem(z, p.target, weight, p.kwargs["token_weight"], None, spec, None)
     rows = RowInputs(p.target, p.kwargs["token_weight"], weight, None, vectors.constants(problem))
-    whole, merged = (vectors.allocate(problem, 9) for _ in range(2))
+    whole, merged = (vectors.allocate(problem, 9, Arena(device)) for _ in range(2))
     kernels = get_backend(z.device)
     kernels.statistics(z, rows, spec, Tile(0, 37, 37, room=37, keep=True), None, whole)
     states, sums = [], []
@@ -84,7 +85,7 @@ def test_rows_of_infinities(backend: str, device: torch.device) -> None:
     y = torch.tensor([5, 1, 2, 7, 0, 3], device=device)
     problem = CrossEntropyProblem(z, y, None, None, None, spec, None)
     rows = RowInputs(y, None, None, None, vectors.constants(problem))
-    out = vectors.allocate(problem, 6)
+    out = vectors.allocate(problem, 6, Arena(device))
     states = torch.empty(2, STATE_SLOTS, 6, dtype=torch.float64, device=device)
     for k in range(2):
         tile = Tile(4 * k, 4, 8, room=4, shard=True, keep=True)

@@ -1,0 +1,79 @@
+"""Calls by a schedule that a test names, whatever the planner would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from flce import operators
+from flce.borrowing import exponential_tiles
+from flce.case import Case
+from flce.plans import ChunkPlan
+from flce.schedules import Schedule
+from flce.schedules.unnormalized import Borrowed, Unnormalized
+from tests import helpers
+
+
+class _Choice:
+    """Stands for `make_plan` where calls ask for their plan."""
+
+    def __init__(self, make: Callable[[Case], Schedule | None], before: Callable[[Case], ChunkPlan]) -> None:
+        self._make, self._before = make, before
+        self.taken: list[ChunkPlan] = before.taken if isinstance(before, _Choice) else []
+
+    def plan(self, c: Case) -> ChunkPlan:
+        schedule = self._make(c)
+        if schedule is not None:
+            return ChunkPlan(c, schedule.strategy, schedule)
+        return self._before.plan(c) if isinstance(self._before, _Choice) else self._before(c)
+
+    def __call__(self, c: Case) -> ChunkPlan:
+        self.taken.append(self.plan(c))
+        return self.taken[-1]
+
+
+def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | None]) -> list[ChunkPlan]:
+    """Every call takes the schedule that `make` names; where that is None that of the last `force`, or the planner's.
+    `plan_for` knows of it.
+
+    Returns the plans that calls take from the first `force` on, one for each forward and each backward.
+    """
+    choice, traced = _Choice(make, vars(operators)["make_plan"]), operators._traced
+
+    def deferred(c: Case) -> bool:
+        """While a graph is traced, where sizes may be symbols: the graph is then for this number of tokens only."""
+        sizes = tuple(map(int, c.hidden_sizes))
+        schedule = make(replace(c, num_tokens=int(c.num_tokens), hidden_sizes=sizes, vocab_size=int(c.vocab_size)))
+        return traced(c) if schedule is None else schedule.deferred
+
+    monkeypatch.setattr(operators, "make_plan", choice)
+    monkeypatch.setattr(operators, "_traced", deferred)
+    monkeypatch.setattr(helpers, "make_plan", choice.plan)
+    return choice.taken
+
+
+def _as_of_a_large_head(c: Case) -> bool:
+    """Whether exponentials may be unnormalized, but for the size of the head."""
+    return c.options.strategy != "vocab" and bool(Unnormalized.sizes(replace(c, vocab_size=1 << 25)))
+
+
+def unnormalized(c: Case) -> Schedule | None:
+    """All tokens at once, or as many as were asked for; None where that is for no head."""
+    if not _as_of_a_large_head(c):
+        return None
+    return Unnormalized(max(1, min(c.num_tokens, c.options.chunk_rows or c.num_tokens)))
+
+
+def borrowed(count: int) -> Callable[[Case], Schedule | None]:
+    """So many tiles in the memory of the weight gradient, where that is possible and there is as much of it."""
+
+    def make(c: Case) -> Schedule | None:
+        if not (_as_of_a_large_head(c) and c.needs.weights[0] and not c.skip_ignored and not c.options.chunk_rows):
+            return unnormalized(c)
+        tiles = exponential_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)
+        assert len(tiles) == count + 1, "this problem is too small for the test"
+        return Borrowed(tiles)
+
+    return make
