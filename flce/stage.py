@@ -126,6 +126,11 @@ class Stage:
         """As `gemm.matmul`."""
         gemm.matmul(a, b, out, accumulate)
 
+    def add_column_sums(self, x: Tensor, out: Tensor) -> None:
+        """(rows, cols) to (cols,)."""
+        # A product, because a sum over rows in another dtype takes memory that nobody counts.
+        gemm.matmul(x.new_ones(1, x.shape[0]), x, out=out[None], accumulate=True)
+
     def tile(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """(rows, cols), of rows whose stride is aligned: products on others run several times slower."""
         return self.new(rows, padded_cols(cols), dtype=dtype)[:, :cols]

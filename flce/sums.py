@@ -27,9 +27,7 @@ def add_input(s: Stage, term: int, dlogits: Tensor, rows: slice, cols: slice) ->
 def add_bias(s: Stage, dlogits: Tensor, cols: slice) -> None:
     """The share of a tile in the gradient of the bias."""
     if s.problem.needs.bias:
-        # A product, because a sum over rows in another dtype takes memory that nobody counts.
-        ones = dlogits.new_ones(1, dlogits.shape[0])
-        s.matmul(ones, dlogits, out=s.bias_gradient()[None, cols], accumulate=True)
+        s.add_column_sums(dlogits, s.bias_gradient()[cols])
 
 
 class ChunkSum:

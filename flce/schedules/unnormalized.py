@@ -167,8 +167,9 @@ class Borrowed(Schedule):
         scaled = s.scaled_rows(x, rows, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
         s.weight_products([dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
 
-    def tiles(self, c: Case) -> tuple[int, list[int]]:
-        return c.num_tokens, [t.stop - t.start for t in self.exponentials]
+    def describe(self, c: Case) -> str:
+        own, others = self.exponentials[0].stop, len(self.exponentials) - 1
+        return f"all {c.num_tokens} tokens at once, a tile of {own} classes and {others} borrowed"
 
 
 def _tiles(c: Case, count: int) -> tuple[ExponentialTile, ...]:
