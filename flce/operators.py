@@ -169,6 +169,7 @@ def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
     for quarters in (1, 2, 3):
         options = replace(
             plan.case.options,
+            chunk_rows=None,
             max_workspace_bytes=max(1, plan.workspace_bytes * quarters // 4),
             strategy=plan.strategy,  # type: ignore[arg-type]
         )
