@@ -30,7 +30,7 @@ class Device(NamedTuple):
     """Seconds that Python takes to launch what a tile needs, while the device has the tile before."""
 
 
-# Fitted to benchmarks/results/h200.json and h200-earlier.json.
+# Fitted to benchmarks/results/h200-earlier.json and the run before it.
 H200 = Device(710e12, 50e12, 4e12, 2.5e12, 3e-6, 132, (128, 256), 1024, 130e-6)
 # Two cores without instructions for half precision: the products of benchmarks/results/cpu.json.
 CPU = Device(150e9, 150e9, 19e9, 19e9, 20e-6, 1, (16, 16), 1 << 30, 0.0)

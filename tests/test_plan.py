@@ -480,7 +480,7 @@ def test_no_candidate_is_much_faster(shape: tuple[int, int, int], kind: str) -> 
 def measured_calls() -> Iterator[tuple[str, float, flce.ChunkPlan]]:
     """Case, milliseconds and plan of what was measured on an H200, where such a plan is still made."""
     kinds = {"forward+backward": "training", "frozen-head": "frozen", "reduction-none": "none"}
-    for file in ("h200.json", "h200-earlier.json"):
+    for file in ("h200.json", "h200-earlier.json", "h200-budgets.json"):
         for number, entry in enumerate(json.loads((RESULTS / file).read_text())["cases"]):
             case = entry["case"]
             if case["dtype"] != "bfloat16" or case["ignored"] or case["mode"] not in kinds:
