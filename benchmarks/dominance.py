@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from benchmarks import tables
 from benchmarks.cases import MIB
 from benchmarks.operator_contenders import budget_name, sums_in_bfloat16
-from benchmarks.operator_problem import Mode, OperatorCase, Shape
-from benchmarks.results import Result
-from benchmarks.tables import AnyRun, Check, Table
+from benchmarks.operator_problem import OperatorCase, Shape
+from benchmarks.results import Result, Run
+from benchmarks.tables import Check, Table
 
 # Peaks this close are the same: they differ by a few vectors with an entry per token.
 SAME_BYTES = 1 * MIB
@@ -65,15 +65,15 @@ def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
 Duel = Check[tuple[OperatorCase, Rule]]  # a peer on one case; its value is the time of the peer over ours
 
 
-def duels(runs: Sequence[AnyRun], rules: Sequence[Rule] = RULES) -> list[Duel]:
+def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Duel]:
     """Every rule on every case of bfloat16 training on which its peer was measured, in the median of the runs."""
     return tables.middle([duels_of(run, rules) for run in runs])
 
 
-def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
+def duels_of(run: Run, rules: Sequence[Rule]) -> list[Duel]:
     found = []
     for entry in run.cases:
-        if entry.case.mode is not Mode.forward_backward or entry.case.dtype != "bfloat16":
+        if entry.case.mode != "forward+backward" or entry.case.dtype != "bfloat16":
             continue
         for rule in rules:
             peer = entry.by_name(rule.peer)
@@ -118,7 +118,7 @@ def figures(result: Result | None) -> str:
     return tables.milliseconds(result.median_ms) + workspace
 
 
-def dominance_table(runs: Sequence[AnyRun]) -> Table:
+def dominance_table(runs: Sequence[Run]) -> Table:
     """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
     notes = [
         "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",

@@ -6,16 +6,16 @@ A case is a line of a preset, a contender a method of `Tiles` and a line in `CON
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from benchmarks.benchmark import Benchmark
+from benchmarks.benchmark import Benchmark, Enter
 from benchmarks.cases import DTYPES, Case, Contender, Effort, Plan, planned
 from benchmarks.measure import Meter, release
-from benchmarks.results import Bandwidth, Entry
-from benchmarks.rounds import Entrant, Expired, compete
+from benchmarks.results import Entry, Result
+from benchmarks.rounds import Entrant
 from benchmarks.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
@@ -47,9 +47,6 @@ class KernelCase(Case):
         return f"{self.tokens} x {self.columns}{part}, {self.dtype}{gradient}"
 
 
-KernelEntry = Entry[KernelCase, Bandwidth]
-
-
 # --- cases ---
 
 SMALL = KernelCase(32, 500, dtype="float32")
@@ -60,7 +57,7 @@ LARGE = [
     KernelCase(8192, 16384, 131072),
     KernelCase(4096, 128256, dtype="float32", grad_dtype="bfloat16"),
 ]
-PRESETS: dict[str, Callable[[], Plan[KernelCase]]] = {
+PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: planned(TINY, rounds=2, seconds=1.0),  # a second on a CPU, for the tests
     "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),  # half a minute of one large GPU
 }
@@ -119,7 +116,6 @@ class Tiles:
 class KernelContender(Contender):
     step: Callable[[Tiles], None]
     writes: int = field(default=0, kw_only=True)  # times the gradient; the logits are read once
-    parts: bool = field(default=True, kw_only=True)  # also for a part of the vocabulary
 
     def bytes(self, case: KernelCase) -> int:
         """What has to be moved at least: every logit read once, every entry of the gradient written once."""
@@ -129,54 +125,59 @@ class KernelContender(Contender):
         return case.tokens * columns * (logit + self.writes * entry)
 
 
+def of_the_whole(case: KernelCase, device: torch.device) -> bool:
+    return case.whole
+
+
 CONTENDERS = [
     KernelContender("copy", "copy of the logits", "floor", Tiles.copy, writes=1),
     KernelContender("statistics", "statistics", "ours", Tiles.statistics),
     KernelContender("gradient", "gradient", "ours", Tiles.gradient, writes=1),
-    KernelContender("both", "statistics and gradient", "ours", Tiles.both, writes=1, parts=False),
+    KernelContender("both", "statistics and gradient", "ours", Tiles.both, writes=1, applies=of_the_whole),
 ]
 
 
-class KernelBenchmark(Benchmark[KernelCase, Bandwidth]):
+class KernelBenchmark(Benchmark):
+    """GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run."""
+
     kind = "kernels"
     noun = "the kernels"
     summary = "Median ms, bandwidth of the copy's", "tokens x columns"
     case_type = KernelCase
-    result_type = Bandwidth
     presets = PRESETS
     sizes = "tokens,columns"
     effort = Effort(10, 5.0)
 
-    def measure(self, case: KernelCase, device: torch.device, effort: Effort, expired: Expired) -> KernelEntry:
+    def contenders(self, case: KernelCase) -> Sequence[KernelContender]:
+        return CONTENDERS
+
+    def prepare(self, case: KernelCase, device: torch.device) -> tuple[Meter, Enter]:
         release()
         problem = Tiles(case, device)
         meter = Meter(device, problem.restore)
 
-        def make(contender: KernelContender) -> Bandwidth:
-            return Bandwidth.of(contender, moved_bytes=contender.bytes(case))
-
-        def enter(contender: KernelContender, result: Bandwidth) -> Entrant:
+        def enter(contender: KernelContender, result: Result) -> Entrant:
+            result.moved_bytes = contender.bytes(case)
             step = functools.partial(contender.step, problem)
             meter.warm_up(step)
             return Entrant(step)
 
-        contenders = [contender for contender in CONTENDERS if contender.parts or case.whole]
-        return Entry(case, compete(contenders, make, enter, meter, effort, expired))
+        return meter, enter
 
-    def table(self, entry: KernelEntry) -> Table:
+    def table(self, entry: Entry) -> Table:
         copied = entry.by_name("copy")
-        columns: Columns[Bandwidth] = {
+        columns: Columns = {
             "": lambda r: r.title,
             "median ms": lambda r: f"{r.median_ms:.3g}",
             "least ms": lambda r: f"{min(r.samples_ms):.3g}",
             "calls": lambda r: str(len(r.samples_ms)),
-            "bytes per logit": lambda r: f"{r.moved_bytes / (entry.case.tokens * entry.case.columns):.3g}",
+            "bytes per logit": lambda r: f"{(r.moved_bytes or 0) / (entry.case.tokens * entry.case.columns):.3g}",
             "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
             "of copy": lambda r: percent(r.share_of(copied)),
         }
         return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
-    def cell(self, entry: KernelEntry, result: Bandwidth) -> str:
+    def cell(self, entry: Entry, result: Result) -> str:
         if result.median_ms is None:
             return NONE
         copied = entry.by_name("copy")

@@ -17,10 +17,9 @@ import torch
 
 from benchmarks.cases import ContenderT, Effort, Step, with_repeat
 from benchmarks.measure import Meter, Sample, release
-from benchmarks.results import Result, ResultT
+from benchmarks.results import Result
 
 T = TypeVar("T")
-Expired = Callable[[], bool]  # whether the deadline has passed
 
 
 @dataclass
@@ -35,19 +34,17 @@ class Entrant:
 
 def compete(
     contenders: Sequence[ContenderT],
-    make: Callable[[ContenderT], ResultT],
-    enter: Callable[[ContenderT, ResultT], Entrant],
+    enter: Callable[[ContenderT, Result], Entrant],
     meter: Meter,
     effort: Effort,
-    expired: Expired,
     timed: bool = True,
-) -> list[ResultT]:
+) -> list[Result]:
     """Warms all up and times them in turn, the first of ours twice. Failures become part of the results."""
     contenders = with_repeat(contenders) if timed else contenders
-    results = [make(contender) for contender in contenders]
+    results = [Result.of(contender) for contender in contenders]
     entrants: list[tuple[Result, Entrant]] = []
     for contender, result in zip(contenders, results, strict=True):
-        if expired():
+        if effort.expired():
             result.status, result.reason = SKIPPED
         elif (reason := contender.unavailable(meter.device)) is not None:
             result.status, result.reason = "unavailable", reason
@@ -57,7 +54,7 @@ def compete(
         # What exists now is left out of the collections before timed calls, which are then quick; see `release`.
         gc.collect()
         gc.freeze()
-        interleave(entrants, meter, effort, expired)
+        interleave(entrants, meter, effort)
         for result in results:
             if result.status == "ok" and not result.samples_ms:
                 result.status, result.reason = SKIPPED
@@ -67,7 +64,7 @@ def compete(
 SKIPPED = "skipped", "the deadline had passed"
 
 
-def interleave(entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Effort, expired: Expired) -> None:
+def interleave(entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Effort) -> None:
     """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
 
     A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
@@ -76,7 +73,7 @@ def interleave(entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Eff
     order = random.Random(0)
     for _ in range(effort.rounds):
         for result, entrant in entrants:
-            if expired():
+            if effort.expired():
                 return
             if not result.samples_ms or entrant.spent < effort.seconds:
                 take_sample(result, entrant, meter)

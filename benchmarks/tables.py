@@ -7,16 +7,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from benchmarks.cases import GIB, MIB
 from benchmarks.results import Entry, Result, Run
 
 NONE = "-"
-T = TypeVar("T")
-Columns = dict[str, Callable[[T], str]]
-AnyRun = Run[Any, Any]
-AnyEntry = Entry[Any, Any]
+Columns = dict[str, Callable[[Result], str]]
 
 
 @dataclass(frozen=True)
@@ -28,26 +25,21 @@ class Table:
     failure: bool = False  # whether the command that shows it fails
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", ""]
-        lines.append("| " + " | ".join(self.columns) + " |")
-        lines.append("|---|" + "---:|" * (len(self.columns) - 1))
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
-        lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        return "\n".join(lines) + "\n"
+        """A column that has no figure at all is left out."""
+        figures = [any(row[i] != NONE for row in self.rows) for i in range(len(self.columns))]
+        kept = [i for i, found in enumerate(figures) if found or i == 0 or not self.rows]
+        lines = [[row[i].replace("|", "\\|") for i in kept] for row in (self.columns, *self.rows)]
+        head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+        notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([f"**{self.title}**", "", head, "|---|" + "---:|" * (len(kept) - 1), *body, *notes]) + "\n"
 
 
-def tabulate(title: str, items: Iterable[T], columns: Columns[T], notes: Sequence[str] = ()) -> Table:
-    """A line for each item."""
-    return filled(title, list(columns), [[show(item) for show in columns.values()] for item in items], notes)
+def tabulate(title: str, results: Iterable[Result], columns: Columns, notes: list[str]) -> Table:
+    """A line for each result."""
+    return Table(title, list(columns), [[show(result) for show in columns.values()] for result in results], notes)
 
 
-def filled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
-    """A column that has no figure at all is left out."""
-    kept = [i for i in range(len(columns)) if i == 0 or not rows or any(row[i] != NONE for row in rows)]
-    return Table(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], [*notes])
-
-
-def table_of(entry: AnyEntry, results: Iterable[T], columns: Columns[T]) -> Table:
+def table_of(entry: Entry, results: Iterable[Result], columns: Columns) -> Table:
     """The lines of one case."""
     return tabulate(entry.case.title, results, columns, [*failure_notes(entry), spread_note([entry])])
 
@@ -73,8 +65,8 @@ def gigabytes(value: float | None) -> str:
     return NONE if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
-def percent(value: float | None, base: float | None = 1.0) -> str:
-    return NONE if value is None or not base else f"{value / base:.0%}"
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0%}"
 
 
 def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str:
@@ -90,7 +82,7 @@ def relative(value: float | None) -> str:
 FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not measured"}
 
 
-def failure_notes(entry: AnyEntry) -> list[str]:
+def failure_notes(entry: Entry) -> list[str]:
     return [
         f"{result.title} ({result.contender}) {FAILURES[result.status]}: {result.reason}"
         for result in entry.results
@@ -98,7 +90,7 @@ def failure_notes(entry: AnyEntry) -> list[str]:
     ]
 
 
-def spread_note(entries: Sequence[AnyEntry]) -> str:
+def spread_note(entries: Sequence[Entry]) -> str:
     """The error bar: how far the two figures of one call of ours differ that was measured under two names."""
     pairs = [pair for entry in entries for pair in entry.repeats()]
     if not pairs:
@@ -114,17 +106,17 @@ def spread_note(entries: Sequence[AnyEntry]) -> str:
     return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
 
 
-def median_note(runs: Sequence[AnyRun]) -> list[str]:
+def median_note(runs: Sequence[Run]) -> list[str]:
     return [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
 
 
-def absences(run: AnyRun) -> list[str]:
+def absences(run: Run) -> list[str]:
     """Contenders that could not run at all, and why: none is dropped in silence."""
     missing = [result for entry in run.cases for result in entry.results if result.status == "unavailable"]
     return list(dict.fromkeys(f"Not measured: {r.title} ({r.contender}): {r.reason}" for r in missing))
 
 
-def shortfalls(run: AnyRun) -> list[Result]:
+def shortfalls(run: Run) -> list[Result]:
     """Results without figures of contenders that can run anywhere; peers may be missing or fail.
 
     That stock runs out of memory is a finding. Of flce it would be a shortfall.
@@ -137,18 +129,21 @@ def shortfalls(run: AnyRun) -> list[Result]:
     ]
 
 
-def summary(title: str, first: str, entries: Sequence[AnyEntry], cell: Callable[[Any, Any], str]) -> Table:
-    """One line for each case, with a column for every contender that was tried on any."""
+def summary(
+    title: str, first: str, entries: Sequence[Entry], cell: Callable[[Entry, Result], str], line: str = "title"
+) -> Table:
+    """One line for each case, named by this attribute, with a column for every contender that was tried on any."""
     tried = [r for entry in entries for r in entry.results if r.samples_ms or r.status == "oom"]
     titles = {result.contender: result.title for result in tried}
     rows = []
     for entry in entries:
         found = [entry.by_name(name) for name in titles]
-        rows.append([entry.case.title, *(NONE if result is None else cell(entry, result) for result in found)])
+        cells = [NONE if result is None else cell(entry, result) for result in found]
+        rows.append([str(getattr(entry.case, line)), *cells])
     return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
 
 
-def markdown(run: AnyRun, tables: Sequence[Table]) -> str:
+def markdown(run: Run, tables: Sequence[Table]) -> str:
     """The tables, after what they were measured on."""
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
@@ -228,8 +223,8 @@ def tally(checks: Sequence[Check[KeyT]]) -> str:
     return (f"{met} of {len(found)}" if found else "-") + (f" ({nearly} within 2%)" if nearly else "")
 
 
-def verdict_table(title: str, checks: Sequence[Check[KeyT]], notes: Sequence[str]) -> Table:
+def verdict_table(title: str, checks: Sequence[Check[KeyT]], notes: list[str]) -> Table:
     """A line for each target, of cells that all of them have."""
     columns = [*checks[0].cells, "verdict"] if checks else ["Not one of them was measured."]
     rows = [[*check.cells.values(), check.verdict.value] for check in checks]
-    return Table(f"{title}: {tally(checks)}", columns, rows, [*notes])
+    return Table(f"{title}: {tally(checks)}", columns, rows, notes)

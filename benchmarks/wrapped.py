@@ -28,13 +28,12 @@ from benchmarks.models import (
     MODEL,
     ModelCase,
     ModelContender,
-    ModelResult,
     TrainingStep,
     build,
     entrants,
     make_batch,
 )
-from benchmarks.results import Entry, Run
+from benchmarks.results import Entry, Result, Run
 from benchmarks.rounds import Entrant, compete
 
 NAMES = ("ours", "liger-loss", "stock")
@@ -55,7 +54,7 @@ def prepared(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     return TrainingStep(sharded, optimizer, batch, backward=accelerator.backward)
 
 
-def keep(step: TrainingStep, result: ModelResult, sample: Sample) -> None:
+def keep(step: TrainingStep, result: Result, sample: Sample) -> None:
     """Of the last step the loss; of all the most memory."""
     result.loss = None if step.loss is None else float(step.loss)
     if sample.workspace_bytes is not None:
@@ -81,7 +80,7 @@ def main(
     meter = Meter(device, dist.barrier)
     with contextlib.ExitStack() as changes:
 
-        def enter(contender: ModelContender, result: ModelResult) -> Entrant:
+        def enter(contender: ModelContender, result: Result) -> Entrant:
             model = build(case, device)
             changes.enter_context(contender.applied(model))
             step = prepared(model, tokens)
@@ -90,7 +89,7 @@ def main(
             return Entrant(step, keep=functools.partial(keep, step, result))
 
         # All processes take every step: no clock decides who sits out.
-        results = compete(entrants(case), ModelResult.of, enter, meter, Effort(rounds, math.inf), lambda: False)
+        results = compete(entrants(case), enter, meter, Effort(rounds, math.inf))
         if rank == 0:
             launcher = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
             command = f"{launcher} --model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
