@@ -15,11 +15,10 @@ import typer
 
 from benchmarks.benchmark import Benchmark
 from benchmarks.cases import Plan
-from benchmarks.environment import describe
 from benchmarks.kernels import KERNELS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
-from benchmarks.results import Run, read
+from benchmarks.results import Run, describe, read
 from benchmarks.rows import ROWS
 from benchmarks.tables import absences, markdown, shortfalls
 
@@ -102,7 +101,7 @@ def measure(
         run.save(out)
         for table in benchmark.case_tables(run.cases[-1]):
             typer.echo(table.markdown(), err=True)
-    closing = benchmark.closing(run)
+    closing = benchmark.tables(run, True)
     for text in [*absences(run), *(table.markdown() for table in closing)]:
         typer.echo(text, err=True)
     say(f"results in {out}")
@@ -114,7 +113,7 @@ def measure(
 
 
 for each in BENCHMARKS.values():
-    app.command(each.kind, help=each.__doc__)(measure)
+    app.command(each.kind, help=each.about)(measure)
 
 
 def chosen(
@@ -196,11 +195,11 @@ def table(
     if targets or dominance:
         if len({each.kind for each, _ in loaded}) > 1:
             raise typer.BadParameter("the files are of several benchmarks")
-        promised = benchmark.targets(runs, brief) if targets else []
-        beaten = benchmark.dominance(runs) if dominance else []
-        if (targets and not promised) or (dominance and not beaten):
+        if (targets and benchmark.targets is None) or (dominance and benchmark.dominance is None):
             raise typer.BadParameter(f"nothing of the kind is asked of {benchmark.noun}")
-        shown = [*([] for _ in runs[:-1]), promised + beaten]
+        asked = benchmark.targets(runs, brief) if targets and benchmark.targets else []
+        asked += [benchmark.dominance(runs)] if dominance and benchmark.dominance else []
+        shown = [*([] for _ in runs[:-1]), asked]
     else:
         shown = [each.tables(run, brief) for each, run in loaded]
     text = "\n".join(markdown(run, tables) for run, tables in zip(runs, shown, strict=True))
@@ -220,10 +219,9 @@ def plot(
 ) -> None:
     """A picture of time, or speed, against memory; of rows, of bandwidth over their length."""
     benchmark, run = load(file)
-    figure = benchmark.figure(run)
-    if figure is None:
+    if benchmark.figure is None:
         raise typer.BadParameter(f"there is no picture of {benchmark.noun}")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    benchmark.figure(run).savefig(path, dpi=110)
     typer.echo(f"wrote {path}")

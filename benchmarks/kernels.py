@@ -6,17 +6,16 @@ A case is a line of a preset, a contender a method of `Tiles` and a line in `CON
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from benchmarks.benchmark import Benchmark, Enter
+from benchmarks.benchmark import Benchmark, Prepared
 from benchmarks.cases import DTYPES, Case, Contender, Effort, Plan, planned
-from benchmarks.measure import Meter, release
+from benchmarks.measure import Entrant, Meter, release
 from benchmarks.results import Entry, Result
-from benchmarks.rounds import Entrant
-from benchmarks.tables import NONE, Columns, Table, gigabytes, percent, table_of
+from benchmarks.tables import NONE, Columns, Table, gigabytes, overview, percent, table_of
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import padded_cols
@@ -137,52 +136,52 @@ CONTENDERS = [
 ]
 
 
-class KernelBenchmark(Benchmark):
-    """GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run."""
+def prepare(case: KernelCase, device: torch.device) -> Prepared:
+    release()
+    problem = Tiles(case, device)
+    meter = Meter(device, problem.restore)
 
-    kind = "kernels"
-    noun = "the kernels"
-    summary = "Median ms, bandwidth of the copy's", "tokens x columns"
-    case_type = KernelCase
-    presets = PRESETS
-    sizes = "tokens,columns"
-    effort = Effort(10, 5.0)
+    def enter(contender: KernelContender, result: Result) -> Entrant:
+        result.moved_bytes = contender.bytes(case)
+        step = functools.partial(contender.step, problem)
+        meter.warm_up(step)
+        return Entrant(step)
 
-    def contenders(self, case: KernelCase) -> Sequence[KernelContender]:
-        return CONTENDERS
-
-    def prepare(self, case: KernelCase, device: torch.device) -> tuple[Meter, Enter]:
-        release()
-        problem = Tiles(case, device)
-        meter = Meter(device, problem.restore)
-
-        def enter(contender: KernelContender, result: Result) -> Entrant:
-            result.moved_bytes = contender.bytes(case)
-            step = functools.partial(contender.step, problem)
-            meter.warm_up(step)
-            return Entrant(step)
-
-        return meter, enter
-
-    def table(self, entry: Entry) -> Table:
-        copied = entry.by_name("copy")
-        columns: Columns = {
-            "": lambda r: r.title,
-            "median ms": lambda r: f"{r.median_ms:.3g}",
-            "least ms": lambda r: f"{min(r.samples_ms):.3g}",
-            "calls": lambda r: str(len(r.samples_ms)),
-            "bytes per logit": lambda r: f"{(r.moved_bytes or 0) / (entry.case.tokens * entry.case.columns):.3g}",
-            "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
-            "of copy": lambda r: percent(r.share_of(copied)),
-        }
-        return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
-
-    def cell(self, entry: Entry, result: Result) -> str:
-        if result.median_ms is None:
-            return NONE
-        copied = entry.by_name("copy")
-        share = "" if copied in (None, result) else f", {percent(result.share_of(copied))}"
-        return f"{result.median_ms:.3g}{share}"
+    return meter, enter
 
 
-KERNELS = KernelBenchmark()
+def table(entry: Entry) -> Table:
+    copied = entry.by_name("copy")
+    columns: Columns = {
+        "": lambda r: r.title,
+        "median ms": lambda r: f"{r.median_ms:.3g}",
+        "least ms": lambda r: f"{min(r.samples_ms):.3g}",
+        "calls": lambda r: str(len(r.samples_ms)),
+        "bytes per logit": lambda r: f"{(r.moved_bytes or 0) / (entry.case.tokens * entry.case.columns):.3g}",
+        "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
+        "of copy": lambda r: percent(r.share_of(copied)),
+    }
+    return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+
+
+def cell(entry: Entry, result: Result) -> str:
+    if result.median_ms is None:
+        return NONE
+    copied = entry.by_name("copy")
+    share = "" if copied in (None, result) else f", {percent(result.share_of(copied))}"
+    return f"{result.median_ms:.3g}{share}"
+
+
+KERNELS = Benchmark(
+    kind="kernels",
+    about="GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run.",
+    noun="the kernels",
+    case_type=KernelCase,
+    sizes="tokens,columns",
+    presets=PRESETS,
+    effort=Effort(10, 5.0),
+    contenders=lambda case: CONTENDERS,
+    prepare=prepare,
+    case_tables=lambda entry: [table(entry)],
+    tables=overview("Median ms, bandwidth of the copy's", "tokens x columns", cell, table),
+)

@@ -12,22 +12,21 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import flce
-from benchmarks.benchmark import Benchmark, Enter
+from benchmarks.benchmark import Benchmark, Prepared
 from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_package, planned
-from benchmarks.measure import Meter, Sample, release
+from benchmarks.measure import Entrant, Meter, Sample, release
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import NOBODY, Entry, Result, Run
-from benchmarks.rounds import Entrant
-from benchmarks.tables import NONE, Columns, Table, gibibytes, ratio, table_of
+from benchmarks.tables import NONE, Columns, Table, gibibytes, overview, ratio, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,12 +97,6 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     made: nn.Module = model.train()
     return made
-
-
-def make_optimizer(case: ModelCase, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """With a learning rate of 0: it works as always, and every contender finds the same weights."""
-    kind: Any = OPTIMIZERS[case.optimizer]
-    return None if kind is None else kind(parameters, lr=0.0)
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
@@ -189,16 +182,18 @@ CONTENDERS = [
 
 def entrants(case: ModelCase) -> list[ModelContender]:
     """The contenders of a case in the order of the table, with one for each budget."""
+    if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
+        raise ValueError(f"models need Transformers: {missing}")
     chosen = CONTENDERS if case.contenders is None else known(CONTENDERS, case.contenders)
     found = []
     for contender in (contender for contender in CONTENDERS if contender in chosen):
-        found += [in_budget(mib) for mib in case.budgets_mib] if contender.name == "ours-budget" else [contender]
+        if contender.name != "ours-budget":
+            found.append(contender)
+            continue
+        for mib in case.budgets_mib:
+            applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
+            found.append(ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
     return found
-
-
-def in_budget(mib: int) -> ModelContender:
-    applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
-    return ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied)
 
 
 # --- cases ---
@@ -286,86 +281,84 @@ def panel(entry: Entry) -> Panel:
     return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
 
 
-class ModelBenchmark(Benchmark):
-    """Peak memory and tokens a second of the training step of whole models, with random weights."""
+def prepare(case: ModelCase, device: torch.device) -> Prepared:
+    release()
+    model, batch = build(case, device), make_batch(case, device)
+    # With a learning rate of 0 it works as always, and every contender finds the same weights.
+    kind: Any = OPTIMIZERS[case.optimizer]
+    optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
+    if optimizer is not None:
+        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to nobody's step
+    meter = Meter(device)
 
-    kind = "model"
-    noun = "models"
-    summary = "Tokens/s, peak GiB", "model, batch x sequence"
-    case_type = ModelCase
-    choices: ClassVar = {"dtype": DTYPES, "model": ARCHITECTURES, "optimizer": OPTIMIZERS}
-    presets = PRESETS
-    sizes = "batch,sequence"
-    defaults = ({"model": MODELS[0]},)
-    effort = Effort(5, 10.0)
+    def enter(contender: ModelContender, result: Result) -> Entrant:
+        """Warms up, with whole steps unless they take too long."""
+        step = TrainingStep(model, optimizer, batch, contender.call)
+        keep = functools.partial(take, step, result)
 
-    def check(self, case: ModelCase) -> None:
-        missing = needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))
-        if missing is not None:
-            raise ValueError(f"models need Transformers: {missing}")
-        super().check(case)
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            if result.reserved_bytes is None:
+                release(everything=False)  # what others left in the cache would be counted
+            with contender.applied(model):
+                yield
 
-    def contenders(self, case: ModelCase) -> Sequence[ModelContender]:
-        return entrants(case)
+        if case.warm_up_sequence is not None:
+            with contender.applied(model):
+                TrainingStep(model, optimizer, batch[:, : case.warm_up_sequence], contender.call)()
+        # Memory on a CPU is only known from a call that is not timed.
+        if case.warm_up_sequence is None or not batch.is_cuda:
+            with turn():
+                _, sample = meter.warm_up(step)
+            keep(sample)
+        return Entrant(step, turn, keep)
 
-    def prepare(self, case: ModelCase, device: torch.device) -> tuple[Meter, Enter]:
-        release()
-        model, batch = build(case, device), make_batch(case, device)
-        optimizer = make_optimizer(case, model.parameters())
-        if optimizer is not None:
-            TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to nobody's step
-        meter = Meter(device)
-
-        def enter(contender: ModelContender, result: Result) -> Entrant:
-            """Warms up, with whole steps unless they take too long."""
-            step = TrainingStep(model, optimizer, batch, contender.call)
-            keep = functools.partial(take, step, result)
-
-            @contextlib.contextmanager
-            def turn() -> Iterator[None]:
-                if result.reserved_bytes is None:
-                    release(everything=False)  # what others left in the cache would be counted
-                with contender.applied(model):
-                    yield
-
-            if case.warm_up_sequence is not None:
-                with contender.applied(model):
-                    TrainingStep(model, optimizer, batch[:, : case.warm_up_sequence], contender.call)()
-            # Memory on a CPU is only known from a call that is not timed.
-            if case.warm_up_sequence is None or not batch.is_cuda:
-                with turn():
-                    _, sample = meter.warm_up(step)
-                keep(sample)
-            return Entrant(step, turn, keep)
-
-        return meter, enter
-
-    def table(self, entry: Entry) -> Table:
-        """Speed and memory of every contender on the training step of a model."""
-        stock, other = (entry.by_name(name) or NOBODY for name in ("stock", "liger-loss"))
-        columns: Columns = {
-            "": lambda r: r.title,
-            "tokens/s": lambda r: rate(r, entry.case),
-            "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
-            "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
-            "peak GiB": lambda r: gibibytes(r.peak_bytes),
-            "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
-            "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
-            "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
-            "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
-            "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
-            "steps": lambda r: str(len(r.samples_ms)),
-            "loss": lambda r: NONE if r.loss is None else f"{r.loss:.5f}",
-        }
-        return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)
-
-    def cell(self, entry: Entry, result: Result) -> str:
-        memory = "" if result.peak_bytes is None or not result.samples_ms else f", {gibibytes(result.peak_bytes)}"
-        return rate(result, entry.case) + memory
-
-    def figure(self, run: Run) -> Figure:
-        title, panels = f"Training steps, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
-        return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
+    return meter, enter
 
 
-MODEL = ModelBenchmark()
+def table(entry: Entry) -> Table:
+    """Speed and memory of every contender on the training step of a model."""
+    stock, other = (entry.by_name(name) or NOBODY for name in ("stock", "liger-loss"))
+    columns: Columns = {
+        "": lambda r: r.title,
+        "tokens/s": lambda r: rate(r, entry.case),
+        "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
+        "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
+        "peak GiB": lambda r: gibibytes(r.peak_bytes),
+        "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
+        "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
+        "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
+        "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
+        "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
+        "steps": lambda r: str(len(r.samples_ms)),
+        "loss": lambda r: NONE if r.loss is None else f"{r.loss:.5f}",
+    }
+    return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)
+
+
+def cell(entry: Entry, result: Result) -> str:
+    memory = "" if result.peak_bytes is None or not result.samples_ms else f", {gibibytes(result.peak_bytes)}"
+    return rate(result, entry.case) + memory
+
+
+def figure(run: Run) -> Figure:
+    title, panels = f"Training steps, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
+    return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
+
+
+MODEL = Benchmark(
+    kind="model",
+    about="Peak memory and tokens a second of the training step of whole models, with random weights.",
+    noun="models",
+    case_type=ModelCase,
+    sizes="batch,sequence",
+    presets=PRESETS,
+    effort=Effort(5, 10.0),
+    contenders=entrants,
+    prepare=prepare,
+    case_tables=lambda entry: [table(entry)],
+    tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),
+    figure=figure,
+    choices={"model": ARCHITECTURES, "optimizer": OPTIMIZERS},
+    defaults=({"model": MODELS[0]},),
+)

@@ -5,22 +5,21 @@ A case is a line of a preset, a contender one of `operator_contenders.CONTENDERS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks import tables
-from benchmarks.benchmark import Benchmark, Enter
-from benchmarks.cases import DTYPES, MIB, Effort, Plan, planned
+from benchmarks.benchmark import Benchmark, Prepared
+from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
-from benchmarks.measure import Meter, release
+from benchmarks.measure import Entrant, Meter, release
 from benchmarks.operator_contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
 from benchmarks.operator_problem import CALLS, Mode, OperatorCase, Shape, exactness, make_oracle, make_problem
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import NOBODY, Entry, Result, Run
-from benchmarks.rounds import Entrant
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases, target_table
 
@@ -96,104 +95,82 @@ def in_curve(contender: str) -> bool:
     return in_budget(contender) is not None and not sums_in_bfloat16(contender)
 
 
-class OperatorBenchmark(Benchmark):
-    """Time, workspace and, with --errors, exactness of forward and backward."""
+def prepare(case: OperatorCase, device: torch.device) -> Prepared:
+    release()  # what other cases left in the cache
+    problem = make_problem(case, device)
+    oracle = make_oracle(problem) if case.errors else None
+    meter = Meter(device, head_start=HEAD_START)
 
-    kind = "operator"
-    noun = "the operator"
-    summary = "Median ms, workspace MiB", "tokens x hidden x vocabulary"
-    case_type = OperatorCase
-    choices: ClassVar = {"dtype": DTYPES, "mode": CALLS}
-    presets = PRESETS
-    sizes = "tokens,hidden,vocab"
-    defaults = ({"errors": True},)
-    effort = Effort(10, 10.0)
+    def enter(contender: OperatorContender, result: Result) -> Entrant:
+        step = contender.prepare(problem)
+        outcome, sample = meter.warm_up(step)
+        if contender.family != "floor":  # whose buffers are an artefact of how it is measured
+            result.workspace_bytes = sample.workspace_bytes
+        result.planned_bytes = contender.planned_bytes(case, device)
+        if oracle is not None:
+            result.errors = exactness(outcome, oracle)
+        return Entrant(step)
 
-    def contenders(self, case: OperatorCase) -> Sequence[OperatorContender]:
-        return select(case.contenders)
+    return meter, enter
 
-    def prepare(self, case: OperatorCase, device: torch.device) -> tuple[Meter, Enter]:
-        release()  # what other cases left in the cache
-        problem = make_problem(case, device)
-        oracle = make_oracle(problem) if case.errors else None
-        meter = Meter(device, head_start=HEAD_START)
 
-        def enter(contender: OperatorContender, result: Result) -> Entrant:
-            step = contender.prepare(problem)
-            outcome, sample = meter.warm_up(step)
-            if contender.family != "floor":  # whose buffers are an artefact of how it is measured
-                result.workspace_bytes = sample.workspace_bytes
-            result.planned_bytes = contender.planned_bytes(case, device)
-            if oracle is not None:
-                result.errors = exactness(outcome, oracle)
-            return Entrant(step)
+def time_table(entry: Entry) -> Table:
+    """Time and workspace of every contender."""
+    floor = entry.by_name("floor") or entry.by_name("floor-aligned") or NOBODY
+    stock = entry.by_name("stock") or NOBODY
+    columns: Columns = {
+        "": lambda r: r.title,
+        "median ms": lambda r: tables.milliseconds(r.median_ms),
+        "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
+        "calls": lambda r: str(len(r.samples_ms)),
+        "x floor": lambda r: tables.ratio(r.median_ms, floor.median_ms),
+        "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
+        "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
+        "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
+        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
+        "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
+        "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
+    }
+    return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
-        return meter, enter
 
-    def table(self, entry: Entry) -> Table:
-        """Time and workspace of every contender."""
-        floor = entry.by_name("floor") or entry.by_name("floor-aligned") or NOBODY
-        stock = entry.by_name("stock") or NOBODY
-        columns: Columns = {
-            "": lambda r: r.title,
-            "median ms": lambda r: tables.milliseconds(r.median_ms),
-            "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
-            "calls": lambda r: str(len(r.samples_ms)),
-            "x floor": lambda r: tables.ratio(r.median_ms, floor.median_ms),
-            "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
-            "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
-            "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
-            "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-            "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
-            "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
-        }
-        return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+def error_table(entry: Entry) -> Table:
+    """Distance of every contender from the float64 oracle."""
+    columns: Columns = {
+        "": lambda r: r.title,
+        "loss": lambda r: tables.relative((r.errors or {}).get("loss")),
+        "dX": lambda r: tables.relative((r.errors or {}).get("input_grad")),
+        "dW": lambda r: tables.relative((r.errors or {}).get("weight_grad")),
+    }
+    compared = [result for result in entry.results if result.errors is not None]
+    notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
+    return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
 
-    def error_table(self, entry: Entry) -> Table:
-        """Distance of every contender from the float64 oracle."""
-        columns: Columns = {
-            "": lambda r: r.title,
-            "loss": lambda r: tables.relative((r.errors or {}).get("loss")),
-            "dX": lambda r: tables.relative((r.errors or {}).get("input_grad")),
-            "dW": lambda r: tables.relative((r.errors or {}).get("weight_grad")),
-        }
-        compared = [result for result in entry.results if result.errors is not None]
-        notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
-        return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
 
-    def cell(self, entry: Entry, result: Result) -> str:
-        return figures(result)
+def case_tables(entry: Entry) -> list[Table]:
+    times = [time_table(entry)] if entry.case.time else []
+    return times + ([error_table(entry)] if entry.case.errors else [])
 
-    def case_tables(self, entry: Entry) -> list[Table]:
-        times = [self.table(entry)] if entry.case.time else []
-        return times + ([self.error_table(entry)] if entry.case.errors else [])
 
-    def tables(self, run: Run, brief: bool) -> list[Table]:
-        found = self.closing(run)
-        timed = [entry for entry in run.cases if entry.case.time]
-        for label in dict.fromkeys(entry.case.label for entry in timed):
-            entries = [entry for entry in timed if entry.case.label == label]
-            if brief or len(entries) > 1:
-                title, first = self.summary
-                found.append(tables.summary(", ".join(filter(None, (title, label))), first, entries, self.cell))
-        found += [] if brief else [self.table(entry) for entry in timed]
-        return found + [self.error_table(entry) for entry in run.cases if entry.case.errors]
+def whole(run: Run, brief: bool) -> list[Table]:
+    """First targets, peers and plans, those that the run has figures of."""
+    found = [table for table in [target_table([run])] if table.rows]
+    found += [dominance_table([run])] if duels([run]) else []
+    found += plan_tables([run])
+    timed = [entry for entry in run.cases if entry.case.time]
+    for label in dict.fromkeys(entry.case.label for entry in timed):
+        entries = [entry for entry in timed if entry.case.label == label]
+        if brief or len(entries) > 1:
+            title, first = "Median ms, workspace MiB" + (label and f", {label}"), "tokens x hidden x vocabulary"
+            found.append(tables.summary(title, first, entries, lambda entry, result: figures(result)))
+    found += [] if brief else [time_table(entry) for entry in timed]
+    return found + [error_table(entry) for entry in run.cases if entry.case.errors]
 
-    def targets(self, runs: Sequence[Run], brief: bool) -> list[Table]:
-        return [target_table(runs), *plan_tables(runs)]
 
-    def dominance(self, runs: Sequence[Run]) -> list[Table]:
-        return [dominance_table(runs)]
-
-    def closing(self, run: Run) -> list[Table]:
-        """Targets, peers and plans, those that the run has figures of."""
-        promised = [table for table in [target_table([run])] if table.rows]
-        return promised + ([dominance_table([run])] if duels([run]) else []) + plan_tables([run])
-
-    def figure(self, run: Run) -> Figure:
-        """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
-        title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
-        return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
+def figure(run: Run) -> Figure:
+    """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
+    title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
+    return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
 
 
 def panel(entry: Entry) -> Panel:
@@ -210,4 +187,21 @@ def panel(entry: Entry) -> Panel:
     return Panel(entry.case.title, found)
 
 
-OPERATOR = OperatorBenchmark()
+OPERATOR = Benchmark(
+    kind="operator",
+    about="Time, workspace and, with --errors, exactness of forward and backward.",
+    noun="the operator",
+    case_type=OperatorCase,
+    sizes="tokens,hidden,vocab",
+    presets=PRESETS,
+    effort=Effort(10, 10.0),
+    contenders=lambda case: select(case.contenders),
+    prepare=prepare,
+    case_tables=case_tables,
+    tables=whole,
+    figure=figure,
+    targets=lambda runs, brief: [target_table(runs), *plan_tables(runs)],
+    dominance=dominance_table,
+    choices={"mode": CALLS},
+    defaults=({"errors": True},),
+)

@@ -30,12 +30,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import tables
-from benchmarks.benchmark import Benchmark, Enter
+from benchmarks.benchmark import Benchmark, Prepared
 from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_package, planned
-from benchmarks.measure import Meter, release
+from benchmarks.measure import Entrant, Meter, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.results import NOBODY, Entry, Result, Run
-from benchmarks.rounds import Entrant
 from benchmarks.row_calls import Calls, make_region
 from benchmarks.tables import Check, Table, Verdict
 
@@ -114,31 +113,22 @@ class RowCase(Case):
         return self.calls or min(MOST_CALLS, max(beyond, enough))
 
 
-@dataclass(frozen=True)
 class RowProblem:
-    """The operands of the calls of one timed region, in turn."""
+    """The operands of the calls of one timed region, in turn: random logits of standard deviation 4, random targets."""
 
-    case: RowCase
-    x: Tensor  # (calls, rows, columns); may be overwritten
-    spare: Tensor  # the same numbers: what `x` is restored from, and the gradients that arrive at softmaxes
-    target: Tensor
+    def __init__(self, case: RowCase, device: torch.device, calls: int | None = None, seed: int = 0) -> None:
+        self.case, generator = case, torch.Generator(device).manual_seed(seed)
+        cache, region = CPU_CACHE_BYTES, 0
+        if device.type == "cuda":
+            cache, region = torch.cuda.get_device_properties(device).L2_cache_size, REGION_BYTES
+        size = calls or case.calls_for(cache, region), case.rows, case.columns
+        # What `x`, which may be overwritten, is restored from, and the gradients that arrive at softmaxes.
+        self.spare = torch.empty(size, dtype=DTYPES[case.dtype], device=device).normal_(0.0, 4.0, generator=generator)
+        self.x = self.spare.clone()
+        self.target = torch.randint(case.columns, (case.rows,), device=device, generator=generator)
 
     def restore(self) -> None:
         self.x.copy_(self.spare)
-
-
-def make_rows(case: RowCase, device: torch.device, calls: int | None = None, seed: int = 0) -> RowProblem:
-    """Random logits of standard deviation 4, random targets."""
-    generator = torch.Generator(device).manual_seed(seed)
-    cache, region = CPU_CACHE_BYTES, 0
-    if device.type == "cuda":
-        cache, region = torch.cuda.get_device_properties(device).L2_cache_size, REGION_BYTES
-    spare = torch.empty(
-        calls or case.calls_for(cache, region), case.rows, case.columns, dtype=DTYPES[case.dtype], device=device
-    )
-    spare.normal_(0.0, 4.0, generator=generator)
-    target = torch.randint(case.columns, (case.rows,), device=device, generator=generator)
-    return RowProblem(case, spare.clone(), spare, target)
 
 
 # --- contenders ---
@@ -309,7 +299,7 @@ def build(case: RowCase, device: torch.device) -> int:
     """Calls everybody once. What fails here fails again where it is measured, and is reported there."""
     done = 0
     with contextlib.suppress(Exception):  # such as no memory beside the other processes
-        problem = make_rows(case, device, calls=1)
+        problem = RowProblem(case, device, calls=1)
         for contender in CONTENDERS:
             if contender.builds and contender.applies(case, device) and contender.unavailable(device) is None:
                 with contextlib.suppress(Exception):
@@ -470,87 +460,90 @@ def panel(group: str, entries: Sequence[Entry]) -> Panel:
     return Panel(group, [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
 
 
-class RowBenchmark(Benchmark):
-    """GB/s of losses and softmaxes over the length of a row, beside a copy, PyTorch and Liger."""
-
-    kind = "rows"
-    noun = "rows"
-    case_type = RowCase
-    presets = PRESETS
-    sizes = "rows,columns"
-    matrix: tuple[int, int, str] | None = None  # that was measured last
-    defaults = tuple({"operation": operation, "direction": direction} for operation, direction in TASKS)
-    effort = Effort(10, 1.0)
-
-    def entries(self, document: dict[str, Any]) -> list[dict[str, Any]]:
-        """In older files a case is all tasks of one matrix."""
-        found: dict[str, dict[str, Any]] = {}
-        for entry in document["cases"]:
-            for result in entry["results"]:
-                case = entry["case"] | {name: result[name] for name in ("operation", "direction") if name in result}
-                found.setdefault(str(case), {"case": case, "results": []})["results"].append(result)
-        return list(found.values())
-
-    def build_ahead(self, cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
-        """Only for a GPU: elsewhere nothing is compiled."""
-        if device.type != "cuda":
-            return None
-        # What takes longest first; then one size after the other, so that the largest, which need much memory, are not
-        # built at the same time.
-        tasks = list(TASKS)
-        units = sorted(cases, key=lambda case: (not case.compiled, tasks.index((case.operation, case.direction))))
-        workers, ends, done = min(MOST_WORKERS, os.cpu_count() or 1), time.monotonic() + seconds, 0
-        # Leaving the block ends the processes, whatever they are at.
-        with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
-            results = pool.imap_unordered(functools.partial(build, device=device), units)
-            with contextlib.suppress(multiprocessing.TimeoutError):
-                for _ in units:
-                    done += results.next(max(ends - time.monotonic(), 0.1))
-        return f"{done} sets of kernels compiled ahead, {workers} at a time"
-
-    def contenders(self, case: RowCase) -> Sequence[RowContender]:
-        return CONTENDERS
-
-    def prepare(self, case: RowCase, device: torch.device) -> tuple[Meter, Enter]:
-        # Not all of it for every task of a matrix: to collect everything that is loaded takes longer than most of them.
-        matrix = case.rows, case.columns, case.dtype
-        release(everything=matrix != self.matrix)
-        self.matrix = matrix
-        problem, meter = make_rows(case, device), Meter(device)
-
-        def enter(contender: RowContender, result: Result) -> Entrant:
-            """Warms up; says how it is timed."""
-            result.moved_bytes, result.calls = contender.bytes(case), len(problem.x)
-            region = make_region(make_calls(contender, problem), device)
-            result.method, result.note = region.method, region.note
-            return Entrant(region.step, functools.partial(region.turn, meter))
-
-        return meter, enter
-
-    def case_tables(self, entry: Entry) -> list[Table]:
-        return [speed_table(entry.case.title, [entry])]
-
-    def tables(self, run: Run, brief: bool) -> list[Table]:
-        groups = {} if brief else grouped(run)
-        return [*(speed_table(with_rows(*group), group[1]) for group in groups.items()), counts_table([run])]
-
-    def targets(self, runs: Sequence[Run], brief: bool) -> list[Table]:
-        """First the counts, then, unless `brief`, all sizes that the first run has."""
-        groups, checks = {} if brief else grouped(runs[0]), check_rows(runs)
-        return [counts_table(runs), *(target_table(*group, checks) for group in groups.items())]
-
-    def closing(self, run: Run) -> list[Table]:
-        return [counts_table([run])] if run.head["device"]["type"] == "cuda" else []
-
-    def figure(self, run: Run) -> Figure:
-        panels = [
-            panel(*group) for group in grouped(run).items() if any(r.samples_ms for e in group[1] for r in e.results)
-        ]
-        if not panels:
-            raise ValueError("the results hold no figures")
-        title = f"Bandwidth of the fewest bytes possible, {run.head['device']['name']}"
-        dtypes = len({entry.case.dtype for entry in run.cases})
-        return draw(panels, title, "columns", "GB/s", {"xscale": "log", "ylim": (0, None)}, dtypes)
+def entries(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """In older files a case is all tasks of one matrix."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in document["cases"]:
+        for result in entry["results"]:
+            case = entry["case"] | {name: result[name] for name in ("operation", "direction") if name in result}
+            found.setdefault(str(case), {"case": case, "results": []})["results"].append(result)
+    return list(found.values())
 
 
-ROWS = RowBenchmark()
+def build_ahead(cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
+    """Only for a GPU: elsewhere nothing is compiled."""
+    if device.type != "cuda":
+        return None
+    # What takes longest first; then one size after the other, so that the largest, which need much memory, are not
+    # built at the same time.
+    tasks = list(TASKS)
+    units = sorted(cases, key=lambda case: (not case.compiled, tasks.index((case.operation, case.direction))))
+    workers, ends, done = min(MOST_WORKERS, os.cpu_count() or 1), time.monotonic() + seconds, 0
+    # Leaving the block ends the processes, whatever they are at.
+    with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
+        results = pool.imap_unordered(functools.partial(build, device=device), units)
+        with contextlib.suppress(multiprocessing.TimeoutError):
+            for _ in units:
+                done += results.next(max(ends - time.monotonic(), 0.1))
+    return f"{done} sets of kernels compiled ahead, {workers} at a time"
+
+
+@functools.lru_cache(maxsize=1)
+def begin_matrix(rows: int, columns: int, dtype: str) -> None:
+    """Releases everything, once for all tasks in a row on one matrix: it takes longer than most of them."""
+    release()
+
+
+def prepare(case: RowCase, device: torch.device) -> Prepared:
+    begin_matrix(case.rows, case.columns, case.dtype)
+    release(everything=False)
+    problem, meter = RowProblem(case, device), Meter(device)
+
+    def enter(contender: RowContender, result: Result) -> Entrant:
+        """Warms up; says how it is timed."""
+        result.moved_bytes, result.calls = contender.bytes(case), len(problem.x)
+        region = make_region(make_calls(contender, problem), device)
+        result.method, result.note = region.method, region.note
+        return Entrant(region.step, functools.partial(region.turn, meter))
+
+    return meter, enter
+
+
+def whole(run: Run, brief: bool) -> list[Table]:
+    groups = {} if brief else grouped(run)
+    return [*(speed_table(with_rows(*group), group[1]) for group in groups.items()), counts_table([run])]
+
+
+def targets(runs: Sequence[Run], brief: bool) -> list[Table]:
+    """First the counts, then, unless `brief`, all sizes that the first run has."""
+    groups, checks = {} if brief else grouped(runs[0]), check_rows(runs)
+    return [counts_table(runs), *(target_table(*group, checks) for group in groups.items())]
+
+
+def figure(run: Run) -> Figure:
+    panels = [panel(*group) for group in grouped(run).items() if any(r.samples_ms for e in group[1] for r in e.results)]
+    if not panels:
+        raise ValueError("the results hold no figures")
+    title = f"Bandwidth of the fewest bytes possible, {run.head['device']['name']}"
+    dtypes = len({entry.case.dtype for entry in run.cases})
+    return draw(panels, title, "columns", "GB/s", {"xscale": "log", "ylim": (0, None)}, dtypes)
+
+
+ROWS = Benchmark(
+    kind="rows",
+    about="GB/s of losses and softmaxes over the length of a row, beside a copy, PyTorch and Liger.",
+    noun="rows",
+    case_type=RowCase,
+    sizes="rows,columns",
+    presets=PRESETS,
+    effort=Effort(10, 1.0),
+    contenders=lambda case: CONTENDERS,
+    prepare=prepare,
+    case_tables=lambda entry: [speed_table(entry.case.title, [entry])],
+    tables=whole,
+    figure=figure,
+    targets=targets,
+    defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),
+    build_ahead=build_ahead,
+    entries=entries,
+)

@@ -143,6 +143,18 @@ def summary(
     return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
 
 
+def overview(
+    title: str, first: str, cell: Callable[[Entry, Result], str], table: Callable[[Entry], Table]
+) -> Callable[[Run, bool], list[Table]]:
+    """Of a whole run the summary, and unless that is all the table of each case."""
+
+    def tables(run: Run, brief: bool) -> list[Table]:
+        found = [summary(title, first, run.cases, cell)] if brief or len(run.cases) > 1 else []
+        return found if brief else found + [table(entry) for entry in run.cases]
+
+    return tables
+
+
 def markdown(run: Run, tables: Sequence[Table]) -> str:
     """The tables, after what they were measured on."""
     device = run.head["device"]

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from benchmarks.cases import MIB, Effort, Outcome, needs_package
 from benchmarks.cli import BENCHMARKS, app
 from benchmarks.measure import Meter
-from benchmarks.operator import OPERATOR, PRESETS
+from benchmarks.operator import OPERATOR, PRESETS, time_table
 from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
 from benchmarks.operator_problem import CALLS, IGNORE_INDEX, OperatorCase, exactness, make_oracle, make_problem
 from benchmarks.results import Entry, Result, Run
@@ -323,7 +323,7 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
     head: dict[str, Any] = {"date": "", "command": "", "commit": None, "versions": {}}
     Run("operator", head | {"device": {"type": "cuda", "name": ""}}, [entry]).save(tmp_path / "run.json")
     run = OPERATOR.load(tmp_path / "run.json")
-    assert "| flce |" in markdown(run, OPERATOR.tables(run, brief=False))
+    assert "| flce |" in markdown(run, OPERATOR.tables(run, False))
 
 
 @pytest.mark.parametrize("mode", CALLS)
@@ -396,7 +396,7 @@ def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
     assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
     head: dict[str, Any] = {"device": {"type": "cpu", "name": "made up"}}
     run = Run("operator", head, [entry, other])
-    assert all("spread: " in table.notes[-1] for table in OPERATOR.tables(run, brief=False))
+    assert all("spread: " in table.notes[-1] for table in OPERATOR.tables(run, False))
     assert "not known" in spread_note([Entry(entry.case, entry.results[:2])])
 
 
@@ -449,5 +449,5 @@ def test_a_failing_repeat_is_a_shortfall():
     entry = OPERATOR.measure(OperatorCase(8, 4, 16, dtype="float32"), CPU, Effort(1, 1.0), [ours])
     (missing,) = shortfalls(Run("operator", {}, [entry]))
     assert (missing.contender, missing.reason) == ("ours-again", "RuntimeError: as planned")
-    assert "not known" in OPERATOR.table(entry).notes[-1]
-    assert "flce, again (ours-again) failed: RuntimeError: as planned" in OPERATOR.table(entry).notes
+    assert "not known" in time_table(entry).notes[-1]
+    assert "flce, again (ours-again) failed: RuntimeError: as planned" in time_table(entry).notes

@@ -75,7 +75,7 @@ def test_bandwidth_is_that_of_the_bytes_that_must_move():
     assert both.gigabytes_per_second == pytest.approx(3.0)
     head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
     run = Run("kernels", head, [Entry(case, [copy, both])])
-    assert "| 3 | 75% |" in markdown(run, KERNELS.tables(run, brief=False))
+    assert "| 3 | 75% |" in markdown(run, KERNELS.tables(run, False))
 
 
 def test_the_passes_are_those_of_the_loss():

@@ -147,9 +147,10 @@ def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
     assert shortfalls(run) == []
     run.save(tmp_path / "run.json")
     run = MODEL.load(tmp_path / "run.json")
-    text = markdown(run, MODEL.tables(run, brief=False))
+    text = markdown(run, MODEL.tables(run, False))
     assert "| stock | out of memory |" in text
     assert "62.62 GiB" in text
+    assert MODEL.figure is not None
     MODEL.figure(run).savefig(tmp_path / "run.png")
 
 

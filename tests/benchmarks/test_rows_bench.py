@@ -33,7 +33,7 @@ from benchmarks.rows import (
     RowProblem,
     check_rows,
     make_calls,
-    make_rows,
+    targets,
 )
 from benchmarks.tables import Verdict, markdown
 
@@ -168,7 +168,7 @@ def test_inputs_are_more_than_the_cache_holds():
     expected = {128: 256, 512: 256, 2048: 64, 32768: 4, 50257: 2, 262144: 1}
     assert {columns: RowCase(4096, columns).calls_for(cache, region) for columns in expected} == expected
     assert RowCase(4096, 128).calls_for(2 * cache, region) == 401
-    assert len(make_rows(RowCase(2, 3, "float32"), CPU, calls=4).x) == 4
+    assert len(RowProblem(RowCase(2, 3, "float32"), CPU, calls=4).x) == 4
 
 
 def test_the_preset_is_the_issues():
@@ -188,7 +188,7 @@ def test_the_preset_is_the_issues():
 def test_a_call_does_the_task(task, name):
     """On each input, also after a call wrote over it."""
     (contender,) = [contender for contender in CONTENDERS if contender.name == name]
-    problem = make_rows(RowCase(6, 50, "float64", *task), CPU, calls=2)
+    problem = RowProblem(RowCase(6, 50, "float64", *task), CPU, calls=2)
     for index, row in enumerate(problem.spare):  # inputs that differ
         row.mul_(1 + index)
     problem.restore()
@@ -216,7 +216,7 @@ def expected(x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
 def test_the_roof_moves_what_a_copy_does():
     (copy,) = [contender for contender in CONTENDERS if contender.roof]
     for task in TASKS:
-        problem = make_rows(RowCase(3, 5, "float32", *task), CPU, calls=2)
+        problem = RowProblem(RowCase(3, 5, "float32", *task), CPU, calls=2)
         results = make_calls(copy, problem).run([None, None])
         for result, x in zip(results, problem.x, strict=True):
             assert isinstance(result, torch.Tensor)
@@ -255,7 +255,7 @@ def test_a_failing_contender_is_reported_and_the_others_go_on(monkeypatch):
     assert {r.reason for r in entry.results if r.contender == "broken"} == {"RuntimeError: as planned"}
     assert all(r.samples_ms for r in entry.results if r.contender in ("copy", "ours", "eager"))
     assert "A broken one failed: RuntimeError: as planned" in "".join(
-        table.markdown() for table in ROWS.tables(Run("rows", HEAD, [entry]), brief=False)
+        table.markdown() for table in ROWS.tables(Run("rows", HEAD, [entry]), False)
     )
 
 
@@ -301,10 +301,10 @@ def test_nobody_is_faster_by_more_than_five_percent():
         "eager": Verdict.met,
         "liger": Verdict.missed,
     }
-    whole = markdown(run, ROWS.targets([run], brief=False))
+    whole = markdown(run, targets([run], False))
     assert "Rows, met: 1 of 2" in whole
     assert "| 1000 | 25% | 1.04 | 1.08 | MISSED: Liger |" in whole
-    speeds = markdown(run, ROWS.tables(run, brief=False))
+    speeds = markdown(run, ROWS.tables(run, False))
     assert "| 1000 | 4000 | 1000, 25% | 1040, 26% | 1080, 27%* |" in speeds
     assert "- * Liger launched, not captured: waits" in speeds
 
@@ -313,7 +313,7 @@ def test_without_a_figure_of_ours_nothing_is_met():
     case = RowCase(4096, 4096, operation="softmax")
     run = Run("rows", HEAD, [Entry(case, [figure("copy", 4000, case), figure("eager", 1, case)])])
     assert [check.verdict for check in check_rows([run])] == [Verdict.unmeasured] * 2
-    assert "not measured" in markdown(run, ROWS.targets([run], brief=False))
+    assert "not measured" in markdown(run, targets([run], False))
 
 
 def test_where_somebody_did_not_run_is_said():
@@ -323,7 +323,7 @@ def test_where_somebody_did_not_run_is_said():
         names = ["copy", "ours", "torch-compile"] if columns == 4096 else ["copy", "ours"]
         entries.append(Entry(case, [figure(name, 100, case) for name in names]))
     run = Run("rows", HEAD, entries)
-    text = markdown(run, ROWS.tables(run, brief=False))
+    text = markdown(run, ROWS.tables(run, False))
     assert "- torch.compile ran at 4096 columns only" in text
     assert text.index("| 2048 |") < text.index("| 4096 |")
 
@@ -375,7 +375,7 @@ def test_rows_run_on_cuda(dtype, task):
 def test_captured_calls_write_what_they_should(task):
     """In a replay, on numbers that were not there when it was captured; as often as one likes."""
     device = torch.device("cuda")
-    problem = make_rows(RowCase(64, 1000, "float32", *task), device, calls=3)
+    problem = RowProblem(RowCase(64, 1000, "float32", *task), device, calls=3)
     for contender in CONTENDERS:
         if contender.family == "peer" or contender.roof:
             continue
