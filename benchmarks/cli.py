@@ -62,23 +62,17 @@ def measure(
     benchmark = BENCHMARKS[str(context.info_name)]
     only = {"dtype": dtype, "mode": mode, "model": model, "operation": operation}
     changes = {
-        "contenders": tuple(contender or ()) or None,
+        "contenders": tuple(contender or ()),
         "ignored": ignored,
         "logits_std": logits_std,
         "time": False if no_time else None,
         "optimizer": optimizer,
-        "budgets_mib": tuple(budget_mib or ()) or None,
+        "budgets_mib": tuple(budget_mib or ()),
         "compiled": compiled,
     }
     if benchmark is OPERATOR and not errors:
         changes["errors"] = False
-    cases = chosen(
-        benchmark,
-        {name: values for name, values in only.items() if values},
-        {name: value for name, value in changes.items() if value is not None},
-        preset,
-        shape,
-    )
+    cases = chosen(benchmark, given(only), given(changes), preset, shape)
     until = None if deadline is None else started + deadline
     out = out or Path("results") / f"{benchmark.kind}.json"
     run = Run(benchmark.kind, describe(where, sys.argv[1:]))
@@ -90,8 +84,7 @@ def measure(
     built = benchmark.build_ahead([case for case, _ in cases], where, 120.0 if deadline is None else deadline / 2)
     say(built or f"{len(cases)} cases")
     for index, (case, effort) in enumerate(cases):
-        wanted: dict[str, Any] = {"rounds": rounds, "seconds": seconds, "until": until}
-        effort = replace(effort, **{name: value for name, value in wanted.items() if value is not None})
+        effort = replace(effort, **given({"rounds": rounds, "seconds": seconds, "until": until}))
         if effort.expired():
             names = "; ".join(left.title for left, _ in cases[index:])
             say(f"The deadline of {deadline:g} s has passed; not measured: {names}")
@@ -114,6 +107,10 @@ def measure(
 
 for each in BENCHMARKS.values():
     app.command(each.kind, help=each.about)(measure)
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value not in (None, [], ())}
 
 
 def chosen(
@@ -156,22 +153,18 @@ def chosen(
 
 
 def parse_sizes(text: str, names: str) -> dict[str, int]:
-    parts = text.replace("x", ",").split(",")
-    if len(parts) != len(names.split(",")) or not all(part.strip().isdecimal() for part in parts):
-        raise typer.BadParameter(f"{text!r}: give {names} as numbers")
-    if min(map(int, parts)) < 1:
-        raise typer.BadParameter(f"{text!r}: every size must be positive")
-    return dict(zip(names.split(","), map(int, parts), strict=True))
+    found = [int(part) if part.strip().isdecimal() else 0 for part in text.replace("x", ",").split(",")]
+    if len(found) != len(names.split(",")) or 0 in found:
+        raise typer.BadParameter(f"{text!r}: give {names} as positive numbers")
+    return dict(zip(names.split(","), found, strict=True))
 
 
 def resolve_device(name: str) -> torch.device:
-    if name not in ("auto", "cpu") and not name.startswith("cuda"):
-        raise typer.BadParameter(f"device {name!r}: auto, cpu or cuda")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter("device cuda: there is none here")
-    return torch.device(name)
+    there = torch.cuda.is_available()
+    found = ("cuda" if there else "cpu") if name == "auto" else name
+    if found != "cpu" and not (there and found.startswith("cuda")):
+        raise typer.BadParameter(f"device {name!r}: auto, cpu or cuda, where there is one")
+    return torch.device(found)
 
 
 def load(path: Path) -> tuple[Benchmark, Run]:

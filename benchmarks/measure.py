@@ -50,6 +50,10 @@ def nothing(*ignored: object) -> None:
     pass
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
 def recorded_peak(profiler: Any) -> int:
     """The highest sum of the allocations and frees that the profiler saw on the CPU, in their order."""
     events = [
@@ -213,7 +217,7 @@ def attempt(result: Result, work: Callable[[], T]) -> T | None:
     try:
         return work()
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = first_line(error)
         if isinstance(error, torch.OutOfMemoryError):
             # What follows of the message are numbers of processes and advice.
             result.status, first = "oom", first.partition(" GPU ")[0]

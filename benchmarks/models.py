@@ -25,7 +25,7 @@ from benchmarks.benchmark import Benchmark, Prepared
 from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_package, planned
 from benchmarks.measure import Entrant, Meter, Sample, release
 from benchmarks.plots import Panel, Series, compared, draw, points
-from benchmarks.results import NOBODY, Entry, Result, Run
+from benchmarks.results import Entry, Result, Run
 from benchmarks.tables import NONE, Columns, Table, gibibytes, overview, ratio, table_of
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
 
 def table(entry: Entry) -> Table:
     """Speed and memory of every contender on the training step of a model."""
-    stock, other = (entry.by_name(name) or NOBODY for name in ("stock", "liger-loss"))
+    stock, other = (entry.by_name(name) for name in ("stock", "liger-loss"))
     columns: Columns = {
         "": lambda r: r.title,
         "tokens/s": lambda r: rate(r, entry.case),

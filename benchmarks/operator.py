@@ -17,7 +17,7 @@ from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
 from benchmarks.measure import Entrant, Meter, release
 from benchmarks.operator_contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
-from benchmarks.operator_problem import CALLS, Mode, OperatorCase, Shape, exactness, make_oracle, make_problem
+from benchmarks.operator_problem import CALLS, Mode, OperatorCase, Problem, Shape, exactness, make_oracle
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import NOBODY, Entry, Result, Run
 from benchmarks.tables import Columns, Table
@@ -97,7 +97,7 @@ def in_curve(contender: str) -> bool:
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     release()  # what other cases left in the cache
-    problem = make_problem(case, device)
+    problem = Problem(case, device)
     oracle = make_oracle(problem) if case.errors else None
     meter = Meter(device, head_start=HEAD_START)
 
@@ -116,8 +116,8 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
 
 def time_table(entry: Entry) -> Table:
     """Time and workspace of every contender."""
-    floor = entry.by_name("floor") or entry.by_name("floor-aligned") or NOBODY
-    stock = entry.by_name("stock") or NOBODY
+    floor = next((r for r in entry.results if r.contender in ("floor", "floor-aligned")), NOBODY)
+    stock = entry.by_name("stock")
     columns: Columns = {
         "": lambda r: r.title,
         "median ms": lambda r: tables.milliseconds(r.median_ms),

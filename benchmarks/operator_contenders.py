@@ -6,11 +6,12 @@ or their own trainer calls them, and imported inside. Any workspace budget of ou
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from benchmarks.operator_problem import (
     WEIGHT_GRAD,
     OperatorCase,
     Problem,
-    make_problem,
 )
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
@@ -73,7 +73,7 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
 # --- the floor: the matrix products alone ---
 
 
-def floor_step(problem: Problem, *again: str) -> Step:
+def floor_step(problem: Problem, again: Sequence[str] = ()) -> Step:
     """The products that the call cannot do without; `again` what is made a second time.
 
     They are made on the operands of the problem, into memory made beforehand, in the layouts that flce has. The
@@ -96,12 +96,7 @@ def floor_step(problem: Problem, *again: str) -> Step:
 
 
 def aligned_floor_step(problem: Problem) -> Step:
-    return floor_step(make_problem(problem.case.aligned(), problem.input.device))
-
-
-def recomputed_floor_step(problem: Problem) -> Step:
-    """What a call with a small workspace has to do."""
-    return floor_step(problem, LOGITS)
+    return floor_step(Problem(problem.case.aligned(), problem.input.device))
 
 
 # --- flce ---
@@ -137,7 +132,9 @@ def our_loss(options: flce.ChunkOptions) -> LossFunction:
 
 def ours_full_step(problem: Problem) -> Step:
     """For its time only: the results, which are not returned, are those of another problem."""
-    solve = autograd_step(replace(problem, target=problem.full_target), our_loss(flce.ChunkOptions()))
+    full = copy.copy(problem)
+    full.target = problem.full_target
+    solve = autograd_step(full, our_loss(flce.ChunkOptions()))
 
     def step() -> None:
         solve()
@@ -230,11 +227,6 @@ def needs_trl(device: torch.device) -> str | None:
     return needs_cuda(device) or needs_package("trl.trainer.utils", "trl")(device)
 
 
-def fla_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Eight chunks and float32 sums, its defaults. The labels come before the weight."""
-    return library_loss(FLA, "fused_linear_cross_entropy_loss")(x, y, w, reduction)
-
-
 def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
     prepare = functools.partial(autograd_step, loss_function=loss)
     return OperatorContender(name, title, "peer", prepare, unavailable=needs, applies=ONLY[only])
@@ -250,6 +242,10 @@ cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
 float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
 quack = library_loss(QUACK, "chunked_linear_cross_entropy", chunk_size=QUACK_CHUNK)
 
+fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
+
+# With a small workspace a call has to make the logits twice.
+recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))
 stock_step = functools.partial(autograd_step, loss_function=stock_loss)
 C = OperatorContender
 BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
@@ -274,7 +270,7 @@ CONTENDERS = [
     peer("cce-unfiltered", "CCE, no gradient filter", needs_cce, cce(filter_eps=None)),
     peer("cce-exact", "CCE, its exact preset", needs_presets, cce(impl="cce_exact")),
     peer("trl", "TRL's fused head", needs_trl, trl_loss),
-    peer("fla", "flash-linear-attention", needs_fla, fla_loss, "reduced"),
+    peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
     peer("quack", "QuACK, chunked", needs_quack, quack, "reduced"),
 ]
 # Measured only where a case names it: the logits of all tokens in one piece.

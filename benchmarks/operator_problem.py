@@ -90,16 +90,31 @@ class OperatorCase(Case):
         return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
 
 
-@dataclass(frozen=True)
 class Problem:
-    """Hidden states, head and labels of a case, and the gradient that arrives at the loss."""
+    """Hidden states, head and labels of a case, and the gradient that arrives at the loss.
 
-    case: OperatorCase
-    input: torch.Tensor  # (tokens, hidden)
-    weight: torch.Tensor  # (vocab, hidden)
-    target: torch.Tensor  # (tokens,)
-    full_target: torch.Tensor  # the same before some were ignored
-    upstream: torch.Tensor  # float32: 0-d, or (tokens,) with reduction "none"
+    Hidden states and weights are normal, scaled so that the logits have the standard deviation of the case.
+    """
+
+    def __init__(self, case: OperatorCase, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(rows: int, columns: int, std: float) -> torch.Tensor:
+            values = torch.randn(rows, columns, device=device, generator=generator)
+            return values.mul_(std).to(case.torch_dtype)
+
+        self.case = case
+        self.input = normal(case.tokens, case.hidden, 1.0).requires_grad_(case.call.input_grad)
+        weight = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
+        self.weight = weight.requires_grad_(case.call.weight_grad)
+        self.full_target = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
+        self.target = self.full_target.clone()
+        if case.ignored:
+            order = torch.rand(case.tokens, device=device, generator=generator).argsort()
+            self.target[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
+        self.upstream = torch.tensor(case.upstream, device=device)  # in float32; with reduction "none" for each token
+        if case.call.reduction == "none":
+            self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
 
     @functools.cached_property
     def logits_gradient(self) -> torch.Tensor:
@@ -112,29 +127,6 @@ class Problem:
             probabilities[torch.arange(len(labels), device=x.device), labels] -= 1
             gradient[rows] = probabilities.masked_fill_((y[rows] == IGNORE_INDEX)[:, None], 0)
         return gradient
-
-
-def make_problem(case: OperatorCase, device: torch.device, seed: int = 0) -> Problem:
-    """Normal hidden states and weights, scaled so that the logits have the standard deviation of the case."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
-        values = torch.randn(rows, columns, device=device, generator=generator)
-        return values.mul_(std).to(case.torch_dtype)
-
-    x = normal(case.tokens, case.hidden, 1.0)
-    w = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
-    y = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
-    full = y.clone()
-    if case.ignored:
-        order = torch.rand(case.tokens, device=device, generator=generator).argsort()
-        y[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
-    call = case.call
-    if call.reduction == "none":
-        upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
-    else:
-        upstream = torch.tensor(case.upstream, device=device)
-    return Problem(case, x.requires_grad_(call.input_grad), w.requires_grad_(call.weight_grad), y, full, upstream)
 
 
 def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:

@@ -71,9 +71,9 @@ class Result:
             return None
         return self.moved_bytes * self.calls / self.median_ms / 1e6
 
-    def share_of(self, other: Result | None) -> float | None:
+    def share_of(self, other: Result) -> float | None:
         """Its bandwidth, of that of another."""
-        speed, whole = self.gigabytes_per_second, None if other is None else other.gigabytes_per_second
+        speed, whole = self.gigabytes_per_second, other.gigabytes_per_second
         return None if speed is None or whole is None else speed / whole
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,15 +99,15 @@ class Entry:
     case: Any
     results: list[Result] = field(default_factory=list)
 
-    def by_name(self, contender: str) -> Result | None:
-        return next((result for result in self.results if result.contender == contender), None)
+    def by_name(self, contender: str) -> Result:
+        return next((result for result in self.results if result.contender == contender), NOBODY)
 
     def repeats(self) -> Iterator[tuple[Result, Result]]:
         """What was measured under two names, where both have figures."""
         for result in self.results:
             if result.family == "repeat" and result.samples_ms:
                 first = self.by_name(result.contender.removesuffix(AGAIN))
-                if first is not None and first.samples_ms:
+                if first.samples_ms:
                     yield first, result
 
 
@@ -144,29 +144,39 @@ def read(path: Path) -> dict[str, Any]:
 PACKAGES = ["triton", "transformers", "numpy", "liger-kernel", "cut-cross-entropy", "trl", "fla-core", "quack-kernels"]
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__, "flce": flce.__version__}
+def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
+    """The head of a result file. Of absolute paths in the command only the last part is kept."""
+    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "flce": flce.__version__}
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
-
-
-def device_facts(device: torch.device) -> dict[str, Any]:
+            versions[package] = metadata.version(package)
     cpu = cpu_name()
-    facts: dict[str, Any] = {"type": device.type, "name": cpu, "cpu": cpu}
-    facts |= {"cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {
+        "type": device.type,
+        "name": cpu,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
     if hasattr(os, "getloadavg"):
         facts["load_at_start"] = round(os.getloadavg()[0], 2)
-    if device.type != "cuda":
-        return facts
-    properties = torch.cuda.get_device_properties(device)
-    return facts | {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_mib": properties.total_memory >> 20,
-        "multiprocessors": properties.multi_processor_count,
-        "l2_cache_mib": properties.L2_cache_size >> 20,
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        versions["cuda"] = str(torch.version.cuda)
+        facts |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_mib": properties.total_memory >> 20,
+            "multiprocessors": properties.multi_processor_count,
+            "l2_cache_mib": properties.L2_cache_size >> 20,
+        }
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python -m benchmarks", *shown]),
+        "commit": source_version(),
+        "versions": versions,
+        "device": facts,
     }
 
 
@@ -184,15 +194,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
-    """The head of a result file. Of absolute paths in the command only the last part is kept."""
-    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python -m benchmarks", *shown]),
-        "commit": source_version(),
-        "versions": versions(),
-        "device": device_facts(device),
-    }

@@ -32,9 +32,9 @@ from torch import Tensor
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Prepared
 from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_package, planned
-from benchmarks.measure import Entrant, Meter, release
+from benchmarks.measure import Entrant, Meter, nothing, release
 from benchmarks.plots import Panel, Series, draw
-from benchmarks.results import NOBODY, Entry, Result, Run
+from benchmarks.results import Entry, Result, Run
 from benchmarks.row_calls import Calls, make_region
 from benchmarks.tables import Check, Table, Verdict
 
@@ -196,7 +196,7 @@ def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
         return Calls(count, forward)
     if direction == "backward":
         return Calls(count, backward, ahead)
-    return Calls(count, both, restore=problem.restore if overwrites else None)
+    return Calls(count, both, restore=problem.restore if overwrites else nothing)
 
 
 def copy(case: RowCase) -> RowFunction:
@@ -325,16 +325,13 @@ class Promise(NamedTuple):
     title: str  # of it
 
 
-RowCheck = Check[Promise]
-
-
 def wanted_share(case: RowCase) -> float | None:
     if case.columns < LEAST_COLUMNS:
         return None
     return ON_CHIP_SHARE if case.on_chip else BEYOND_SHARE
 
 
-def checks_of(entry: Entry) -> list[RowCheck]:
+def checks_of(entry: Entry) -> list[Check]:
     ours = entry.by_name(OURS)
     checks = []
     for other in entry.results:
@@ -344,13 +341,13 @@ def checks_of(entry: Entry) -> list[RowCheck]:
         if other.family in ("ours", "repeat") or limit is None or (other.median_ms is None and not at_least):
             continue
         value = None
-        if ours is not None and ours.median_ms is not None and other.median_ms is not None:
+        if ours.median_ms is not None and other.median_ms is not None:
             value = ours.share_of(other) if at_least else ours.median_ms / other.median_ms
         checks.append(Check(Promise(entry.case, other.contender, other.title), value, limit, at_least))
     return checks
 
 
-def check_rows(runs: Sequence[Run]) -> list[RowCheck]:
+def check_rows(runs: Sequence[Run]) -> list[Check]:
     """In the median of the runs."""
     return tables.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
 
@@ -390,7 +387,7 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
     """Columns x contenders; where figures are missing or measured in another way, and why."""
     notes: dict[str, list[str]] = {}
     for name, who in tried(entries).items():
-        results = {str(entry.case.columns): result for entry in entries if (result := entry.by_name(name))}
+        results = {str(entry.case.columns): result for entry in entries if (result := entry.by_name(name)).contender}
         if len(results) < len(entries):
             notes[f"{who.title} ran at {', '.join(results)} columns only"] = []
         for columns, result in results.items():
@@ -425,7 +422,7 @@ def counts_table(runs: Sequence[Run]) -> Table:
     return Table(f"Rows, met: {tables.tally(checks)}", ["", *against.values()], rows, notes)
 
 
-def target_table(group: str, entries: Sequence[Entry], checks: Sequence[RowCheck]) -> Table:
+def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Check]) -> Table:
     """What is promised at every size, and whether it is kept."""
     about = [check for check in checks if check.key.case.group == group]
     compared = {check.key.against for check in about} - {COPY}
@@ -434,7 +431,7 @@ def target_table(group: str, entries: Sequence[Entry], checks: Sequence[RowCheck
     for entry in entries:
         mine = {check.key.against: check for check in about if check.key.case == entry.case}
         # Where nothing is wanted, the share of the first run.
-        share = mine[COPY].value if COPY in mine else (entry.by_name(OURS) or NOBODY).share_of(entry.by_name(COPY))
+        share = mine[COPY].value if COPY in mine else entry.by_name(OURS).share_of(entry.by_name(COPY))
         verdict = tables.worst(check.verdict for check in mine.values())
         names = ", ".join(check.key.title for check in mine.values() if check.verdict is verdict)
         short = f": {names}" if verdict in (Verdict.missed, Verdict.nearly) else ""
@@ -450,8 +447,7 @@ def panel(group: str, entries: Sequence[Entry]) -> Panel:
     """GB/s over the number of columns, a line for each contender, and where a row fits on chip no longer."""
     series = []
     for name, who in tried(entries).items():
-        results = {float(e.case.columns): result for e in entries if (result := e.by_name(name))}
-        speeds = {columns: speed for columns, result in results.items() if (speed := result.gigabytes_per_second)}
+        speeds = {float(e.case.columns): gb for e in entries if (gb := e.by_name(name).gigabytes_per_second)}
         # Who was measured at few sizes says nothing of those between.
         line = "--" if name == COPY else "-" if len(speeds) == len(entries) else ":"
         if speeds:

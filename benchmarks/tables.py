@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
-from typing import Generic, TypeVar
+from typing import Any
 
 from benchmarks.cases import GIB, MIB
 from benchmarks.results import Entry, Result, Run
@@ -47,34 +47,21 @@ def table_of(entry: Entry, results: Iterable[Result], columns: Columns) -> Table
 # --- figures ---
 
 
-def milliseconds(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+def written(write: Callable[[float], str]) -> Callable[[float | None], str]:
+    """That way, where there is a figure."""
+    return lambda value: NONE if value is None else write(value)
 
 
-def mebibytes(value: int | None) -> str:
-    return NONE if value is None else f"{value / MIB:.0f}" if value >= 10 * MIB else f"{value / MIB:.2f}"
-
-
-def gibibytes(value: int | None) -> str:
-    return NONE if value is None else f"{value / GIB:.2f}" if value >= GIB / 100 else f"{value / GIB:.2g}"
-
-
-def gigabytes(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def percent(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0%}"
+milliseconds = written(lambda ms: f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 10 else f"{ms:.3g}")
+mebibytes = written(lambda size: f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.2f}")
+gibibytes = written(lambda size: f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.2g}")
+gigabytes = written(lambda speed: f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}")
+percent = written(lambda share: f"{share:.0%}")
+relative = written(lambda error: f"{error:.1e}" if math.isfinite(error) else "not finite")
 
 
 def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str:
     return NONE if value is None or not base else f"{value / base:.{digits}f}"
-
-
-def relative(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1e}" if math.isfinite(value) else "not finite"
 
 
 # --- what stands beside the figures ---
@@ -138,7 +125,7 @@ def summary(
     rows = []
     for entry in entries:
         found = [entry.by_name(name) for name in titles]
-        cells = [NONE if result is None else cell(entry, result) for result in found]
+        cells = [cell(entry, result) if result.contender else NONE for result in found]
         rows.append([str(getattr(entry.case, line)), *cells])
     return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
 
@@ -193,14 +180,11 @@ def judge(value: float | None, limit: float | None, at_least: bool = False, tole
     return Verdict.nearly if excess <= tolerance * limit else Verdict.missed
 
 
-KeyT = TypeVar("KeyT", bound=Hashable)
-
-
 @dataclass(frozen=True)
-class Check(Generic[KeyT]):
+class Check:
     """A target, and the figure that was measured of it; None where nothing was."""
 
-    key: KeyT  # which target it is: the same in every run
+    key: Any  # which target it is: the same in every run
     value: float | None
     limit: float | None  # None: nothing is asked of the value
     at_least: bool = False  # whether the limit is the least instead of the most
@@ -214,9 +198,9 @@ class Check(Generic[KeyT]):
         return Verdict.unmeasured if Verdict.unmeasured in found else worst(found)
 
 
-def middle(runs: Sequence[Sequence[Check[KeyT]]]) -> list[Check[KeyT]]:
+def middle(runs: Sequence[Sequence[Check]]) -> list[Check]:
     """Of every target the check of the run that is the median of those that measured it; of two the worse."""
-    groups: dict[KeyT, list[Check[KeyT]]] = {}
+    groups: dict[Any, list[Check]] = {}
     for check in (check for checks in runs for check in checks):
         groups.setdefault(check.key, []).append(check)
     found = []
@@ -227,7 +211,7 @@ def middle(runs: Sequence[Sequence[Check[KeyT]]]) -> list[Check[KeyT]]:
     return found
 
 
-def tally(checks: Sequence[Check[KeyT]]) -> str:
+def tally(checks: Sequence[Check]) -> str:
     """How many are met, and how many of these by the tolerance alone."""
     found = [check.verdict for check in checks]
     nearly = found.count(Verdict.nearly)
@@ -235,7 +219,7 @@ def tally(checks: Sequence[Check[KeyT]]) -> str:
     return (f"{met} of {len(found)}" if found else "-") + (f" ({nearly} within 2%)" if nearly else "")
 
 
-def verdict_table(title: str, checks: Sequence[Check[KeyT]], notes: list[str]) -> Table:
+def verdict_table(title: str, checks: Sequence[Check], notes: list[str]) -> Table:
     """A line for each target, of cells that all of them have."""
     columns = [*checks[0].cells, "verdict"] if checks else ["Not one of them was measured."]
     rows = [[*check.cells.values(), check.verdict.value] for check in checks]

@@ -93,12 +93,12 @@ def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
     return [replace(case, contenders=tuple(dict.fromkeys(names))) for case, names in contenders.items()]
 
 
-def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Check[Target]]:
+def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Check]:
     """All targets in the median of the runs, also those that the runs have nothing about."""
     return tables.middle([[check(run, target) for target in targets] for run in runs])
 
 
-def check(run: Run, target: Target) -> Check[Target]:
+def check(run: Run, target: Target) -> Check:
     """Its value is the time in multiples of the reference's."""
     ours, reference = find(run, target) or (NOBODY, NOBODY)
     room = None if target.workspace_mib is None else target.workspace_mib * MIB
@@ -125,8 +125,8 @@ def find(run: Run, target: Target) -> tuple[Result, Result] | None:
     wanted = target.case
     for entry in run.cases:
         if all(getattr(entry.case, name) == getattr(wanted, name) for name in ("shape", "dtype", "mode", "ignored")):
-            results = [result for name in target.contenders if (result := entry.by_name(name)) and result.samples_ms]
-            if len(results) == len(target.contenders):
+            results = [entry.by_name(name) for name in target.contenders]
+            if all(result.samples_ms for result in results):
                 return results[-1], results[0]
     return None
 

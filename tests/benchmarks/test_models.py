@@ -61,16 +61,13 @@ def test_every_case_of_the_preset_is_measured(result_file):
     assert [entry.case for entry in run.cases] == [case for case, _ in MODEL.presets["tiny"]()]
     for entry in run.cases:
         stock = entry.by_name("stock")
-        assert stock is not None
         for name in ("ours", "ours-budget-1", "stock", "ours-again"):
             result = entry.by_name(name)
-            assert result is not None
             assert result.status == "ok", result.reason
             assert len(result.samples_ms) == 2
             assert result.loss == pytest.approx(stock.loss, abs=1e-3)
             assert result.peak_bytes is not None
         ours = entry.by_name("ours")
-        assert ours is not None
         assert ours.peak_bytes is not None
         assert stock.peak_bytes is not None
         assert ours.peak_bytes < stock.peak_bytes
@@ -92,8 +89,7 @@ def test_missing_peers_are_named(result_file):
         for contender in CONTENDERS:
             if contender.family == "peer":
                 result = entry.by_name(contender.name)
-                assert result is not None, f"{contender.name} was dropped in silence"
-                assert result.status == "unavailable"
+                assert result.status == "unavailable", f"{contender.name} was dropped in silence"
                 assert result.reason == "not installed (pip install liger-kernel)"
 
 
@@ -243,7 +239,6 @@ def test_every_contender_runs_on_cuda():
         case = ModelCase("tiny-llama", 2, 128, budgets_mib=(1,), warm_up_sequence=warm_up)
         entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0))
         stock = entry.by_name("stock")
-        assert stock is not None
         for result in entry.results:
             if result.family != "peer":
                 assert result.status == "ok", (result.contender, result.reason)

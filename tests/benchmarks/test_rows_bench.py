@@ -74,7 +74,6 @@ def test_every_task_is_measured(result_file):
         ]
         for name in ("copy", "ours", "eager", "ours-again"):
             result = entry.by_name(name)
-            assert result is not None
             assert result.status == "ok", result.reason
             assert (len(result.samples_ms), result.calls, result.method) == (2, 3, "launched")
             assert result.gigabytes_per_second is not None
@@ -194,11 +193,12 @@ def test_a_call_does_the_task(task, name):
     problem.restore()
     calls = make_calls(contender, problem)
     for _ in range(2):
-        if calls.restore is not None:
-            calls.restore()
+        calls.restore()
         for result, x in zip(calls.run(calls.prepare()), problem.spare, strict=True):
             torch.testing.assert_close(result, expected(x, problem), check_dtype=False)
-    assert (calls.restore is not None) == (name == "ours" and problem.case.direction == "in-place forward+backward")
+    assert (calls.restore == problem.restore) == (
+        name == "ours" and problem.case.direction == "in-place forward+backward"
+    )
 
 
 def expected(x: torch.Tensor, problem: RowProblem) -> torch.Tensor:
