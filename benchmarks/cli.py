@@ -70,8 +70,9 @@ def measure(
         "budgets_mib": tuple(budget_mib or ()),
         "compiled": compiled,
     }
-    if benchmark is OPERATOR and not errors:
-        changes["errors"] = False
+    # The cases of the operator say where there are errors to be had; the others have none.
+    if errors != (benchmark is OPERATOR):
+        changes["errors"] = errors
     cases = chosen(benchmark, given(only), given(changes), preset, shape)
     until = None if deadline is None else started + deadline
     out = out or Path("results") / f"{benchmark.kind}.json"
@@ -123,7 +124,7 @@ def chosen(
     """Of the preset those that are wanted, or all that are wanted of the shapes; with these fields changed."""
     foreign = {*only, *changes} - {field.name for field in fields(benchmark.case_type)}
     if foreign:
-        raise typer.BadParameter(f"{benchmark.noun} has no {', '.join(sorted(foreign))}")
+        raise typer.BadParameter(f"{benchmark.noun}: no such thing as {', '.join(sorted(foreign))}")
     if (preset is None) == (not shapes):
         raise typer.BadParameter("give --preset or --shape" + (", not both" if shapes else ""))
     if preset is None:

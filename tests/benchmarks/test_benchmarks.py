@@ -155,6 +155,10 @@ def test_table(result_file, tmp_path):
         ("rows", ["--shape", "8"], "rows,columns"),
         ("rows", ["--shape", "8,16", "--dtype", "int8"], "float16"),
         ("rows", ["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
+        ("rows", ["--preset", "tiny", "--errors"], "rows: no such thing as errors"),
+        ("kernels", ["--preset", "tiny", "--mode", "forward"], "the kernels: no such thing as mode"),
+        ("operator", ["--shape", "8,4,16", "--mode", "sideways"], "frozen-head"),
+        ("model", ["--preset", "tiny", "--optimizer", "sideways"], "adamw"),
     ],
 )
 def test_wrong_arguments_are_explained(command, arguments, message, tmp_path):
