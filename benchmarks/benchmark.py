@@ -2,91 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.cases import CaseT, Effort, Plan
-from benchmarks.results import HEAD, Entry, ResultT, Run, read
-from benchmarks.rounds import Expired
-from benchmarks.tables import Table, summary
+from benchmarks.cases import DTYPES, Effort, Plan
+from benchmarks.measure import Entrant, Meter, compete
+from benchmarks.results import HEAD, Entry, Result, Run, read
+from benchmarks.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Prepared = tuple[Meter, Callable[[Any, Result], Entrant]]  # the second warms a contender up
 
-class Benchmark(Generic[CaseT, ResultT]):
-    """A module of cases has one, with the name of its command."""
 
-    kind: ClassVar[str]
-    noun: ClassVar[str]  # what its results are of, in a sentence
-    summary: ClassVar[tuple[str, str]]  # title and first column of the table with one line for each case
-    case_type: type[CaseT]
-    result_type: type[ResultT]
-    presets: Mapping[str, Callable[[], Plan[CaseT]]]  # cases and effort by name, those first that matter most
-    sizes: ClassVar[str]  # the fields of a case that its shape is made of
+@dataclass(frozen=True)
+class Benchmark:
+    """A module of cases has one, with the name of its command. What may be None or empty not all of them have."""
+
+    kind: str
+    about: str  # what it measures: the help of the command
+    noun: str  # what its results are of, in a sentence
+    case_type: type[Any]
+    sizes: str  # the fields of a case that its shape is made of
+    presets: Mapping[str, Callable[[], Plan]]  # cases and effort by name, those first that matter most
+    effort: Effort  # with which the cases are measured that are made of a shape
+    contenders: Callable[[Any], Sequence[Any]]  # who is measured on a case, as far as they apply to it
+    prepare: Callable[[Any, torch.device], Prepared]  # the operands of a case, the same for every contender
+    case_tables: Callable[[Entry], list[Table]]  # what is shown of a case as soon as it is measured
+    tables: Callable[[Run, bool], list[Table]]  # of a whole run; if that is true, without the line-by-line ones
+    figure: Callable[[Run], Figure] | None = None
+    targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # what is promised; the same
+    dominance: Callable[[Sequence[Run]], Table] | None = None  # the peers, and whether each is beaten
+    choices: Mapping[str, Collection[str]] = field(default_factory=dict)  # fields of a case, and what they may be
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
-    effort: Effort  # with which they are measured
+    # What takes long and can be done for all cases at once, in so many seconds; says what was done.
+    build_ahead: Callable[[Sequence[Any], torch.device, float], str | None] = lambda *ignored: None
+    # Cases and results of a file, as they are written today.
+    entries: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda document: document["cases"]
 
-    def check(self, case: CaseT) -> None:
+    def check(self, case: Any) -> None:
         """Raises a ValueError where the case asks for what there is not."""
+        for name, known in {"dtype": DTYPES, **self.choices}.items():
+            if getattr(case, name) not in known:
+                raise ValueError(f"{name} {getattr(case, name)!r}: one of {', '.join(known)}")
+        self.contenders(case)
 
-    def build_ahead(self, cases: Sequence[CaseT], device: torch.device, seconds: float) -> str | None:
-        """What takes long and can be done for all cases at once; says what was done."""
-        return None
+    def measure(
+        self, case: Any, device: torch.device, effort: Effort, contenders: Sequence[Any] | None = None
+    ) -> Entry:
+        """Of all contenders, or of these."""
+        chosen = self.contenders(case) if contenders is None else contenders
+        meter, enter = self.prepare(case, device)
+        taking_part = [contender for contender in chosen if contender.applies(case, device)]
+        return Entry(case, compete(taking_part, enter, meter, effort, case.timed))
 
-    def measure(self, case: CaseT, device: torch.device, effort: Effort, expired: Expired) -> Entry[CaseT, ResultT]:
-        raise NotImplementedError
-
-    def table(self, entry: Entry[CaseT, ResultT]) -> Table:
-        """Line by line, of one case."""
-        raise NotImplementedError
-
-    def cell(self, entry: Entry[CaseT, ResultT], result: ResultT) -> str:
-        """Of the table with one line for each case."""
-        raise NotImplementedError
-
-    def case_tables(self, entry: Entry[CaseT, ResultT]) -> list[Table]:
-        """What is shown of a case as soon as it is measured."""
-        return [self.table(entry)]
-
-    def tables(self, run: Run[CaseT, ResultT], brief: bool) -> list[Table]:
-        """Of a whole run; `brief` leaves out the line-by-line ones."""
-        found = [summary(*self.summary, run.cases, self.cell)] if brief or len(run.cases) > 1 else []
-        return found if brief else found + [self.table(entry) for entry in run.cases]
-
-    def targets(self, runs: Sequence[Run[CaseT, ResultT]], brief: bool) -> list[Table]:
-        """What is promised, and whether the median of the runs keeps it; none where nothing is promised."""
-        return []
-
-    def dominance(self, runs: Sequence[Run[CaseT, ResultT]]) -> list[Table]:
-        """The peers, and whether each is beaten; none where that is not asked."""
-        return []
-
-    def closing(self, run: Run[CaseT, ResultT]) -> list[Table]:
-        """What is shown at the end of a run, after all cases."""
-        return []
-
-    def figure(self, run: Run[CaseT, ResultT]) -> Figure | None:
-        """None where the benchmark has no picture."""
-        return None
-
-    def entries(self, document: dict[str, Any]) -> list[dict[str, Any]]:
-        """Cases and results of a file, as they are written today."""
-        found: list[dict[str, Any]] = document["cases"]
-        return found
-
-    def load(self, path: Path) -> Run[CaseT, ResultT]:
+    def load(self, path: Path) -> Run:
         document = read(path)
         if document["kind"] != self.kind:
             raise ValueError(f"{path} holds no results of {self.noun}")
-        run: Run[CaseT, ResultT] = Run(self.kind, {name: document[name] for name in HEAD})
+        run = Run(self.kind, {name: document[name] for name in HEAD})
         for entry in self.entries(document):
-            results = [self.result_type.from_dict(result) for result in entry["results"]]
+            results = [Result.from_dict(result) for result in entry["results"]]
             run.cases.append(Entry(self.case_type.from_dict(entry["case"]), results))
         return run
-
-
-AnyBenchmark = Benchmark[Any, Any]

@@ -6,6 +6,9 @@ Every benchmark has one table of contenders. Optional packages are imported when
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +35,10 @@ class Case:
         """Whether anything is to be measured on it."""
         return True
 
+    @property
+    def timed(self) -> bool:
+        return True
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -47,20 +54,22 @@ class Case:
 class Effort:
     """How long to measure: rounds over all contenders, seconds of timed calls for each contender and case.
 
-    However slow it is, every contender is timed once.
+    However slow it is, every contender is timed once, unless the deadline has passed.
     """
 
     rounds: int
     seconds: float
+    until: float = math.inf  # the deadline, by time.monotonic: nothing further is begun then
 
+    def expired(self) -> bool:
+        return time.monotonic() > self.until
 
-CaseT = TypeVar("CaseT", bound=Case)
 
 # What one call of the command measures, in its order: what a deadline may cut off comes last.
-Plan = list[tuple[CaseT, Effort]]
+Plan = list[tuple[Any, Effort]]
 
 
-def planned(cases: Iterable[CaseT], rounds: int, seconds: float) -> Plan[CaseT]:
+def planned(cases: Iterable[Case], rounds: int, seconds: float) -> Plan:
     return [(case, Effort(rounds, seconds)) for case in cases]
 
 
@@ -80,6 +89,7 @@ class Outcome(NamedTuple):
 Step = Callable[[], object]  # does the work once
 
 Unavailable = Callable[[torch.device], str | None]  # why somebody cannot run on this device, if so
+Condition = Callable[[Any, torch.device], bool]  # of a case: whether somebody is measured on it
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class Contender:
     title: str
     family: str  # "floor", "ours", "repeat" (see `with_repeat`), "stock" or "peer"
     unavailable: Unavailable = field(default=lambda device: None, kw_only=True)
+    applies: Condition = field(default=lambda case, device: True, kw_only=True)
 
 
 ContenderT = TypeVar("ContenderT", bound=Contender)
@@ -124,17 +135,13 @@ def needs_package(module: str, distribution: str, cuda: bool = True) -> Unavaila
     """Says why a contender from an optional package cannot run here."""
 
     def unavailable(device: torch.device) -> str | None:
+        # A package that is not there, and one that is of another version or broken here, are different news.
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            return f"not installed (pip install {distribution})"
         try:
             importlib.import_module(module)
         except Exception as error:
-            # A package that is not there, and one that is broken here, are different news.
-            top = module.partition(".")[0]
-            if isinstance(error, ModuleNotFoundError) and (error.name or top).partition(".")[0] == top:
-                return f"not installed (pip install {distribution})"
             return f"cannot be imported: {type(error).__name__}: {error}"
         return needs_cuda(device) if cuda else None
 
     return unavailable
-
-
-needs_flce = needs_package("flce", ".", cuda=False)

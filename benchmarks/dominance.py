@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from benchmarks import tables
 from benchmarks.cases import MIB
 from benchmarks.operator_contenders import budget_name, sums_in_bfloat16
-from benchmarks.operator_problem import Mode, OperatorCase, Shape
-from benchmarks.results import Result
-from benchmarks.tables import AnyRun, Check, Table
+from benchmarks.operator_problem import OperatorCase, Shape
+from benchmarks.results import NOBODY, Result, Run
+from benchmarks.tables import Check, Table
 
 # Peaks this close are the same: they differ by a few vectors with an entry per token.
 SAME_BYTES = 1 * MIB
@@ -62,31 +62,31 @@ def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
     return OperatorCase(*shape, contenders=names, label=PEERS_LABEL)
 
 
-Duel = Check[tuple[OperatorCase, Rule]]  # a peer on one case; its value is the time of the peer over ours
+def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Check]:
+    """Every rule on every case of bfloat16 training on which its peer was measured, in the median of the runs.
 
-
-def duels(runs: Sequence[AnyRun], rules: Sequence[Rule] = RULES) -> list[Duel]:
-    """Every rule on every case of bfloat16 training on which its peer was measured, in the median of the runs."""
+    The value is the time of the peer over ours.
+    """
     return tables.middle([duels_of(run, rules) for run in runs])
 
 
-def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
+def duels_of(run: Run, rules: Sequence[Rule]) -> list[Check]:
     found = []
     for entry in run.cases:
-        if entry.case.mode is not Mode.forward_backward or entry.case.dtype != "bfloat16":
+        if entry.case.mode != "forward+backward" or entry.case.dtype != "bfloat16":
             continue
         for rule in rules:
             peer = entry.by_name(rule.peer)
-            if peer is None or peer.median_ms is None or peer.workspace_bytes is None:
+            if peer.median_ms is None or peer.workspace_bytes is None:
                 continue
             ours = best(entry.results, rule, peer.workspace_bytes)
             # Without a setting of ours the peer is not beaten.
-            times = 0.0 if ours is None or not ours.median_ms else peer.median_ms / ours.median_ms
+            times = peer.median_ms / ours.median_ms if ours.median_ms else 0.0
             cells = {
                 "tokens x hidden x vocabulary": " x ".join(map(str, entry.case.shape)),
                 "peer": peer.title,
                 "ms, MiB": figures(peer),
-                "flce": tables.NONE if ours is None else ours.title,
+                "flce": ours.title or tables.NONE,
                 "its ms, MiB": figures(ours),
                 "times": tables.ratio(times or None),
                 "wanted": f"{rule.factor:.1f}, {rule.least_mib} MiB",
@@ -95,30 +95,30 @@ def duels_of(run: AnyRun, rules: Sequence[Rule]) -> list[Duel]:
     return found
 
 
-def best(results: Sequence[Result], rule: Rule, workspace_bytes: int) -> Result | None:
+def best(results: Sequence[Result], rule: Rule, workspace_bytes: int) -> Result:
     """Not the repeat of one: the better of two figures of one setting is not its figure."""
     limit = max(workspace_bytes + SAME_BYTES, rule.least_mib * MIB)
     settings = [
-        (result.median_ms, index)
-        for index, result in enumerate(results)
+        result
+        for result in results
         if result.family == "ours"
-        and result.median_ms is not None
+        and result.samples_ms
         and sums_in_bfloat16(result.contender) == rule.bfloat16_sums
         and result.workspace_bytes is not None
         and result.workspace_bytes <= limit
     ]
-    return results[min(settings)[1]] if settings else None
+    return min(settings, key=lambda result: result.median_ms or 0.0, default=NOBODY)
 
 
-def figures(result: Result | None) -> str:
+def figures(result: Result) -> str:
     """Time and workspace."""
-    if result is None or not result.samples_ms:
+    if not result.samples_ms:
         return tables.NONE
     workspace = "" if result.workspace_bytes is None else f", {tables.mebibytes(result.workspace_bytes)}"
     return tables.milliseconds(result.median_ms) + workspace
 
 
-def dominance_table(runs: Sequence[AnyRun]) -> Table:
+def dominance_table(runs: Sequence[Run]) -> Table:
     """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
     notes = [
         "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from benchmarks.benchmark import Benchmark
+from benchmarks.benchmark import Benchmark, Prepared
 from benchmarks.cases import DTYPES, Case, Contender, Effort, Plan, planned
-from benchmarks.measure import Meter, release
-from benchmarks.results import Bandwidth, Entry
-from benchmarks.rounds import Entrant, Expired, compete
-from benchmarks.tables import NONE, Columns, Table, gigabytes, percent, table_of
+from benchmarks.measure import Entrant, Meter, release
+from benchmarks.results import NOBODY, Entry, Result
+from benchmarks.tables import NONE, Columns, Table, gigabytes, overview, percent, table_of
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.gemm import padded_cols
@@ -47,9 +46,6 @@ class KernelCase(Case):
         return f"{self.tokens} x {self.columns}{part}, {self.dtype}{gradient}"
 
 
-KernelEntry = Entry[KernelCase, Bandwidth]
-
-
 # --- cases ---
 
 SMALL = KernelCase(32, 500, dtype="float32")
@@ -60,7 +56,7 @@ LARGE = [
     KernelCase(8192, 16384, 131072),
     KernelCase(4096, 128256, dtype="float32", grad_dtype="bfloat16"),
 ]
-PRESETS: dict[str, Callable[[], Plan[KernelCase]]] = {
+PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": lambda: planned(TINY, rounds=2, seconds=1.0),  # a second on a CPU, for the tests
     "h200": lambda: planned(LARGE, rounds=20, seconds=1.0),  # half a minute of one large GPU
 }
@@ -119,7 +115,6 @@ class Tiles:
 class KernelContender(Contender):
     step: Callable[[Tiles], None]
     writes: int = field(default=0, kw_only=True)  # times the gradient; the logits are read once
-    parts: bool = field(default=True, kw_only=True)  # also for a part of the vocabulary
 
     def bytes(self, case: KernelCase) -> int:
         """What has to be moved at least: every logit read once, every entry of the gradient written once."""
@@ -133,55 +128,57 @@ CONTENDERS = [
     KernelContender("copy", "copy of the logits", "floor", Tiles.copy, writes=1),
     KernelContender("statistics", "statistics", "ours", Tiles.statistics),
     KernelContender("gradient", "gradient", "ours", Tiles.gradient, writes=1),
-    KernelContender("both", "statistics and gradient", "ours", Tiles.both, writes=1, parts=False),
+    # It begins and ends with a row: a part of the vocabulary is not enough.
+    KernelContender("both", "statistics and gradient", "ours", Tiles.both, writes=1, applies=lambda c, _: c.whole),
 ]
 
 
-class KernelBenchmark(Benchmark[KernelCase, Bandwidth]):
-    kind = "kernels"
-    noun = "the kernels"
-    summary = "Median ms, bandwidth of the copy's", "tokens x columns"
-    case_type = KernelCase
-    result_type = Bandwidth
-    presets = PRESETS
-    sizes = "tokens,columns"
-    effort = Effort(10, 5.0)
+def prepare(case: KernelCase, device: torch.device) -> Prepared:
+    release()
+    problem = Tiles(case, device)
+    meter = Meter(device, problem.restore)
 
-    def measure(self, case: KernelCase, device: torch.device, effort: Effort, expired: Expired) -> KernelEntry:
-        release()
-        problem = Tiles(case, device)
-        meter = Meter(device, problem.restore)
+    def enter(contender: KernelContender, result: Result) -> Entrant:
+        result.moved_bytes = contender.bytes(case)
+        step = functools.partial(contender.step, problem)
+        meter.warm_up(step)
+        return Entrant(step)
 
-        def make(contender: KernelContender) -> Bandwidth:
-            return Bandwidth.of(contender, moved_bytes=contender.bytes(case))
-
-        def enter(contender: KernelContender, result: Bandwidth) -> Entrant:
-            step = functools.partial(contender.step, problem)
-            meter.warm_up(step)
-            return Entrant(step)
-
-        contenders = [contender for contender in CONTENDERS if contender.parts or case.whole]
-        return Entry(case, compete(contenders, make, enter, meter, effort, expired))
-
-    def table(self, entry: KernelEntry) -> Table:
-        copied = entry.by_name("copy")
-        columns: Columns[Bandwidth] = {
-            "": lambda r: r.title,
-            "median ms": lambda r: f"{r.median_ms:.3g}",
-            "least ms": lambda r: f"{min(r.samples_ms):.3g}",
-            "calls": lambda r: str(len(r.samples_ms)),
-            "bytes per logit": lambda r: f"{r.moved_bytes / (entry.case.tokens * entry.case.columns):.3g}",
-            "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
-            "of copy": lambda r: percent(r.share_of(copied)),
-        }
-        return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
-
-    def cell(self, entry: KernelEntry, result: Bandwidth) -> str:
-        if result.median_ms is None:
-            return NONE
-        copied = entry.by_name("copy")
-        share = "" if copied in (None, result) else f", {percent(result.share_of(copied))}"
-        return f"{result.median_ms:.3g}{share}"
+    return meter, enter
 
 
-KERNELS = KernelBenchmark()
+def table(entry: Entry) -> Table:
+    copied = entry.by_name("copy")
+    columns: Columns = {
+        "": lambda r: r.title,
+        "median ms": lambda r: f"{r.median_ms:.3g}",
+        "least ms": lambda r: f"{min(r.samples_ms):.3g}",
+        "calls": lambda r: str(len(r.samples_ms)),
+        "bytes per logit": lambda r: f"{(r.moved_bytes or 0) / (entry.case.tokens * entry.case.columns):.3g}",
+        "GB/s": lambda r: gigabytes(r.gigabytes_per_second),
+        "of copy": lambda r: percent(r.share_of(copied)),
+    }
+    return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+
+
+def cell(entry: Entry, result: Result) -> str:
+    if result.median_ms is None:
+        return NONE
+    copied = entry.by_name("copy")
+    share = "" if copied in (NOBODY, result) else f", {percent(result.share_of(copied))}"
+    return f"{result.median_ms:.3g}{share}"
+
+
+KERNELS = Benchmark(
+    kind="kernels",
+    about="GB/s of the pass over the logits (statistics, gradient, both), beside a copy in the same run.",
+    noun="the kernels",
+    case_type=KernelCase,
+    sizes="tokens,columns",
+    presets=PRESETS,
+    effort=Effort(10, 5.0),
+    contenders=lambda case: CONTENDERS,
+    prepare=prepare,
+    case_tables=lambda entry: [table(entry)],
+    tables=overview("Median ms, bandwidth of the copy's", "tokens x columns", cell, table),
+)

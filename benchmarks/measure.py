@@ -1,4 +1,4 @@
-"""Time and peak memory of one call.
+"""Time and peak memory of one call; and interleaved rounds over contenders (A, B, C, B, A, C, ...).
 
 Workspace is the peak above what was allocated before the call and above the gradients that the call returns.
 On CUDA it is the caching allocator's peak, read at every timed call. On a CPU it comes from the profiler's
@@ -8,18 +8,25 @@ vendor library allocates by itself on a CPU is not seen.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import random
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import Outcome, Step
+from benchmarks.cases import ContenderT, Effort, Outcome, Step, with_repeat
+from benchmarks.results import Result
 
+T = TypeVar("T")
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
 
 
@@ -41,6 +48,10 @@ def gradient_bytes(outcome: object) -> int:
 
 def nothing(*ignored: object) -> None:
     pass
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def recorded_peak(profiler: Any) -> int:
@@ -105,10 +116,114 @@ class Meter:
 
 
 def release(everything: bool = True) -> None:
-    """Gives back what nobody refers to any more, to the device as well; with `everything` also what `rounds.compete`
+    """Gives back what nobody refers to any more, to the device as well; with `everything` also what `compete`
     had kept from the collector, which takes a while."""
     if everything:
         gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+# --- contenders take turns ---
+
+
+@dataclass
+class Entrant:
+    """A contender that has warmed up on the case at hand."""
+
+    step: Step
+    turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # around each of its timed calls
+    keep: Callable[[Sample], None] | None = None  # takes more from a sample than is taken of all
+    spent: float = 0.0  # seconds of timed calls
+
+
+def compete(
+    contenders: Sequence[ContenderT],
+    enter: Callable[[ContenderT, Result], Entrant],
+    meter: Meter,
+    effort: Effort,
+    timed: bool = True,
+) -> list[Result]:
+    """Warms all up and times them in turn, the first of ours twice. Failures become part of the results."""
+    contenders = with_repeat(contenders) if timed else contenders
+    results = [Result.of(contender) for contender in contenders]
+    entrants: list[tuple[Result, Entrant]] = []
+    for contender, result in zip(contenders, results, strict=True):
+        if effort.expired():
+            result.status, result.reason = SKIPPED
+        elif (reason := contender.unavailable(meter.device)) is not None:
+            result.status, result.reason = "unavailable", reason
+        elif (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
+            entrants.append((result, entrant))
+    if timed:
+        # What exists now is left out of the collections before timed calls, which are then quick; see `release`.
+        gc.collect()
+        gc.freeze()
+        interleave(entrants, meter, effort)
+        for result in results:
+            if result.status == "ok" and not result.samples_ms:
+                result.status, result.reason = SKIPPED
+    return results
+
+
+SKIPPED = "skipped", "the deadline had passed"
+
+
+def interleave(entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Effort) -> None:
+    """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
+
+    A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
+    therefore random, so that nobody always follows the same one; the first is in the given order, for the deadline.
+    """
+    order = random.Random(0)
+    for _ in range(effort.rounds):
+        for result, entrant in entrants:
+            if effort.expired():
+                return
+            if not result.samples_ms or entrant.spent < effort.seconds:
+                take_sample(result, entrant, meter)
+        entrants = [(result, entrant) for result, entrant in entrants if result.status == "ok"]
+        order.shuffle(entrants)
+
+
+def take_sample(result: Result, entrant: Entrant, meter: Meter) -> None:
+    def measure() -> Sample:
+        with entrant.turn():
+            gc.collect()  # garbage goes before a timed call, not during it
+            gc.disable()
+            try:
+                sample = meter.sample(entrant.step)
+            finally:
+                gc.enable()
+        if entrant.keep is not None:
+            entrant.keep(sample)
+        return sample
+
+    start = time.perf_counter()
+    sample = attempt(result, measure)
+    if sample is None:
+        return
+    entrant.spent += time.perf_counter() - start
+    result.samples_ms.append(sample.milliseconds)
+    if sample.cpu_milliseconds is not None:
+        result.cpu_samples_ms.append(sample.cpu_milliseconds)
+    if sample.workspace_bytes is not None and result.workspace_bytes is not None:
+        result.workspace_bytes = max(result.workspace_bytes, sample.workspace_bytes)
+
+
+def attempt(result: Result, work: Callable[[], T]) -> T | None:
+    """What `work` returns; or None, where an exception of it became part of the result."""
+    try:
+        return work()
+    except Exception as error:
+        first = first_line(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            # What follows of the message are numbers of processes and advice.
+            result.status, first = "oom", first.partition(" GPU ")[0]
+        else:
+            traceback.print_exc(limit=-3)
+            result.status = "failed"
+        result.reason = f"{type(error).__name__}: {first}"[:300]
+    release(everything=False)  # now that the exception is gone, which held on to the frames that it came through
+    return None

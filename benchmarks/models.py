@@ -12,22 +12,21 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from benchmarks.benchmark import Benchmark
-from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_flce, needs_package, planned
-from benchmarks.measure import Meter, Sample, release
+import flce
+from benchmarks.benchmark import Benchmark, Prepared
+from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_package, planned
+from benchmarks.measure import Entrant, Meter, Sample, release
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import Entry, Result, Run
-from benchmarks.rounds import Entrant, Expired, compete
-from benchmarks.tables import Columns, Table, gibibytes, ratio, table_of
+from benchmarks.tables import NONE, Columns, Table, gibibytes, overview, ratio, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,12 +52,12 @@ ARCHITECTURES = {
 }
 
 
-class Optimizer(str, Enum):
-    """What ends a training step, after forward and backward. The gradients are dropped in any case."""
-
-    none = "none"
-    sgd = "sgd"
-    adamw = "adamw"
+# What ends a training step, after forward and backward. The gradients are dropped in any case.
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
+    "none": None,
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+}
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,10 @@ class ModelCase(Case):
     batch: int
     sequence: int
     dtype: str = "bfloat16"
-    optimizer: Optimizer = Optimizer.none
+    optimizer: str = "none"
     budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
     contenders: tuple[str, ...] | None = None  # only these; None: all
     warm_up_sequence: int | None = None  # tokens of a sequence while warming up, where whole ones take too long
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "optimizer", Optimizer(self.optimizer))
 
     @property
     def tokens(self) -> int:
@@ -83,8 +79,8 @@ class ModelCase(Case):
 
     @property
     def title(self) -> str:
-        parts = [f"{self.model}, {self.batch} x {self.sequence} tokens", self.dtype]
-        return ", ".join(parts if self.optimizer is Optimizer.none else [*parts, self.optimizer.value])
+        optimizer = "" if self.optimizer == "none" else f", {self.optimizer}"
+        return f"{self.model}, {self.batch} x {self.sequence} tokens, {self.dtype}{optimizer}"
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"config": ARCHITECTURES[self.model]}
@@ -103,14 +99,6 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
     return made
 
 
-def make_optimizer(case: ModelCase, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """With a learning rate of 0: it works as always, and every contender finds the same weights."""
-    if case.optimizer is Optimizer.none:
-        return None
-    kind = torch.optim.SGD if case.optimizer is Optimizer.sgd else torch.optim.AdamW
-    return kind(parameters, lr=0.0)
-
-
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """What exists between two steps: weights, buffers, and what the optimizer keeps."""
     tensors = [*model.parameters(), *model.buffers()]  # tied weights are given once
@@ -126,23 +114,6 @@ def make_batch(case: ModelCase, device: torch.device, seed: int = 0) -> torch.Te
     return torch.randint(vocab, (case.batch, case.sequence), device=device, generator=generator)
 
 
-@dataclass
-class ModelResult(Result):
-    """The workspace is what the step takes above the model."""
-
-    peak_bytes: int | None = None  # all that was allocated: the model, its gradients, activations, the loss
-    forward_peak_bytes: int | None = None  # the same until the loss was there
-    reserved_bytes: int | None = None  # what the caching allocator took for it from the device
-    loss: float | None = None
-
-    def tokens_per_second(self, tokens: int) -> float | None:
-        return None if self.median_ms is None else 1e3 * tokens / self.median_ms
-
-
-ModelEntry = Entry[ModelCase, ModelResult]
-ModelRun = Run[ModelCase, ModelResult]
-
-
 # --- contenders ---
 
 Change = Callable[[nn.Module], AbstractContextManager[object]]
@@ -156,8 +127,6 @@ class ModelContender(Contender):
 
 @contextlib.contextmanager
 def ours(model: nn.Module, **options: Any) -> Iterator[None]:
-    import flce
-
     flce.patch_model(model, options=flce.ChunkOptions(**options) if options else None)
     try:
         yield
@@ -201,8 +170,8 @@ def peer(name: str, title: str, applied: Change, **call: Any) -> ModelContender:
 # In the order in which they are measured: what a deadline would cut off comes last. What the model's forward does not
 # know it hands on to the loss.
 CONTENDERS = [
-    ModelContender("ours", "flce", "ours", ours, unavailable=needs_flce),
-    ModelContender("ours-budget", "flce in a budget", "ours", ours, unavailable=needs_flce),  # see `entrants`
+    ModelContender("ours", "flce", "ours", ours),
+    ModelContender("ours-budget", "flce in a budget", "ours", ours),  # see `entrants`
     peer("liger-loss", "Liger, only the loss", only_the_loss),
     peer("liger-loss-float32", "Liger, only the loss, float32 sums", only_the_loss, accum_dtype=torch.float32),
     peer("liger", "Liger, all its kernels", liger),
@@ -213,19 +182,18 @@ CONTENDERS = [
 
 def entrants(case: ModelCase) -> list[ModelContender]:
     """The contenders of a case in the order of the table, with one for each budget."""
+    if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
+        raise ValueError(f"models need Transformers: {missing}")
     chosen = CONTENDERS if case.contenders is None else known(CONTENDERS, case.contenders)
     found = []
-    for contender in CONTENDERS:
-        if contender in chosen:
-            budgets = [in_budget(mib) for mib in case.budgets_mib]
-            found += budgets if contender.name == "ours-budget" else [contender]
+    for contender in (contender for contender in CONTENDERS if contender in chosen):
+        if contender.name != "ours-budget":
+            found.append(contender)
+            continue
+        for mib in case.budgets_mib:
+            applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
+            found.append(ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
     return found
-
-
-def in_budget(mib: int) -> ModelContender:
-    applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
-    title = f"flce, {mib} MiB budget"
-    return ModelContender(f"ours-budget-{mib}", title, "ours", applied, unavailable=needs_flce)
 
 
 # --- cases ---
@@ -239,7 +207,7 @@ SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
 # A step of these takes some 20 s, nearly all of it attention: memory is what differs there.
 LONG = ModelCase(MODELS[0], 1, 131072, budgets_mib=(1280,), contenders=NAMES, warm_up_sequence=4096)
 FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
-PRESETS: dict[str, Callable[[], Plan[ModelCase]]] = {
+PRESETS: dict[str, Callable[[], Plan]] = {
     # Seconds on a CPU, for the tests; half a minute of one large GPU, and six minutes.
     "tiny": lambda: planned([TINY, replace(TINY, batch=1, sequence=128, warm_up_sequence=32)], rounds=2, seconds=1.0),
     "h200-short": lambda: planned([FEWER], rounds=3, seconds=4.0),
@@ -275,17 +243,55 @@ class TrainingStep:
             self.model.zero_grad(set_to_none=True)
 
 
-def measure_model(
-    case: ModelCase, contenders: Sequence[ModelContender], device: torch.device, effort: Effort, expired: Expired
-) -> ModelEntry:
+def take(step: TrainingStep, result: Result, sample: Sample) -> None:
+    """Loss and memory of a step."""
+    if step.loss is not None:
+        result.loss = float(step.loss)
+    if sample.workspace_bytes is None:
+        return
+    held = held_bytes(step.model, step.optimizer) if sample.held_bytes is None else sample.held_bytes
+    result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
+    result.peak_bytes = max(result.peak_bytes or 0, held + sample.workspace_bytes)
+    if step.forward_peak_bytes is not None:
+        result.forward_peak_bytes = max(result.forward_peak_bytes or 0, step.forward_peak_bytes)
+    if result.reserved_bytes is None:  # of the first whole step, which found an empty cache
+        result.reserved_bytes = sample.reserved_bytes
+
+
+# --- tables and the picture ---
+
+
+def speed(result: Result, case: ModelCase) -> float | None:
+    """Tokens a second."""
+    return None if result.median_ms is None else 1e3 * case.tokens / result.median_ms
+
+
+def rate(result: Result, case: ModelCase) -> str:
+    """Tokens a second, or why there is no such figure."""
+    value = speed(result, case)
+    if value is None:
+        return "out of memory" if result.status == "oom" else NONE
+    return f"{value:.0f}"
+
+
+def panel(entry: Entry) -> Panel:
+    """Tokens a second against peak memory."""
+    series = [Series(r.title, r.family, [r.peak_bytes / GIB], [speed(r, entry.case) or 0.0]) for r in points(entry)]
+    exhausted = ", ".join(result.title for result in entry.results if result.status == "oom")
+    return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
+
+
+def prepare(case: ModelCase, device: torch.device) -> Prepared:
     release()
     model, batch = build(case, device), make_batch(case, device)
-    optimizer = make_optimizer(case, model.parameters())
+    # With a learning rate of 0 it works as always, and every contender finds the same weights.
+    kind: Any = OPTIMIZERS[case.optimizer]
+    optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
     if optimizer is not None:
         TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to nobody's step
     meter = Meter(device)
 
-    def enter(contender: ModelContender, result: ModelResult) -> Entrant:
+    def enter(contender: ModelContender, result: Result) -> Entrant:
         """Warms up, with whole steps unless they take too long."""
         step = TrainingStep(model, optimizer, batch, contender.call)
         keep = functools.partial(take, step, result)
@@ -307,89 +313,52 @@ def measure_model(
             keep(sample)
         return Entrant(step, turn, keep)
 
-    return Entry(case, compete(contenders, ModelResult.of, enter, meter, effort, expired))
+    return meter, enter
 
 
-def take(step: TrainingStep, result: ModelResult, sample: Sample) -> None:
-    """Loss and memory of a step."""
-    if step.loss is not None:
-        result.loss = float(step.loss)
-    if sample.workspace_bytes is None:
-        return
-    held = held_bytes(step.model, step.optimizer) if sample.held_bytes is None else sample.held_bytes
-    result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
-    result.peak_bytes = max(result.peak_bytes or 0, held + sample.workspace_bytes)
-    if step.forward_peak_bytes is not None:
-        result.forward_peak_bytes = max(result.forward_peak_bytes or 0, step.forward_peak_bytes)
-    if result.reserved_bytes is None:  # of the first whole step, which found an empty cache
-        result.reserved_bytes = sample.reserved_bytes
+def table(entry: Entry) -> Table:
+    """Speed and memory of every contender on the training step of a model."""
+    stock, other = (entry.by_name(name) for name in ("stock", "liger-loss"))
+    columns: Columns = {
+        "": lambda r: r.title,
+        "tokens/s": lambda r: rate(r, entry.case),
+        "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
+        "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
+        "peak GiB": lambda r: gibibytes(r.peak_bytes),
+        "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
+        "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
+        "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
+        "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
+        "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
+        "steps": lambda r: str(len(r.samples_ms)),
+        "loss": lambda r: NONE if r.loss is None else f"{r.loss:.5f}",
+    }
+    return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)
 
 
-# --- tables and the picture ---
+def cell(entry: Entry, result: Result) -> str:
+    memory = "" if result.peak_bytes is None or not result.samples_ms else f", {gibibytes(result.peak_bytes)}"
+    return rate(result, entry.case) + memory
 
 
-def rate(result: ModelResult, tokens: int) -> str:
-    """Tokens a second, or why there is no such figure."""
-    speed = result.tokens_per_second(tokens)
-    if speed is not None:
-        return f"{speed:.0f}"
-    return "out of memory" if result.status == "oom" else "-"
+def figure(run: Run) -> Figure:
+    title, panels = f"Training steps, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
+    return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
 
 
-def panel(entry: ModelEntry) -> Panel:
-    """Tokens a second against peak memory."""
-    speeds = [(r, r.tokens_per_second(entry.case.tokens)) for r in points(entry)]
-    series = [Series(r.title, r.family, [r.peak_bytes / GIB], [speed]) for r, speed in speeds]
-    exhausted = ", ".join(result.title for result in entry.results if result.status == "oom")
-    return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
-
-
-class ModelBenchmark(Benchmark[ModelCase, ModelResult]):
-    kind = "model"
-    noun = "models"
-    summary = "Tokens/s, peak GiB", "model, batch x sequence"
-    case_type = ModelCase
-    result_type = ModelResult
-    presets = PRESETS
-    sizes = "batch,sequence"
-    defaults = ({"model": MODELS[0]},)
-    effort = Effort(5, 10.0)
-
-    def check(self, case: ModelCase) -> None:
-        entrants(case)
-        if case.model not in ARCHITECTURES:
-            raise ValueError(f"{case.model!r}: one of {', '.join(ARCHITECTURES)}")
-
-    def measure(self, case: ModelCase, device: torch.device, effort: Effort, expired: Expired) -> ModelEntry:
-        return measure_model(case, entrants(case), device, effort, expired)
-
-    def table(self, entry: ModelEntry) -> Table:
-        """Speed and memory of every contender on the training step of a model."""
-        nobody = ModelResult("", "", "")
-        stock, other = (entry.by_name(name) or nobody for name in ("stock", "liger-loss"))
-        columns: Columns[ModelResult] = {
-            "": lambda r: r.title,
-            "tokens/s": lambda r: rate(r, entry.case.tokens),
-            "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
-            "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
-            "peak GiB": lambda r: gibibytes(r.peak_bytes),
-            "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
-            "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
-            "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
-            "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
-            "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
-            "steps": lambda r: str(len(r.samples_ms)),
-            "loss": lambda r: "-" if r.loss is None else f"{r.loss:.5f}",
-        }
-        return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)
-
-    def cell(self, entry: ModelEntry, result: ModelResult) -> str:
-        memory = "" if result.peak_bytes is None or not result.samples_ms else f", {gibibytes(result.peak_bytes)}"
-        return rate(result, entry.case.tokens) + memory
-
-    def figure(self, run: ModelRun) -> Figure:
-        title, panels = f"Training steps, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
-        return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
-
-
-MODEL = ModelBenchmark()
+MODEL = Benchmark(
+    kind="model",
+    about="Peak memory and tokens a second of the training step of whole models, with random weights.",
+    noun="models",
+    case_type=ModelCase,
+    sizes="batch,sequence",
+    presets=PRESETS,
+    effort=Effort(5, 10.0),
+    contenders=entrants,
+    prepare=prepare,
+    case_tables=lambda entry: [table(entry)],
+    tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),
+    figure=figure,
+    choices={"model": ARCHITECTURES, "optimizer": OPTIMIZERS},
+    defaults=({"model": MODELS[0]},),
+)

@@ -5,23 +5,22 @@ A case is a line of a preset, a contender one of `operator_contenders.CONTENDERS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks import tables
-from benchmarks.benchmark import Benchmark
+from benchmarks.benchmark import Benchmark, Prepared
 from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
-from benchmarks.measure import Meter, release
+from benchmarks.measure import Entrant, Meter, release
 from benchmarks.operator_contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
-from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult, Shape, exactness, make_oracle, make_problem
+from benchmarks.operator_problem import CALLS, Mode, OperatorCase, Problem, Shape, exactness, make_oracle
 from benchmarks.plots import Panel, Series, compared, draw, points
-from benchmarks.results import Entry, Run
-from benchmarks.rounds import Entrant, Expired, compete
-from benchmarks.tables import Table
+from benchmarks.results import NOBODY, Entry, Result, Run
+from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases, target_table
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 # as well: what is measured is the time of the device.
 HEAD_START = 3e-3
 
-OperatorEntry = Entry[OperatorCase, OperatorResult]
-OperatorRun = Run[OperatorCase, OperatorResult]
-
 
 # --- cases ---
 
@@ -42,9 +38,10 @@ EXACTNESS = OperatorCase(32768, 1024, 32000, time=False, errors=True)
 EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # float16 as under a GradScaler
 
 
-def tiny() -> Plan[OperatorCase]:
+def tiny() -> Plan:
     """Seconds on a CPU; for the tests."""
-    modes = [("float32", mode) for mode in Mode] + [("bfloat16", mode) for mode in (Mode.forward_backward, Mode.none)]
+    half: list[Mode] = ["forward+backward", "reduction-none"]
+    modes = [("float32", mode) for mode in CALLS] + [("bfloat16", mode) for mode in half]
     whole = [OperatorCase(*TINY, dtype=dtype, mode=mode, budget_mib=1, errors=True) for dtype, mode in modes]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
@@ -61,20 +58,20 @@ LONG_IN_BUDGETS: list[tuple[Shape, int]] = [
 FROZEN_IN_BUDGETS: list[Shape] = [MAIN, HEADS[3], NARROW, (4096, 2048, 151936)]
 
 
-def budgets() -> Plan[OperatorCase]:
+def budgets() -> Plan:
     """What a plan chooses beside what it could: one chunk, or blocks of classes. A minute or two of one large GPU."""
-    whole = [(Mode.frozen, shape) for shape in (MAIN, *HEADS[2:], NARROW)] + [(Mode.none, s) for s in (MAIN, NARROW)]
-    both = [(budget_name(mib), budget_name(mib, "vocab")) for mib in (64, 128, 256, 512, 1024)]
-    frozen = tuple(name for pair in both for name in pair)
-    cases = [
-        *[OperatorCase(*s, mode=m, contenders=("ours", "ours-whole"), label="one chunk") for m, s in whole],
-        *[OperatorCase(*s, mode=Mode.frozen, contenders=frozen, label="budgets") for s in FROZEN_IN_BUDGETS],
-    ]
-    long = []
-    for shape, mib in LONG_IN_BUDGETS:
-        names = budget_name(mib), budget_name(mib, "vocab")
-        long.append(OperatorCase(*shape, contenders=names, label="long"))
-    return planned(cases, rounds=9, seconds=0.4) + planned(long, rounds=5, seconds=2.0)
+
+    def both(*mib: int) -> tuple[str, ...]:
+        return tuple(budget_name(size, kind) for size in mib for kind in ("", "vocab"))
+
+    def one_chunk(mode: Mode, *shapes: Shape) -> list[OperatorCase]:
+        return [OperatorCase(*s, mode=mode, contenders=("ours", "ours-whole"), label="one chunk") for s in shapes]
+
+    names = both(64, 128, 256, 512, 1024)
+    frozen = [OperatorCase(*s, mode="frozen-head", contenders=names, label="budgets") for s in FROZEN_IN_BUDGETS]
+    whole = one_chunk("frozen-head", MAIN, *HEADS[2:], NARROW) + one_chunk("reduction-none", MAIN, NARROW)
+    long = [OperatorCase(*shape, contenders=both(mib), label="long") for shape, mib in LONG_IN_BUDGETS]
+    return planned([*whole, *frozen], rounds=9, seconds=0.4) + planned(long, rounds=5, seconds=2.0)
 
 
 # The shape that flce promises not to lose on a CPU; the distance from a float64 oracle; on one H200 everything that is
@@ -83,7 +80,7 @@ CPU = [OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dty
 PROMISED = planned(target_cases(), rounds=24, seconds=0.8)
 EXACTLY = planned(EXACT, rounds=1, seconds=0.0)
 PEERS = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
-PRESETS: dict[str, Callable[[], Plan[OperatorCase]]] = {
+PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": tiny,
     "cpu": lambda: planned(CPU, rounds=9, seconds=15.0),
     "targets": lambda: PROMISED + EXACTLY,
@@ -98,100 +95,13 @@ def in_curve(contender: str) -> bool:
     return in_budget(contender) is not None and not sums_in_bfloat16(contender)
 
 
-class OperatorBenchmark(Benchmark[OperatorCase, OperatorResult]):
-    kind = "operator"
-    noun = "the operator"
-    summary = "Median ms, workspace MiB", "tokens x hidden x vocabulary"
-    case_type = OperatorCase
-    result_type = OperatorResult
-    presets = PRESETS
-    sizes = "tokens,hidden,vocab"
-    defaults = ({"errors": True},)
-    effort = Effort(10, 10.0)
-
-    def check(self, case: OperatorCase) -> None:
-        select(case.contenders)
-
-    def measure(self, case: OperatorCase, device: torch.device, effort: Effort, expired: Expired) -> OperatorEntry:
-        return measure_operator(case, select(case.contenders), device, effort, expired)
-
-    def table(self, entry: OperatorEntry) -> Table:
-        """Time and workspace of every contender."""
-        nobody = OperatorResult.nobody()
-        floor = entry.by_name("floor") or entry.by_name("floor-aligned") or nobody
-        stock = entry.by_name("stock") or nobody
-        columns: tables.Columns[OperatorResult] = {
-            "": lambda r: r.title,
-            "median ms": lambda r: tables.milliseconds(r.median_ms),
-            "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
-            "calls": lambda r: str(len(r.samples_ms)),
-            "x floor": lambda r: tables.ratio(r.median_ms, floor.median_ms),
-            "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
-            "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
-            "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
-            "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-            "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
-            "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
-        }
-        return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
-
-    def error_table(self, entry: OperatorEntry) -> Table:
-        """Distance of every contender from the float64 oracle."""
-        columns: tables.Columns[OperatorResult] = {
-            "": lambda r: r.title,
-            "loss": lambda r: tables.relative((r.errors or {}).get("loss")),
-            "dX": lambda r: tables.relative((r.errors or {}).get("input_grad")),
-            "dW": lambda r: tables.relative((r.errors or {}).get("weight_grad")),
-        }
-        compared = [result for result in entry.results if result.errors is not None]
-        notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
-        return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
-
-    def cell(self, entry: OperatorEntry, result: OperatorResult) -> str:
-        return figures(result)
-
-    def case_tables(self, entry: OperatorEntry) -> list[Table]:
-        times = [self.table(entry)] if entry.case.time else []
-        return times + ([self.error_table(entry)] if entry.case.errors else [])
-
-    def tables(self, run: OperatorRun, brief: bool) -> list[Table]:
-        found = self.closing(run)
-        timed = [entry for entry in run.cases if entry.case.time]
-        for label in dict.fromkeys(entry.case.label for entry in timed):
-            entries = [entry for entry in timed if entry.case.label == label]
-            if brief or len(entries) > 1:
-                title, first = self.summary
-                found.append(tables.summary(", ".join(filter(None, (title, label))), first, entries, self.cell))
-        found += [] if brief else [self.table(entry) for entry in timed]
-        return found + [self.error_table(entry) for entry in run.cases if entry.case.errors]
-
-    def targets(self, runs: Sequence[OperatorRun], brief: bool) -> list[Table]:
-        return [target_table(runs), *plan_tables(runs)]
-
-    def dominance(self, runs: Sequence[OperatorRun]) -> list[Table]:
-        return [dominance_table(runs)]
-
-    def closing(self, run: OperatorRun) -> list[Table]:
-        """Targets, peers and plans, those that the run has figures of."""
-        promised = [table for table in [target_table([run])] if table.rows]
-        return promised + ([dominance_table([run])] if duels([run]) else []) + plan_tables([run])
-
-    def figure(self, run: OperatorRun) -> Figure:
-        """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
-        title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
-        return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
-
-
-def measure_operator(
-    case: OperatorCase, contenders: Sequence[OperatorContender], device: torch.device, effort: Effort, expired: Expired
-) -> OperatorEntry:
-    chosen = [c for c in contenders if c.applies(case, device) and (case.time or c.family != "floor")]
+def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     release()  # what other cases left in the cache
-    problem = make_problem(case, device)
+    problem = Problem(case, device)
     oracle = make_oracle(problem) if case.errors else None
     meter = Meter(device, head_start=HEAD_START)
 
-    def enter(contender: OperatorContender, result: OperatorResult) -> Entrant:
+    def enter(contender: OperatorContender, result: Result) -> Entrant:
         step = contender.prepare(problem)
         outcome, sample = meter.warm_up(step)
         if contender.family != "floor":  # whose buffers are an artefact of how it is measured
@@ -201,10 +111,69 @@ def measure_operator(
             result.errors = exactness(outcome, oracle)
         return Entrant(step)
 
-    return Entry(case, compete(chosen, OperatorResult.of, enter, meter, effort, expired, timed=case.time))
+    return meter, enter
 
 
-def panel(entry: OperatorEntry) -> Panel:
+def time_table(entry: Entry) -> Table:
+    """Time and workspace of every contender."""
+    floor = next((r for r in entry.results if r.contender in ("floor", "floor-aligned")), NOBODY)
+    stock = entry.by_name("stock")
+    columns: Columns = {
+        "": lambda r: r.title,
+        "median ms": lambda r: tables.milliseconds(r.median_ms),
+        "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
+        "calls": lambda r: str(len(r.samples_ms)),
+        "x floor": lambda r: tables.ratio(r.median_ms, floor.median_ms),
+        "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
+        "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
+        "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
+        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
+        "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
+        "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),
+    }
+    return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+
+
+def error_table(entry: Entry) -> Table:
+    """Distance of every contender from the float64 oracle."""
+    columns: Columns = {
+        "": lambda r: r.title,
+        "loss": lambda r: tables.relative((r.errors or {}).get("loss")),
+        "dX": lambda r: tables.relative((r.errors or {}).get("input_grad")),
+        "dW": lambda r: tables.relative((r.errors or {}).get("weight_grad")),
+    }
+    compared = [result for result in entry.results if result.errors is not None]
+    notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
+    return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
+
+
+def case_tables(entry: Entry) -> list[Table]:
+    times = [time_table(entry)] if entry.case.time else []
+    return times + ([error_table(entry)] if entry.case.errors else [])
+
+
+def whole(run: Run, brief: bool) -> list[Table]:
+    """First targets, peers and plans, those that the run has figures of."""
+    found = [table for table in [target_table([run])] if table.rows]
+    found += [dominance_table([run])] if duels([run]) else []
+    found += plan_tables([run])
+    timed = [entry for entry in run.cases if entry.case.time]
+    for label in dict.fromkeys(entry.case.label for entry in timed):
+        entries = [entry for entry in timed if entry.case.label == label]
+        if brief or len(entries) > 1:
+            title, first = "Median ms, workspace MiB" + (label and f", {label}"), "tokens x hidden x vocabulary"
+            found.append(tables.summary(title, first, entries, lambda entry, result: figures(result)))
+    found += [] if brief else [time_table(entry) for entry in timed]
+    return found + [error_table(entry) for entry in run.cases if entry.case.errors]
+
+
+def figure(run: Run) -> Figure:
+    """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
+    title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
+    return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
+
+
+def panel(entry: Entry) -> Panel:
     place = {result.contender: (result.workspace_bytes / MIB, result.median_ms) for result in points(entry)}
     curve = sorted(spot for name, spot in place.items() if name == "ours" or in_curve(name))
     found = [Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-")] if curve else []
@@ -218,4 +187,21 @@ def panel(entry: OperatorEntry) -> Panel:
     return Panel(entry.case.title, found)
 
 
-OPERATOR = OperatorBenchmark()
+OPERATOR = Benchmark(
+    kind="operator",
+    about="Time, workspace and, with --errors, exactness of forward and backward.",
+    noun="the operator",
+    case_type=OperatorCase,
+    sizes="tokens,hidden,vocab",
+    presets=PRESETS,
+    effort=Effort(10, 10.0),
+    contenders=lambda case: select(case.contenders),
+    prepare=prepare,
+    case_tables=case_tables,
+    tables=whole,
+    figure=figure,
+    targets=lambda runs, brief: [target_table(runs), *plan_tables(runs)],
+    dominance=dominance_table,
+    choices={"mode": CALLS},
+    defaults=({"errors": True},),
+)

@@ -6,62 +6,56 @@ or their own trainer calls them, and imported inside. Any workspace budget of ou
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
-import importlib.util
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import MIB, Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_flce, needs_package
+import flce
+from benchmarks.cases import MIB, Condition, Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_package
 from benchmarks.operator_problem import (
     IGNORE_INDEX,
     INPUT_GRAD,
     LOGITS,
     WEIGHT_GRAD,
-    Mode,
     OperatorCase,
     Problem,
-    make_problem,
 )
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
-Condition = Callable[[OperatorCase, torch.device], bool]
-
-
-# On what somebody is measured who is not measured everywhere: where it would mean something, and repeat nobody else.
-ONLY: dict[str, Condition] = {
-    "": lambda case, device: True,
-    "half precision": lambda case, device: case.torch_dtype in (torch.float16, torch.bfloat16),
-    "bfloat16": lambda case, device: case.torch_dtype is torch.bfloat16,  # float16 sums are not allowed
-    "ignored": lambda case, device: case.ignored > 0,
-    "reduced": lambda case, device: case.mode.call.reduction != "none",  # some peers have no per-token losses
-    # Most CPUs only emulate half precision: bare products in it are no floor there.
-    "products": lambda case, device: device.type == "cuda" or not ONLY["half precision"](case, device),
-    "training": lambda case, device: case.mode is Mode.forward_backward and ONLY["products"](case, device),
-    "unaligned": lambda case, device: device.type == "cuda" and case.aligned() != case,
-}
 
 
 @dataclass(frozen=True)
 class OperatorContender(Contender):
     prepare: Callable[[Problem], Step]
-    only: str = field(default="", kw_only=True)  # see ONLY
     # Of ours: the workspace that `flce.plan` says it takes.
     planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
 
-    def applies(self, case: OperatorCase, device: torch.device) -> bool:
-        return ONLY[self.only](case, device)
+
+# On what somebody is measured who is not measured everywhere: where it would mean something, and repeat nobody else.
+ONLY: dict[str, Condition] = {
+    "": lambda case, device: True,
+    "half precision": lambda case, device: case.dtype in ("float16", "bfloat16"),
+    "bfloat16": lambda case, device: case.dtype == "bfloat16",  # float16 sums are not allowed
+    "ignored": lambda case, device: case.ignored > 0,
+    "reduced": lambda case, device: case.call.reduction != "none",  # some peers have no per-token losses
+    # Most CPUs only emulate half precision: bare products in it are no floor there.
+    "products": lambda case, device: case.time and (device.type == "cuda" or not ONLY["half precision"](case, device)),
+    "training": lambda case, device: case.mode == "forward+backward" and ONLY["products"](case, device),
+    "unaligned": lambda case, device: case.time and device.type == "cuda" and case.aligned() != case,
+}
 
 
 def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
     """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
-    x, w, y, call = problem.input, problem.weight, problem.target, problem.case.mode.call
+    x, w, y, call = problem.input, problem.weight, problem.target, problem.case.call
     plain = problem.case.upstream == 1 and call.reduction != "none"
 
     def step() -> Outcome:
@@ -79,34 +73,30 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
 # --- the floor: the matrix products alone ---
 
 
-def products_step(problem: Problem, products: Sequence[str]) -> Step:
-    """Bare products on the operands of the problem, into memory made beforehand, in the layouts that flce has.
+def floor_step(problem: Problem, again: Sequence[str] = ()) -> Step:
+    """The products that the call cannot do without; `again` what is made a second time.
 
-    The gradient of the logits is the true one, since the speed of a matrix product depends on its data.
+    They are made on the operands of the problem, into memory made beforehand, in the layouts that flce has. The
+    gradient of the logits is the true one, since the speed of a matrix product depends on its data.
     """
-    x, w = problem.input.detach(), problem.weight.detach()
+    x, w, needed = problem.input.detach(), problem.weight.detach(), (*again, *problem.case.call.products)
     operands: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
         LOGITS: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
         INPUT_GRAD: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
         WEIGHT_GRAD: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
     }
-    ready = {product: operands[product]() for product in set(products)}
+    ready = {product: operands[product]() for product in set(needed)}
 
     def step() -> None:
-        for product in products:
+        for product in needed:
             a, b, out = ready[product]
             torch.mm(a, b, out=out)
 
     return step
 
 
-def floor_step(problem: Problem, again: Sequence[str] = ()) -> Step:
-    """What the call cannot do without; `again` what is made a second time."""
-    return products_step(problem, (*again, *problem.case.mode.call.products))
-
-
 def aligned_floor_step(problem: Problem) -> Step:
-    return floor_step(make_problem(problem.case.aligned(), problem.input.device))
+    return floor_step(Problem(problem.case.aligned(), problem.input.device))
 
 
 # --- flce ---
@@ -115,46 +105,36 @@ def aligned_floor_step(problem: Problem) -> Step:
 def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorContender:
     """With these options of `flce.ChunkOptions`; what can be called is called with the case."""
 
-    def chunking(case: OperatorCase) -> Any:
-        import flce
-
-        given = {name: value(case) if callable(value) else value for name, value in options.items()}
-        return flce.ChunkOptions(**given) if given else None
+    def chunking(case: OperatorCase) -> flce.ChunkOptions:
+        return flce.ChunkOptions(**{k: value(case) if callable(value) else value for k, value in options.items()})
 
     def planned(case: OperatorCase, device: torch.device) -> int:
-        import flce
-
-        call = case.mode.call
-        return flce.plan(
-            *case.shape,
-            case.torch_dtype,
-            device=device,
-            reduction=call.reduction,
-            input_grad=call.input_grad,
-            weight_grad=call.weight_grad,
-            options=chunking(case),
-        ).workspace_bytes
+        call = case.call
+        how: dict[str, Any] = {"reduction": call.reduction, "device": device, "options": chunking(case)}
+        how |= {"input_grad": call.input_grad, "weight_grad": call.weight_grad}
+        tokens, hidden, classes = case.shape
+        return flce.plan(tokens, hidden, classes, case.torch_dtype, **how).workspace_bytes
 
     def prepare(problem: Problem) -> Step:
-        return ours_step(problem, chunking(problem.case))
+        return autograd_step(problem, our_loss(chunking(problem.case)))
 
-    return OperatorContender(name, title, "ours", prepare, only=only, unavailable=needs_flce, planned_bytes=planned)
+    return OperatorContender(name, title, "ours", prepare, applies=ONLY[only], planned_bytes=planned)
 
 
-def ours_step(problem: Problem, chunking: Any) -> Step:
-    import flce
-
-    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-        result = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=chunking)
+def our_loss(options: flce.ChunkOptions) -> LossFunction:
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: Any) -> Tensor:
+        result = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
         assert isinstance(result, Tensor)
         return result
 
-    return autograd_step(problem, loss)
+    return loss
 
 
 def ours_full_step(problem: Problem) -> Step:
     """For its time only: the results, which are not returned, are those of another problem."""
-    solve = ours_step(replace(problem, target=problem.full_target), None)
+    full = copy.copy(problem)
+    full.target = problem.full_target
+    solve = autograd_step(full, our_loss(flce.ChunkOptions()))
 
     def step() -> None:
         solve()
@@ -215,14 +195,10 @@ def torch_chunked_unavailable(device: torch.device) -> str | None:
     return f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
 
 
-# --- peers ---
+# --- other libraries ---
 
 TRL_CHUNK = 32768  # classes; what TRL's trainers pass
 QUACK_CHUNK = 4096  # tokens; the default of its function
-LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
-CCE = "cut_cross_entropy", "linear_cross_entropy"
-QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
-FLA = "fla.modules.fused_linear_cross_entropy", "fused_linear_cross_entropy_loss"
 
 
 def library_loss(module: str, function: str, **options: Any) -> LossFunction:
@@ -246,75 +222,63 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return losses if reduction == "none" else losses.sum() / valid.sum()
 
 
-def fla_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    """Eight chunks and float32 sums, its defaults. The labels come before the weight."""
-    return library_loss(*FLA)(x, y, w, reduction)
-
-
 def needs_trl(device: torch.device) -> str | None:
     """In backward its kernel asks TRL's utilities, which import much: last, and only where it is of use."""
     return needs_cuda(device) or needs_package("trl.trainer.utils", "trl")(device)
 
 
-needs_liger = needs_package(LIGER[0], "liger-kernel")
-needs_cce = needs_package(CCE[0], "cut-cross-entropy")
-needs_fla = needs_package(FLA[0], "fla-core")
-needs_quack = needs_package(QUACK[0], "quack-kernels")
-
-
-def needs_cce_presets(device: torch.device) -> str | None:
-    reason = needs_cce(device)
-    if reason is None and importlib.util.find_spec("cut_cross_entropy.cce_utils") is None:
-        return "this version of cut-cross-entropy has no presets"
-    return reason
-
-
-def peer(name: str, title: str, loss: LossFunction, unavailable: Unavailable, only: str = "") -> OperatorContender:
+def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
     prepare = functools.partial(autograd_step, loss_function=loss)
-    return OperatorContender(name, title, "peer", prepare, unavailable=unavailable, only=only)
+    return OperatorContender(name, title, "peer", prepare, unavailable=needs, applies=ONLY[only])
 
 
-liger_sums = library_loss(*LIGER, accum_dtype=torch.float32, chunk_mem_const=8)
+LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
+CCE, CCE_PRESETS, QUACK = "cut_cross_entropy", "cut_cross_entropy.cce_utils", "quack.linear_cross_entropy"
+needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA, "fla-core")
+needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
+needs_quack = needs_package(QUACK, "quack-kernels")
+liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy")
+cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
+float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
+quack = library_loss(QUACK, "chunked_linear_cross_entropy", chunk_size=QUACK_CHUNK)
+
+fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
+
+# With a small workspace a call has to make the logits twice.
+recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))
 stock_step = functools.partial(autograd_step, loss_function=stock_loss)
-recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))  # what a call with a small workspace has to do
 C = OperatorContender
 BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
-    C("floor", "bare GEMMs", "floor", floor_step, only="products"),
-    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, only="unaligned"),
-    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, only="training"),
+    C("floor", "bare GEMMs", "floor", floor_step, applies=ONLY["products"]),
+    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=ONLY["unaligned"]),
+    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=ONLY["training"]),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
     ours("ours-float32-logits", "flce, float32 logits", "half precision", logits_dtype=torch.float32),
     ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
-    C("ours-full", "flce, no label ignored", "ours", ours_full_step, only="ignored", unavailable=needs_flce),
+    C("ours-full", "flce, no label ignored", "ours", ours_full_step, applies=ONLY["ignored"]),
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
     C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
     C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
-    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_loss, torch_chunked_unavailable),
-    peer("liger", "Liger, default", library_loss(*LIGER), needs_liger),
-    peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", liger_sums, needs_liger),
-    peer("cce", "Cut Cross-Entropy, default", library_loss(*CCE), needs_cce),
-    peer("cce-unfiltered", "CCE, no gradient filter", library_loss(*CCE, filter_eps=None), needs_cce),
-    peer("cce-exact", "CCE, its exact preset", library_loss(*CCE, impl="cce_exact"), needs_cce_presets),
-    peer("trl", "TRL's fused head", trl_loss, needs_trl),
-    peer("fla", "flash-linear-attention", fla_loss, needs_fla, "reduced"),
-    peer("quack", "QuACK, chunked", library_loss(*QUACK, chunk_size=QUACK_CHUNK), needs_quack, "reduced"),
+    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_unavailable, torch_chunked_loss),
+    peer("liger", "Liger, default", needs_liger, liger()),
+    peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", needs_liger, liger(**float32_sums)),
+    peer("cce", "Cut Cross-Entropy, default", needs_cce, cce()),
+    peer("cce-unfiltered", "CCE, no gradient filter", needs_cce, cce(filter_eps=None)),
+    peer("cce-exact", "CCE, its exact preset", needs_presets, cce(impl="cce_exact")),
+    peer("trl", "TRL's fused head", needs_trl, trl_loss),
+    peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
+    peer("quack", "QuACK, chunked", needs_quack, quack, "reduced"),
 ]
 # Measured only where a case names it: the logits of all tokens in one piece.
 WHOLE = ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens)
 
 
 def select(names: Iterable[str] | None) -> list[OperatorContender]:
-    """The contenders of these names, in their order; all that are listed by default."""
-    if not names:
-        return CONTENDERS
-    names = list(names)
+    """The contenders of these names, budgets among them, in their order; all that are listed by default."""
+    names = list(names or ())
     budgets = [contender for name in names if (contender := in_budget(name)) is not None]
-    try:
-        return known([*CONTENDERS, WHOLE, *budgets], names)
-    except ValueError as error:
-        examples = f"{budget_name(256)} and {budget_name(64, 'bf16')}"
-        raise ValueError(f"{error}, and budgets such as {examples}") from None
+    return known([*CONTENDERS, WHOLE, *budgets], names) if names else CONTENDERS

@@ -6,28 +6,14 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
+from typing import Literal
 
 import torch
 
 from benchmarks.cases import DTYPES, MIB, Case, Outcome
-from benchmarks.results import Result
 
 IGNORE_INDEX = -100
 Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
-
-
-class Mode(str, Enum):
-    """Which part of a training step a call stands for."""
-
-    forward_backward = "forward+backward"  # mean loss, gradients of the hidden states and of the head
-    forward = "forward"  # mean loss under no_grad
-    frozen = "frozen-head"  # mean loss, gradient of the hidden states only
-    none = "reduction-none"  # per-token losses with a per-token upstream gradient, both gradients
-
-    @property
-    def call(self) -> Call:
-        return CALLS[self]
 
 
 @dataclass(frozen=True)
@@ -40,13 +26,16 @@ class Call:
     products: tuple[str, ...]
 
 
+# Which part of a training step a call stands for.
+Mode = Literal["forward+backward", "forward", "frozen-head", "reduction-none"]
 LOGITS, INPUT_GRAD, WEIGHT_GRAD = "x W^T", "dlogits W", "dlogits^T x"
-CALLS = {
-    Mode.forward_backward: Call(True, True, "mean", (LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
-    Mode.forward: Call(False, False, "mean", (LOGITS,)),
-    Mode.frozen: Call(True, False, "mean", (LOGITS, INPUT_GRAD)),
-    # A weight gradient that is already summed cannot be scaled per token: the logits are made again in backward.
-    Mode.none: Call(True, True, "none", (LOGITS, LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
+CALLS: dict[Mode, Call] = {
+    "forward+backward": Call(True, True, "mean", (LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
+    "forward": Call(False, False, "mean", (LOGITS,)),  # under no_grad
+    "frozen-head": Call(True, False, "mean", (LOGITS, INPUT_GRAD)),
+    # Per-token losses with a per-token upstream gradient. A weight gradient that is already summed cannot be scaled
+    # per token: the logits are made again in backward.
+    "reduction-none": Call(True, True, "none", (LOGITS, LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
 }
 
 
@@ -58,7 +47,7 @@ class OperatorCase(Case):
     hidden: int
     vocab: int
     dtype: str = "bfloat16"
-    mode: Mode = Mode.forward_backward
+    mode: Mode = "forward+backward"
     ignored: float = 0.0  # share of the labels that are ignore_index
     logits_std: float = 4.0  # standard deviation of the logits; about that of a trained model
     upstream: float = 1.0  # gradient that arrives at the loss, as a GradScaler's scale would
@@ -68,12 +57,17 @@ class OperatorCase(Case):
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
     label: str = ""  # tells apart cases of the same problem with other contenders
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", Mode(self.mode))
-
     @property
     def asked(self) -> bool:
         return self.time or self.errors
+
+    @property
+    def timed(self) -> bool:
+        return self.time
+
+    @property
+    def call(self) -> Call:
+        return CALLS[self.mode]
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -87,7 +81,7 @@ class OperatorCase(Case):
     def title(self) -> str:
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
         upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
-        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode.value, ignored, upstream, self.label]
+        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, ignored, upstream, self.label]
         return ", ".join(filter(None, parts))
 
     def aligned(self, multiple: int = 64) -> OperatorCase:
@@ -96,27 +90,31 @@ class OperatorCase(Case):
         return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
 
 
-@dataclass
-class OperatorResult(Result):
-    planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
-    errors: dict[str, float] | None = None  # relative, against float64
-
-    @classmethod
-    def nobody(cls) -> OperatorResult:
-        """Without any figure: in the place of one that was not measured."""
-        return cls("", "", "")
-
-
-@dataclass(frozen=True)
 class Problem:
-    """Hidden states, head and labels of a case, and the gradient that arrives at the loss."""
+    """Hidden states, head and labels of a case, and the gradient that arrives at the loss.
 
-    case: OperatorCase
-    input: torch.Tensor  # (tokens, hidden)
-    weight: torch.Tensor  # (vocab, hidden)
-    target: torch.Tensor  # (tokens,)
-    full_target: torch.Tensor  # the same before some were ignored
-    upstream: torch.Tensor  # float32: 0-d, or (tokens,) with reduction "none"
+    Hidden states and weights are normal, scaled so that the logits have the standard deviation of the case.
+    """
+
+    def __init__(self, case: OperatorCase, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(rows: int, columns: int, std: float) -> torch.Tensor:
+            values = torch.randn(rows, columns, device=device, generator=generator)
+            return values.mul_(std).to(case.torch_dtype)
+
+        self.case = case
+        self.input = normal(case.tokens, case.hidden, 1.0).requires_grad_(case.call.input_grad)
+        weight = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
+        self.weight = weight.requires_grad_(case.call.weight_grad)
+        self.full_target = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
+        self.target = self.full_target.clone()
+        if case.ignored:
+            order = torch.rand(case.tokens, device=device, generator=generator).argsort()
+            self.target[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
+        self.upstream = torch.tensor(case.upstream, device=device)  # in float32; with reduction "none" for each token
+        if case.call.reduction == "none":
+            self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
 
     @functools.cached_property
     def logits_gradient(self) -> torch.Tensor:
@@ -131,29 +129,6 @@ class Problem:
         return gradient
 
 
-def make_problem(case: OperatorCase, device: torch.device, seed: int = 0) -> Problem:
-    """Normal hidden states and weights, scaled so that the logits have the standard deviation of the case."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(rows: int, columns: int, std: float) -> torch.Tensor:
-        values = torch.randn(rows, columns, device=device, generator=generator)
-        return values.mul_(std).to(case.torch_dtype)
-
-    x = normal(case.tokens, case.hidden, 1.0)
-    w = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
-    y = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
-    full = y.clone()
-    if case.ignored:
-        order = torch.rand(case.tokens, device=device, generator=generator).argsort()
-        y[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
-    call = case.mode.call
-    if call.reduction == "none":
-        upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
-    else:
-        upstream = torch.tensor(case.upstream, device=device)
-    return Problem(case, x.requires_grad_(call.input_grad), w.requires_grad_(call.weight_grad), y, full, upstream)
-
-
 def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
     """Slices of the tokens that keep one (rows, vocab) buffer small, for set-up work outside the timing."""
     limit = (1024 if device.type == "cuda" else 128) * MIB
@@ -165,7 +140,7 @@ def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterato
 @torch.no_grad()
 def make_oracle(problem: Problem) -> Outcome:
     """The right answer, in float64, for an upstream gradient as the problem has it."""
-    x, w, y, call = problem.input, problem.weight.double(), problem.target, problem.case.mode.call
+    x, w, y, call = problem.input, problem.weight.double(), problem.target, problem.case.call
     valid = y != IGNORE_INDEX
     losses = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if call.input_grad else None

@@ -33,12 +33,12 @@ class Panel:
     remark: str = ""
 
 
-def points(entry: Entry[Any, Any]) -> list[Any]:
+def points(entry: Entry) -> list[Any]:
     """The results that have both time and memory."""
     return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
 
 
-def compared(entries: Sequence[Entry[Any, Any]]) -> list[Entry[Any, Any]]:
+def compared(entries: Sequence[Entry]) -> list[Entry]:
     """What to draw: where flce stands beside its floor alone there is little to see."""
     found = [entry for entry in entries if points(entry)]
     if not found:

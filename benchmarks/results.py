@@ -1,38 +1,60 @@
-"""What was measured, and its file: one JSON document for one run of one benchmark."""
+"""What was measured, and its file: one JSON document for one run of one benchmark.
+
+It says what was measured on and with: enough to judge it later, nothing that names a person's machine.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import statistics
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from typing_extensions import Self
+import torch
 
-from benchmarks.cases import AGAIN, CaseT, Contender
+import flce
+from benchmarks.cases import AGAIN, Contender
 
 SCHEMA = 1
-HEAD = ("date", "command", "commit", "versions", "device")  # what environment.describe gives
+HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gives
 
 
 @dataclass
 class Result:
-    """One contender on one case: what every benchmark has of it. They add figures of their own."""
+    """One contender on one case. Each benchmark has figures of its own; what is None is not in the file."""
 
     contender: str
     title: str
     family: str
     status: str = "ok"  # or "unavailable" here, "failed" when tried, "oom" (out of memory), "skipped" for the deadline
     reason: str | None = None  # unless it is "ok"
-    samples_ms: list[float] = field(default_factory=list)  # every timed call, in order
+    samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` of them, in order
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
     workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
+    # Of the operator.
+    planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
+    errors: dict[str, float] | None = None  # relative, against float64
+    # Of models: all that was allocated, until the loss was there, and what the allocator took from the device.
+    peak_bytes: int | None = None
+    forward_peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    loss: float | None = None
+    # Of passes over memory.
+    moved_bytes: int | None = None  # what a call has to read and write
+    calls: int = 1  # made one after the other, whose time is one sample
+    method: str | None = None  # how they were timed, see `row_calls`
+    note: str | None = None  # why they were not captured
 
     @classmethod
-    def of(cls, contender: Contender, **figures: Any) -> Self:
+    def of(cls, contender: Contender, **figures: Any) -> Result:
         return cls(contender.name, contender.title, contender.family, **figures)
 
     @property
@@ -43,63 +65,59 @@ class Result:
     def median_cpu_ms(self) -> float | None:
         return statistics.median(self.cpu_samples_ms) if self.cpu_samples_ms else None
 
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        if self.median_ms is None or self.moved_bytes is None:
+            return None
+        return self.moved_bytes * self.calls / self.median_ms / 1e6
+
+    def share_of(self, other: Result) -> float | None:
+        """Its bandwidth, of that of another."""
+        speed, whole = self.gigabytes_per_second, other.gigabytes_per_second
+        return None if speed is None or whole is None else speed / whole
+
     def to_dict(self) -> dict[str, Any]:
         document = asdict(self)
         for name in ("samples_ms", "cpu_samples_ms"):
             document[name] = [round(sample, 4) for sample in document[name]]
-        return document | {"median_ms": None if self.median_ms is None else round(self.median_ms, 4)}
+        document["median_ms"] = None if self.median_ms is None else round(self.median_ms, 4)
+        return {name: value for name, value in document.items() if value is not None}
 
     @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> Self:
+    def from_dict(cls, document: dict[str, Any]) -> Result:
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in document.items() if name in known})
 
 
-@dataclass
-class Bandwidth(Result):
-    """Of a pass over memory. A sample is the time of `calls` calls, made one after the other."""
-
-    moved_bytes: int = 0  # what a call has to read and write
-    calls: int = 1
-
-    @property
-    def gigabytes_per_second(self) -> float | None:
-        return None if self.median_ms is None else self.moved_bytes * self.calls / self.median_ms / 1e6
-
-    def share_of(self, other: Bandwidth | None) -> float | None:
-        speed, whole = self.gigabytes_per_second, None if other is None else other.gigabytes_per_second
-        return None if speed is None or whole is None else speed / whole
-
-
-ResultT = TypeVar("ResultT", bound=Result)
+NOBODY = Result("", "", "")  # without any figure: in the place of one that was not measured
 
 
 @dataclass
-class Entry(Generic[CaseT, ResultT]):
+class Entry:
     """All contenders on one case."""
 
-    case: CaseT
-    results: list[ResultT] = field(default_factory=list)
+    case: Any
+    results: list[Result] = field(default_factory=list)
 
-    def by_name(self, contender: str) -> ResultT | None:
-        return next((result for result in self.results if result.contender == contender), None)
+    def by_name(self, contender: str) -> Result:
+        return next((result for result in self.results if result.contender == contender), NOBODY)
 
-    def repeats(self) -> Iterator[tuple[ResultT, ResultT]]:
+    def repeats(self) -> Iterator[tuple[Result, Result]]:
         """What was measured under two names, where both have figures."""
         for result in self.results:
             if result.family == "repeat" and result.samples_ms:
                 first = self.by_name(result.contender.removesuffix(AGAIN))
-                if first is not None and first.samples_ms:
+                if first.samples_ms:
                     yield first, result
 
 
 @dataclass
-class Run(Generic[CaseT, ResultT]):
+class Run:
     """Everything that a result file holds."""
 
     kind: str  # the benchmark
-    head: dict[str, Any]  # date, command, versions, device: see environment.describe
-    cases: list[Entry[CaseT, ResultT]] = field(default_factory=list)
+    head: dict[str, Any]  # date, command, versions, device: see `describe`
+    cases: list[Entry] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
         """Written to a second file first, so that an interrupted run leaves a whole one behind."""
@@ -119,3 +137,60 @@ def read(path: Path) -> dict[str, Any]:
     if document.get("schema") != SCHEMA or "kind" not in document:
         raise ValueError(f"{path} is no result of schema {SCHEMA}")
     return document
+
+
+# --- what it was measured on and with ---
+
+PACKAGES = ["triton", "transformers", "numpy", "liger-kernel", "cut-cross-entropy", "trl", "fla-core", "quack-kernels"]
+
+
+def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
+    """The head of a result file. Of absolute paths in the command only the last part is kept."""
+    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "flce": flce.__version__}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    cpu = cpu_name()
+    facts: dict[str, Any] = {
+        "type": device.type,
+        "name": cpu,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if hasattr(os, "getloadavg"):
+        facts["load_at_start"] = round(os.getloadavg()[0], 2)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        versions["cuda"] = str(torch.version.cuda)
+        facts |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory_mib": properties.total_memory >> 20,
+            "multiprocessors": properties.multi_processor_count,
+            "l2_cache_mib": properties.L2_cache_size >> 20,
+        }
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python -m benchmarks", *shown]),
+        "commit": source_version(),
+        "versions": versions,
+        "device": facts,
+    }
+
+
+def source_version() -> str | None:
+    """The commit of the checkout, with "-dirty" where files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
+    return None
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases import Step
-from benchmarks.measure import Meter, nothing
+from benchmarks.measure import Meter, first_line, nothing
 
 LEAST_HEAD_START, MOST_HEAD_START = 2e-4, 5e-2  # seconds
 
@@ -39,17 +39,17 @@ class Calls:
 
     count: int
     timed: Callable[[int, Any], object]
-    ahead: Callable[[int], Any] | None = None
-    restore: Callable[[], None] | None = None  # before every timed region
+    ahead: Callable[[int], Any] = nothing
+    restore: Callable[[], object] = nothing  # before every timed region
 
     def prepare(self) -> list[Any]:
-        return [None if self.ahead is None else self.ahead(index) for index in range(self.count)]
+        return [self.ahead(index) for index in range(self.count)]
 
     def run(self, ready: list[Any]) -> list[object]:
         return [self.timed(index, given) for index, given in enumerate(ready)]
 
     def once(self) -> None:
-        self.timed(0, None if self.ahead is None else self.ahead(0))
+        self.timed(0, self.ahead(0))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     except Exception as error:
         torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
         torch.cuda.synchronize(device)
-        region = launched(calls, f"{type(error).__name__}: {first_line(error)}")
+        region = launched(calls, f"{type(error).__name__}: {first_line(error)[:200]}")
     # The device is given work for twice the time that the host takes.
     region.before()
     torch.cuda.synchronize(device)
@@ -95,10 +95,6 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     spent = time.perf_counter() - start
     torch.cuda.synchronize(device)
     return replace(region, head_start=min(max(2 * spent, LEAST_HEAD_START), MOST_HEAD_START))
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def why_it_waits(calls: Calls) -> str | None:
@@ -110,7 +106,7 @@ def why_it_waits(calls: Calls) -> str | None:
     except RuntimeError as error:
         if "synchronizing" not in str(error):
             raise
-        return first_line(error)
+        return first_line(error)[:200]
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     return None
@@ -121,8 +117,7 @@ def launched(calls: Calls, note: str | None = None) -> Region:
 
     def before() -> None:
         ready.clear()  # first, because it may be large
-        if calls.restore is not None:
-            calls.restore()
+        calls.restore()
         ready.extend(calls.prepare())
 
     return Region(lambda: calls.run(ready), "launched", before, note)
@@ -137,7 +132,7 @@ def captured(calls: Calls, device: torch.device) -> Region:
     torch.cuda.synchronize(device)
     ready: list[Any] = [None] * calls.count
     first: torch.cuda.CUDAGraph | None = None
-    if calls.ahead is not None:
+    if calls.ahead is not nothing:
         first = torch.cuda.CUDAGraph()
         with torch.cuda.graph(first, pool=pool, stream=stream):
             ready = calls.prepare()
@@ -148,8 +143,7 @@ def captured(calls: Calls, device: torch.device) -> Region:
     del ready, results
 
     def before() -> None:
-        if calls.restore is not None:
-            calls.restore()
+        calls.restore()
         if first is not None:
             first.replay()
 

@@ -23,20 +23,18 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import tables
-from benchmarks.benchmark import Benchmark
-from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_flce, needs_package, planned
-from benchmarks.measure import Meter, release
+from benchmarks.benchmark import Benchmark, Prepared
+from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_package, planned
+from benchmarks.measure import Entrant, Meter, nothing, release
 from benchmarks.plots import Panel, Series, draw
-from benchmarks.results import Bandwidth, Entry, Run
-from benchmarks.rounds import Entrant, Expired, compete
+from benchmarks.results import Entry, Result, Run
 from benchmarks.row_calls import Calls, make_region
 from benchmarks.tables import Check, Table, Verdict
 
@@ -53,27 +51,20 @@ ENOUGH_CALLS = 256
 MOST_CALLS = 1024  # whatever the cache
 
 
-class Operation(str, Enum):
-    cross_entropy = "cross_entropy"
-    softmax = "softmax"
-    log_softmax = "log_softmax"
-
-
-class Direction(str, Enum):
-    forward = "forward"  # without gradients
-    backward = "backward"  # by itself: the forward pass has been made before
-    in_place = "in-place forward+backward"  # the gradient in the memory of the logits, for those that can
-
+Operation = Literal["cross_entropy", "softmax", "log_softmax"]
+# Without gradients; by itself, the forward pass made before; and with the gradient in the memory of the logits, for
+# those that can.
+Direction = Literal["forward", "backward", "in-place forward+backward"]
 
 # What there is to do, and the entries read or written for each entry of the input.
-TASKS = {
-    (Operation.cross_entropy, Direction.forward): 1,  # the logits are read
-    (Operation.cross_entropy, Direction.backward): 2,  # they are read, and the gradient is written
-    (Operation.cross_entropy, Direction.in_place): 2,  # the gradient over them
-    (Operation.softmax, Direction.forward): 2,  # the input is read, the output written
-    (Operation.softmax, Direction.backward): 3,  # the output and its gradient are read, that of the input is written
-    (Operation.log_softmax, Direction.forward): 2,
-    (Operation.log_softmax, Direction.backward): 3,
+TASKS: dict[tuple[Operation, Direction], int] = {
+    ("cross_entropy", "forward"): 1,  # the logits are read
+    ("cross_entropy", "backward"): 2,  # they are read, and the gradient is written
+    ("cross_entropy", "in-place forward+backward"): 2,  # the gradient over them
+    ("softmax", "forward"): 2,  # the input is read, the output written
+    ("softmax", "backward"): 3,  # the output and its gradient are read, that of the input is written
+    ("log_softmax", "forward"): 2,
+    ("log_softmax", "backward"): 3,
 }
 COPY_ENTRIES = 2
 
@@ -85,26 +76,23 @@ class RowCase(Case):
     rows: int
     columns: int
     dtype: str = "bfloat16"
-    operation: Operation = Operation.cross_entropy
-    direction: Direction = Direction.forward
+    operation: Operation = "cross_entropy"
+    direction: Direction = "forward"
     compiled: bool = False  # also by torch.compile, which takes seconds to compile each task
     calls: int | None = None  # in one timed region; None: so many that the cache cannot hold their inputs
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "operation", Operation(self.operation))
-        object.__setattr__(self, "direction", Direction(self.direction))
 
     @property
     def asked(self) -> bool:
         return (self.operation, self.direction) in TASKS
 
     @property
-    def task(self) -> str:
-        return f"{self.operation.value} {self.direction.value}"
+    def group(self) -> str:
+        """Which table it is in."""
+        return f"{self.operation} {self.direction}, {self.dtype}"
 
     @property
     def title(self) -> str:
-        return f"{self.task}, {self.dtype}, {self.rows} x {self.columns}"
+        return f"{self.group}, {self.rows} x {self.columns}"
 
     @property
     def row_bytes(self) -> int:
@@ -125,37 +113,22 @@ class RowCase(Case):
         return self.calls or min(MOST_CALLS, max(beyond, enough))
 
 
-@dataclass
-class RowResult(Bandwidth):
-    method: str = ""  # how they were timed, see `row_calls`
-    note: str | None = None  # why they were not captured
-
-
-@dataclass(frozen=True)
 class RowProblem:
-    """The operands of the calls of one timed region, in turn."""
+    """The operands of the calls of one timed region, in turn: random logits of standard deviation 4, random targets."""
 
-    case: RowCase
-    x: Tensor  # (calls, rows, columns); may be overwritten
-    spare: Tensor  # the same numbers: what `x` is restored from, and the gradients that arrive at softmaxes
-    target: Tensor
+    def __init__(self, case: RowCase, device: torch.device, calls: int | None = None, seed: int = 0) -> None:
+        self.case, generator = case, torch.Generator(device).manual_seed(seed)
+        cache, region = CPU_CACHE_BYTES, 0
+        if device.type == "cuda":
+            cache, region = torch.cuda.get_device_properties(device).L2_cache_size, REGION_BYTES
+        size = calls or case.calls_for(cache, region), case.rows, case.columns
+        # What `x`, which may be overwritten, is restored from, and the gradients that arrive at softmaxes.
+        self.spare = torch.empty(size, dtype=DTYPES[case.dtype], device=device).normal_(0.0, 4.0, generator=generator)
+        self.x = self.spare.clone()
+        self.target = torch.randint(case.columns, (case.rows,), device=device, generator=generator)
 
     def restore(self) -> None:
         self.x.copy_(self.spare)
-
-
-def make_rows(case: RowCase, device: torch.device, calls: int | None = None, seed: int = 0) -> RowProblem:
-    """Random logits of standard deviation 4, random targets."""
-    generator = torch.Generator(device).manual_seed(seed)
-    cache, region = CPU_CACHE_BYTES, 0
-    if device.type == "cuda":
-        cache, region = torch.cuda.get_device_properties(device).L2_cache_size, REGION_BYTES
-    spare = torch.empty(
-        calls or case.calls_for(cache, region), case.rows, case.columns, dtype=DTYPES[case.dtype], device=device
-    )
-    spare.normal_(0.0, 4.0, generator=generator)
-    target = torch.randint(case.columns, (case.rows,), device=device, generator=generator)
-    return RowProblem(case, spare.clone(), spare, target)
 
 
 # --- contenders ---
@@ -166,7 +139,6 @@ RowFunction = Callable[[Tensor, Tensor], Tensor]  # of the input and the targets
 @dataclass(frozen=True)
 class RowContender(Contender):
     function: Callable[[RowCase], RowFunction]
-    applies: Callable[[RowCase], bool] = field(default=lambda case: True, kw_only=True)
     overwrites: bool = field(default=False, kw_only=True)  # its in-place forward+backward needs new logits every call
     roof: bool = field(default=False, kw_only=True)  # the same call whatever the task
     builds: bool = field(default=False, kw_only=True)  # its first call compiles kernels: worth doing ahead
@@ -193,7 +165,7 @@ class Produced(torch.autograd.Function):
 def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
     """Call i works on input i. What it needs of the forward pass is made before; its result is returned."""
     direction, function, count = problem.case.direction, contender.function(problem.case), len(problem.x)
-    overwrites = contender.overwrites and direction is Direction.in_place
+    overwrites = contender.overwrites and direction == "in-place forward+backward"
     layer = torch.ones((), device=problem.x.device, requires_grad=True)
 
     def forward(index: int, ready: Any = None) -> Tensor:
@@ -220,11 +192,11 @@ def make_calls(contender: RowContender, problem: RowProblem) -> Calls:
         function(Produced.apply(layer, x, arrived), problem.target).backward()
         return arrived[0]
 
-    if contender.roof or direction is Direction.forward:
+    if contender.roof or direction == "forward":
         return Calls(count, forward)
-    if direction is Direction.backward:
+    if direction == "backward":
         return Calls(count, backward, ahead)
-    return Calls(count, both, restore=problem.restore if overwrites else None)
+    return Calls(count, both, restore=problem.restore if overwrites else nothing)
 
 
 def copy(case: RowCase) -> RowFunction:
@@ -237,10 +209,10 @@ def copy(case: RowCase) -> RowFunction:
 
 
 def library(case: RowCase, module: str) -> RowFunction:
-    function: Any = getattr(importlib.import_module(module), case.operation.value)
-    if case.operation is not Operation.cross_entropy:
+    function: Any = getattr(importlib.import_module(module), case.operation)
+    if case.operation != "cross_entropy":
         return lambda x, target: function(x, dim=-1)
-    options = {"inplace": case.direction is Direction.in_place} if module == "flce" else {}
+    options = {"inplace": case.direction == "in-place forward+backward"} if module == "flce" else {}
     return lambda x, target: function(x, target, **options)
 
 
@@ -255,38 +227,30 @@ def compiled(case: RowCase) -> RowFunction:
 
 
 def liger(case: RowCase) -> RowFunction:
-    if case.operation is Operation.softmax:
+    if case.operation == "softmax":
         softmax: Any = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
         return lambda x, target: softmax.apply(x)
     cross_entropy: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
     return lambda x, target: cross_entropy.apply(x, target, None)[0]
 
 
-def liger_has(case: RowCase) -> bool:
+def liger_has(case: RowCase, device: torch.device) -> bool:
     """It has no log_softmax. Its cross entropy makes the gradient in forward: there is no backward by itself."""
-    if case.operation is Operation.cross_entropy:
-        return case.direction is not Direction.backward
-    return case.operation is Operation.softmax
+    if case.operation == "cross_entropy":
+        return case.direction != "backward"
+    return case.operation == "softmax"
 
 
 needs_liger = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
 COPY, OURS, C = "copy", "ours", RowContender
-asked_for: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case: case.compiled, "builds": True}
+asked_for: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case, device: case.compiled, "builds": True}
 CONTENDERS = [
     C(COPY, "copy", "floor", copy, roof=True),
-    C(OURS, "flce", "ours", ours, unavailable=needs_flce, overwrites=True, builds=True),
+    C(OURS, "flce", "ours", ours, overwrites=True, builds=True),
     C("eager", "eager", "stock", eager),
     C("torch-compile", "torch.compile", "peer", compiled, **asked_for),
     C("liger", "Liger", "peer", liger, unavailable=needs_liger, applies=liger_has, overwrites=True, builds=True),
 ]
-
-
-def row_contenders(case: RowCase) -> list[RowContender]:
-    return [contender for contender in CONTENDERS if contender.applies(case)]
-
-
-RowEntry = Entry[RowCase, RowResult]
-RowRun = Run[RowCase, RowResult]
 
 
 # --- cases ---
@@ -307,7 +271,7 @@ def every_task(
 
 COLUMNS = (*COMPILED_COLUMNS, *POWERS, *ODD, *SMALL)
 BOTH = ("bfloat16", "float32")
-PRESETS: dict[str, Callable[[], Plan[RowCase]]] = {
+PRESETS: dict[str, Callable[[], Plan]] = {
     # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of one large GPU.
     "tiny": lambda: planned(every_task(8, (64, 2049), BOTH, calls=3), rounds=2, seconds=1.0),
     "cpu": lambda: planned(every_task(256, (128, 1000, 4096, 32768, 50257), BOTH[1:]), rounds=5, seconds=1.0),
@@ -335,9 +299,9 @@ def build(case: RowCase, device: torch.device) -> int:
     """Calls everybody once. What fails here fails again where it is measured, and is reported there."""
     done = 0
     with contextlib.suppress(Exception):  # such as no memory beside the other processes
-        problem = make_rows(case, device, calls=1)
-        for contender in row_contenders(case):
-            if contender.builds and contender.unavailable(device) is None:
+        problem = RowProblem(case, device, calls=1)
+        for contender in CONTENDERS:
+            if contender.builds and contender.applies(case, device) and contender.unavailable(device) is None:
                 with contextlib.suppress(Exception):
                     make_calls(contender, problem).once()
                     done += 1
@@ -361,16 +325,13 @@ class Promise(NamedTuple):
     title: str  # of it
 
 
-RowCheck = Check[Promise]
-
-
 def wanted_share(case: RowCase) -> float | None:
     if case.columns < LEAST_COLUMNS:
         return None
     return ON_CHIP_SHARE if case.on_chip else BEYOND_SHARE
 
 
-def checks_of(entry: RowEntry) -> list[RowCheck]:
+def checks_of(entry: Entry) -> list[Check]:
     ours = entry.by_name(OURS)
     checks = []
     for other in entry.results:
@@ -380,13 +341,13 @@ def checks_of(entry: RowEntry) -> list[RowCheck]:
         if other.family in ("ours", "repeat") or limit is None or (other.median_ms is None and not at_least):
             continue
         value = None
-        if ours is not None and ours.median_ms is not None and other.median_ms is not None:
+        if ours.median_ms is not None and other.median_ms is not None:
             value = ours.share_of(other) if at_least else ours.median_ms / other.median_ms
         checks.append(Check(Promise(entry.case, other.contender, other.title), value, limit, at_least))
     return checks
 
 
-def check_rows(runs: Sequence[RowRun]) -> list[RowCheck]:
+def check_rows(runs: Sequence[Run]) -> list[Check]:
     """In the median of the runs."""
     return tables.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
 
@@ -396,80 +357,62 @@ def check_rows(runs: Sequence[RowRun]) -> list[RowCheck]:
 LAUNCHED = "*"  # the host took part that could not be kept out
 
 
-class Slice(NamedTuple):
+def grouped(run: Run) -> dict[str, list[Entry]]:
     """One task in one dtype, over all numbers of columns."""
-
-    task: str
-    dtype: str
-    entries: list[RowEntry]
-
-    @property
-    def title(self) -> str:
-        rows = sorted({entry.case.rows for entry in self.entries})
-        return f"{self.task}, {self.dtype}, {' or '.join(map(str, rows))} rows"
-
-    @property
-    def tried(self) -> dict[str, RowResult]:
-        """Of each contender a result that says its title and family."""
-        results = [result for entry in self.entries for result in entry.results]
-        return {result.contender: result for result in results if result.status != "unavailable"}
-
-    def checks(self, checks: Sequence[RowCheck]) -> list[RowCheck]:
-        """Those that are about it."""
-        return [check for check in checks if (check.key.case.task, check.key.case.dtype) == (self.task, self.dtype)]
+    dtypes = dict.fromkeys(entry.case.dtype for entry in run.cases)
+    found: dict[str, list[Entry]] = {f"{' '.join(task)}, {dtype}": [] for task in TASKS for dtype in dtypes}
+    for entry in sorted(run.cases, key=lambda entry: entry.case.columns):
+        found[entry.case.group].append(entry)
+    return {group: entries for group, entries in found.items() if entries}
 
 
-def slices(runs: Sequence[RowRun]) -> list[Slice]:
-    """Of several runs the cases of the first."""
-    found: dict[tuple[str, str], list[RowEntry]] = {}
-    cases = runs[0].cases
-    keys = [(" ".join(task), dtype) for task in TASKS for dtype in dict.fromkeys(entry.case.dtype for entry in cases)]
-    for entry in sorted(cases, key=lambda entry: entry.case.columns):
-        found.setdefault((entry.case.task, entry.case.dtype), []).append(entry)
-    return [Slice(*key, found[key]) for key in keys if key in found]
+def with_rows(group: str, entries: Sequence[Entry]) -> str:
+    return f"{group}, {' or '.join(map(str, sorted({entry.case.rows for entry in entries})))} rows"
 
 
-def speed(result: RowResult | None, copy: RowResult | None) -> str:
+def tried(entries: Sequence[Entry]) -> dict[str, Result]:
+    """Of each contender a result that says its title and family."""
+    results = [result for entry in entries for result in entry.results]
+    return {result.contender: result for result in results if result.status != "unavailable"}
+
+
+def speed(entry: Entry, result: Result) -> str:
     """GB/s, and of the copy's; marked where the host took part."""
-    if result is None or result.gigabytes_per_second is None:
-        return tables.NONE
-    share = "" if result.contender == COPY else f", {tables.percent(result.share_of(copy))}"
-    return tables.gigabytes(result.gigabytes_per_second) + share + ("" if result.note is None else LAUNCHED)
+    share = "" if result.contender == COPY else f", {tables.percent(result.share_of(entry.by_name(COPY)))}"
+    marked = share + ("" if result.note is None else LAUNCHED)
+    return tables.gigabytes(result.gigabytes_per_second) + (marked if result.samples_ms else "")
 
 
-def speed_table(title: str, found: Slice) -> Table:
+def speed_table(title: str, entries: Sequence[Entry]) -> Table:
     """Columns x contenders; where figures are missing or measured in another way, and why."""
-    notes: dict[str, list[int]] = {}
-    for name, tried in found.tried.items():
-        results = {entry.case.columns: result for entry in found.entries if (result := entry.by_name(name))}
-        if len(results) < len(found.entries):
-            notes[f"{tried.title} ran at {', '.join(map(str, results))} columns only"] = []
+    notes: dict[str, list[str]] = {}
+    for name, who in tried(entries).items():
+        results = {str(entry.case.columns): result for entry in entries if (result := entry.by_name(name)).contender}
+        if len(results) < len(entries):
+            notes[f"{who.title} ran at {', '.join(results)} columns only"] = []
         for columns, result in results.items():
             if result.note is not None:
-                reason = f"{LAUNCHED} {tried.title} {result.method}, not captured: {result.note}"
+                reason = f"{LAUNCHED} {who.title} {result.method}, not captured: {result.note}"
                 notes.setdefault(reason, []).append(columns)
             if result.status != "ok":
-                notes.setdefault(f"{tried.title} {result.status}: {result.reason}", []).append(columns)
+                notes.setdefault(f"{who.title} {result.status}: {result.reason}", []).append(columns)
     lines = [
-        reason + (f" ({', '.join(map(str, sizes))} columns)" if 0 < len(sizes) < len(found.entries) else "")
+        reason + (f" ({', '.join(sizes)} columns)" if 0 < len(sizes) < len(entries) else "")
         for reason, sizes in notes.items()
     ]
-    rows = [
-        [str(e.case.columns), *(speed(e.by_name(name), e.by_name(COPY)) for name in found.tried)] for e in found.entries
-    ]
-    titles = ["columns", *(result.title for result in found.tried.values())]
-    return Table(f"GB/s, of copy: {title}", titles, rows, [*lines, tables.spread_note(found.entries)])
+    table = tables.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
+    return replace(table, notes=[*lines, *table.notes])
 
 
-def counts_table(runs: Sequence[RowRun]) -> Table:
+def counts_table(runs: Sequence[Run]) -> Table:
     """How many promises are kept: tasks x who they are about."""
     checks = check_rows(runs)
     against = {check.key.against: check.key.title for check in sorted(checks, key=lambda c: c.key.against != COPY)}
-    lines = [(f"{found.task}, {found.dtype}", found.checks(checks)) for found in slices(runs)]
-    rows = [
-        [line, *(tables.tally([check for check in about if check.key.against == name]) for name in against)]
-        for line, about in [*lines, ("all", checks)]
-    ]
+    rows = []
+    for group in (*grouped(runs[0]), "all"):
+        about = [check for check in checks if group in (check.key.case.group, "all")]
+        counts = [tables.tally([check for check in about if check.key.against == name]) for name in against]
+        rows.append([group, *counts])
     notes = [
         "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
         "others: flce not slower by more than 5%, any number of columns",
@@ -479,121 +422,124 @@ def counts_table(runs: Sequence[RowRun]) -> Table:
     return Table(f"Rows, met: {tables.tally(checks)}", ["", *against.values()], rows, notes)
 
 
-def target_table(found: Slice, checks: Sequence[RowCheck]) -> Table:
+def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Check]) -> Table:
     """What is promised at every size, and whether it is kept."""
-    others = {name: r.title for name, r in found.tried.items() if any(c.key.against == name != COPY for c in checks)}
+    about = [check for check in checks if check.key.case.group == group]
+    compared = {check.key.against for check in about} - {COPY}
+    others = {name: result.title for name, result in tried(entries).items() if name in compared}
     rows = []
-    for entry in found.entries:
-        mine = {check.key.against: check for check in checks if check.key.case == entry.case}
-        ours, wanted = entry.by_name(OURS), wanted_share(entry.case)
-        # Where nothing is wanted, that of the first run.
-        share = mine[COPY].value if COPY in mine else ours.share_of(entry.by_name(COPY)) if ours else None
+    for entry in entries:
+        mine = {check.key.against: check for check in about if check.key.case == entry.case}
+        # Where nothing is wanted, the share of the first run.
+        share = mine[COPY].value if COPY in mine else entry.by_name(OURS).share_of(entry.by_name(COPY))
         verdict = tables.worst(check.verdict for check in mine.values())
         names = ", ".join(check.key.title for check in mine.values() if check.verdict is verdict)
         short = f": {names}" if verdict in (Verdict.missed, Verdict.nearly) else ""
+        shares = tables.percent(share), tables.percent(wanted_share(entry.case))
         times = [tables.ratio(mine[name].value) if name in mine else tables.NONE for name in others]
-        rows.append(
-            [str(entry.case.columns), tables.percent(share), tables.percent(wanted), *times, verdict.value + short]
-        )
+        rows.append([str(entry.case.columns), *shares, *times, verdict.value + short])
     columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
-    return tables.filled(
-        f"{found.title}, met: {tables.tally(checks)}", columns, rows, [tables.spread_note(found.entries)]
-    )
+    title = f"{with_rows(group, entries)}, met: {tables.tally(about)}"
+    return Table(title, columns, rows, [tables.spread_note(entries)])
 
 
-def panel(found: Slice) -> Panel:
+def panel(group: str, entries: Sequence[Entry]) -> Panel:
     """GB/s over the number of columns, a line for each contender, and where a row fits on chip no longer."""
     series = []
-    for name, tried in found.tried.items():
-        results = {float(e.case.columns): result for e in found.entries if (result := e.by_name(name))}
-        speeds = {columns: speed for columns, result in results.items() if (speed := result.gigabytes_per_second)}
+    for name, who in tried(entries).items():
+        speeds = {float(e.case.columns): gb for e in entries if (gb := e.by_name(name).gigabytes_per_second)}
         # Who was measured at few sizes says nothing of those between.
-        line = "--" if name == COPY else "-" if len(speeds) == len(found.entries) else ":"
+        line = "--" if name == COPY else "-" if len(speeds) == len(entries) else ":"
         if speeds:
-            series.append(Series(tried.title, tried.family, [*speeds], [*speeds.values()], line))
-    edge = ON_CHIP_BYTES / RowCase(1, 1, found.dtype).row_bytes
-    return Panel(f"{found.task}, {found.dtype}", [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
+            series.append(Series(who.title, who.family, [*speeds], [*speeds.values()], line))
+    edge = ON_CHIP_BYTES / DTYPES[entries[0].case.dtype].itemsize
+    return Panel(group, [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
 
 
-class RowBenchmark(Benchmark[RowCase, RowResult]):
-    kind = "rows"
-    noun = "rows"
-    case_type = RowCase
-    result_type = RowResult
-    presets = PRESETS
-    sizes = "rows,columns"
-    matrix: tuple[int, int, str] | None = None  # that was measured last
-    defaults = tuple({"operation": operation, "direction": direction} for operation, direction in TASKS)
-    effort = Effort(10, 1.0)
-
-    def entries(self, document: dict[str, Any]) -> list[dict[str, Any]]:
-        """In older files a case is all tasks of one matrix."""
-        found: dict[str, dict[str, Any]] = {}
-        for entry in document["cases"]:
-            for result in entry["results"]:
-                case = entry["case"] | {name: result[name] for name in ("operation", "direction") if name in result}
-                found.setdefault(str(case), {"case": case, "results": []})["results"].append(result)
-        return list(found.values())
-
-    def build_ahead(self, cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
-        """Only for a GPU: elsewhere nothing is compiled."""
-        if device.type != "cuda":
-            return None
-        # What takes longest first; then one size after the other, so that the largest, which need much memory, are not
-        # built at the same time.
-        tasks = list(TASKS)
-        units = sorted(cases, key=lambda case: (not case.compiled, tasks.index((case.operation, case.direction))))
-        workers, ends, done = min(MOST_WORKERS, os.cpu_count() or 1), time.monotonic() + seconds, 0
-        # Leaving the block ends the processes, whatever they are at.
-        with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
-            results = pool.imap_unordered(functools.partial(build, device=device), units)
-            with contextlib.suppress(multiprocessing.TimeoutError):
-                for _ in units:
-                    done += results.next(max(ends - time.monotonic(), 0.1))
-        return f"{done} sets of kernels compiled ahead, {workers} at a time"
-
-    def measure(self, case: RowCase, device: torch.device, effort: Effort, expired: Expired) -> RowEntry:
-        # Not all of it for every task of a matrix: to collect everything that is loaded takes longer than most of them.
-        matrix = case.rows, case.columns, case.dtype
-        release(everything=matrix != self.matrix)
-        self.matrix = matrix
-        problem, meter = make_rows(case, device), Meter(device)
-
-        def make(contender: RowContender) -> RowResult:
-            return RowResult.of(contender, moved_bytes=contender.bytes(case), calls=len(problem.x))
-
-        def enter(contender: RowContender, result: RowResult) -> Entrant:
-            """Warms up; says how it is timed."""
-            region = make_region(make_calls(contender, problem), device)
-            result.method, result.note = region.method, region.note
-            return Entrant(region.step, functools.partial(region.turn, meter))
-
-        return Entry(case, compete(row_contenders(case), make, enter, meter, effort, expired))
-
-    def case_tables(self, entry: RowEntry) -> list[Table]:
-        return [speed_table(entry.case.title, Slice(entry.case.task, entry.case.dtype, [entry]))]
-
-    def tables(self, run: RowRun, brief: bool) -> list[Table]:
-        found = [] if brief else slices([run])
-        return [*(speed_table(part.title, part) for part in found), counts_table([run])]
-
-    def targets(self, runs: Sequence[RowRun], brief: bool) -> list[Table]:
-        """First the counts, then, unless `brief`, all sizes."""
-        checks = check_rows(runs)
-        details = [target_table(found, found.checks(checks)) for found in ([] if brief else slices(runs))]
-        return [counts_table(runs), *details]
-
-    def closing(self, run: RowRun) -> list[Table]:
-        return [counts_table([run])] if run.head["device"]["type"] == "cuda" else []
-
-    def figure(self, run: RowRun) -> Figure:
-        found = [part for part in slices([run]) if any(r.samples_ms for e in part.entries for r in e.results)]
-        if not found:
-            raise ValueError("the results hold no figures")
-        title = f"Bandwidth of the fewest bytes possible, {run.head['device']['name']}"
-        dtypes = len({part.dtype for part in found})
-        scales = {"xscale": "log", "ylim": (0, None)}
-        return draw([panel(part) for part in found], title, "columns", "GB/s", scales, dtypes)
+def entries(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """In older files a case is all tasks of one matrix."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in document["cases"]:
+        for result in entry["results"]:
+            case = entry["case"] | {name: result[name] for name in ("operation", "direction") if name in result}
+            found.setdefault(str(case), {"case": case, "results": []})["results"].append(result)
+    return list(found.values())
 
 
-ROWS = RowBenchmark()
+def build_ahead(cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
+    """Only for a GPU: elsewhere nothing is compiled."""
+    if device.type != "cuda":
+        return None
+    # What takes longest first; then one size after the other, so that the largest, which need much memory, are not
+    # built at the same time.
+    tasks = list(TASKS)
+    units = sorted(cases, key=lambda case: (not case.compiled, tasks.index((case.operation, case.direction))))
+    workers, ends, done = min(MOST_WORKERS, os.cpu_count() or 1), time.monotonic() + seconds, 0
+    # Leaving the block ends the processes, whatever they are at.
+    with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
+        results = pool.imap_unordered(functools.partial(build, device=device), units)
+        with contextlib.suppress(multiprocessing.TimeoutError):
+            for _ in units:
+                done += results.next(max(ends - time.monotonic(), 0.1))
+    return f"{done} sets of kernels compiled ahead, {workers} at a time"
+
+
+@functools.lru_cache(maxsize=1)
+def begin_matrix(rows: int, columns: int, dtype: str) -> None:
+    """Releases everything, once for all tasks in a row on one matrix: it takes longer than most of them."""
+    release()
+
+
+def prepare(case: RowCase, device: torch.device) -> Prepared:
+    begin_matrix(case.rows, case.columns, case.dtype)
+    release(everything=False)
+    problem, meter = RowProblem(case, device), Meter(device)
+
+    def enter(contender: RowContender, result: Result) -> Entrant:
+        """Warms up; says how it is timed."""
+        result.moved_bytes, result.calls = contender.bytes(case), len(problem.x)
+        region = make_region(make_calls(contender, problem), device)
+        result.method, result.note = region.method, region.note
+        return Entrant(region.step, functools.partial(region.turn, meter))
+
+    return meter, enter
+
+
+def whole(run: Run, brief: bool) -> list[Table]:
+    groups = {} if brief else grouped(run)
+    return [*(speed_table(with_rows(*group), group[1]) for group in groups.items()), counts_table([run])]
+
+
+def targets(runs: Sequence[Run], brief: bool) -> list[Table]:
+    """First the counts, then, unless `brief`, all sizes that the first run has."""
+    groups, checks = {} if brief else grouped(runs[0]), check_rows(runs)
+    return [counts_table(runs), *(target_table(*group, checks) for group in groups.items())]
+
+
+def figure(run: Run) -> Figure:
+    panels = [panel(*group) for group in grouped(run).items() if any(r.samples_ms for e in group[1] for r in e.results)]
+    if not panels:
+        raise ValueError("the results hold no figures")
+    title = f"Bandwidth of the fewest bytes possible, {run.head['device']['name']}"
+    dtypes = len({entry.case.dtype for entry in run.cases})
+    return draw(panels, title, "columns", "GB/s", {"xscale": "log", "ylim": (0, None)}, dtypes)
+
+
+ROWS = Benchmark(
+    kind="rows",
+    about="GB/s of losses and softmaxes over the length of a row, beside a copy, PyTorch and Liger.",
+    noun="rows",
+    case_type=RowCase,
+    sizes="rows,columns",
+    presets=PRESETS,
+    effort=Effort(10, 1.0),
+    contenders=lambda case: CONTENDERS,
+    prepare=prepare,
+    case_tables=lambda entry: [speed_table(entry.case.title, [entry])],
+    tables=whole,
+    figure=figure,
+    targets=targets,
+    defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),
+    build_ahead=build_ahead,
+    entries=entries,
+)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from benchmarks.cases import GIB, MIB
 from benchmarks.results import Entry, Result, Run
 
 NONE = "-"
-T = TypeVar("T")
-Columns = dict[str, Callable[[T], str]]
-AnyRun = Run[Any, Any]
-AnyEntry = Entry[Any, Any]
+Columns = dict[str, Callable[[Result], str]]
 
 
 @dataclass(frozen=True)
@@ -28,26 +25,21 @@ class Table:
     failure: bool = False  # whether the command that shows it fails
 
     def markdown(self) -> str:
-        lines = [f"**{self.title}**", ""]
-        lines.append("| " + " | ".join(self.columns) + " |")
-        lines.append("|---|" + "---:|" * (len(self.columns) - 1))
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in self.rows]
-        lines += ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        return "\n".join(lines) + "\n"
+        """A column that has no figure at all is left out."""
+        figures = [any(row[i] != NONE for row in self.rows) for i in range(len(self.columns))]
+        kept = [i for i, found in enumerate(figures) if found or i == 0 or not self.rows]
+        lines = [[row[i].replace("|", "\\|") for i in kept] for row in (self.columns, *self.rows)]
+        head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+        notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([f"**{self.title}**", "", head, "|---|" + "---:|" * (len(kept) - 1), *body, *notes]) + "\n"
 
 
-def tabulate(title: str, items: Iterable[T], columns: Columns[T], notes: Sequence[str] = ()) -> Table:
-    """A line for each item."""
-    return filled(title, list(columns), [[show(item) for show in columns.values()] for item in items], notes)
+def tabulate(title: str, results: Iterable[Result], columns: Columns, notes: list[str]) -> Table:
+    """A line for each result."""
+    return Table(title, list(columns), [[show(result) for show in columns.values()] for result in results], notes)
 
 
-def filled(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> Table:
-    """A column that has no figure at all is left out."""
-    kept = [i for i in range(len(columns)) if i == 0 or not rows or any(row[i] != NONE for row in rows)]
-    return Table(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in rows], [*notes])
-
-
-def table_of(entry: AnyEntry, results: Iterable[T], columns: Columns[T]) -> Table:
+def table_of(entry: Entry, results: Iterable[Result], columns: Columns) -> Table:
     """The lines of one case."""
     return tabulate(entry.case.title, results, columns, [*failure_notes(entry), spread_note([entry])])
 
@@ -55,34 +47,21 @@ def table_of(entry: AnyEntry, results: Iterable[T], columns: Columns[T]) -> Tabl
 # --- figures ---
 
 
-def milliseconds(value: float | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+def written(write: Callable[[float], str]) -> Callable[[float | None], str]:
+    """That way, where there is a figure."""
+    return lambda value: NONE if value is None else write(value)
 
 
-def mebibytes(value: int | None) -> str:
-    return NONE if value is None else f"{value / MIB:.0f}" if value >= 10 * MIB else f"{value / MIB:.2f}"
-
-
-def gibibytes(value: int | None) -> str:
-    return NONE if value is None else f"{value / GIB:.2f}" if value >= GIB / 100 else f"{value / GIB:.2g}"
-
-
-def gigabytes(value: float | None) -> str:
-    return NONE if value is None else f"{value:.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def percent(value: float | None, base: float | None = 1.0) -> str:
-    return NONE if value is None or not base else f"{value / base:.0%}"
+milliseconds = written(lambda ms: f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 10 else f"{ms:.3g}")
+mebibytes = written(lambda size: f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.2f}")
+gibibytes = written(lambda size: f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.2g}")
+gigabytes = written(lambda speed: f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}")
+percent = written(lambda share: f"{share:.0%}")
+relative = written(lambda error: f"{error:.1e}" if math.isfinite(error) else "not finite")
 
 
 def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str:
     return NONE if value is None or not base else f"{value / base:.{digits}f}"
-
-
-def relative(value: float | None) -> str:
-    return NONE if value is None else f"{value:.1e}" if math.isfinite(value) else "not finite"
 
 
 # --- what stands beside the figures ---
@@ -90,7 +69,7 @@ def relative(value: float | None) -> str:
 FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not measured"}
 
 
-def failure_notes(entry: AnyEntry) -> list[str]:
+def failure_notes(entry: Entry) -> list[str]:
     return [
         f"{result.title} ({result.contender}) {FAILURES[result.status]}: {result.reason}"
         for result in entry.results
@@ -98,7 +77,7 @@ def failure_notes(entry: AnyEntry) -> list[str]:
     ]
 
 
-def spread_note(entries: Sequence[AnyEntry]) -> str:
+def spread_note(entries: Sequence[Entry]) -> str:
     """The error bar: how far the two figures of one call of ours differ that was measured under two names."""
     pairs = [pair for entry in entries for pair in entry.repeats()]
     if not pairs:
@@ -114,17 +93,17 @@ def spread_note(entries: Sequence[AnyEntry]) -> str:
     return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
 
 
-def median_note(runs: Sequence[AnyRun]) -> list[str]:
+def median_note(runs: Sequence[Run]) -> list[str]:
     return [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
 
 
-def absences(run: AnyRun) -> list[str]:
+def absences(run: Run) -> list[str]:
     """Contenders that could not run at all, and why: none is dropped in silence."""
     missing = [result for entry in run.cases for result in entry.results if result.status == "unavailable"]
     return list(dict.fromkeys(f"Not measured: {r.title} ({r.contender}): {r.reason}" for r in missing))
 
 
-def shortfalls(run: AnyRun) -> list[Result]:
+def shortfalls(run: Run) -> list[Result]:
     """Results without figures of contenders that can run anywhere; peers may be missing or fail.
 
     That stock runs out of memory is a finding. Of flce it would be a shortfall.
@@ -137,18 +116,33 @@ def shortfalls(run: AnyRun) -> list[Result]:
     ]
 
 
-def summary(title: str, first: str, entries: Sequence[AnyEntry], cell: Callable[[Any, Any], str]) -> Table:
-    """One line for each case, with a column for every contender that was tried on any."""
+def summary(
+    title: str, first: str, entries: Sequence[Entry], cell: Callable[[Entry, Result], str], line: str = "title"
+) -> Table:
+    """One line for each case, named by this attribute, with a column for every contender that was tried on any."""
     tried = [r for entry in entries for r in entry.results if r.samples_ms or r.status == "oom"]
     titles = {result.contender: result.title for result in tried}
     rows = []
     for entry in entries:
         found = [entry.by_name(name) for name in titles]
-        rows.append([entry.case.title, *(NONE if result is None else cell(entry, result) for result in found)])
+        cells = [cell(entry, result) if result.contender else NONE for result in found]
+        rows.append([str(getattr(entry.case, line)), *cells])
     return Table(title, [first, *titles.values()], rows, [spread_note(entries)])
 
 
-def markdown(run: AnyRun, tables: Sequence[Table]) -> str:
+def overview(
+    title: str, first: str, cell: Callable[[Entry, Result], str], table: Callable[[Entry], Table]
+) -> Callable[[Run, bool], list[Table]]:
+    """Of a whole run the summary, and unless that is all the table of each case."""
+
+    def tables(run: Run, brief: bool) -> list[Table]:
+        found = [summary(title, first, run.cases, cell)] if brief or len(run.cases) > 1 else []
+        return found if brief else found + [table(entry) for entry in run.cases]
+
+    return tables
+
+
+def markdown(run: Run, tables: Sequence[Table]) -> str:
     """The tables, after what they were measured on."""
     device = run.head["device"]
     threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
@@ -186,14 +180,11 @@ def judge(value: float | None, limit: float | None, at_least: bool = False, tole
     return Verdict.nearly if excess <= tolerance * limit else Verdict.missed
 
 
-KeyT = TypeVar("KeyT", bound=Hashable)
-
-
 @dataclass(frozen=True)
-class Check(Generic[KeyT]):
+class Check:
     """A target, and the figure that was measured of it; None where nothing was."""
 
-    key: KeyT  # which target it is: the same in every run
+    key: Any  # which target it is: the same in every run
     value: float | None
     limit: float | None  # None: nothing is asked of the value
     at_least: bool = False  # whether the limit is the least instead of the most
@@ -207,9 +198,9 @@ class Check(Generic[KeyT]):
         return Verdict.unmeasured if Verdict.unmeasured in found else worst(found)
 
 
-def middle(runs: Sequence[Sequence[Check[KeyT]]]) -> list[Check[KeyT]]:
+def middle(runs: Sequence[Sequence[Check]]) -> list[Check]:
     """Of every target the check of the run that is the median of those that measured it; of two the worse."""
-    groups: dict[KeyT, list[Check[KeyT]]] = {}
+    groups: dict[Any, list[Check]] = {}
     for check in (check for checks in runs for check in checks):
         groups.setdefault(check.key, []).append(check)
     found = []
@@ -220,7 +211,7 @@ def middle(runs: Sequence[Sequence[Check[KeyT]]]) -> list[Check[KeyT]]:
     return found
 
 
-def tally(checks: Sequence[Check[KeyT]]) -> str:
+def tally(checks: Sequence[Check]) -> str:
     """How many are met, and how many of these by the tolerance alone."""
     found = [check.verdict for check in checks]
     nearly = found.count(Verdict.nearly)
@@ -228,8 +219,8 @@ def tally(checks: Sequence[Check[KeyT]]) -> str:
     return (f"{met} of {len(found)}" if found else "-") + (f" ({nearly} within 2%)" if nearly else "")
 
 
-def verdict_table(title: str, checks: Sequence[Check[KeyT]], notes: Sequence[str]) -> Table:
+def verdict_table(title: str, checks: Sequence[Check], notes: list[str]) -> Table:
     """A line for each target, of cells that all of them have."""
     columns = [*checks[0].cells, "verdict"] if checks else ["Not one of them was measured."]
     rows = [[*check.cells.values(), check.verdict.value] for check in checks]
-    return Table(f"{title}: {tally(checks)}", columns, rows, [*notes])
+    return Table(f"{title}: {tally(checks)}", columns, rows, notes)

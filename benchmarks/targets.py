@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from benchmarks import tables
 from benchmarks.cases import MIB
 from benchmarks.operator_contenders import BOUNDED, budget_name
-from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult, Shape
-from benchmarks.tables import AnyRun, Check, Table, Verdict
+from benchmarks.operator_problem import Mode, OperatorCase, Shape
+from benchmarks.results import NOBODY, Result, Run
+from benchmarks.tables import Check, Table, Verdict
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Target:
     limit: float | None = None  # of the time, in multiples of that of `reference`
     contender: str = "ours"
     reference: str = "floor"
-    mode: Mode = Mode.forward_backward
+    mode: Mode = "forward+backward"
     ignored: float = 0.0
     workspace_mib: int | None = None
     workspace_shape: Shape | None = None  # whose workspace is not to be exceeded
@@ -74,9 +75,9 @@ TARGETS = [
     Target("unaligned vocabulary", (8192, 2048, 49153), 1.15, reference="floor-aligned"),
     Target("odd number of tokens", (7777, 2048, 128256), 1.15, reference="floor-aligned"),
     Target("unaligned vocabulary", (16384, 768, 50257), 1.35, reference="floor-aligned"),
-    *on_heads(Target("no gradient", MAIN, 1.08, mode=Mode.forward, workspace_mib=128), narrow=1.20),
-    *on_heads(Target("frozen head", MAIN, 1.07, mode=Mode.frozen), narrow=1.20),
-    *on_heads(Target('reduction="none"', MAIN, 1.08, mode=Mode.none), narrow=1.18),
+    *on_heads(Target("no gradient", MAIN, 1.08, mode="forward", workspace_mib=128), narrow=1.20),
+    *on_heads(Target("frozen head", MAIN, 1.07, mode="frozen-head"), narrow=1.20),
+    *on_heads(Target('reduction="none"', MAIN, 1.08, mode="reduction-none"), narrow=1.18),
     *[replace(HALF_IGNORED, shape=shape) for shape in HEADS],
     Target("workspace as of fewer tokens", LONG[1], workspace_shape=LONG[0]),
 ]
@@ -92,14 +93,14 @@ def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
     return [replace(case, contenders=tuple(dict.fromkeys(names))) for case, names in contenders.items()]
 
 
-def check_targets(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) -> list[Check[Target]]:
+def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Check]:
     """All targets in the median of the runs, also those that the runs have nothing about."""
     return tables.middle([[check(run, target) for target in targets] for run in runs])
 
 
-def check(run: AnyRun, target: Target) -> Check[Target]:
+def check(run: Run, target: Target) -> Check:
     """Its value is the time in multiples of the reference's."""
-    ours, reference = find(run, target) or (OperatorResult.nobody(), OperatorResult.nobody())
+    ours, reference = find(run, target) or (NOBODY, NOBODY)
     room = None if target.workspace_mib is None else target.workspace_mib * MIB
     if target.workspace_shape is not None:
         other = find(run, replace(target, shape=target.workspace_shape))
@@ -119,18 +120,18 @@ def check(run: AnyRun, target: Target) -> Check[Target]:
     return Check(target, times, target.limit, others=others, cells=cells)
 
 
-def find(run: AnyRun, target: Target) -> tuple[OperatorResult, OperatorResult] | None:
+def find(run: Run, target: Target) -> tuple[Result, Result] | None:
     """The contender and the reference of a target, of one case: only then did they take turns."""
     wanted = target.case
     for entry in run.cases:
         if all(getattr(entry.case, name) == getattr(wanted, name) for name in ("shape", "dtype", "mode", "ignored")):
-            results = [result for name in target.contenders if (result := entry.by_name(name)) and result.samples_ms]
-            if len(results) == len(target.contenders):
+            results = [entry.by_name(name) for name in target.contenders]
+            if all(result.samples_ms for result in results):
                 return results[-1], results[0]
     return None
 
 
-def target_table(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) -> Table:
+def target_table(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> Table:
     """Every target, its figure, and whether it is met; none at all where the runs are about something else."""
     checks = check_targets(runs, targets)
     if all(check.verdict is Verdict.unmeasured for check in checks):
@@ -143,33 +144,26 @@ def target_table(runs: Sequence[AnyRun], targets: Sequence[Target] = TARGETS) ->
 PLAN_SHARE, PLAN_BYTES = 0.01, 1 * MIB
 
 
-def plan_tables(runs: Sequence[AnyRun]) -> list[Table]:
+def plan_tables(runs: Sequence[Run]) -> list[Table]:
     """The figures of ours whose measured workspace is not the planned one; none where nothing was planned.
 
     Where ignored labels are skipped, which nobody knows beforehand, a plan is an upper bound. On a CPU PyTorch's
     products take memory of their own, which is no part of a plan.
     """
     entries = [entry for run in runs if run.head["device"]["type"] == "cuda" for entry in run.cases]
-    pairs = [(entry.case, result) for entry in entries for result in entry.results]
-    planned = [(case, r) for case, r in pairs if r.planned_bytes is not None and r.workspace_bytes is not None]
-
-    def differs(case: OperatorCase, result: OperatorResult) -> bool:
-        expected, over = result.planned_bytes or 0, (result.workspace_bytes or 0) - (result.planned_bytes or 0)
-        apart = over if case.ignored and result.contender.startswith(BOUNDED) else abs(over)
-        return apart > PLAN_SHARE * expected + PLAN_BYTES
-
-    rows = [
-        [
-            case.title,
-            r.title,
-            tables.mebibytes(r.planned_bytes),
-            tables.mebibytes(r.workspace_bytes),
-            Verdict.missed.value,
-        ]
-        for case, r in planned
-        if differs(case, r)
-    ]
-    title = f"Workspace as planned: {len(planned) - len(rows)} of {len(planned)}"
+    planned = 0
+    rows = []
+    for case, result in ((entry.case, result) for entry in entries for result in entry.results):
+        expected, measured = result.planned_bytes, result.workspace_bytes
+        if expected is None or measured is None:
+            continue
+        planned += 1
+        bounded = case.ignored and result.contender.startswith(BOUNDED)
+        apart = measured - expected if bounded else abs(measured - expected)
+        if apart > PLAN_SHARE * expected + PLAN_BYTES:
+            figures = tables.mebibytes(expected), tables.mebibytes(measured)
+            rows.append([case.title, result.title, *figures, Verdict.missed.value])
+    title = f"Workspace as planned: {planned - len(rows)} of {planned}"
     columns = ["", "call", "planned MiB", "measured MiB", "verdict"] if rows else ["All are."]
     notes = ["within 1% and 1 MiB; where ignored labels are skipped no more than that"]
     return [Table(title, columns, rows, notes, failure=bool(rows))] if planned else []

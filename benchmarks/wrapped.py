@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,22 +22,11 @@ import torch.distributed as dist
 import typer
 
 from benchmarks.cases import Effort
-from benchmarks.environment import describe
-from benchmarks.measure import Meter, Sample
-from benchmarks.models import (
-    ARCHITECTURES,
-    MODEL,
-    ModelCase,
-    ModelContender,
-    ModelResult,
-    TrainingStep,
-    build,
-    entrants,
-    make_batch,
-)
-from benchmarks.results import Entry, Run
-from benchmarks.rounds import Entrant, compete
+from benchmarks.measure import Entrant, Meter, Sample, compete
+from benchmarks.models import MODEL, SHORT, TINY, ModelContender, TrainingStep, build, entrants, make_batch, table
+from benchmarks.results import Entry, Result, Run, describe
 
+ROUNDS = 6
 NAMES = ("ours", "liger-loss", "stock")
 
 
@@ -55,33 +45,27 @@ def prepared(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     return TrainingStep(sharded, optimizer, batch, backward=accelerator.backward)
 
 
-def keep(step: TrainingStep, result: ModelResult, sample: Sample) -> None:
+def keep(step: TrainingStep, result: Result, sample: Sample) -> None:
     """Of the last step the loss; of all the most memory."""
     result.loss = None if step.loss is None else float(step.loss)
     if sample.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Result file.")] = Path("results/wrapped.json"),
-    name: Annotated[str, typer.Option("--model", help=f"Of {', '.join(ARCHITECTURES)}.")] = "Llama-3.2-1B",
-    batch: Annotated[int, typer.Option(min=1)] = 4,
-    sequence: Annotated[int, typer.Option(min=2)] = 8192,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each contender.")] = 6,
-) -> None:
-    """Tokens a second and memory of a GPU, of a model that Accelerate shards with FSDP2."""
+def main(out: Annotated[Path, typer.Option(help="Result file.")] = Path("results/wrapped.json")) -> None:
+    """Tokens a second and memory of a GPU, of a model that Accelerate shards with FSDP2; a tiny one without GPUs."""
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    case = ModelCase(name, batch, sequence, dtype="float32", contenders=NAMES)
+    case = replace(SHORT if cuda else TINY, dtype="float32", budgets_mib=(), contenders=NAMES)
     tokens = make_batch(case, device, seed=rank)
     meter = Meter(device, dist.barrier)
     with contextlib.ExitStack() as changes:
 
-        def enter(contender: ModelContender, result: ModelResult) -> Entrant:
+        def enter(contender: ModelContender, result: Result) -> Entrant:
             model = build(case, device)
             changes.enter_context(contender.applied(model))
             step = prepared(model, tokens)
@@ -90,13 +74,12 @@ def main(
             return Entrant(step, keep=functools.partial(keep, step, result))
 
         # All processes take every step: no clock decides who sits out.
-        results = compete(entrants(case), ModelResult.of, enter, meter, Effort(rounds, math.inf), lambda: False)
+        results = compete(entrants(case), enter, meter, Effort(ROUNDS, math.inf))
         if rank == 0:
-            launcher = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
-            command = f"{launcher} --model {name} --batch {batch} --sequence {sequence} --rounds {rounds}"
+            command = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
             run = Run(MODEL.kind, {**describe(device, []), "command": command}, [Entry(case, results)])
             run.save(out)
-            print(MODEL.table(run.cases[0]).markdown())
+            print(table(run.cases[0]).markdown())
     dist.destroy_process_group()
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, Tiles
-from benchmarks.results import Bandwidth, Entry, Run
+from benchmarks.results import Entry, Result, Run
 from benchmarks.tables import markdown
 
 CPU = torch.device("cpu")
@@ -70,12 +70,12 @@ def test_bandwidth_is_that_of_the_bytes_that_must_move():
     assert moved == {"copy": 4 * 100 * 50304, "statistics": 2 * logits, "gradient": 4 * logits, "both": 4 * logits}
     mixed = KernelCase(100, 50257, 50257, "float32", "bfloat16")
     assert CONTENDERS[3].bytes(mixed) == 6 * logits
-    copy = Bandwidth("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
-    both = Bandwidth("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
+    copy = Result("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
+    both = Result("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
     assert both.gigabytes_per_second == pytest.approx(3.0)
     head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
     run = Run("kernels", head, [Entry(case, [copy, both])])
-    assert "| 3 | 75% |" in markdown(run, KERNELS.tables(run, brief=False))
+    assert "| 3 | 75% |" in markdown(run, KERNELS.tables(run, False))
 
 
 def test_the_passes_are_those_of_the_loss():
@@ -109,7 +109,7 @@ def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
 @pytest.mark.gpu
 def test_kernels_run_on_cuda():
     case = KernelCase(200, 4001, 4001)
-    entry = KERNELS.measure(case, torch.device("cuda"), Effort(3, 5.0), lambda: False)
+    entry = KERNELS.measure(case, torch.device("cuda"), Effort(3, 5.0))
     for result in entry.results:
         assert result.status == "ok", (result.contender, result.reason)
         assert result.gigabytes_per_second is not None

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from benchmarks.cases import MIB, Effort
 from benchmarks.cli import app
 from benchmarks.dominance import BUDGETS_MIB, CURVE, PEERS, SHAPES, Rule, dominance_table, duels, peer_case
-from benchmarks.operator import PRESETS, OperatorEntry, OperatorRun, measure_operator
+from benchmarks.operator import OPERATOR, PRESETS
 from benchmarks.operator_contenders import select
-from benchmarks.operator_problem import Mode, OperatorCase, OperatorResult
-from benchmarks.results import Entry, Run
+from benchmarks.operator_problem import OperatorCase
+from benchmarks.results import Entry, Result, Run
 from benchmarks.tables import Verdict, judge, worst
 from benchmarks.targets import (
     HEADS,
@@ -41,16 +41,16 @@ HEAD: dict[str, Any] = {
 }
 
 
-def measured(contender: str, milliseconds: float, mib: float | None = None, family: str = "ours") -> OperatorResult:
+def measured(contender: str, milliseconds: float, mib: float | None = None, family: str = "ours") -> Result:
     size = None if mib is None else round(mib * MIB)
-    return OperatorResult(contender, contender, family, samples_ms=[milliseconds], workspace_bytes=size)
+    return Result(contender, contender, family, samples_ms=[milliseconds], workspace_bytes=size)
 
 
-def run_of(*entries: OperatorEntry) -> OperatorRun:
+def run_of(*entries: Entry) -> Run:
     return Run("operator", HEAD, list(entries))
 
 
-def met(run: OperatorRun, target: Target) -> Verdict:
+def met(run: Run, target: Target) -> Verdict:
     (check,) = check_targets([run], [target])
     return check.verdict
 
@@ -75,7 +75,7 @@ def test_time_is_compared_within_a_case():
     assert check.value == 2.0
 
 
-@pytest.mark.parametrize("other", [{"mode": Mode.frozen}, {"ignored": 0.5}, {"dtype": "float16"}])
+@pytest.mark.parametrize("other", [{"mode": "frozen-head"}, {"ignored": 0.5}, {"dtype": "float16"}])
 def test_a_target_is_of_one_problem(other):
     target = Target("default", MAIN, 1.05)
     entry = Entry(OperatorCase(*MAIN, **other), [measured("floor", 10.0), measured("ours", 10.0)])
@@ -86,7 +86,7 @@ def test_a_target_of_time_and_workspace():
     target = Target("vocab", MAIN, 1.1, "ours-vocab", "floor-recomputed", workspace_mib=256)
     floor = measured("floor-recomputed", 10.0, family="floor")
 
-    def with_ours(milliseconds: float, mib: float) -> OperatorRun:
+    def with_ours(milliseconds: float, mib: float) -> Run:
         return run_of(Entry(OperatorCase(*MAIN), [floor, measured("ours-vocab", milliseconds, mib)]))
 
     assert met(with_ours(11.0, 256), target) is Verdict.met
@@ -124,21 +124,16 @@ def test_a_target_is_measured():
     targets = [
         Target("default", shape, 1e6, reference="stock"),
         Target("half", shape, 1e6, "ours-skipping", "ours-full", ignored=0.5),
-        Target("impossible", shape, 0.0, reference="stock", mode=Mode.frozen, workspace_mib=1),
+        Target("impossible", shape, 0.0, reference="stock", mode="frozen-head", workspace_mib=1),
     ]
-    run = run_of(
-        *[
-            measure_operator(case, select(case.contenders), torch.device("cpu"), Effort(1, 1.0), lambda: False)
-            for case in target_cases(targets)
-        ]
-    )
+    run = run_of(*[OPERATOR.measure(case, torch.device("cpu"), Effort(1, 1.0)) for case in target_cases(targets)])
     verdicts = [Verdict.met, Verdict.met, Verdict.missed]
     assert [check.verdict for check in check_targets([run], targets)] == verdicts
     rows = target_table([run], targets).rows
     assert [row[-1] for row in rows] == ["met", "met", "MISSED"]
 
 
-def peers_run(*results: OperatorResult) -> OperatorRun:
+def peers_run(*results: Result) -> Run:
     return run_of(Entry(peer_case(MAIN), list(results)))
 
 
@@ -225,11 +220,11 @@ def test_the_median_of_three_runs_counts(tmp_path: Path):
     """Two runs of three miss the limit by more than 2%, or one does; the workspace has no tolerance."""
     target = Target("default", MAIN, 1.05, workspace_mib=64)
 
-    def run(milliseconds: float, mib: float = 64) -> OperatorRun:
+    def run(milliseconds: float, mib: float = 64) -> Run:
         floor = measured("floor", 10.0, family="floor")
         return run_of(Entry(OperatorCase(*MAIN), [floor, measured("ours", milliseconds, mib)]))
 
-    def verdict(*runs: OperatorRun) -> Verdict:
+    def verdict(*runs: Run) -> Verdict:
         (check,) = check_targets(runs, [target])
         return check.verdict
 
@@ -283,9 +278,9 @@ def test_the_plan_is_recorded():
     """Of the call that is measured: of its budget, its mode and its options."""
     import flce
 
-    case = OperatorCase(2000, 32, 500, dtype="float32", mode=Mode.frozen)
+    case = OperatorCase(2000, 32, 500, dtype="float32", mode="frozen-head")
     names = ("ours", "ours-whole", "ours-1MiB", "ours-vocab-1MiB", "ours-vocab", "stock")
-    entry = measure_operator(case, select(names), torch.device("cpu"), Effort(1, 1.0), lambda: False)
+    entry = OPERATOR.measure(case, torch.device("cpu"), Effort(1, 1.0), select(names))
     options = [
         {},
         {"chunk_rows": 2000},
@@ -318,5 +313,5 @@ def test_plans_in_budgets_have_a_preset():
         for chosen, other in zip(names[::2], names[1::2], strict=True):
             assert other == ("ours-whole" if chosen == "ours" else chosen.replace("ours-", "ours-vocab-"))
     assert {case.label for case in cases} == {"one chunk", "budgets", "long"}
-    assert {case.mode for case in cases if case.label == "budgets"} == {Mode.frozen}
+    assert {case.mode for case in cases if case.label == "budgets"} == {"frozen-head"}
     assert len(cases) == len(set(cases)) == 6 + 4 + 4
