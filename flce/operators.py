@@ -291,6 +291,7 @@ def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: 
         return torch.ops.flce.linear_cross_entropy_backward(normalizer, upstream.contiguous(), *tensors, *ctx.scalars)
     *grads, unit = saved
     factor = upstream / unit if unit.dim() == 0 else upstream
+    assert factor.dim() == 0, "an upstream gradient of each token is for schedules that defer theirs"
     # The bias, a vector, came in the dtype in which it is summed.
     dtypes = [grad.dtype if grad.dim() == 1 else ctx.dtype for grad in grads]
     # In place only where the tensor is real: a graph that is being traced may have it among its outputs.

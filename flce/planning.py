@@ -122,6 +122,8 @@ def _before(tokens: int) -> int:
 def _kinds(c: Case, strategy: str) -> Iterator[tuple[type[Schedule], range]]:
     """Schedules for a call, and their sizes."""
     for kind in SCHEDULES:
+        if c.needs.any and c.spec.reduction == "none" and not kind.deferred:
+            continue
         sizes, rows = kind.sizes(c), c.chunk_rows
         if c.options.chunk_rows is not None and kind.strategy == "tokens" and kind.sized_by_tokens:
             sizes = range(max(rows, sizes.start), min(rows + 1, sizes.stop))

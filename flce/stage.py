@@ -30,7 +30,7 @@ class Stage:
         arena: where memory comes from.
         selection: which tokens are worked on.
         constants: (3,), as of `Backend.constants`, for the loss times the upstream gradient.
-        normalizer: (2, rows), written by losses and statistics, read by gradients.
+        normalizer: (NORMALIZER_SLOTS, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `constants`.
         products: whether the backend's products keep logits in registers: those that are wanted for statistics, or a
@@ -220,7 +220,11 @@ class Stage:
         self._backend.loss_and_gradient(logits, dlogits, inputs, self.problem.spec, self._tile(self.classes), out)
 
     def statistics(self, xs: Sequence[Tensor], rows: slice, logits: Tensor) -> None:
-        """Of rows of all classes, whose logits are made in `logits`, (rows, some classes), after each other."""
+        """Of rows of all classes, whose logits are made in `logits`, (rows, some classes), after each other; or in
+        registers, as `gradient` makes them then."""
+        if self.products:
+            self.product_statistics(xs[0], rows)
+            return
         inputs, out, state = self._row_inputs(rows), self._out(rows), None
         if logits.shape[1] < self.vocab_size:
             state = self.new(STATE_SLOTS, len(logits), dtype=out.loss.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from flce.schedules import SCHEDULES, Schedule
 from flce.schedules.chunks import Chunks
 from flce.schedules.schedule import NONE, up_to
 from flce.stage import Stage
-from flce.sums import add_input
+from flce.sums import ChunkSum
 from tests.helpers import check, make_problem
 from tests.test_plan import plan_on_h200
 
@@ -209,18 +209,41 @@ class InBlocks(Schedule):
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
-        return InBlocks(min(c.num_tokens, 16), size)
+        return InBlocks(min(c.chunk_rows, 16), size)
 
     def forward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
+        sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
         for rows in s.chunks(self.rows):
             size = rows.stop - rows.start
             s.statistics(s.inputs(rows), rows, logits[:size])
             for cols in s.blocks(self.cols):
                 area = slice(0, size), slice(0, cols.stop - cols.start)
                 s.gradient(s.inputs(rows), rows, cols, logits[area], dlogits[area])
-                for k in s.wanted_inputs:
-                    add_input(s, k, dlogits[area], rows, cols)
+                for total in sums:
+                    total.add(dlogits[area], rows, cols)
+
+
+def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
+    """`planning.is_deferred`, which a traced graph depends on, says so of every one."""
+    with pytest.raises(TypeError, match="Hasty must be deferred"):
+
+        class Hasty(Schedule):
+            strategy = "vocab"
+
+
+def test_no_schedule_that_knows_no_upstream_gradient_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its `sizes` say."""
+
+    class Wrong(Chunks):
+        @classmethod
+        def sizes(cls, c: Case) -> range:
+            return up_to(c.num_tokens)
+
+    monkeypatch.setattr(planning, "SCHEDULES", (Wrong, *SCHEDULES))
+    c = case_of(torch.float32, "xw", "none", max_workspace_bytes=1 << 20)
+    assert next(kind for kind, _ in planning._kinds(c, "auto")) is not Wrong
+    assert next(kind for kind, _ in planning._kinds(replace(c, spec=LossSpec()), "auto")) is Wrong
 
 
 def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
+from flce.problem import NUMBERS
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
@@ -1041,3 +1042,45 @@ def test_an_ignored_row_that_is_not_a_number_has_no_gradient(
     assert x.grad is not None
     assert torch.equal(x.grad[1], torch.zeros(8, device=device))
     assert torch.isfinite(x.grad).all()
+
+
+# Of each number of the loss a value that changes it. A new one belongs here.
+OTHER_VALUES: dict[str, Any] = {
+    "label_smoothing": 0.3,
+    "softcap": 2.0,
+    "logit_scale": 0.7,
+    "temperature": 1.3,
+    "z_loss": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("kind", ["fused", "vocab", "logits", "probabilities", "K-dimensional"])
+def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, device: torch.device) -> None:
+    """It changes the loss and the gradient, or it is refused."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, device=device)
+    w = 2 * torch.randn((5, 3, 8) if kind == "K-dimensional" else (15, 8), device=device)
+    y = torch.randint(0, w.shape[0], (6, 3) if kind == "K-dimensional" else (6,), device=device)
+    target = torch.rand(6, 15, device=device).softmax(1) if kind == "probabilities" else y
+    options = flce.ChunkOptions(strategy="vocab" if kind == "vocab" else "auto")
+
+    def loss_and_gradient(**arguments: Any) -> tuple[Tensor, Tensor]:
+        leaf = (x @ w.t() if kind == "logits" else x).detach().requires_grad_()
+        if kind == "logits":
+            loss = flce.cross_entropy(leaf, y, **arguments)
+        else:
+            loss = flce.fused_linear_cross_entropy(leaf, w, target, options=options, **arguments)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        assert leaf.grad is not None
+        return loss.detach(), leaf.grad
+
+    plain = loss_and_gradient()
+    try:
+        other = loss_and_gradient(**{name: OTHER_VALUES[name]})
+    except (ValueError, NotImplementedError) as error:
+        assert name in str(error)
+        return
+    for a, b in zip(plain, other, strict=True):
+        assert relative_error(b, a) > 1e-3

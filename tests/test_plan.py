@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 import flce
 from flce import backends, cost, planning
+from flce.backends.contract import PRODUCT_FIELDS
 from flce.case import Case
 from flce.problem import LossSpec, Needs
 from flce.schedules import SCHEDULES
@@ -262,6 +263,13 @@ def test_defaults_of_options() -> None:
     assert hash(options) == hash(flce.ChunkOptions())
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.chunk_rows = 3  # type: ignore[misc]
+
+
+def test_what_products_do_not_know_is_an_argument_of_plan() -> None:
+    """It makes another plan."""
+    arguments = inspect.signature(flce.plan).parameters
+    assert {field.name for field in dataclasses.fields(LossSpec)} - PRODUCT_FIELDS <= set(arguments)
+    assert "stats" in arguments
 
 
 def test_empty_plan() -> None:

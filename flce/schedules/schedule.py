@@ -20,14 +20,17 @@ class Schedule:
     """One way through the tiles of logits: a frozen dataclass of sizes, and the loops.
 
     A schedule comes in several sizes, of which the planner chooses one: tokens of a chunk or classes of a block, as a
-    rule. The larger, the faster, and the more memory it takes.
+    rule. A larger size takes more memory and should be faster.
 
     Attributes:
-        strategy: "tokens" or "vocab", as users choose it.
-        deferred: whether gradients are made in backward, from logits that are made again.
+        strategy: "tokens" or "vocab", as users choose it. With "vocab" gradients are made in backward.
+        deferred: whether gradients are made in backward, from logits that are made again. A schedule that is not
+            deferred is never taken for ``reduction="none"``, whose upstream gradient it does not know.
         counts_on_device: whether the first chunk can be begun before the host knows how many tokens there are.
-        products: whether logits stay in registers where the backend's products can do that.
-        sized_by_tokens: whether a size is a number of tokens.
+        products: whether logits stay in registers where the backend's products can do that. False for a schedule
+            that makes losses and gradients of one tile in one pass.
+        sized_by_tokens: whether a size is a number of tokens. Then `ChunkOptions.chunk_rows` chooses it; any other
+            schedule has to take `Case.chunk_rows` into account by itself.
         multiples: sizes that are multiples of these may be faster.
     """
 
@@ -36,7 +39,11 @@ class Schedule:
     counts_on_device: ClassVar[bool] = False
     products: ClassVar[bool] = True
     sized_by_tokens: ClassVar[bool] = True
-    multiples: ClassVar[tuple[int, ...]] = (128, 256)
+    multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
+
+    def __init_subclass__(cls) -> None:
+        if cls.strategy == "vocab" and not cls.deferred:
+            raise TypeError(f"{cls.__name__} must be deferred: with strategy 'vocab' gradients are made in backward")
 
     @classmethod
     def sizes(cls, c: Case) -> range:
