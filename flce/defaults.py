@@ -29,8 +29,9 @@ LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32
 BORROWED_RATIO = 4
 
 
-def default_plan(c: Case, strategy: str) -> ChunkPlan:
-    """The plan without a budget. `strategy`: "auto", "tokens" or "vocab"."""
+def default_plan(c: Case) -> ChunkPlan:
+    """The plan without a budget."""
+    strategy = c.options.strategy
     if not c.needs.any:
         entries = (c.options.chunk_rows or _default_rows(c)) * c.vocab_size
         if strategy == "vocab":

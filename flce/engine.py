@@ -32,10 +32,11 @@ class ForwardResult:
     grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
 
 
-def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResult:
+def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, gradients: bool) -> ForwardResult:
+    """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
     vectors.check_targets(problem)
     schedule, arena = plan.schedule, Arena(problem.device)
-    with_gradients = problem.needs.any and not schedule.deferred
+    with_gradients = gradients and not schedule.deferred
     # Before the selection, which may wait for the device.
     constants = vectors.constants(problem) if with_gradients else vectors.statistics_constants(problem)
     selection = Selection.of(problem, plan.case.skip_ignored, schedule.counts_on_device)
@@ -50,6 +51,9 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan) -> ForwardResul
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
     results, _ = vectors.reduce(problem, selection.scatter(rows), constants)
+    if gradients and schedule.deferred:
+        del stage
+        grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()))
     return ForwardResult(results, grads, unit)
 
 

@@ -30,16 +30,16 @@ from flce.batching import for_each, is_batched, register_loop
 from flce.case import Case
 from flce.custom_op import Flat, define
 from flce.options import ChunkOptions
-from flce.planning import is_deferred, is_open, make_plan, same_tokens
+from flce.planning import make_plan
 from flce.plans import ChunkPlan
 from flce.problem import SPEC, LinearCrossEntropyProblem, LinearTerm, Needs, accumulation_dtype
-from flce.scalars import INT64_MAX
 
 _OPTIONS = Flat(ChunkOptions)
-# Tensors and lists of them; then scalars: the fields of LossSpec, `Needs.flat`, the fields of ChunkOptions.
+# Tensors and lists of them; then scalars: the fields of LossSpec, `Needs.flat`, the fields of ChunkOptions, and whether
+# the call is part of a graph, which is good for other numbers of tokens too.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    f"Tensor? token_weight, Tensor? num_items, {SPEC.schema}, bool[] needs, {_OPTIONS.schema}"
+    f"Tensor? token_weight, Tensor? num_items, {SPEC.schema}, bool[] needs, {_OPTIONS.schema}, bool traced"
 )
 _NUM_TENSORS = 7
 
@@ -93,10 +93,11 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         *SPEC.pack(p.spec),
         p.needs.flat,
         *_OPTIONS.pack(options),
+        torch.compiler.is_compiling(),
     )
 
 
-def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkOptions]:
+def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, Case]:
     inputs, weights, target, linear_bias, class_weight, token_weight, num_items = args[:_NUM_TENSORS]
     scalars = args[_NUM_TENSORS:]
     problem = LinearCrossEntropyProblem(
@@ -109,16 +110,19 @@ def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, ChunkOpti
         spec=SPEC.unpack(scalars[: len(SPEC)]),
         needs=_needs(scalars),
     )
-    return problem, _OPTIONS.unpack(scalars[len(SPEC) + 1 :])
+    return problem, _case(problem, _OPTIONS.unpack(scalars[len(SPEC) + 1 : -1]), traced=scalars[-1])
 
 
 def _needs(scalars: Sequence[Any]) -> Needs:
     return Needs.from_flat(scalars[len(SPEC)])
 
 
-def _case(p: LinearCrossEntropyProblem, options: ChunkOptions) -> Case:
+def _case(p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool = False) -> Case:
     # Kernels beside products with an epilogue go along rows.
     row_major = all(t.stride(-1) == 1 for term in p.terms for t in (term.input, term.weight))
+    if traced and options.strategy == "auto" and p.dtype == torch.float16:
+        # See `_makes_gradients`. Gradients in float16 are to be rounded when the upstream gradient is known.
+        options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
     return Case(
         num_tokens=p.num_tokens,
         hidden_sizes=p.hidden_sizes,
@@ -134,21 +138,35 @@ def _case(p: LinearCrossEntropyProblem, options: ChunkOptions) -> Case:
     )
 
 
-def _plan(p: LinearCrossEntropyProblem, options: ChunkOptions) -> ChunkPlan:
-    return make_plan(_case(p, options))
+def _makes_gradients(c: Case, traced: bool) -> bool:
+    """Whether gradients are among the results of forward.
+
+    A graph must know that without a plan, for any number of tokens. So with ``strategy="auto"`` forward makes them in
+    any case there, also by a schedule that would leave them to backward.
+    """
+    if not c.needs.any or c.spec.reduction == "none" or c.options.strategy != "auto":
+        return c.needs.any and c.spec.reduction != "none" and c.options.strategy == "tokens"
+    if traced:
+        return True
+    hidden_sizes = tuple(map(int, c.hidden_sizes))  # what traces otherwise has a graph for these sizes alone
+    known = replace(c, num_tokens=int(c.num_tokens), hidden_sizes=hidden_sizes, vocab_size=int(c.vocab_size))
+    try:
+        return not make_plan(known).deferred
+    except ValueError:  # no plan keeps the budget, as a call says
+        return True
 
 
-def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, options: ChunkOptions) -> ResultT:
+def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, c: Case) -> ResultT:
     """`run` with the plan of a call; where its memory cannot be had, with a smaller one.
 
     Not with a budget, which says how much there is, nor while a graph is captured, whose memory is its own.
     """
-    plan = _plan(p, options)
+    plan = make_plan(c)
     while True:
         try:
             return run(plan)
         except torch.OutOfMemoryError:
-            smaller = _smaller(p, plan) if options.max_workspace_bytes is None else None
+            smaller = _smaller(p, plan) if c.options.max_workspace_bytes is None else None
             if smaller is None:
                 raise
         # Here, where the frames of the attempt are gone, and their tensors with them.
@@ -174,54 +192,35 @@ def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
             strategy=plan.strategy,  # type: ignore[arg-type]
         )
         with contextlib.suppress(ValueError):
-            smaller = _plan(p, options)
+            smaller = make_plan(replace(plan.case, options=options))
             return smaller if smaller.workspace_bytes < plan.workspace_bytes else None
     return None
 
 
 def _forward(*args: Any) -> tuple[Any, ...]:
-    problem, options = _unpack(args)
-    result = _run(lambda plan: engine.forward(problem, plan), problem, options)
+    problem, case = _unpack(args)
+    gradients = _makes_gradients(case, args[-1])
+    result = _run(lambda plan: engine.forward(problem, plan, gradients), problem, case)
     unit = result.rows.loss.new_empty(0) if result.grad_unit is None else result.grad_unit
     return Outputs(vectors.as_outputs(result.rows), result.grads, unit).flat
 
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
-    p, options = _unpack(args)
-    case = _case(p, options)
-    deferred = _traced(case)
-    dtypes = case.dtypes(deferred)
+    p, case = _unpack(args)
+    gradients = _makes_gradients(case, args[-1])
+    dtypes = case.dtypes(deferred=not gradients)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
-    ahead = p.needs.any and not deferred
-    scaled = ahead and dtypes.logits_grad == torch.float16
+    scaled = gradients and dtypes.logits_grad == torch.float16
     return Outputs(
         vectors.fake_outputs(p, like),
-        _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if ahead else [],
+        _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if gradients else [],
         like.new_empty(() if scaled else (0,), dtype=accum),
     ).flat
 
 
-def _traced(c: Case) -> bool:
-    """`is_deferred` where sizes may be symbols: the graph is then for a range of numbers of tokens."""
-    tokens = c.num_tokens
-    if not is_open(c):
-        return is_deferred(c)
-    if isinstance(tokens, torch.SymInt):
-        # Of a number that only the device knows nothing can be said, but that a default seldom is deferred.
-        if not tokens.node.has_hint() and c.options.max_workspace_bytes is None:
-            return False
-        tokens = tokens.node.hint if tokens.node.has_hint() else int(tokens)
-    known = replace(c, num_tokens=tokens, hidden_sizes=tuple(map(int, c.hidden_sizes)), vocab_size=int(c.vocab_size))
-    least, most = same_tokens(known)
-    # Each comparison is a guard of the graph.
-    assert least == 0 or c.num_tokens >= least
-    assert most == INT64_MAX or c.num_tokens <= most
-    return is_deferred(known)
-
-
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    problem, options = _unpack(args)
-    return _run(lambda plan: engine.backward(problem, plan, normalizer, upstream), problem, options)
+    problem, case = _unpack(args)
+    return _run(lambda plan: engine.backward(problem, plan, normalizer, upstream), problem, case)
 
 
 def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:

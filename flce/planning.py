@@ -13,38 +13,35 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
-from flce.case import Case, ceil_div
+from flce.case import Case
 from flce.defaults import default_plan
 from flce.gemm import ALIGNMENT
 from flce.plans import ChunkPlan, plan_of, smallest_near
-from flce.scalars import INT64_MAX
 from flce.schedules import SCHEDULES, Schedule
 
 MEMORY_SHARE = 1 / 24
 # CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
 # to keep the budget too.
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
-# Tokens from which on the strategy is that for so many.
-MOST_TOKENS = 1 << 20
 
 
 @functools.lru_cache(maxsize=1024)
 def make_plan(c: Case) -> ChunkPlan:
     """`plan` for callers that have checked their arguments."""
-    strategy = _strategy(c)
-    default, budget = default_plan(c, strategy), _budget(c)
+    default, budget = default_plan(c), c.options.max_workspace_bytes
+    # Blocks of classes are for saving memory: a budget says how much there is of it.
+    searched = budget is not None and c.options.strategy == "vocab"
     if budget is None:
-        return default
-    slack = ALLOCATOR_SLACK.get(c.device_type, 0)
-    if default.workspace_bytes <= budget - slack and strategy != "vocab":
-        return default
-    for allowed in dict.fromkeys((strategy, c.options.strategy)):
-        for room in (budget - slack, budget):
-            fastest = _fastest(c, allowed, room)
-            if fastest is not None:
-                return fastest
+        if c.memory is None:
+            return default
+        budget = int(c.memory * MEMORY_SHARE)
+    for room in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
+        if default.workspace_bytes <= room and not searched:
+            return default
+        fastest = _fastest(c, room)
+        if fastest is not None:
+            return fastest
     least = min(_smallest(c), default, key=lambda plan: plan.workspace_bytes)
     if c.options.max_workspace_bytes is None:
         return least
@@ -54,72 +51,7 @@ def make_plan(c: Case) -> ChunkPlan:
     )
 
 
-def is_deferred(c: Case) -> bool:
-    """Whether the plan of a call makes gradients in backward: all that its outputs depend on, but for dtypes."""
-    if not is_open(c):
-        return c.needs.any and (c.spec.reduction == "none" or c.options.strategy == "vocab")
-    try:
-        return make_plan(c).deferred
-    except ValueError:  # no plan keeps the budget: a call says so
-        return False
-
-
-def same_tokens(c: Case) -> tuple[int, int]:
-    """The least and the most tokens with which `is_deferred` is the same, all between them included."""
-    if not is_open(c):
-        return 0, INT64_MAX
-
-    def deferred(tokens: int) -> bool | None:
-        try:
-            return make_plan(replace(c, num_tokens=tokens)).deferred
-        except ValueError:
-            return None  # each number of tokens that is represented decides by itself
-
-    low = high = _representative(c.num_tokens)
-    this = deferred(high)
-    if this is None:
-        return c.num_tokens, c.num_tokens
-    while high < MOST_TOKENS and deferred(_representative(high + 1)) == this:
-        high = _representative(high + 1)
-    while low > 0 and deferred(low) == this:
-        low = _before(low)
-    return low + 1 if low else 0, high if high < MOST_TOKENS else INT64_MAX
-
-
-def is_open(c: Case) -> bool:
-    """Whether gradients may be made in forward or in backward."""
-    return c.needs.any and c.spec.reduction != "none" and c.options.strategy == "auto" and _budget(c) is not None
-
-
-def _budget(c: Case) -> int | None:
-    if c.options.max_workspace_bytes is not None:
-        return c.options.max_workspace_bytes
-    return None if c.memory is None else int(c.memory * MEMORY_SHARE)
-
-
-def _strategy(c: Case) -> str:
-    """That of a call with a few more tokens, so that a traced graph is good for a range of them."""
-    tokens = _representative(c.num_tokens)
-    if not is_open(c) or tokens == c.num_tokens:
-        return c.options.strategy
-    try:
-        return make_plan(replace(c, num_tokens=tokens)).strategy
-    except ValueError:
-        return c.options.strategy
-
-
-def _representative(tokens: int) -> int:
-    """The next number of three binary digits; of very many tokens `MOST_TOKENS`, or as many."""
-    step = 1 << max(0, tokens.bit_length() - 3)
-    return tokens if tokens > MOST_TOKENS else ceil_div(tokens, step) * step
-
-
-def _before(tokens: int) -> int:
-    """The representative before this one."""
-    return tokens - (1 << max(0, (tokens - 1).bit_length() - 3))
-
-
-def _kinds(c: Case, strategy: str) -> Iterator[tuple[type[Schedule], range]]:
+def _kinds(c: Case) -> Iterator[tuple[type[Schedule], range]]:
     """Schedules for a call, and their sizes."""
     for kind in SCHEDULES:
         if c.needs.any and c.spec.reduction == "none" and not kind.deferred:
@@ -127,14 +59,14 @@ def _kinds(c: Case, strategy: str) -> Iterator[tuple[type[Schedule], range]]:
         sizes, rows = kind.sizes(c), c.chunk_rows
         if c.options.chunk_rows is not None and kind.strategy == "tokens" and kind.sized_by_tokens:
             sizes = range(max(rows, sizes.start), min(rows + 1, sizes.stop))
-        if sizes and (strategy in ("auto", kind.strategy) or not c.needs.any):
+        if sizes and (c.options.strategy in ("auto", kind.strategy) or not c.needs.any):
             yield kind, sizes
 
 
-def _fastest(c: Case, strategy: str, budget: int) -> ChunkPlan | None:
+def _fastest(c: Case, budget: int) -> ChunkPlan | None:
     """Of all plans that keep the budget; None if none does."""
     best = None
-    for kind, sizes in _kinds(c, strategy):
+    for kind, sizes in _kinds(c):
         # Not worth a search if it is slower even with all the memory that it could use.
         if best is None or plan_of(c, kind, sizes[-1]).seconds < best.seconds:
             best = min([best, *_largest(c, kind, sizes, budget)], key=_seconds)
@@ -189,7 +121,7 @@ def _smallest(c: Case) -> ChunkPlan:
     """
     plans = [
         plan_of(c, kind, size)
-        for kind, sizes in _kinds(c, c.options.strategy)
+        for kind, sizes in _kinds(c)
         for size in {sizes[0], sizes[-1], ALIGNMENT}
         if size in sizes
     ]

@@ -40,16 +40,15 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
 
     Returns the plans that calls take from the first `force` on, one for each forward and each backward.
     """
-    choice, traced = _Choice(make, vars(operators)["make_plan"]), operators._traced
+    choice, before = _Choice(make, vars(operators)["make_plan"]), operators._makes_gradients
 
-    def deferred(c: Case) -> bool:
-        """While a graph is traced, where sizes may be symbols: the graph is then for this number of tokens only."""
+    def makes_gradients(c: Case, traced: bool) -> bool:
         sizes = tuple(map(int, c.hidden_sizes))
         schedule = make(replace(c, num_tokens=int(c.num_tokens), hidden_sizes=sizes, vocab_size=int(c.vocab_size)))
-        return traced(c) if schedule is None else schedule.deferred
+        return before(c, traced) if schedule is None else c.needs.any and not schedule.deferred
 
     monkeypatch.setattr(operators, "make_plan", choice)
-    monkeypatch.setattr(operators, "_traced", deferred)
+    monkeypatch.setattr(operators, "_makes_gradients", makes_gradients)
     monkeypatch.setattr(helpers, "make_plan", choice.plan)
     return choice.taken
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.backends.debugging import aot_eager
 
 import flce
 from flce import case, planning, sums
@@ -233,19 +234,40 @@ def test_a_borrowed_sum_of_odd_rows(half_logits: None, torch_backend: str, monke
     assert len(plans) == 2
 
 
-@pytest.mark.parametrize("mib", [0.3, 0.4, 1, 8])
-def test_budgets_while_a_graph_is_traced(mib: float, torch_backend: str) -> None:
-    """With sizes that are symbols."""
-    w = torch.randn(3001, 64, requires_grad=True)
-    options = flce.ChunkOptions(max_workspace_bytes=int(mib * 2**20))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mib", [None, 0.25, 1.5, 8])
+def test_budgets_while_a_graph_is_traced(mib: float | None, dtype: torch.dtype, torch_backend: str) -> None:
+    """One graph for all lengths, whichever schedule each takes."""
+    w = torch.randn(3001, 64).mul(0.3).to(dtype).requires_grad_()
+    options = flce.ChunkOptions(max_workspace_bytes=None if mib is None else int(mib * 2**20))
+    traced_at, n = set(), 0
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> Any:
         return flce.fused_linear_cross_entropy(x, w, y, options=options)
 
-    compiled = torch.compile(loss, dynamic=True, fullgraph=True, backend="aot_eager")
-    for n in (50, 70):
-        x, y = torch.randn(n, 64), torch.randint(0, 3001, (n,))
-        torch.testing.assert_close(compiled(x, y), loss(x, y))
+    def counted(graph: Any, inputs: Any) -> Any:
+        traced_at.add(n)  # more than once if the compiler begins anew
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compiled, deferred = torch.compile(loss, dynamic=True, fullgraph=True, backend=counted), set()
+    for n in (3, 50, 70, 400, 2000):
+        x, y = torch.randn(n, 64).to(dtype).requires_grad_(), torch.randint(0, 3001, (n,))
+        try:
+            plan = flce.plan(n, 64, 3001, dtype, device="cpu", options=options)
+        except ValueError:
+            continue
+        deferred.add(plan.deferred)
+        grads = []
+        for function in (compiled, loss):
+            function(x, y).mul(3.0).backward()
+            grads.append([leaf.grad for leaf in (x, w)])
+            x.grad = w.grad = None
+        for mine, other in zip(*grads, strict=True):
+            assert relative_error(mine, other) <= (1e-5 if dtype == torch.float32 else 2e-2)
+    assert len(traced_at) == 1
+    if (mib, dtype) in ((0.25, torch.float32), (1.5, torch.bfloat16)):
+        assert deferred == {True, False}
 
 
 class Watched(Stage):

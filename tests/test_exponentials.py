@@ -14,20 +14,16 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import flce
-from flce import operators
 from flce.arena import Arena
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
 from flce.borrowing import exponential_tiles
 from flce.case import Case, Dtypes
-from flce.planning import is_deferred, make_plan, same_tokens
+from flce.planning import make_plan
 from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
-from flce.scalars import INT64_MAX
 from flce.schedules.blocks import Blocks
 from flce.schedules.chunks import Chunks, DeferredChunks
 from flce.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
@@ -51,7 +47,6 @@ from tests.hopper import as_on_hopper, case_on_hopper
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
 NEEDS = Needs((True,), (True,), False)
-TRACED = operators._traced  # as it is
 KINDS = (Unnormalized, Borrowed)  # and `Recomputed`, which is one of the first
 
 
@@ -544,20 +539,6 @@ def test_given_rows_borrow_too(strategy: str) -> None:
             plan(100 << 20)
         least = int(str(error.value).split("the least is ")[1].split()[0])
         assert plan(least).workspace_bytes == least
-
-
-@pairs(tokens=[2048, 4096, 16384], mib=[None, 150, 230, 400, 900, 1500])
-def test_decisions_with_symbolic_sizes(tokens: int, mib: int | None) -> None:
-    """While a graph is traced, inequalities say where gradients are made. Equalities would mean a graph for every few
-    lengths."""
-    env, source = ShapeEnv(), ConstantSource("tokens")
-    symbol = env.create_symbol(tokens, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    size: Any = env.create_symintnode(symbol, hint=tokens, source=source)
-    case = case_on_hopper(tokens, 4096, 128256, max_workspace_bytes=None if mib is None else mib << 20)
-    assert TRACED(replace(case, num_tokens=size)) == is_deferred(case) == make_plan(case).deferred
-    assert not [guard for guard in env.guards if "Eq(" in str(guard.expr)]
-    assert bool(env.guards) == (same_tokens(case) != (0, INT64_MAX))
-    assert mib not in (150, 230) or env.guards
 
 
 @given(

@@ -225,7 +225,7 @@ class InBlocks(Schedule):
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
-    """`planning.is_deferred`, which a traced graph depends on, says so of every one."""
+    """`operators._makes_gradients`, which a traced graph depends on, says so of every one."""
     with pytest.raises(TypeError, match="Hasty must be deferred"):
 
         class Hasty(Schedule):
@@ -242,8 +242,8 @@ def test_no_schedule_that_knows_no_upstream_gradient_of_tokens(monkeypatch: pyte
 
     monkeypatch.setattr(planning, "SCHEDULES", (Wrong, *SCHEDULES))
     c = case_of(torch.float32, "xw", "none", max_workspace_bytes=1 << 20)
-    assert next(kind for kind, _ in planning._kinds(c, "auto")) is not Wrong
-    assert next(kind for kind, _ in planning._kinds(replace(c, spec=LossSpec()), "auto")) is Wrong
+    assert next(kind for kind, _ in planning._kinds(c)) is not Wrong
+    assert next(kind for kind, _ in planning._kinds(replace(c, spec=LossSpec()))) is Wrong
 
 
 def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
