@@ -628,11 +628,36 @@ def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, m
         run_fused(p.with_(reduction=reduction))
 
 
+def test_a_smaller_plan_makes_gradients_where_the_first_would(
+    torch_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled graph knows by then which outputs there are: it may not be that of a budget of the same size."""
+    default = flce.plan(500, 64, 2000, torch.float16, device="cpu")
+    quarter = flce.ChunkOptions(max_workspace_bytes=default.workspace_bytes // 4)
+    assert flce.plan(500, 64, 2000, torch.float16, device="cpu", options=quarter).deferred
+    taken, forward = [], engine.forward
+
+    def fails_once(problem: Any, plan: Any) -> Any:
+        taken.append(plan)
+        if len(taken) == 1:
+            raise torch.OutOfMemoryError("for this test")
+        return forward(problem, plan)
+
+    monkeypatch.setattr(engine, "forward", fails_once)
+    with pytest.warns(RuntimeWarning, match="could not have"):
+        run_fused(make_problem((500,), 64, 2000, dtype=torch.float16))
+    assert [plan.deferred for plan in taken] == [False, False]
+    assert taken[1].workspace_bytes < taken[0].workspace_bytes == default.workspace_bytes
+
+
 @pytest.mark.filterwarnings("ignore:flce could not have")
 def test_no_memory_for_nothing(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that takes nothing has none that is smaller."""
+    attempts = itertools.count(1)
 
     def none_left(*args: Any) -> Any:
+        if next(attempts) > 100:
+            pytest.fail("it is tried again and again")
         raise torch.OutOfMemoryError("for this test")
 
     monkeypatch.setattr(engine, "forward", none_left)

@@ -19,8 +19,9 @@ from flce.backends import contract, eager
 from flce.case import Case
 from flce.problem import LossSpec, Needs
 from flce.schedules import SCHEDULES, Schedule
-from flce.schedules.chunks import Chunks
+from flce.schedules.chunks import Chunks, DeferredChunks
 from flce.schedules.schedule import NONE, up_to
+from flce.schedules.unnormalized import Recomputed, Unnormalized
 from flce.stage import Stage
 from flce.sums import ChunkSum
 from tests.helpers import check, make_problem
@@ -161,6 +162,36 @@ def test_nothing_is_allocated_beside_the_arena(
                 with EveryAllocation() as mode:
                     counting.rehearse(c, kind.sized(c, size), RealArena("cpu"), RealStage)
                 assert mode.largest <= 8 * 50, (size, grads)
+
+
+@pytest.mark.parametrize(
+    "kind, grads, products, sorted_rows",
+    [(DeferredChunks, "x", 2, 0), (Unnormalized, "x", 1, 0), (Unnormalized, "w", 1, 50), (Recomputed, "w", 1, 50)],
+)
+def test_what_kernels_take_for_a_moment_is_counted(
+    kind: type[Schedule], grads: str, products: int, sorted_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the products that keep logits in registers, and where the targets are sorted."""
+    monkeypatch.setattr("flce.case.UNNORMALIZED_HEAD", 1)
+    monkeypatch.setattr("flce.case.UNNORMALIZED_CHUNK", 1)
+    c = case_of(torch.bfloat16, grads, "none" if kind is DeferredChunks else "mean", skip_ignored=False)
+    schedule = kind.sized(c, 30)
+    for of_products, of_row in ((1 << 40, 0), (0, 1 << 40)):  # so much more than all else
+        monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args, size=of_products: args[-1] * size)
+        monkeypatch.setattr(contract, "SORT_ROW_BYTES", of_row)
+        counted = counting.count(c, schedule).workspace_bytes
+        assert round(counted / 2**40, 3) == (products if of_products else sorted_rows)
+
+
+def test_gathered_rows_of_exponentials_are_held_once(no_scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are scaled where they are. Rows that are not gathered are scaled in a place of that size."""
+    monkeypatch.setattr("flce.sums.COMPACTION_ROWS", 8)  # or else the last rounding would take the most
+
+    def taken(skip: bool) -> int:
+        c = replace(case_of(torch.bfloat16, "w", skip_ignored=skip), hidden_sizes=(1024,))
+        return counting.count(c, Unnormalized(20)).workspace_bytes
+
+    assert taken(True) - taken(False) <= 50 * 64  # vectors; 20 rows are 40 KiB
 
 
 def test_a_slice_keeps_its_memory() -> None:

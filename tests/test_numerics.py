@@ -6,6 +6,7 @@ Stock is ``F.linear`` in the dtype of the tensors followed by ``F.cross_entropy`
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 
 import flce
 from flce.borrowing import BorrowedBlocks
-from flce.schedules.blocks import Blocks
+from flce.schedules import Schedule
+from flce.schedules.blocks import Apart, Blocks, ChunksOfBlocks
 from flce.schedules.statistics import Statistics
 from tests.forced import force
 from tests.helpers import (
@@ -186,17 +188,31 @@ def test_many_chunks_are_as_exact_as_one(dtype: torch.dtype, torch_backend: str,
         assert error <= 1.1 * one[name] + TINY, (name, error, one[name])
 
 
+def blocks_of_16(rows: int) -> Blocks:
+    return Blocks(Statistics(rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+
+
+def gradients_apart(rows: int) -> Apart:
+    statistics = Statistics(rows, 16)
+    return Apart(statistics, ChunksOfBlocks(statistics, rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+
+
 @low_precision
 @pytest.mark.parametrize("rows", [None, 40])
+@pytest.mark.parametrize("schedule", [blocks_of_16, gradients_apart])
 def test_many_blocks_are_as_exact_as_one(
-    dtype: torch.dtype, rows: int | None, torch_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    schedule: Callable[[int], Schedule],
+    dtype: torch.dtype,
+    rows: int | None,
+    torch_backend: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sums over 32 blocks of classes, and over chunks of the tokens within each of them."""
     p = make_problem((96,), 32, 512, dtype=dtype, device=device, std=2.0, bias=True)
     options = flce.ChunkOptions(strategy="vocab", chunk_rows=rows)
     one = errors(p, run_fused(p, options=options))
-    n = rows or 96
-    plans = force(monkeypatch, lambda c: Blocks(Statistics(n, 16), n, 16, BorrowedBlocks(n, 16)))
+    plans = force(monkeypatch, lambda c: schedule(rows or 96))
     for name, error in errors(p, run_fused(p, options=options)).items():
         assert error <= 1.1 * one[name] + TINY, (name, error, one[name])
     assert [num_blocks(plan) for plan in plans] == [32, 32]

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import flce
+from flce.schedules import SCHEDULES
+from tests.forced import force
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
@@ -247,6 +249,22 @@ def test_the_least_budget(strategy: str, backend: str, device: torch.device) -> 
             options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget),  # type: ignore[arg-type]
             stats=STATS,
         )
+
+
+@pytest.mark.parametrize("grads", ["x", "w", "b", "xw", "xb", "wb", "xwb"])
+def test_every_schedule_makes_every_gradient(
+    grads: str, torch_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a call that it says it is for. The planner would take it in some budget."""
+    for reduction in ("mean", "none"):
+        p = make_problem((9,), 8, 300, bias=True, reduction=reduction, device=device)
+        c = plan_for(p, flce.ChunkOptions(), grads).case
+        for kind in SCHEDULES:
+            sizes = kind.sizes(c)
+            if sizes:
+                schedule = kind.sized(c, sizes[len(sizes) // 3])
+                force(monkeypatch, lambda c, made=schedule: made)  # type: ignore[misc]
+                check(p, grads=grads)
 
 
 def test_nothing_is_written_into_the_arguments(backend: str, device: torch.device) -> None:

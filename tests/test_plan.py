@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import inspect
 import itertools
@@ -473,6 +474,30 @@ def test_no_candidate_is_much_faster(shape: tuple[int, int, int], kind: str) -> 
         best = min(candidates(shape, kind, mib * MIB), key=lambda plan: plan.seconds)
         text = f"{mib} MiB: {made}, {1e3 * made.seconds:.2f} ms; {best}, {1e3 * best.seconds:.2f} ms"
         assert made.seconds <= 1.045 * best.seconds, text
+
+
+@pytest.mark.parametrize("budget", [None, 256 * MIB, 1024 * MIB])
+def test_a_budget_has_room_for_the_allocator(budget: int | None) -> None:
+    """Of CUDA, whose blocks are larger than asked for. What leaves none is not the plan, even if it is the default."""
+    shape = (65536, 4096, 128256)
+    just = plan_on_h200(shape, max_workspace_bytes=budget).workspace_bytes + MIB
+    assert plan_on_h200(shape, max_workspace_bytes=just).workspace_bytes <= just - SLACK
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [lambda n: 1000 + 7 * n, lambda n: n * n, lambda n: int(1000 * n**0.5), lambda n: n + 10 * max(0, n - 3000)],
+    ids=["line", "square", "root", "bend"],
+)
+def test_the_largest_size_is_nearly_found(taken: Callable[[int], int]) -> None:
+    for sizes in (range(1, 4), range(1, 5001), range(50, 100_001)):
+        for share in range(1, 37):
+            budget = taken(sizes[-1]) * share // 37
+            found = planning._largest_size(taken, sizes, budget)
+            fits = bisect.bisect_right(sizes, budget, key=taken)
+            assert (found is None) == (fits == 0)
+            if found is not None:
+                assert 31 / 32 * sizes[fits - 1] - 8 <= found <= sizes[fits - 1]
 
 
 def measured_calls() -> Iterator[tuple[str, float, flce.ChunkPlan]]:
