@@ -38,7 +38,7 @@ class Count:
 def count(c: Case, schedule: Schedule) -> Count:
     arena = CountingArena()
     meter = Meter(c, arena)
-    with _disable_current_modes(), torch.no_grad():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         grads = rehearse(c, schedule, arena, partial(CountingStage, meter))
     if grads and not schedule.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.for_a_moment(eager.SCALING_BYTES)

@@ -631,17 +631,17 @@ def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, m
 def test_a_smaller_plan_makes_gradients_where_the_first_would(
     torch_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compiled graph knows by then which outputs there are: it may not be that of a budget of the same size."""
+    """Which outputs there are has been decided by then: it may not be the plan of a budget of the same size."""
     default = flce.plan(500, 64, 2000, torch.float16, device="cpu")
     quarter = flce.ChunkOptions(max_workspace_bytes=default.workspace_bytes // 4)
     assert flce.plan(500, 64, 2000, torch.float16, device="cpu", options=quarter).deferred
     taken, forward = [], engine.forward
 
-    def fails_once(problem: Any, plan: Any) -> Any:
+    def fails_once(problem: Any, plan: Any, gradients: bool) -> Any:
         taken.append(plan)
         if len(taken) == 1:
             raise torch.OutOfMemoryError("for this test")
-        return forward(problem, plan)
+        return forward(problem, plan, gradients)
 
     monkeypatch.setattr(engine, "forward", fails_once)
     with pytest.warns(RuntimeWarning, match="could not have"):
