@@ -75,6 +75,9 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
         "torch.nn.functional.linear and torch.nn.functional.cross_entropy",
         (*(tensor for term in problem.terms for tensor in (term.input, term.weight)), problem.linear_bias),
     )
+    tensors = _tensors(problem)
+    if _nobody_watches(tensors):
+        return RowOutputs(*_Call.apply(problem, options, *tensors))
     if not torch.compiler.is_compiling():
         flops.tell_active_counters()
     out = Outputs.of(torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
@@ -243,26 +246,37 @@ def _fake_grads(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     out = Outputs.of(output)
-    # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
-    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*out.rows[1:], *out.grads, out.grad_unit)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
     ctx.needs = _needs(ctx.scalars)
-    ctx.dtype = of_inputs[0].dtype
-    ctx.deferred = not out.grads
+    _keep(ctx, out.grads, out.grad_unit, RowOutputs(*out.rows).normalizer, (*of_inputs, *of_weights, *tensors))
+
+
+def _keep(
+    ctx: Any, grads: Sequence[Tensor], grad_unit: Tensor | None, normalizer: Tensor, tensors: Sequence[Tensor | None]
+) -> None:
+    """For backward: the gradients, or the normalizer and the tensors of the problem."""
+    # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
+    ctx.set_materialize_grads(False)
+    assert tensors[0] is not None
+    ctx.dtype = tensors[0].dtype
+    ctx.deferred = not grads
     ctx.handed_out = False
-    if ctx.deferred:
-        ctx.save_for_backward(RowOutputs(*out.rows).normalizer, *of_inputs, *of_weights, *tensors)
-    else:
-        ctx.save_for_backward(*out.grads, out.grad_unit)
+    ctx.save_for_backward(*((normalizer, *tensors) if ctx.deferred else (*grads, grad_unit)))
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     terms = len(ctx.needs.inputs)
+    *of_terms, bias_grad = _wanted(ctx, grad_loss)
     nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 4)
+    return (of_terms[:terms], of_terms[terms:], None, bias_grad, *nothing)
+
+
+def _wanted(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
+    """For each of `Needs.flat` its gradient, or None."""
     if grad_loss is None:
-        return ([None] * terms, [None] * terms, None, None, *nothing)
+        return [None] * len(ctx.needs.flat)
     if torch.is_grad_enabled():
         raise RuntimeError(
             "fused_linear_cross_entropy cannot be differentiated twice (create_graph=True): its gradients are "
@@ -277,34 +291,82 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
     # In place only where the gradient of one loss is asked for, not of each of a batch.
     in_place, saved = not is_batched(grad_loss), ctx.saved_tensors
     needed = iter(for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss))
-    *of_terms, bias_grad = (next(needed) if need else None for need in ctx.needs.flat)
-    return (of_terms[:terms], of_terms[terms:], None, bias_grad, *nothing)
+    return [next(needed) if need else None for need in ctx.needs.flat]
 
 
 def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: bool) -> list[Tensor]:
     """Those that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
-    terms = len(ctx.needs.inputs)
+    terms, directly = len(ctx.needs.inputs), _nobody_watches((upstream, *saved))
     if ctx.deferred:
         normalizer, *others = saved
         tensors = (others[:terms], others[terms : 2 * terms], *others[2 * terms :])
-        return torch.ops.flce.linear_cross_entropy_backward(normalizer, upstream.contiguous(), *tensors, *ctx.scalars)
+        backward = _backward if directly else torch.ops.flce.linear_cross_entropy_backward
+        return backward(normalizer, upstream.contiguous(), *tensors, *ctx.scalars)
     *grads, unit = saved
-    factor = upstream / unit if unit.dim() == 0 else upstream
+    factor = upstream / unit if unit is not None and unit.dim() == 0 else upstream
     assert factor.dim() == 0, "an upstream gradient of each token is for schedules that defer theirs"
     # The bias, a vector, came in the dtype in which it is summed.
     dtypes = [grad.dtype if grad.dim() == 1 else ctx.dtype for grad in grads]
     # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
     changed = [in_place and type(g) is Tensor and g.dtype == dtype for g, dtype in zip(grads, dtypes, strict=True)]
+    scale_cast = _scale_cast if directly else torch.ops.flce.scale_cast
+    scale_in_place = _scale_in_place if directly else torch.ops.flce.scale_
     # What takes memory comes first: if there is none, nothing has been changed, and backward can be tried again.
     result = [
-        grad if scaled else torch.ops.flce.scale_cast(grad, factor, dtype)
+        grad if scaled else scale_cast(grad, factor, dtype)
         for grad, dtype, scaled in zip(grads, dtypes, changed, strict=True)
     ]
     for grad, scaled in zip(grads, changed, strict=True):
         if scaled:
             ctx.handed_out = True
-            torch.ops.flce.scale_(grad, factor)
+            scale_in_place(grad, factor)
     return result
+
+
+# ------------------------------------------------------------------------------------------- without the operators
+
+
+def _nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a call need not be an operator: no compiler, tracer, mode or transform is there to see one."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(t is None or (type(t) in _PLAIN and not is_batched(t) and t.device.type != "meta") for t in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _tensors(p: LinearCrossEntropyProblem) -> tuple[Tensor | None, ...]:
+    of_terms = (*(term.input for term in p.terms), *(term.weight for term in p.terms))
+    return (*of_terms, p.target, p.linear_bias, p.class_weight, p.token_weight, p.num_items)
+
+
+class _Call(torch.autograd.Function):
+    """``flce::linear_cross_entropy`` where nobody watches. What operators take in Python is more than a small call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, problem: LinearCrossEntropyProblem, options: ChunkOptions, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        case = _case(problem, options)
+        gradients = _makes_gradients(case, traced=False)
+        result = _run(lambda plan: engine.forward(problem, plan, gradients), problem, case)
+        rows = result.rows
+        ctx.needs = problem.needs
+        if not result.grads:
+            ctx.scalars = (*SPEC.pack(problem.spec), problem.needs.flat, *_OPTIONS.pack(options), False)
+        ctx.mark_non_differentiable(*(t for t in rows.tensors[1:] if t is not None))
+        _keep(ctx, result.grads, result.grad_unit, rows.normalizer, tensors)
+        return rows.tensors
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        *of_terms, bias_grad = _wanted(ctx, grad_loss)
+        return (None, None, *of_terms, None, bias_grad, None, None, None)
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import flce
-from flce import engine
+from flce import engine, operators
 from flce.backends import get_backend
 from flce.custom_op import Flat
 from flce.problem import SPEC, LossSpec
@@ -174,8 +175,9 @@ OPCHECK_CASES: dict[str, dict[str, Any]] = {
     + [("triton", name) for name in ("weights", "vocab none", "fp16", "adapters", "adapters, vocab")],
     indirect=["backend"],
 )
-def test_opcheck(name: str, backend: str, device: torch.device) -> None:
+def test_opcheck(name: str, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, autograd registration, fake implementation and AOT dispatch of all operators that a call makes."""
+    monkeypatch.setattr(operators, "_nobody_watches", lambda tensors: False)
     kwargs = dict(OPCHECK_CASES[name])
     grads, strategy = kwargs.pop("grads", ALL_GRADS), kwargs.pop("strategy", "tokens")
     stats = kwargs.pop("stats", STATS)
@@ -1099,3 +1101,43 @@ def test_on_the_second_gpu() -> None:
     q = make_problem((33,), 16, 300, dtype=torch.float32, device="cuda:0")
     assert torch.cuda.current_device() == 0
     torch.testing.assert_close(run_fused(p).loss.cpu(), run_fused(q).loss.cpu())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Calls that nobody watches
+
+
+def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What operators take in Python is longer than a small call. Results are the same to the bit."""
+    for strategy, reduction in itertools.product(STRATEGIES, REDUCTIONS):
+        p = make_problem((7,), 8, 30, dtype=torch.float32, bias=True, adapter_ranks=(2,), reduction=reduction)
+        options, outcomes = options_for(strategy), []
+        for watched in (False, True):
+            with monkeypatch.context() as patch:
+                if watched:
+                    patch.setattr(operators, "_nobody_watches", lambda tensors: False)
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                    outcomes.append(run_fused(p, options=options, grad_output=1.7, stats=STATS))
+                names = [event.name for event in profile.events() or []]
+                assert any(name.startswith("flce::") for name in names) == watched
+        mine, other = (tree_leaves(vars(outcome)) for outcome in outcomes)
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_python_calls_of_a_call(torch_backend: str) -> None:
+    """432 in forward and backward on 2026-11-23, 938 before: so that they do not creep back."""
+    x, w, y = leaves()
+    fused(x, w, y).backward()
+    x.grad = w.grad = None
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        fused(x, w, y).backward()
+    finally:
+        sys.setprofile(None)
+    assert calls <= 500
