@@ -403,7 +403,9 @@ def test_committed_results_make_tables_and_pictures(name, tmp_path):
     file = ROOT / "benchmarks" / "results" / f"{name}.json"
     done = CliRunner().invoke(app, ["table", str(file)])
     assert done.exit_code == 0, done.output
-    assert "not known, nothing of ours was measured twice" in done.output
+    # Most are older than the second measurement of the first of ours.
+    spread = "% in the median and " if name == "h200" else "not known, nothing of ours was measured twice"
+    assert spread in done.output
     out = tmp_path / "picture.png"
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plot", str(file), "--out", str(out)])
     if "kernels" in file.name:
