@@ -77,7 +77,7 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
     )
     tensors = _tensors(problem)
     if _nobody_watches(tensors):
-        return RowOutputs(*_Call.apply(problem, options, *tensors))
+        return RowOutputs(*flce_linear_cross_entropy.apply(problem, options, *tensors))
     if not torch.compiler.is_compiling():
         flops.tell_active_counters()
     out = Outputs.of(torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
@@ -345,8 +345,11 @@ def _tensors(p: LinearCrossEntropyProblem) -> tuple[Tensor | None, ...]:
     return (*of_terms, p.target, p.linear_bias, p.class_weight, p.token_weight, p.num_items)
 
 
-class _Call(torch.autograd.Function):
-    """``flce::linear_cross_entropy`` where nobody watches. What operators take in Python is more than a small call."""
+class flce_linear_cross_entropy(torch.autograd.Function):
+    """``flce::linear_cross_entropy`` where nobody watches. What operators take in Python is more than a small call.
+
+    The class has the name that its node is to have in a graph of autograd.
+    """
 
     @staticmethod
     def forward(

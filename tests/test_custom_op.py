@@ -1108,7 +1108,12 @@ def test_on_the_second_gpu() -> None:
 
 
 def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What operators take in Python is longer than a small call. Results are the same to the bit."""
+    """What operators take in Python is longer than a small call. Results are the same to the bit. Those who look for
+    the operator in a graph of autograd find it by its name."""
+    x, w, y = leaves()
+    node = fused(x, w, y).grad_fn
+    assert node is not None
+    assert "flce_linear_cross_entropy" in node.name()
     for strategy, reduction in itertools.product(STRATEGIES, REDUCTIONS):
         p = make_problem((7,), 8, 30, dtype=torch.float32, bias=True, adapter_ranks=(2,), reduction=reduction)
         options, outcomes = options_for(strategy), []
