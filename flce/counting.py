@@ -189,7 +189,7 @@ class CountingStage(Stage):
 
 
 def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
-    """The pieces of so many, of which the second stands for all but the first and the last that is whole."""
+    """Pieces of `step`, and how many each stands for: the second for all but the first and the last whole one."""
     whole, rest = divmod(stop - start, max(1, step))
     numbers = {0: 1, 1: whole - 2, whole - 1: 1} if whole > 2 else dict.fromkeys(range(whole), 1)
     for number, times in numbers.items():
@@ -199,7 +199,7 @@ def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]
 
 
 def _sampled(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
-    """Every so manieth of blocks that become smaller, for as many classes as there are up to the next."""
+    """Some of the blocks, which become smaller: each stands for all classes up to the next."""
     step = max(1, len(blocks) // SAMPLES)
     for number in range(0, len(blocks), step):
         block, last = blocks[number], blocks[min(number + step, len(blocks)) - 1]

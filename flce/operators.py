@@ -151,10 +151,11 @@ def _makes_gradients(c: Case, traced: bool) -> bool:
         return c.needs.any and c.spec.reduction != "none" and c.options.strategy == "tokens"
     if traced:
         return True
-    hidden_sizes = tuple(map(int, c.hidden_sizes))  # what traces otherwise has a graph for these sizes alone
-    known = replace(c, num_tokens=int(c.num_tokens), hidden_sizes=hidden_sizes, vocab_size=int(c.vocab_size))
+    if not all(isinstance(size, int) for size in (c.num_tokens, *c.hidden_sizes, c.vocab_size)):
+        hidden_sizes = tuple(map(int, c.hidden_sizes))  # what traces otherwise has a graph for these sizes alone
+        c = replace(c, num_tokens=int(c.num_tokens), hidden_sizes=hidden_sizes, vocab_size=int(c.vocab_size))
     try:
-        return not make_plan(known).deferred
+        return not make_plan(c).deferred
     except ValueError:  # no plan keeps the budget, as a call says
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flce.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, first_class_behind
-from flce.case import Case
+from flce.case import Case, ceil_div
 from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE
 from flce.schedules.chunks import DeferredChunks
 from flce.schedules.schedule import NONE, Schedule, up_to
@@ -126,7 +126,7 @@ class ChunksOfBlocks(Deferred):
                     total.add(dlogits[area], rows, cols)
 
     def tiles(self, c: Case) -> tuple[int, list[int]]:
-        return self.rows, [self.cols] * -(-c.vocab_size // self.cols)
+        return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
 
 
 @dataclass(frozen=True)
