@@ -73,7 +73,7 @@ def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Check]:
 def duels_of(run: Run, rules: Sequence[Rule]) -> list[Check]:
     found = []
     for entry in run.cases:
-        if entry.case.mode != "forward+backward" or entry.case.dtype != "bfloat16":
+        if entry.case.mode != "forward+backward" or entry.case.dtype != "bfloat16" or entry.case.calls:
             continue
         for rule in rules:
             peer = entry.by_name(rule.peer)

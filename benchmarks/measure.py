@@ -37,6 +37,8 @@ class Sample:
     milliseconds: float
     workspace_bytes: int | None
     cpu_milliseconds: float | None = None  # processor time of all threads; less upset by other programs
+    host_milliseconds: float | None = None  # these two: see `call_meter`
+    alone_milliseconds: float | None = None
     held_bytes: int | None = None  # allocated before the call, where that can be read
     reserved_bytes: int | None = None  # the most that the allocator had from the device, in use or not
 
@@ -205,9 +207,14 @@ def take_sample(result: Result, entrant: Entrant, meter: Meter) -> None:
     if sample is None:
         return
     entrant.spent += time.perf_counter() - start
-    result.samples_ms.append(sample.milliseconds)
-    if sample.cpu_milliseconds is not None:
-        result.cpu_samples_ms.append(sample.cpu_milliseconds)
+    for samples, milliseconds in (
+        (result.samples_ms, sample.milliseconds),
+        (result.cpu_samples_ms, sample.cpu_milliseconds),
+        (result.host_samples_ms, sample.host_milliseconds),
+        (result.alone_samples_ms, sample.alone_milliseconds),
+    ):
+        if milliseconds is not None:
+            samples.append(milliseconds)
     if sample.workspace_bytes is not None and result.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes, sample.workspace_bytes)
 

@@ -5,7 +5,7 @@ A case is a line of a preset, a contender one of `operator_contenders.CONTENDERS
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Prepared
+from benchmarks.call_meter import CallMeter
 from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
 from benchmarks.measure import Entrant, Meter, release
@@ -21,7 +22,7 @@ from benchmarks.operator_problem import CALLS, Mode, OperatorCase, Problem, Shap
 from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.results import NOBODY, Entry, Result, Run
 from benchmarks.tables import Columns, Table
-from benchmarks.targets import HEADS, MAIN, NARROW, plan_tables, target_cases, target_table
+from benchmarks.targets import HEADS, MAIN, NARROW, SMALL, plan_tables, target_cases, target_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +39,11 @@ EXACTNESS = OperatorCase(32768, 1024, 32000, time=False, errors=True)
 EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # float16 as under a GradScaler
 
 
+def call_case(shape: Shape) -> OperatorCase:
+    """A problem with our default and everybody else, as called."""
+    return replace(peer_case(shape, ("ours",)), calls=True, label="")
+
+
 def tiny() -> Plan:
     """Seconds on a CPU; for the tests."""
     half: list[Mode] = ["forward+backward", "reduction-none"]
@@ -46,7 +52,7 @@ def tiny() -> Plan:
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
     curve = ("ours", budget_name(1), budget_name(1, "bf16"))
-    return planned([*whole, skipping, peer_case(TINY, curve)], rounds=3, seconds=1.0)
+    return planned([*whole, skipping, peer_case(TINY, curve), call_case(TINY)], rounds=3, seconds=1.0)
 
 
 LONG_IN_BUDGETS: list[tuple[Shape, int]] = [
@@ -87,6 +93,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "peers": lambda: EXACTLY + PEERS,
     "h200": lambda: PROMISED + EXACTLY + PEERS,
     "h200-budgets": budgets,
+    # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
+    "h200-small": lambda: planned(map(call_case, SMALL), 25, 0.5) + planned([call_case(MAIN)], 25, 1.2),
 }
 
 
@@ -99,7 +107,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     release()  # what other cases left in the cache
     problem = Problem(case, device)
     oracle = make_oracle(problem) if case.errors else None
-    meter = Meter(device, head_start=HEAD_START)
+    meter = (CallMeter if case.calls else Meter)(device, head_start=HEAD_START)
 
     def enter(contender: OperatorContender, result: Result) -> Entrant:
         step = contender.prepare(problem)
@@ -109,22 +117,47 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
         result.planned_bytes = contender.planned_bytes(case, device)
         if oracle is not None:
             result.errors = exactness(outcome, oracle)
+        del outcome
+        if isinstance(meter, CallMeter):
+            result.note = meter.capture(step)
         return Entrant(step)
 
     return meter, enter
 
 
+def products_ms(entry: Entry) -> float | None:
+    """What the bare products take of the device."""
+    floor = next((r for r in entry.results if r.contender in ("floor", "floor-aligned")), NOBODY)
+    return floor.alone_ms or floor.median_ms
+
+
+def three_times(entry: Entry, result: Result) -> str:
+    if result.family == "floor" or result.host_ms is None:
+        return tables.milliseconds(result.alone_ms or result.median_ms)
+    parts = [tables.ratio(ms, products_ms(entry)) for ms in (result.median_ms, result.alone_ms)]
+    return ", ".join([*parts, tables.milliseconds(result.host_ms)])
+
+
+def call_table(entries: Sequence[Entry]) -> Table:
+    title = "As called and alone, of the bare products alone; host ms"
+    table = tables.summary(title, "tokens x hidden x vocabulary", entries, three_times)
+    notes = dict.fromkeys(note for entry in entries for note in tables.failure_notes(entry))
+    return replace(table, notes=[*notes, *table.notes])
+
+
 def time_table(entry: Entry) -> Table:
     """Time and workspace of every contender."""
-    floor = next((r for r in entry.results if r.contender in ("floor", "floor-aligned")), NOBODY)
-    stock = entry.by_name("stock")
+    floor_ms, stock = products_ms(entry), entry.by_name("stock")
     columns: Columns = {
         "": lambda r: r.title,
         "median ms": lambda r: tables.milliseconds(r.median_ms),
         "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
         "calls": lambda r: str(len(r.samples_ms)),
-        "x floor": lambda r: tables.ratio(r.median_ms, floor.median_ms),
+        "x floor": lambda r: tables.ratio(r.median_ms, floor_ms),
         "x stock": lambda r: tables.ratio(r.median_ms, stock.median_ms),
+        "alone ms": lambda r: tables.milliseconds(r.alone_ms),
+        "alone x floor": lambda r: tables.ratio(r.alone_ms, floor_ms),
+        "host ms": lambda r: tables.milliseconds(r.host_ms),
         "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
         "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
         "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
@@ -154,12 +187,14 @@ def case_tables(entry: Entry) -> list[Table]:
 
 def whole(run: Run, brief: bool) -> list[Table]:
     """First targets, peers and plans, those that the run has figures of."""
-    found = [table for table in [target_table([run])] if table.rows]
+    found = [table for table in target_tables([run]) if table.rows]
     found += [dominance_table([run])] if duels([run]) else []
     found += plan_tables([run])
     timed = [entry for entry in run.cases if entry.case.time]
-    for label in dict.fromkeys(entry.case.label for entry in timed):
-        entries = [entry for entry in timed if entry.case.label == label]
+    called, others = ([entry for entry in timed if entry.case.calls is calls] for calls in (True, False))
+    found += [call_table(called)] if called else []
+    for label in dict.fromkeys(entry.case.label for entry in others):
+        entries = [entry for entry in others if entry.case.label == label]
         if brief or len(entries) > 1:
             title, first = "Median ms, workspace MiB" + (label and f", {label}"), "tokens x hidden x vocabulary"
             found.append(tables.summary(title, first, entries, lambda entry, result: figures(result)))
@@ -200,7 +235,7 @@ OPERATOR = Benchmark(
     case_tables=case_tables,
     tables=whole,
     figure=figure,
-    targets=lambda runs, brief: [target_table(runs), *plan_tables(runs)],
+    targets=lambda runs, brief: [*target_tables(runs), *plan_tables(runs)],
     dominance=dominance_table,
     choices={"mode": CALLS},
     defaults=({"errors": True},),

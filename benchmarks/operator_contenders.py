@@ -59,13 +59,14 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
     plain = problem.case.upstream == 1 and call.reduction != "none"
 
     def step() -> Outcome:
-        with torch.set_grad_enabled(call.input_grad):
-            loss = loss_function(x, w, y, call.reduction)
-        if call.input_grad:
-            loss.backward(None if plain else problem.upstream.to(loss.dtype))
-        outcome = Outcome(loss.detach(), x.grad, w.grad)
-        x.grad = w.grad = None
-        return outcome
+        try:
+            with torch.set_grad_enabled(call.input_grad):
+                loss = loss_function(x, w, y, call.reduction)
+            if call.input_grad:
+                loss.backward(None if plain else problem.upstream.to(loss.dtype))
+            return Outcome(loss.detach(), x.grad, w.grad)
+        finally:
+            x.grad = w.grad = None
 
     return step
 

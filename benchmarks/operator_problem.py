@@ -55,6 +55,7 @@ class OperatorCase(Case):
     time: bool = True
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
+    calls: bool = False  # times it as `call_meter` does
     label: str = ""  # tells apart cases of the same problem with other contenders
 
     @property
@@ -81,7 +82,8 @@ class OperatorCase(Case):
     def title(self) -> str:
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
         upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
-        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, ignored, upstream, self.label]
+        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, ignored, upstream]
+        parts += ["as called" if self.calls else "", self.label]
         return ", ".join(filter(None, parts))
 
     def aligned(self, multiple: int = 64) -> OperatorCase:

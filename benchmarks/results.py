@@ -27,6 +27,10 @@ SCHEMA = 1
 HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gives
 
 
+def median(samples: list[float]) -> float | None:
+    return statistics.median(samples) if samples else None
+
+
 @dataclass
 class Result:
     """One contender on one case. Each benchmark has figures of its own; what is None is not in the file."""
@@ -39,6 +43,10 @@ class Result:
     samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` of them, in order
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
     workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
+    note: str | None = None  # why it could not be captured in a CUDA graph
+    # Of calls as `call_meter` has them, beside the time until the device has finished.
+    host_samples_ms: list[float] = field(default_factory=list)  # until the call returned
+    alone_samples_ms: list[float] = field(default_factory=list)  # of replays
     # Of the operator.
     planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
     errors: dict[str, float] | None = None  # relative, against float64
@@ -51,7 +59,6 @@ class Result:
     moved_bytes: int | None = None  # what a call has to read and write
     calls: int = 1  # made one after the other, whose time is one sample
     method: str | None = None  # how they were timed, see `row_calls`
-    note: str | None = None  # why they were not captured
 
     @classmethod
     def of(cls, contender: Contender, **figures: Any) -> Result:
@@ -59,11 +66,19 @@ class Result:
 
     @property
     def median_ms(self) -> float | None:
-        return statistics.median(self.samples_ms) if self.samples_ms else None
+        return median(self.samples_ms)
 
     @property
     def median_cpu_ms(self) -> float | None:
-        return statistics.median(self.cpu_samples_ms) if self.cpu_samples_ms else None
+        return median(self.cpu_samples_ms)
+
+    @property
+    def host_ms(self) -> float | None:
+        return median(self.host_samples_ms)
+
+    @property
+    def alone_ms(self) -> float | None:
+        return median(self.alone_samples_ms)
 
     @property
     def gigabytes_per_second(self) -> float | None:
@@ -78,7 +93,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         document = asdict(self)
-        for name in ("samples_ms", "cpu_samples_ms"):
+        for name in [name for name in document if name.endswith("samples_ms")]:
             document[name] = [round(sample, 4) for sample in document[name]]
         document["median_ms"] = None if self.median_ms is None else round(self.median_ms, 4)
         return {name: value for name, value in document.items() if value is not None}

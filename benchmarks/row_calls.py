@@ -81,8 +81,6 @@ def make_region(calls: Calls, device: torch.device) -> Region:
     current = torch.cuda.current_stream(device)
     try:
         region = captured(calls, device)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
         torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own behind
         torch.cuda.synchronize(device)

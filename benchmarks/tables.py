@@ -70,10 +70,9 @@ FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not 
 
 
 def failure_notes(entry: Entry) -> list[str]:
-    return [
-        f"{result.title} ({result.contender}) {FAILURES[result.status]}: {result.reason}"
-        for result in entry.results
-        if result.status in FAILURES
+    failed = [result for result in entry.results if result.status in FAILURES]
+    return [f"{r.title} ({r.contender}) {FAILURES[r.status]}: {r.reason}" for r in failed] + [
+        f"{r.title} ({r.contender}) cannot be captured: {r.note}" for r in entry.results if r.note is not None
     ]
 
 

@@ -10,6 +10,8 @@
 #     targets       only the first of these three, without peers; fails where a workspace is not as planned
 #     budgets       what a plan chooses in budgets beside what it could: one chunk, or blocks of classes; a minute or two
 #     peers         only the last
+#     calls         small calls and a large one, as called from an idle GPU, alone in a CUDA graph, and the time of the
+#                   host; two minutes
 #     model-short   training steps of a whole model, 4 x 8192 tokens
 #     kernels       the pass over the logits by itself
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
@@ -98,7 +100,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" = kernels || "$command" = budgets ]] && return
+    [[ "$command" = kernels || "$command" = budgets || "$command" = calls ]] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -211,6 +213,7 @@ for name in $parts; do
         targets) benchmark operator operator targets 240 ;;
         budgets) benchmark budgets operator h200-budgets 150 ;;
         peers) benchmark operator operator peers 500 --errors ;;
+        calls) benchmark calls operator h200-small 145 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
@@ -234,6 +237,7 @@ report model --brief
 report kernels --brief
 report rows --targets --brief
 report budgets --brief
+report calls --brief
 report operator --targets --dominance
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
@@ -242,7 +246,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model kernels rows budgets operator; do
+    for command in model kernels rows budgets calls operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

@@ -1,0 +1,297 @@
+"""Three times of a call: of a made-up device with a clock of its own, in the tables and targets, and on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from benchmarks import call_meter
+from benchmarks.call_meter import CallMeter
+from benchmarks.cases import Effort
+from benchmarks.cli import app
+from benchmarks.dominance import duels
+from benchmarks.measure import Sample
+from benchmarks.operator import OPERATOR, PRESETS, call_case
+from benchmarks.operator_contenders import OperatorContender, autograd_step, select, stock_loss
+from benchmarks.operator_problem import OperatorCase, Problem
+from benchmarks.results import Entry, Result, Run
+from benchmarks.row_calls import Region
+from benchmarks.tables import Verdict
+from benchmarks.targets import CALL_TARGETS, MAIN, SMALL, TARGETS, Target, check_targets, target_tables
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CASE = OperatorCase(8, 4, 16, calls=True)
+HEAD: dict[str, Any] = {
+    "date": "2026-11-25T00:00:00Z",
+    "command": "python -m benchmarks operator",
+    "commit": None,
+    "versions": {},
+    "device": {"type": "cuda", "name": "made up"},
+}
+
+
+class Device:
+    """A host and a device, whose work begins half a millisecond after a call; in milliseconds."""
+
+    def __init__(self, host: float, device: float) -> None:
+        self.host, self.device = host, device
+        self.now = self.free = 0.0
+
+    def step(self) -> None:
+        self.free = max(self.free, self.now + 0.5) + self.device
+        self.now += self.host
+
+    def replay(self) -> None:
+        self.free = max(self.free, self.now) + self.device
+
+    def synchronize(self, device: torch.device) -> None:
+        self.now = max(self.now, self.free)
+
+    def on_cuda(self, step: Any) -> tuple[object, Sample]:
+        self.synchronize(CUDA)
+        start = self.now
+        outcome = step()
+        self.synchronize(CUDA)
+        return outcome, Sample(self.now - start, None)
+
+
+def meter_of(device: Device, monkeypatch: pytest.MonkeyPatch, make_region: Any) -> CallMeter:
+    monkeypatch.setattr(call_meter, "time", SimpleNamespace(perf_counter=lambda: device.now / 1e3))
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(call_meter, "make_region", make_region)
+    meter = CallMeter(CUDA)
+    monkeypatch.setattr(meter, "on_cuda", device.on_cuda)
+    return meter
+
+
+@pytest.mark.parametrize("host, device, replays", [(2.0, 5.0, 3), (2.0, 0.1, 20), (7.0, 1.5, 7)])
+def test_the_times_of_a_call(host, device, replays, monkeypatch):
+    made = Device(host, device)
+    counted = []
+
+    def replay():
+        counted.append(1)
+        made.replay()
+
+    meter = meter_of(made, monkeypatch, lambda calls, where: Region(replay, "captured"))
+    step = made.step
+    assert meter.capture(step) is None
+    counted.clear()
+    for _ in range(2):
+        sample = meter.sample(step)
+        assert sample.host_milliseconds == pytest.approx(host)
+        assert sample.milliseconds == pytest.approx(max(host, 0.5 + device))
+        assert sample.alone_milliseconds == pytest.approx(device)
+    assert len(counted) == 2 * replays
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_who_cannot_be_captured_says_why_and_is_timed_as_called(raises, monkeypatch):
+    made = Device(2.0, 5.0)
+
+    def make_region(calls, where):
+        if raises:
+            raise RuntimeError("as planned\nand more")
+        return Region(made.step, "launched", note="RuntimeError: as planned")
+
+    meter = meter_of(made, monkeypatch, make_region)
+    assert meter.capture(made.step) == "RuntimeError: as planned"
+    sample = meter.sample(made.step)
+    assert sample.host_milliseconds == pytest.approx(2.0)
+    assert sample.milliseconds == pytest.approx(5.5)
+    assert sample.alone_milliseconds is None
+
+
+def test_on_a_cpu_there_is_one_time():
+    meter = CallMeter(CPU)
+    assert meter.capture(lambda: None) is None
+    sample = meter.sample(lambda: None)
+    assert sample.milliseconds > 0
+    assert (sample.host_milliseconds, sample.alone_milliseconds) == (None, None)
+
+
+@pytest.mark.parametrize("which", ["input", "weight"])
+def test_a_step_that_fails_leaves_no_gradient(which):
+    """Which the next contender's, or a captured one, would be added to."""
+    problem = Problem(OperatorCase(8, 4, 16, dtype="float32"), CPU)
+
+    def fail(gradient):
+        raise RuntimeError("as planned")
+
+    step = autograd_step(problem, stock_loss)
+    handle = getattr(problem, which).register_hook(fail)
+    with pytest.raises(RuntimeError, match="as planned"):
+        step()
+    assert (problem.input.grad, problem.weight.grad) == (None, None)
+    handle.remove()
+    step()
+
+
+def test_the_times_are_kept_and_shown(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(CallMeter, "capture", lambda meter, step: None)
+    monkeypatch.setattr(CallMeter, "sample", lambda meter, step: Sample(5.0, None, None, 0.75, 4.0))
+    entry = OPERATOR.measure(CASE, CPU, Effort(2, 1.0), select(["ours"]))
+    floor = measured("floor", 3.9, 4.0, 0.1, "floor")
+    stuck = Result("liger", "Liger", "peer", samples_ms=[8.0], host_samples_ms=[7.5], note="it waits")
+    file = tmp_path / "run.json"
+    Run("operator", HEAD, [Entry(CASE, [floor, *entry.results, stuck])]).save(file)
+    ours = OPERATOR.load(file).cases[0].by_name("ours")
+    assert (ours.samples_ms, ours.alone_samples_ms, ours.host_samples_ms) == ([5.0] * 2, [4.0] * 2, [0.75] * 2)
+    brief = CliRunner().invoke(app, ["table", str(file), "--brief"]).output
+    assert f"| {CASE.title} | 4 | 1.25, 1.00, 0.75 | 1.25, 1.00, 0.75 | 2.00, -, 7.5 |" in brief
+    assert "as called" in CASE.title
+    assert "- Liger (liger) cannot be captured: it waits" in brief
+    whole = CliRunner().invoke(app, ["table", str(file)]).output
+    assert "| flce | 5 | 5 | 2 | 1.25 | 4 | 1.00 | 0.75 |" in whole
+
+
+def measured(contender: str, called: float, alone: float, host: float, family: str = "ours") -> Result:
+    result = Result(contender, contender, family, samples_ms=[called])
+    result.alone_samples_ms, result.host_samples_ms = [alone], [host]
+    return result
+
+
+def verdict(target: Target, *results: Result, case: OperatorCase = CASE) -> Verdict:
+    (check,) = check_targets([Run("operator", HEAD, [Entry(case, list(results))])], [target])
+    return check.verdict
+
+
+def of_small(call: str, reference: str, shape: tuple[int, int, int] = CASE.shape) -> Target:
+    (target,) = [
+        Target(t.call, shape, t.limit, reference=reference, calls=True, figure=t.figure)
+        for t in CALL_TARGETS
+        if (t.call, t.shape, t.reference) == (call, SMALL[0], reference)
+    ]
+    return target
+
+
+@pytest.mark.parametrize(
+    "products, alone, expected",
+    [
+        (4.05, 1.149, Verdict.met),
+        (3.91, 1.20, Verdict.missed),
+        (3.89, 1.299, Verdict.met),
+        (3.89, 1.32, Verdict.nearly),
+        (0.5, 1.35, Verdict.missed),
+    ],
+)
+def test_the_limit_alone_is_by_the_time_of_the_products(products, alone, expected):
+    floor = measured("floor", 1.0, products, 0.1, "floor")
+    ours = measured("ours", 99.0, alone * products, 99.0)
+    assert verdict(of_small("alone", "floor"), floor, ours) is expected
+
+
+@pytest.mark.parametrize(
+    "compiled, host, expected",
+    [(0.5, 1.19, Verdict.met), (0.5, 1.23, Verdict.missed), (2.0, 2.39, Verdict.met), (2.0, 2.5, Verdict.missed)],
+)
+def test_the_limit_of_the_host(compiled, host, expected):
+    other = measured("torch-compile", 1.0, 1.0, compiled, "peer")
+    assert verdict(of_small("host", "torch-compile"), other, measured("ours", 99.0, 99.0, host)) is expected
+
+
+@pytest.mark.parametrize("name", ["torch-compile", "stock"])
+@pytest.mark.parametrize("called, expected", [(10.0, Verdict.met), (10.1, Verdict.nearly), (10.3, Verdict.missed)])
+def test_nobody_is_faster_as_called(name, called, expected):
+    target = of_small("as called", name)
+    assert verdict(target, measured(name, 10.0, 1.0, 1.0), measured("ours", called, 99.0, 99.0)) is expected
+
+
+def test_what_is_not_there_is_not_measured():
+    bare = Result("floor", "floor", "floor", samples_ms=[1.0])
+    ours = measured("ours", 1.0, 1.0, 1.0)
+    assert verdict(of_small("alone", "floor"), bare, ours) is Verdict.unmeasured
+    assert verdict(of_small("host", "torch-compile"), bare, ours) is Verdict.unmeasured
+
+
+def test_times_of_a_call_are_told_from_those_of_the_device():
+    """Two cases of one problem: targets of either look at their own, and the peers at the device."""
+    floor, ours = measured("floor", 10.0, 10.0, 0.1, "floor"), measured("ours", 10.4, 10.4, 0.1)
+    peer = Result("cce", "CCE", "peer", samples_ms=[20.0], workspace_bytes=1)
+    called = Run("operator", HEAD, [Entry(call_case(MAIN), [floor, ours, peer])])
+    device = Run("operator", HEAD, [Entry(OperatorCase(*MAIN), [floor, ours, peer])])
+    (table,) = target_tables([called])
+    assert table.title == f"Targets of calls met: 1 of {len(CALL_TARGETS)}"
+    (other,) = target_tables([device])
+    assert other.title == f"Targets met: 1 of {len(TARGETS)}"
+    assert [t.title for t in target_tables([device, called])] == [other.title, table.title]
+    (nothing,) = target_tables([Run("operator", HEAD, [])])
+    assert (nothing.title, nothing.rows) == ("Targets", [])
+    assert duels([called]) == []
+    assert duels([device]) != []
+
+
+def test_the_preset_measures_all_targets_of_calls():
+    cases = [case for case, _ in PRESETS["h200-small"]()]
+    assert [case.shape for case in cases] == [*SMALL, MAIN]
+    assert all(case.calls and case.time for case in cases)
+    entries = [Entry(case, [measured(name, 1.0, 1.0, 1.0) for name in case.contenders or ()]) for case in cases]
+    checks = check_targets([Run("operator", HEAD, entries)], CALL_TARGETS)
+    assert {check.verdict for check in checks} == {Verdict.met}
+    assert len(checks) == len({check.key for check in checks}) == 4 * len(SMALL) + 1
+
+
+@pytest.mark.gpu
+def test_the_times_of_a_call_on_cuda():
+    """The host is done before the device; who waits for it is timed as called alone."""
+
+    def waiting(x, w, y, reduction):
+        loss = stock_loss(x, w, y, reduction)
+        loss.item()
+        return loss
+
+    def prepare(problem):
+        return autograd_step(problem, waiting)
+
+    contenders = [*select(["floor", "ours", "torch-compile", "stock"]), OperatorContender("wait", "", "peer", prepare)]
+    case = OperatorCase(4096, 1024, 32000, calls=True)
+    entry = OPERATOR.measure(case, CUDA, Effort(5, 20.0), contenders)
+    for result in entry.results:
+        assert result.status == "ok", (result.contender, result.reason)
+        assert result.median_ms is not None
+        assert result.host_ms is not None
+        assert result.host_ms <= result.median_ms
+        if result.contender == "wait":
+            assert result.alone_ms is None
+            assert "synchronizing" in (result.note or "")
+        else:
+            assert result.note is None, (result.contender, result.note)
+            assert result.alone_ms is not None
+            assert 0.5 < result.median_ms / result.alone_ms < 10, result.contender
+    by_name = {result.contender: result.alone_ms or 0.0 for result in entry.results}
+    assert by_name["floor"] < by_name["ours"] < 1.1 * by_name["stock"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ours", "torch-compile", "stock"])
+def test_a_replay_makes_the_gradients(name):
+    """Of what the operands hold then, not of what they held when the step was captured."""
+    problem = Problem(OperatorCase(256, 64, 1000), CUDA)
+    (contender,) = select([name])
+    solve = contender.prepare(problem)
+    kept: list[Any] = []
+
+    def step():
+        outcome = solve()
+        if torch.cuda.is_current_stream_capturing():
+            kept.append(outcome)
+        return outcome
+
+    meter = CallMeter(CUDA, head_start=1e-3)
+    assert meter.capture(step) is None
+    with torch.no_grad():
+        problem.input.neg_()
+    (replayed,) = kept
+    meter.replays[step][0]()
+    torch.cuda.synchronize()
+    again: Any = solve()
+    for got, expected in zip(replayed, again, strict=True):
+        torch.testing.assert_close(got, expected)
