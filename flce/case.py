@@ -102,6 +102,13 @@ class Case:
                 f"got {logits} with {dtype} inputs"
             )
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+
     def dtypes(self, deferred: bool) -> Dtypes:
         """Of a schedule that makes gradients in backward, or in forward."""
         logits, logits_grad = logits_dtypes(self.dtype, self.device_type, self.options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +38,13 @@ def count(c: Case, schedule: Schedule) -> Count:
     arena = CountingArena()
     meter = Meter(c, arena)
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        grads = rehearse(c, schedule, arena, partial(CountingStage, meter))
+        grads = rehearse(c, schedule, arena, meter, CountingStage)
     if grads and not schedule.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.for_a_moment(eager.SCALING_BYTES)
     return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds)
 
 
-def rehearse(c: Case, schedule: Schedule, arena: Arena, stage_of: Callable[..., Stage]) -> list[Tensor]:
+def rehearse(c: Case, schedule: Schedule, arena: Arena, backend: Any, stage_of: Callable[..., Stage]) -> list[Tensor]:
     """Forward and backward of a call, as `engine` and `operators` make them, on operands without values. The gradients
     are returned, with all memory in the arena."""
     n = c.num_tokens
@@ -65,11 +64,11 @@ def rehearse(c: Case, schedule: Schedule, arena: Arena, stage_of: Callable[..., 
     # Of gathered rows once more, at their places among all.
     results = out.map(lambda t: arena.new(t.shape, t.dtype)) if c.skip_ignored else out
     dtypes, products = c.dtypes(schedule.deferred), c.products and schedule.products
-    stage = stage_of(problem, dtypes, arena, selection, None, out.normalizer, out, None, products)
+    stage = stage_of(problem, backend, dtypes, arena, selection, None, out.normalizer, out, None, products)
     schedule.forward(stage)
     if schedule.deferred:
         of_each = arena.new((n,), out.loss.dtype) if c.skip_ignored and c.spec.reduction == "none" else None
-        stage = stage_of(problem, dtypes, arena, selection, None, results.normalizer, None, of_each, products)
+        stage = stage_of(problem, backend, dtypes, arena, selection, None, results.normalizer, None, of_each, products)
         schedule.backward(stage)
     if not c.needs.any:
         return []
@@ -151,12 +150,10 @@ class Meter:
 class CountingStage(Stage):
     """A stage that measures what it is asked for. Its loops are shortened, see `_shortened`."""
 
-    def __init__(self, meter: Meter, *args: Any) -> None:
-        self._meter = meter
-        super().__init__(*args)
-
-    def _get_backend(self) -> Any:
-        return self._meter
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.backend, Meter)
+        self._meter = self.backend
 
     def chunks(self, step: int) -> Iterator[slice]:
         return self._meter.repeated(_shortened(0, self.selection.num_rows, step))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flce import rows as vectors
 from flce.arena import Arena
+from flce.backends import load
 from flce.backends.contract import RowOutputs
 from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem
@@ -35,10 +36,10 @@ class ForwardResult:
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, gradients: bool) -> ForwardResult:
     """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
     vectors.check_targets(problem)
-    schedule, arena = plan.schedule, Arena(problem.device)
+    schedule, backend, arena = plan.schedule, load(plan.case.backend), Arena(problem.device)
     with_gradients = gradients and not schedule.deferred
     # Before the selection, which may wait for the device.
-    constants = vectors.constants(problem) if with_gradients else vectors.statistics_constants(problem)
+    constants = backend.constants(problem) if with_gradients else vectors.statistics_constants(problem, backend)
     selection = Selection.of(problem, plan.case.skip_ignored, schedule.counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, arena)
     unit = None
@@ -47,10 +48,10 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, gradients: bool
         assert constants is not None
         unit = vectors.grad_unit(problem, constants) if plan.dtypes.logits_grad == torch.float16 else None
         scaled = vectors.scaled(constants, unit)
-    stage = Stage(problem, plan.dtypes, arena, selection, scaled, rows.normalizer, rows, None, plan.products)
+    stage = Stage(problem, backend, plan.dtypes, arena, selection, scaled, rows.normalizer, rows, None, plan.products)
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
-    results, _ = vectors.reduce(problem, selection.scatter(rows), constants)
+    results, _ = vectors.reduce(problem, backend, selection.scatter(rows), constants)
     if gradients and schedule.deferred:
         del stage
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()))
@@ -64,7 +65,8 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    constants = vectors.constants(problem)
+    backend = load(plan.case.backend)
+    constants = backend.constants(problem)
     arena, selection = Arena(problem.device), Selection.of(problem, plan.case.skip_ignored, False)
     of_each = None
     if upstream.dim() == 0:
@@ -72,6 +74,6 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
     else:
         of_each = selection.take(upstream.to(constants.dtype))
     normalizer = selection.take(normalizer, dim=1)
-    stage = Stage(problem, plan.dtypes, arena, selection, constants, normalizer, None, of_each, plan.products)
+    stage = Stage(problem, backend, plan.dtypes, arena, selection, constants, normalizer, None, of_each, plan.products)
     plan.schedule.backward(stage)
     return stage.gradients()

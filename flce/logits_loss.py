@@ -15,7 +15,7 @@ Both take rows where they are (`layout`), and between the passes finish statisti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from flce import rows as vectors
 from flce.arena import Arena
 from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile
 from flce.backends.eager import finish
 from flce.backends.state import empty_shard
 from flce.batching import is_batched, register_loop
@@ -142,30 +142,31 @@ def check_overwritable(logits: Tensor) -> None:
 
 def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
-    constants = vectors.statistics_constants(p)
+    backend = get_backend(p.device)
+    constants = vectors.statistics_constants(p, backend)
     logits, order = rows_of(p.logits)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
-    _statistics(p, logits, _row_inputs(p, order, constants), out)
-    return _outputs(p, order, out, constants)
+    _statistics(p, backend, logits, _row_inputs(p, order, constants), out)
+    return _outputs(p, backend, order, out, constants)
 
 
 def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None]:
     """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
     the logits."""
-    constants = vectors.constants(p)
+    backend = get_backend(p.device)
+    constants = backend.constants(p)
     unit = vectors.grad_unit(p, constants) if p.dtype == torch.float16 else None
     logits, order = rows_of(p.logits)
     rows = _row_inputs(p, order, vectors.scaled(constants, unit))
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
-    backend = get_backend(p.device)
     if p.shard is None:
         vectors.check_targets(p)
         backend.loss_and_gradient(logits, logits, rows, p.spec, _tile(p), out)
     else:
-        _statistics(p, logits, rows, out)
+        _statistics(p, backend, logits, rows, out)
         if logits.shape[-1]:
             backend.gradient(logits, logits, rows, p.spec, _tile(p), out.normalizer, None)
-    return _outputs(p, order, out, constants), unit
+    return _outputs(p, backend, order, out, constants), unit
 
 
 def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, upstream: Tensor) -> Tensor:
@@ -173,15 +174,16 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, ups
     logits, order = rows_of(p.logits)
     grad, grad_rows = empty_like_rows(p.logits, order)
     if logits.numel():
-        rows = _row_inputs(p, order, constants if constants.numel() else vectors.constants(p))
+        backend = get_backend(p.device)
+        rows = _row_inputs(p, order, constants if constants.numel() else backend.constants(p))
         upstream = order.vector(upstream) if upstream.dim() else upstream
         tile = _tile(p, keep=True)
-        get_backend(p.device).gradient(logits, grad_rows, rows, p.spec, tile, order.vector(normalizer), upstream)
+        backend.gradient(logits, grad_rows, rows, p.spec, tile, order.vector(normalizer), upstream)
     return grad
 
 
-def _statistics(p: CrossEntropyProblem, logits: Tensor, rows: RowInputs, out: RowOutputs) -> None:
-    backend, tile = get_backend(p.device), _tile(p, keep=True)
+def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, rows: RowInputs, out: RowOutputs) -> None:
+    tile = _tile(p, keep=True)
     if p.shard is None:
         vectors.check_targets(p)
         backend.statistics(logits, rows, p.spec, tile, None, out)
@@ -210,8 +212,10 @@ def _row_inputs(p: CrossEntropyProblem, order: RowOrder, constants: Tensor | Non
     return RowInputs(order.vector(p.target), weight, p.class_weight, None, constants)
 
 
-def _outputs(p: CrossEntropyProblem, order: RowOrder, out: RowOutputs, constants: Tensor | None) -> Outputs:
-    results, constants = vectors.reduce(p, out, constants)
+def _outputs(
+    p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, constants: Tensor | None
+) -> Outputs:
+    results, constants = vectors.reduce(p, backend, out, constants)
     results = results.map(lambda t: order.restore(t) if t.dim() else t)
     return Outputs(vectors.as_outputs(results), out.loss.new_empty(0) if constants is None else constants)
 
@@ -342,7 +346,7 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 
 
 def _register() -> None:
-    outputs = ", ".join(["Tensor"] * (len(fields(RowOutputs)) + 1))
+    outputs = ", ".join(["Tensor"] * (len(RowOutputs._fields) + 1))
     define(
         "cross_entropy",
         f"({_ARGUMENTS}) -> ({outputs})",

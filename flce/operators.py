@@ -13,9 +13,10 @@ An operator's schema takes tensors, scalars and lists of them only: `_pack` take
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -120,25 +121,31 @@ def _needs(scalars: Sequence[Any]) -> Needs:
     return Needs.from_flat(scalars[len(SPEC)])
 
 
-def _case(p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool = False) -> Case:
+def _case(
+    p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool = False, make: Callable[..., Case] = Case
+) -> Case:
     # Kernels beside products with an epilogue go along rows.
     row_major = all(t.stride(-1) == 1 for term in p.terms for t in (term.input, term.weight))
     if traced and options.strategy == "auto" and p.dtype == torch.float16:
         # See `_makes_gradients`. Gradients in float16 are to be rounded when the upstream gradient is known.
         options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
-    return Case(
-        num_tokens=p.num_tokens,
-        hidden_sizes=p.hidden_sizes,
-        vocab_size=p.vocab_size,
-        dtype=p.dtype,
-        device_type=p.device.type,
-        backend=backend_name(p.device),
-        has_product=row_major and has_product(p.device),
-        memory=total_memory(p.device),
-        spec=p.spec,
-        needs=p.needs,
-        options=options,
+    return make(
+        p.num_tokens,
+        p.hidden_sizes,
+        p.vocab_size,
+        p.dtype,
+        p.device.type,
+        backend_name(p.device),
+        row_major and has_product(p.device),
+        total_memory(p.device),
+        p.spec,
+        p.needs,
+        options,
     )
+
+
+# The same object for equal cases. Plans are looked up by it several times in a call, which is then quick.
+_known_case = functools.lru_cache(maxsize=1024)(Case)
 
 
 def _makes_gradients(c: Case, traced: bool) -> bool:
@@ -311,16 +318,15 @@ def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: 
     # In place only where the tensor is real: a graph that is being traced may have it among its outputs.
     changed = [in_place and type(g) is Tensor and g.dtype == dtype for g, dtype in zip(grads, dtypes, strict=True)]
     scale_cast = _scale_cast if directly else torch.ops.flce.scale_cast
-    scale_in_place = _scale_in_place if directly else torch.ops.flce.scale_
     # What takes memory comes first: if there is none, nothing has been changed, and backward can be tried again.
     result = [
         grad if scaled else scale_cast(grad, factor, dtype)
         for grad, dtype, scaled in zip(grads, dtypes, changed, strict=True)
     ]
-    for grad, scaled in zip(grads, changed, strict=True):
-        if scaled:
-            ctx.handed_out = True
-            scale_in_place(grad, factor)
+    in_its_place = [grad for grad, scaled in zip(grads, changed, strict=True) if scaled]
+    if in_its_place:
+        ctx.handed_out = True
+        (_scale_all if directly else torch.ops.flce.scale_)(in_its_place, factor)
     return result
 
 
@@ -356,16 +362,16 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     def forward(
         ctx: Any, problem: LinearCrossEntropyProblem, options: ChunkOptions, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        case = _case(problem, options)
+        case = _case(problem, options, make=_known_case)
         gradients = _makes_gradients(case, traced=False)
         result = _run(lambda plan: engine.forward(problem, plan, gradients), problem, case)
         rows = result.rows
         ctx.needs = problem.needs
         if not result.grads:
             ctx.scalars = (*SPEC.pack(problem.spec), problem.needs.flat, *_OPTIONS.pack(options), False)
-        ctx.mark_non_differentiable(*(t for t in rows.tensors[1:] if t is not None))
+        ctx.mark_non_differentiable(*(t for t in rows[1:] if t is not None))
         _keep(ctx, result.grads, result.grad_unit, rows.normalizer, tensors)
-        return rows.tensors
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
@@ -390,8 +396,8 @@ def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
     return sum(of_terms), sum(count for count, needed in wanted if needed)
 
 
-def _scale_in_place(x: Tensor, factor: Tensor) -> None:
-    get_backend(x.device).scale_(x, factor)
+def _scale_all(xs: Sequence[Tensor], factor: Tensor) -> None:
+    get_backend(factor.device).scale_(xs, factor)
 
 
 def _scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -399,7 +405,7 @@ def _scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _register() -> None:
-    outputs = ", ".join([*("Tensor" for _ in fields(RowOutputs)), "Tensor[]", "Tensor"])
+    outputs = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor[]", "Tensor"])
     define(
         "linear_cross_entropy",
         f"({_ARGUMENTS}) -> ({outputs})",
@@ -414,7 +420,7 @@ def _register() -> None:
         _backward,
         _backward_fake,
     )
-    define("scale_", "(Tensor(a!) x, Tensor factor) -> ()", _scale_in_place, lambda x, factor: None)
+    define("scale_", "(Tensor(a!)[] xs, Tensor factor) -> ()", _scale_all, lambda xs, factor: None)
     define(
         "scale_cast",
         "(Tensor x, Tensor factor, ScalarType dtype) -> Tensor",

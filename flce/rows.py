@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from flce.arena import Arena
-from flce.backends import get_backend
-from flce.backends.contract import RowOutputs, RowProblem
+from flce.backends.contract import Backend, RowOutputs, RowProblem
 from flce.problem import accumulation_dtype
 
 # The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
@@ -28,7 +27,7 @@ def allocate(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
 
 def as_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
     """As custom operators return them: what was not asked for is empty, of shape (0,). None share memory."""
-    return tuple(rows.loss.new_empty(0) if t is None else t for t in rows.tensors)
+    return tuple(rows.loss.new_empty(0) if t is None else t for t in rows)
 
 
 def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
@@ -45,14 +44,10 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     return as_outputs(rows)
 
 
-def constants(p: RowProblem) -> Tensor:
-    """As of `Backend.constants`."""
-    return get_backend(p.device).constants(p)
-
-
-def statistics_constants(p: RowProblem) -> Tensor | None:
-    """What statistics need of them: nothing for unweighted classes. Then `reduce` makes them, in the same kernel."""
-    return None if p.class_weight is None else constants(p)
+def statistics_constants(p: RowProblem, backend: Backend) -> Tensor | None:
+    """What statistics need of `Backend.constants`: nothing for unweighted classes. Then `reduce` makes them, in the
+    same kernel."""
+    return None if p.class_weight is None else backend.constants(p)
 
 
 def scaled(constants: Tensor, factor: Tensor | None) -> Tensor:
@@ -78,12 +73,14 @@ def grad_unit(p: RowProblem, constants: Tensor) -> Tensor:
     return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
-def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[RowOutputs, Tensor | None]:
+def reduce(
+    p: RowProblem, backend: Backend, rows: RowOutputs, constants: Tensor | None
+) -> tuple[RowOutputs, Tensor | None]:
     """The results with the whole loss, and the constants where there are some."""
     if p.spec.reduction == "none":
         first, second = rows.losses
         return rows.reduced(first if second is None else first + second, second), constants
-    loss, second, constants = get_backend(p.device).reduce(p, rows, constants)
+    loss, second, constants = backend.reduce(p, rows, constants)
     return rows.reduced(loss, second), constants
 
 

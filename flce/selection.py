@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce.backends.contract import RowInputs, RowOutputs
+from flce.backends.contract import RowInputs, RowOutputs, some
 from flce.problem import LinearCrossEntropyProblem
 
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
@@ -88,8 +88,8 @@ class Selection:
 
     def row_inputs(self, rows: slice, constants: Tensor | None) -> RowInputs:
         p = self.problem
-        weight = None if self.token_weight is None else self.token_weight[rows]
-        return RowInputs(self.target[rows], weight, p.class_weight, p.linear_bias, constants)
+        weight = None if self.token_weight is None else some(self.token_weight, rows)
+        return RowInputs(some(self.target, rows), weight, p.class_weight, p.linear_bias, constants)
 
     def scatter(self, out: RowOutputs) -> RowOutputs:
         """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flce import gemm
 from flce.arena import Arena
-from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile, some
 from flce.case import Dtypes
 from flce.gemm import padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -26,6 +25,7 @@ class Stage:
 
     Attributes:
         problem: the call.
+        backend: what is done to tiles.
         dtypes: of what is made.
         arena: where memory comes from.
         selection: which tokens are worked on.
@@ -38,6 +38,7 @@ class Stage:
     """
 
     problem: LinearCrossEntropyProblem
+    backend: Backend
     dtypes: Dtypes
     arena: Arena
     selection: Selection
@@ -48,14 +49,10 @@ class Stage:
     products: bool
 
     def __post_init__(self) -> None:
-        self._backend = self._get_backend()
         self._inputs: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._bias: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
-
-    def _get_backend(self) -> Backend:
-        return get_backend(self.problem.device)
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -164,7 +161,7 @@ class Stage:
     def _gather(self, rows: slice) -> list[Tensor]:
         inputs = [term.input for term in self.terms]
         if self.selection.index is None:
-            return [x[rows] for x in inputs]
+            return [x if self.whole(rows.stop) and rows.start == 0 else x[rows] for x in inputs]
         memory = [self.new(rows.stop - rows.start, x.shape[1], dtype=x.dtype) for x in inputs]
         for x, out in zip(inputs, memory, strict=True):
             self.take_rows(x, out, rows)
@@ -217,7 +214,7 @@ class Stage:
     def losses_and_gradient(self, logits: Tensor, dlogits: Tensor, rows: slice) -> None:
         """Of rows of all classes. `dlogits` may be `logits`."""
         inputs, out = self._row_inputs(rows), self._out(rows)
-        self._backend.loss_and_gradient(logits, dlogits, inputs, self.problem.spec, self._tile(self.classes), out)
+        self.backend.loss_and_gradient(logits, dlogits, inputs, self.problem.spec, self._tile(self.classes), out)
 
     def statistics(self, xs: Sequence[Tensor], rows: slice, logits: Tensor) -> None:
         """Of rows of all classes, whose logits are made in `logits`, (rows, some classes), after each other; or in
@@ -231,23 +228,23 @@ class Stage:
         for cols in self.blocks(logits.shape[1]):
             part = logits[:, : cols.stop - cols.start]
             self.write_logits(xs, cols, part)
-            self._backend.statistics(part, inputs, self.problem.spec, self._tile(cols), state, out)
+            self.backend.statistics(part, inputs, self.problem.spec, self._tile(cols), state, out)
 
     def product_statistics(self, x: Tensor, rows: slice) -> None:
         """The same, of logits that never are in memory."""
         inputs = self._row_inputs(rows)
-        self._backend.product_statistics(x, self.terms[0].weight, inputs, self.problem.spec, self._out(rows))
+        self.backend.product_statistics(x, self.terms[0].weight, inputs, self.problem.spec, self._out(rows))
 
     def gradient(self, xs: Sequence[Tensor], rows: slice, cols: slice, logits: Tensor, dlogits: Tensor) -> None:
         """Of the logits of a tile, which are made again. Both: (rows, cols), and may be one."""
         inputs, spec, tile = self._row_inputs(rows), self.problem.spec, self._tile(cols)
-        normalizer, upstream = self.normalizer[:, rows], None if self.upstream is None else self.upstream[rows]
+        normalizer, upstream = some(self.normalizer, rows), None if self.upstream is None else some(self.upstream, rows)
         if self.products:
             weight = self.terms[0].weight[cols]
-            self._backend.product_gradient(xs[0], weight, dlogits, inputs, spec, tile, normalizer, upstream)
+            self.backend.product_gradient(xs[0], weight, dlogits, inputs, spec, tile, normalizer, upstream)
         else:
             self.write_logits(xs, cols, logits)
-            self._backend.gradient(logits, dlogits, inputs, spec, tile, normalizer, upstream)
+            self.backend.gradient(logits, dlogits, inputs, spec, tile, normalizer, upstream)
 
     # -------------------------------------------------------------------------------- unnormalized exponentials
 
@@ -262,14 +259,16 @@ class Stage:
         """
         inputs, out, count = self._row_inputs(rows), self._out(rows), self.selection.count
         on_device = None if count is None or rows.start > 0 else count.on_device
-        self._backend.product_exponentials(
-            x, self.terms[0].weight, tiles, inputs, self.problem.spec, out, factors[:, rows], on_device
+        self.backend.product_exponentials(
+            x, self.terms[0].weight, tiles, inputs, self.problem.spec, out, some(factors, rows), on_device
         )
 
     def scaled_rows(self, x: Tensor, rows: slice, factors: Tensor, out: Tensor) -> Tensor:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
         ignore_index = self.problem.spec.ignore_index
-        self._backend.combine_rows(x, None, out, self.selection.target[rows], factors[:, rows], ignore_index, None)
+        self.backend.combine_rows(
+            x, None, out, some(self.selection.target, rows), some(factors, rows), ignore_index, None
+        )
         return out
 
     def finish_input_gradient(self, product: Tensor, rows: slice, factors: Tensor) -> None:
@@ -278,12 +277,12 @@ class Stage:
         index = None if selection.index is None else selection.index[rows]
         grad = self.input_gradient(0)
         out = grad[rows] if index is None else grad
-        self._backend.combine_rows(
+        self.backend.combine_rows(
             product,
             self.terms[0].weight,
             out,
-            selection.target[rows],
-            factors[:, rows],
+            some(selection.target, rows),
+            some(factors, rows),
             self.problem.spec.ignore_index,
             index,
         )
@@ -292,17 +291,17 @@ class Stage:
         self, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
     ) -> None:
         """dW of the head from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
-        self._backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
+        self.backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
 
     def add_to_targets(self, sums: Sequence[Tensor], factors: Tensor) -> None:
         """The targets' terms, to sums of dW of consecutive classes."""
-        self._backend.add_to_targets(sums, self._target_terms(factors))
+        self.backend.add_to_targets(sums, self._target_terms(factors))
 
     def _target_terms(self, factors: Tensor) -> TargetTerms:
         selection, rows = self.selection, slice(0, self.selection.num_rows)
         index = None if selection.index is None else selection.index[rows]
         ignore_index = self.problem.spec.ignore_index
-        return TargetTerms(self.terms[0].input, index, selection.target[rows], factors[1, rows], ignore_index)
+        return TargetTerms(self.terms[0].input, index, some(selection.target, rows), factors[1, rows], ignore_index)
 
     # ------------------------------------------------------------------------------------------------- others
 

@@ -19,6 +19,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import flce
 from flce import case, planning, sums
 from flce.arena import Arena
+from flce.backends import load
 from flce.borrowing import BLOCK_MULTIPLE, BorrowedBlocks
 from flce.case import Case
 from flce.plans import ChunkPlan
@@ -283,9 +284,6 @@ class Watched(Stage):
         """Entries of tiles that have been multiplied for these gradients."""
         self._borrowed_at: tuple[int, int] | None = None
 
-    def _get_backend(self) -> Any:
-        return None
-
     def place(self, x: torch.Tensor | None) -> tuple[int, int] | None:
         """The bytes of dW in which a tensor lies."""
         if x is None or not same_storage(x, self.weight_gradient()):
@@ -359,7 +357,7 @@ def watched(plan: ChunkPlan) -> Watched:
     term, target = LinearTerm(given_(n, h), given_(v, h)), given_(n, dtype=torch.int64)
     problem = LinearCrossEntropyProblem((term,), target, None, None, None, None, c.spec, c.needs)
     arena, selection, normalizer = Arena("meta"), Selection(problem, None), given_(2, n, dtype=torch.float32)
-    at_work = Watched(problem, plan.dtypes, arena, selection, None, normalizer, None, None, True)
+    at_work = Watched(problem, load("torch"), plan.dtypes, arena, selection, None, normalizer, None, None, True)
     plan.schedule.backward(at_work)
     assert at_work.made == {"inputs": n * v, "weights": n * v}
     grad_input, grad_weight = at_work.gradients()

@@ -406,7 +406,9 @@ def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> No
     )
     selection = Selection(made, torch.arange(96, device=device), Counted())  # type: ignore[arg-type]
     dtypes = Dtypes(*[torch.bfloat16] * 5)
-    at_work = Stage(made, dtypes, Arena(device), selection, None, torch.empty(2, 96), None, None, True)
+    at_work = Stage(
+        made, get_backend(device), dtypes, Arena(device), selection, None, torch.empty(2, 96), None, None, True
+    )
     assert list(at_work.chunks(64)) == [slice(0, 64)]  # begun before it is known
     assert list(at_work.chunks(64)) == [slice(0, 36)]
 

@@ -6,7 +6,7 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -103,7 +103,7 @@ class Rows:
         constants = torch.tensor([0.3, 0.7, vocab], dtype=self.accum, device=device)
         if weights is not None:
             constants[2] = weights.sum()
-        self.inputs = replace(self.inputs, constants=constants)
+        self.inputs = self.inputs._replace(constants=constants)
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tile]:
         """What the columns behind the tile hold must not matter."""
@@ -120,7 +120,7 @@ class Rows:
 
 
 def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
-    for name in (field.name for field in fields(RowOutputs)):
+    for name in RowOutputs._fields:
         a, b = getattr(mine, name), getattr(theirs, name)
         if name == "normalizer":  # of what is not finite, only that it is not is the same
             a, b = (log_sum_exp(x).where(x.isfinite().all(0), torch.nan) for x in (a, b))
@@ -332,14 +332,13 @@ def test_constants_and_sums(
 
 def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Targets only if a kernel of ours comes before, and what they lie in is older than that."""
-    launch, settled = kernels.reduction_launch.launch, []
+    settled = []
 
-    def record(*args: Any) -> Any:
-        made = launch(*args)
-        settled.append(made.options["SETTLED"])
-        return made
+    def record(make: Any, *args: Any) -> None:
+        for launch in make(*args):
+            settled.append(launch.options["SETTLED"])
 
-    monkeypatch.setattr(kernels.reduction_launch, "launch", record)
+    monkeypatch.setattr(kernels.reduction_launch, "run", record)
     for rows, step, given in ((4, 1, False), (0, 1, False), (4, 2, False), (4, 1, True)):
         target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
         p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
@@ -587,8 +586,8 @@ def in_float64(rows: Rows) -> RowInputs:
 
 
 def outputs_in_float64(rows: Rows) -> RowOutputs:
-    values = {f.name: getattr(rows.outputs(), f.name) for f in fields(RowOutputs)}
-    return RowOutputs(**{k: v.double() if v is not None and v.is_floating_point() else v for k, v in values.items()})
+    wide = [v.double() if v is not None and v.is_floating_point() else v for v in rows.outputs()]
+    return RowOutputs(*wide)  # type: ignore[arg-type]
 
 
 def check_rows_anywhere(

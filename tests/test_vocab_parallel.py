@@ -57,7 +57,7 @@ def test_merged_states(edges: tuple[int, ...], offset: float, backend: str, devi
     z[1, 30], z[1, 35], z[4, 5], z[4, 36] = offset + 50.0, offset + 50.0, offset + 50.0, offset + 50.0  # ties
     weight = p.kwargs["weight"]
     problem = CrossEntropyProblem(z, p.target, weight, p.kwargs["token_weight"], None, spec, None)
-    rows = RowInputs(p.target, p.kwargs["token_weight"], weight, None, vectors.constants(problem))
+    rows = RowInputs(p.target, p.kwargs["token_weight"], weight, None, get_backend(device).constants(problem))
     whole, merged = (vectors.allocate(problem, 9, Arena(device)) for _ in range(2))
     kernels = get_backend(z.device)
     kernels.statistics(z, rows, spec, Tile(0, 37, 37, room=37, keep=True), None, whole)
@@ -84,7 +84,7 @@ def test_rows_of_infinities(backend: str, device: torch.device) -> None:
     z[0, :4], z[1], z[2, 6], z[3, 1], z[4, 4:] = -torch.inf, -torch.inf, torch.inf, torch.nan, -torch.inf
     y = torch.tensor([5, 1, 2, 7, 0, 3], device=device)
     problem = CrossEntropyProblem(z, y, None, None, None, spec, None)
-    rows = RowInputs(y, None, None, None, vectors.constants(problem))
+    rows = RowInputs(y, None, None, None, get_backend(device).constants(problem))
     out = vectors.allocate(problem, 6, Arena(device))
     states = torch.empty(2, STATE_SLOTS, 6, dtype=torch.float64, device=device)
     for k in range(2):

@@ -70,7 +70,7 @@ def _total_memory(index: int) -> int:
 
 
 def get_backend(device: torch.device) -> Backend:
-    return _load(backend_name(device))
+    return load(backend_name(device))
 
 
 @functools.cache
@@ -82,7 +82,8 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def _load(name: str) -> Backend:
+def load(name: str) -> Backend:
+    """ "triton" or "torch"."""
     # Imported late: importing Triton takes as long as everything else together.
     if name == "triton":
         from flce.backends.triton import TritonBackend

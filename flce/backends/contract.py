@@ -10,8 +10,8 @@ and `product_exponentials`). Everything is computed in float32 (float64 for floa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -75,8 +75,17 @@ class RowProblem(Protocol):
     def device(self) -> torch.device: ...
 
 
-@dataclass(frozen=True)
-class RowInputs:
+def is_all(rows: slice, x: Tensor) -> bool:
+    """Whether ``x[..., rows]`` is x: not to ask for it saves time of the host."""
+    return rows.start == 0 and rows.stop == x.shape[-1]
+
+
+def some(x: Tensor, rows: slice) -> Tensor:
+    """``x[..., rows]``"""
+    return x if is_all(rows, x) else x[..., rows]
+
+
+class RowInputs(NamedTuple):
     """What a tile's rows need beside their logits."""
 
     target: Tensor  # (rows,) int64
@@ -94,8 +103,7 @@ class RowInputs:
         return float(vocab_size) if self.constants is None else self.constants[2]
 
 
-@dataclass(frozen=True)
-class RowOutputs:
+class RowOutputs(NamedTuple):
     """Where the results of each row go; None for those that nobody asked for."""
 
     loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
@@ -119,7 +127,7 @@ class RowOutputs:
             new((NORMALIZER_SLOTS,) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
             if asked
             else None
-            for name, asked in zip(_ROW_OUTPUTS, RowOutputs.asked(spec), strict=True)
+            for name, asked in zip(RowOutputs._fields, RowOutputs.asked(spec), strict=True)
         )
         return RowOutputs(*made)  # type: ignore[arg-type]
 
@@ -130,11 +138,6 @@ class RowOutputs:
         return RowOutputs(*(tensor if asked else None for tensor, asked in pairs))  # type: ignore[arg-type]
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of the fields."""
-        return tuple([getattr(self, name) for name in _ROW_OUTPUTS])
-
-    @property
     def losses(self) -> tuple[Tensor, Tensor | None]:
         """What the loss is the sum of: cross entropy and another. Each has a constant that multiplies it, the first and
         the second of `Backend.constants`."""
@@ -142,17 +145,13 @@ class RowOutputs:
 
     def reduced(self, loss: Tensor, second: Tensor | None) -> RowOutputs:
         """With the whole loss in the place of the first of `losses`, and its second part."""
-        return replace(self, loss=loss, z_loss=second)
+        return self._replace(loss=loss, z_loss=second)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RowOutputs:
-        made = (None if t is None else function(t) for t in self.tensors)
-        return RowOutputs(*made)  # type: ignore[arg-type]
+        return RowOutputs(*[None if t is None else function(t) for t in self])  # type: ignore[arg-type]
 
     def rows(self, rows: slice) -> RowOutputs:
-        return self.map(lambda t: t[..., rows])
-
-
-_ROW_OUTPUTS = tuple(field.name for field in fields(RowOutputs))
+        return self if is_all(rows, self.loss) else self.map(lambda t: t[..., rows])
 
 
 @dataclass(frozen=True)
@@ -313,8 +312,8 @@ class Backend(Protocol):
         """The whole loss of all rows and its second part, () each, if `RowOutputs.losses` has one; and `constants`,
         which are made if they are None."""
 
-    def scale_(self, x: Tensor, factor: Tensor) -> None:
-        """``x *= factor`` for a 0-d `factor` on x's device; reads and writes nothing if it is 1."""
+    def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
+        """``x *= factor`` of each, for a 0-d `factor` on their device; reads and writes nothing if it is 1."""
 
     def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
         """``x[row] *= factor[row]`` for x as logits may be, `factor` (rows,) or (), `target` (rows,).

@@ -6,7 +6,7 @@ tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from flce.backends.contract import (
     RowOutputs,
     RowProblem,
     Tile,
+    is_all,
 )
 from flce.problem import LossSpec, accumulation_dtype
 
@@ -111,10 +112,11 @@ class TorchBackend:
     def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         return reduction.reduce(p, rows, constants)
 
-    def scale_(self, x: Tensor, factor: Tensor) -> None:
+    def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
-        if x.device.type != "cpu" or factor.item() != 1.0:
-            self._scale_into(x, x, factor)
+        if factor.device.type != "cpu" or factor.item() != 1.0:
+            for x in xs:
+                self._scale_into(x, x, factor)
 
     def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
         if x.device.type == "cpu" and bool((factor == 1.0).all()):
@@ -180,8 +182,10 @@ def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
 
 
 def _rows(rows: RowInputs, part: slice) -> RowInputs:
+    if is_all(part, rows.target):
+        return rows
     weight = None if rows.token_weight is None else rows.token_weight[part]
-    return RowInputs(rows.target[part], weight, rows.class_weight, rows.bias, rows.constants)
+    return rows._replace(target=rows.target[part], token_weight=weight)
 
 
 def _transform(

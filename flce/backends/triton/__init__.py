@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from flce.backends.triton.launch import (
     launch_of,
     overlap,
 )
+from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
 from flce.problem import LossSpec, accumulation_dtype
 
@@ -90,7 +92,8 @@ class TritonBackend:
     def statistics(
         self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
     ) -> None:
-        _launch(logits, None, rows, spec, tile, state, out, out.normalizer, None)
+        if logits.numel():
+            run(_cross_entropy, logits, None, rows, spec, tile, state, out, out.normalizer, None)
 
     def gradient(
         self,
@@ -102,16 +105,17 @@ class TritonBackend:
         normalizer: Tensor,
         upstream: Tensor | None,
     ) -> None:
-        _launch(logits, grad, rows, spec, tile, None, None, normalizer, upstream)
+        if logits.numel():
+            run(_cross_entropy, logits, grad, rows, spec, tile, None, None, normalizer, upstream)
 
     def loss_and_gradient(
         self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
     ) -> None:
-        _launch(logits, grad, rows, spec, tile, None, out, out.normalizer, None)
+        if logits.numel():
+            run(_cross_entropy, logits, grad, rows, spec, tile, None, out, out.normalizer, None)
 
     def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
-        with _device_of(x):
-            product_launch.statistics(x, weight, rows, spec, out)
+        product_launch.statistics(x, weight, rows, spec, out)
 
     def product_gradient(
         self,
@@ -124,8 +128,7 @@ class TritonBackend:
         normalizer: Tensor,
         upstream: Tensor | None,
     ) -> None:
-        with _device_of(x):
-            product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
+        product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
 
     def product_exponentials(
         self,
@@ -138,8 +141,7 @@ class TritonBackend:
         factors: Tensor,
         count: Tensor | None,
     ) -> None:
-        with _device_of(x):
-            exponentials_launch.product_exponentials(x, weight, exps, rows, spec, out, factors, count)
+        exponentials_launch.product_exponentials(x, weight, exps, rows, spec, out, factors, count)
 
     def combine_rows(
         self,
@@ -151,56 +153,35 @@ class TritonBackend:
         ignore_index: int,
         index: Tensor | None,
     ) -> None:
-        if len(x):
-            with _device_of(x):
-                exponentials_launch.combine_rows(x, weight, out, target, factors, ignore_index, index).run()
+        exponentials_launch.combine_rows(x, weight, out, target, factors, ignore_index, index)
 
     def weight_gradient(
         self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms
     ) -> None:
-        with _device_of(scaled):
-            stop = sum(map(len, grads))
-            targets = exponentials_launch.SortedTargets.of(terms, stop)
-            for grad, tile in zip(reversed(grads), reversed(exps), strict=True):
-                start = stop - len(grad)
-                starts = targets.starts(start, stop)
-                exponentials_launch.weight_gradient(tile, scaled, grad, targets, starts, start).run()
-                stop = start
+        exponentials_launch.weight_gradient(grads, exps, scaled, terms)
 
     def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
-        with _device_of(terms.x):
-            targets = exponentials_launch.SortedTargets.of(terms, sum(map(len, grads)))
-            first_class = 0
-            for grad in grads:
-                exponentials_launch.add_to_targets(grad, targets, first_class).run()
-                first_class += len(grad)
+        exponentials_launch.add_to_targets(grads, terms)
 
     def constants(self, p: RowProblem) -> Tensor:
-        with _device_of(p.target):
-            return reduction_launch.make_constants(p)
+        return reduction_launch.make_constants(p)
 
     def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        with _device_of(rows.loss):
-            return reduction_launch.reduce(p, rows, constants)
+        return reduction_launch.reduce(p, rows, constants)
 
-    def scale_(self, x: Tensor, factor: Tensor) -> None:
-        _scale(x, x, factor)
+    def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
+        xs = [x for x in xs if x.numel()]
+        for x, second in itertools.zip_longest(xs[::2], xs[1::2]):
+            run(_scale, x, x, second, factor)
 
     def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
-        if x.numel() == 0:
-            return
-        inner, outer_stride = _outer_level(x)
-        num_rows, cols = x.shape[:-1].numel(), x.shape[-1]
-        with _device_of(x):
-            scale_rows_kernel[(min(_scale_programs(x), num_rows),)](
-                x, factor, target, x.stride(-2), outer_stride, inner, num_rows, cols, ignore_index,
-                ONE_FACTOR=factor.dim() == 0, TWO_LEVEL=x.dim() == 3, BLOCK=SCALE_BLOCK, num_warps=8,
-                **overlap(x.device),
-            )  # fmt: skip
+        if x.numel():
+            run(_scale_rows, x, factor, target, ignore_index)
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
-        _scale(x, out, factor)
+        if x.numel():
+            run(_scale, x, out, None, factor)
         return out
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
@@ -212,7 +193,7 @@ class TritonBackend:
             return softmax_launch.backward(grad.to(y.dtype), y, dim, dtype, log)
 
 
-def _launch(
+def _cross_entropy(
     logits: Tensor,  # (rows, cols) or (outer, inner, cols), unit column stride
     grad: Tensor | None,  # like logits; None: no gradient
     rows: RowInputs,
@@ -222,10 +203,8 @@ def _launch(
     out: RowOutputs | None,  # None: no statistics, `normalizer` is read
     normalizer: Tensor,
     upstream: Tensor | None,
-) -> None:
+) -> Iterator[Launch]:
     num_rows, cols = logits.shape[:-1].numel(), logits.shape[-1]
-    if num_rows == 0:
-        return
     extras = (
         spec.softcap is not None
         or rows.bias is not None
@@ -255,30 +234,29 @@ def _launch(
         **overlap(logits.device),
         **launch,
     }
-    with _device_of(logits):
-        launch_of(
-            cross_entropy_kernel,
-            (num_rows,),
-            call,
-            options,
-            logits_ptr=logits,
-            grad_ptr=logits if grad is None else grad,
-            bias_ptr=logits if bias is None else bias,
-            state_ptr=logits if state is None else state,
-            normalizer_ptr=normalizer,
-            logits_stride=logits.stride(-2),
-            grad_stride=0 if grad is None else grad.stride(-2),
-            inner_rows=inner_rows,
-            logits_outer_stride=logits_outer_stride,
-            grad_outer_stride=0 if grad is None else _outer_level(grad)[1],
-            state_stride=0 if state is None else state.stride(0),
-            normalizer_stride=normalizer.stride(0),
-            upstream_stride=0 if upstream is None or upstream.dim() == 0 else 1,
-            cols=cols,
-            room=tile.room,
-            column_start=tile.start,
-            vocab_size=tile.vocab_size,
-        ).run()
+    yield launch_of(
+        cross_entropy_kernel,
+        (num_rows,),
+        call,
+        options,
+        logits_ptr=logits,
+        grad_ptr=logits if grad is None else grad,
+        bias_ptr=logits if bias is None else bias,
+        state_ptr=logits if state is None else state,
+        normalizer_ptr=normalizer,
+        logits_stride=logits.stride(-2),
+        grad_stride=0 if grad is None else grad.stride(-2),
+        inner_rows=inner_rows,
+        logits_outer_stride=logits_outer_stride,
+        grad_outer_stride=0 if grad is None else _outer_level(grad)[1],
+        state_stride=0 if state is None else state.stride(0),
+        normalizer_stride=normalizer.stride(0),
+        upstream_stride=0 if upstream is None or upstream.dim() == 0 else 1,
+        cols=cols,
+        room=tile.room,
+        column_start=tile.start,
+        vocab_size=tile.vocab_size,
+    )
 
 
 def _rows_have_edges(logits: Tensor, grad: Tensor | None, room: int) -> bool:
@@ -369,17 +347,49 @@ def _launch_size(
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
 
-def _scale(x: Tensor, out: Tensor, factor: Tensor) -> None:
-    if x.numel():
-        with _device_of(x):
-            _scale_launch(x, out, factor).run()
+def _scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Iterator[Launch]:
+    second_numel = 0 if second is None else second.numel()
+    programs = min(_scale_programs(x), triton.cdiv(max(x.numel(), second_numel), SCALE_BLOCK))
+    args = {
+        "x_ptr": x,
+        "out_ptr": out,
+        "second_ptr": x if second is None else second,
+        "factor_ptr": factor,
+        "numel": x.numel(),
+        "second_numel": second_numel,
+    }
+    options = {
+        "IN_PLACE": x is out,
+        "HAS_SECOND": second is not None,
+        "BLOCK": SCALE_BLOCK,
+        "num_warps": 8,
+        **overlap(x.device),
+    }
+    yield Launch(scale_kernel, (programs,), args, options)
 
 
-def _scale_launch(x: Tensor, out: Tensor, factor: Tensor) -> Launch:
-    programs = min(_scale_programs(x), triton.cdiv(x.numel(), SCALE_BLOCK))
-    options = {"IN_PLACE": x is out, "BLOCK": SCALE_BLOCK, "num_warps": 8, **overlap(x.device)}
-    args = {"x_ptr": x, "out_ptr": out, "factor_ptr": factor, "numel": x.numel()}
-    return Launch(scale_kernel, (programs,), args, options)
+def _scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> Iterator[Launch]:
+    inner, outer_stride = _outer_level(x)
+    num_rows, cols = x.shape[:-1].numel(), x.shape[-1]
+    args = {
+        "x_ptr": x,
+        "factor_ptr": factor,
+        "target_ptr": target,
+        "stride": x.stride(-2),
+        "outer_stride": outer_stride,
+        "inner_rows": inner,
+        "rows": num_rows,
+        "cols": cols,
+        "ignore_index": ignore_index,
+    }
+    options = {
+        "ONE_FACTOR": factor.dim() == 0,
+        "TWO_LEVEL": x.dim() == 3,
+        "BLOCK": SCALE_BLOCK,
+        "num_warps": 8,
+        **overlap(x.device),
+    }
+    yield Launch(scale_rows_kernel, (min(_scale_programs(x), num_rows),), args, options)
 
 
 def _scale_programs(x: Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from flce.backends.triton.exponentials import (
     reference_kernel,
 )
 from flce.backends.triton.launch import Launch, call_arguments, device_facts, launch_of
+from flce.backends.triton.replay import run
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
 from flce.gemm import ALIGNMENT
 from flce.problem import LossSpec
@@ -56,8 +58,26 @@ def product_exponentials(
     # Where the exponentials will be.
     sampled = _sampled(weight)
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
-    for launch in _launches(x, weight, sample, exps, rows, spec, out, factors, count):
-        launch.run()
+    num_rows, blocks = len(x), triton.cdiv(len(weight), product_launch.LAUNCH.cols)
+    scratch = Scratch(
+        partial=out.loss.new_empty(blocks, num_rows),
+        # Apart: kernels are built for addresses that are aligned.
+        reference=out.loss.new_empty(num_rows),
+        target_logit=out.loss.new_empty(num_rows),
+        target_jacobian=out.loss.new_empty(num_rows),
+        work=torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device),
+    )
+    run(_exponentials, product_launch.described(x), weight, sample, exps, rows, spec, out, factors, count, scratch)
+
+
+class Scratch(NamedTuple):
+    """What the kernels tell each other."""
+
+    partial: Tensor  # (blocks of classes, rows)
+    reference: Tensor  # (rows,)
+    target_logit: Tensor  # (rows,)
+    target_jacobian: Tensor  # (rows,)
+    work: Tensor  # (3, FLAG_STRIDE) int32
 
 
 def _sampled(weight: Tensor) -> Tensor:
@@ -69,7 +89,7 @@ def _sample_step(weight: Tensor) -> int:
     return triton.cdiv(len(weight), SAMPLES)
 
 
-def _launches(
+def _exponentials(
     x: Tensor,
     weight: Tensor,
     sample: Tensor,
@@ -79,15 +99,11 @@ def _launches(
     out: RowOutputs,
     factors: Tensor,
     count: Tensor | None,
+    scratch: Scratch,
 ) -> Iterator[Launch]:
     num_rows, vocab_size = len(x), len(weight)
-    blocks = triton.cdiv(vocab_size, product_launch.LAUNCH.cols)
-    partial = out.loss.new_empty(blocks, num_rows)
-    # Apart: kernels are built for addresses that are aligned.
-    reference, target_logit, target_jacobian = (out.loss.new_empty(num_rows) for _ in range(3))
-    work = torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
+    partial, reference, target_logit, target_jacobian, work = scratch
     call = call_arguments(rows, spec, reference, out=out)
-    x = product_launch.described(x)
     yield launch_of(
         reference_kernel,
         (num_rows,),
@@ -138,7 +154,7 @@ def _launches(
             work_ptr=todo,
             factors_stride=factors.stride(0),
             rows=num_rows,
-            blocks=blocks,
+            blocks=len(partial),
             vocab_size=vocab_size,
         )
 
@@ -163,7 +179,20 @@ def combine_rows(
     factors: Tensor,
     ignore_index: int,
     index: Tensor | None,
-) -> Launch:
+) -> None:
+    if len(x):
+        run(_combine_rows, x, weight, out, target, factors, ignore_index, index)
+
+
+def _combine_rows(
+    x: Tensor,
+    weight: Tensor | None,
+    out: Tensor,
+    target: Tensor,
+    factors: Tensor,
+    ignore_index: int,
+    index: Tensor | None,
+) -> Iterator[Launch]:
     weights = x if weight is None else weight
     args = {
         "x_ptr": x,
@@ -181,7 +210,7 @@ def combine_rows(
         "ignore_index": ignore_index,
     }
     options = {"ADD_TARGETS": weight is not None, "HAS_INDEX": index is not None, "BLOCK": BLOCK}
-    return Launch(combine_rows_kernel, (len(x),), args, options)
+    yield Launch(combine_rows_kernel, (len(x),), args, options)
 
 
 class SortedTargets(NamedTuple):
@@ -219,7 +248,26 @@ class SortedTargets(NamedTuple):
         return torch.searchsorted(self.target, borders, out_int32=True)
 
 
-def weight_gradient(
+def weight_gradient(grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms) -> None:
+    stops = list(accumulate(map(len, grads)))
+    targets = SortedTargets.of(terms, stops[-1])
+    starts = [targets.starts(stop - len(grad), stop) for grad, stop in zip(grads, stops, strict=True)]
+    run(_weight_gradients, grads, exps, scaled, targets, starts, stops)
+
+
+def _weight_gradients(
+    grads: Sequence[Tensor],
+    exps: Sequence[Tensor],
+    scaled: Tensor,
+    targets: SortedTargets,
+    starts: Sequence[Tensor],
+    stops: Sequence[int],
+) -> Iterator[Launch]:
+    for grad, tile, start, stop in reversed(list(zip(grads, exps, starts, stops, strict=True))):
+        yield _weight_gradient(tile, scaled, grad, targets, start, stop - len(grad))
+
+
+def _weight_gradient(
     exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedTargets, starts: Tensor, first_class: int
 ) -> Launch:
     """Of the classes from `first_class` on; `starts` of them."""
@@ -241,14 +289,21 @@ def weight_gradient(
     return Launch(weight_gradient_kernel, (programs,), args, options)
 
 
-def add_to_targets(grad: Tensor, targets: SortedTargets, first_class: int) -> Launch:
-    args = {
-        "grad_ptr": grad,
-        "rows": len(targets.target),
-        "first_class": first_class,
-        "classes": len(grad),
-        **targets.arguments,
-    }
-    options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN}
-    grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
-    return Launch(add_to_targets_kernel, grid, args, options)
+def add_to_targets(grads: Sequence[Tensor], terms: TargetTerms) -> None:
+    run(_add_to_targets, grads, SortedTargets.of(terms, sum(map(len, grads))))
+
+
+def _add_to_targets(grads: Sequence[Tensor], targets: SortedTargets) -> Iterator[Launch]:
+    first_class = 0
+    for grad in grads:
+        args = {
+            "grad_ptr": grad,
+            "rows": len(targets.target),
+            "first_class": first_class,
+            "classes": len(grad),
+            **targets.arguments,
+        }
+        options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN}
+        grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
+        yield Launch(add_to_targets_kernel, grid, args, options)
+        first_class += len(grad)

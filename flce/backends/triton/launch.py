@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from flce.backends.contract import RowInputs, RowOutputs
 from flce.problem import NUMBERS, LossSpec
 
 # Of `call_arguments`, made once: the name of each field, of its parameter and of its flag.
-_OUTPUTS = tuple((f.name, f"{f.name}_ptr", f"WANT_{f.name.upper()}") for f in fields(RowOutputs))
+_OUTPUTS = tuple((name, f"{name}_ptr", f"WANT_{name.upper()}") for name in RowOutputs._fields)
 # Likewise of each number of the spec, its flag and the value that switches it off.
 _NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
@@ -40,8 +39,9 @@ class Launch(NamedTuple):
     options: dict[str, Any]
     """What it is built for, and how it is launched."""
 
-    def run(self) -> None:
-        self.kernel[self.grid](**self.args, **self.options)
+    def run(self) -> Any:
+        """Returns the compiled kernel; None from the interpreter."""
+        return self.kernel[self.grid](**self.args, **self.options)
 
 
 class DeviceFacts(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flce.backends.contract import PRODUCT_BLOCK, RowInputs, RowOutputs, Tile
 from flce.backends.triton.launch import Launch, call_arguments, device_facts, launch_of, overlap
 from flce.backends.triton.product import finish_statistics_kernel, product_kernel
+from flce.backends.triton.replay import run
 from flce.problem import LossSpec
 
 
@@ -66,17 +68,22 @@ def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: 
         return
     partial = out.loss.new_empty(2, triton.cdiv(vocab_size, LAUNCH.cols), num_rows)
     target_logit = out.loss.new_empty(num_rows)
-    x = described(x)
+    run(_statistics, described(x), weight, rows, spec, out, partial, target_logit)
+
+
+def _statistics(
+    x: Tensor,
+    weight: Tensor,
+    rows: RowInputs,
+    spec: LossSpec,
+    out: RowOutputs,
+    partial: Tensor,  # (2, blocks of classes, rows)
+    target_logit: Tensor,  # (rows,)
+) -> Iterator[Launch]:
+    vocab_size, (_, blocks, num_rows) = len(weight), partial.shape
     for tile in tiles(0, vocab_size, vocab_size, most_classes(weight)):
-        launch(x, weight[tile.columns], None, rows, spec, tile, partial, target_logit=target_logit).run()
-    _finish_statistics(partial, target_logit, rows, spec, vocab_size, out).run()
-
-
-def _finish_statistics(
-    partial: Tensor, target_logit: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out: RowOutputs
-) -> Launch:
-    _, blocks, num_rows = partial.shape
-    return launch_of(
+        yield launch(x, weight[tile.columns], None, rows, spec, tile, partial, target_logit=target_logit)
+    yield launch_of(
         finish_statistics_kernel,
         (triton.cdiv(num_rows, FINISH_ROWS),),
         call_arguments(rows, spec, target_logit, out=out),
@@ -107,11 +114,25 @@ def gradient(
     normalizer: Tensor,
     upstream: Tensor | None,
 ) -> None:
-    x, step = described(x), most_classes(weight)
-    for start in range(0, tile.cols if len(x) else 0, step):
+    if len(x):
+        run(_gradient, described(x), weight, grad, rows, spec, tile, normalizer, upstream)
+
+
+def _gradient(
+    x: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    rows: RowInputs,
+    spec: LossSpec,
+    tile: Tile,
+    normalizer: Tensor,
+    upstream: Tensor | None,
+) -> Iterator[Launch]:
+    step = most_classes(weight)
+    for start in range(0, tile.cols, step):
         cols = slice(start, min(start + step, tile.cols))
         part = replace(tile, start=tile.start + start, cols=cols.stop - start)
-        launch(x, weight[cols], grad[:, cols], rows, spec, part, None, normalizer, upstream=upstream).run()
+        yield launch(x, weight[cols], grad[:, cols], rows, spec, part, None, normalizer, upstream=upstream)
 
 
 def launch(

@@ -8,12 +8,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def _scale(x_ptr, out_ptr, factor, numel, BLOCK: tl.constexpr):
+    # Few programs with a loop, rather than a program per block: leaving at once is then really at once.
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(first, numel, step):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < numel
+        x = tl.load(x_ptr + offsets, mask=mask).to(factor.dtype)
+        tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def scale_kernel(
     x_ptr,  # (numel,) contiguous
     out_ptr,  # (numel,) contiguous; x_ptr itself when IN_PLACE
+    second_ptr,  # (second_numel,) contiguous: one more, in place, with HAS_SECOND
     factor_ptr,  # ()
     numel,
+    second_numel,
     IN_PLACE: tl.constexpr,
+    HAS_SECOND: tl.constexpr,
     OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
     BLOCK: tl.constexpr,
 ):
@@ -23,14 +38,9 @@ def scale_kernel(
     factor = tl.load(factor_ptr)
     # The usual upstream gradient is exactly 1: then nothing is read or written, and nobody asked the host.
     if not IN_PLACE or factor != 1.0:
-        # Few programs with a loop, rather than a program per block: leaving at once is then really at once.
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for start in range(first, numel, step):
-            offsets = start + tl.arange(0, BLOCK)
-            mask = offsets < numel
-            x = tl.load(x_ptr + offsets, mask=mask).to(factor_ptr.dtype.element_ty)
-            tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+        _scale(x_ptr, out_ptr, factor, numel, BLOCK)
+        if HAS_SECOND:
+            _scale(second_ptr, second_ptr, factor, second_numel, BLOCK)
 
 
 @triton.jit(do_not_specialize=["inner_rows", "rows", "ignore_index"])

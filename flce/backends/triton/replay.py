@@ -1,0 +1,182 @@
+"""Launches that are made ready once for each signature.
+
+Triton looks at every argument of every launch, and a launch has up to forty of them: 0.1 ms of the host, beside a
+kernel that may take 5 microseconds. All that it finds, and all that this package computes for a launch, depends on
+nothing but types, shapes, strides and alignments of tensors and on numbers: the signature of a call of `run`. So the
+launches of the first call with a signature are kept, compiled and with their arguments in order. Calls after it put
+their own addresses in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flce.backends.triton.launch import Launch
+
+# Signatures that are kept: of some hundred shapes, as batches of different lengths have them. When there are as many,
+# all are forgotten.
+MOST = 4096
+# What kernels and launch sizes ask of an address: whether it is a multiple of this many bytes, and where in them it is.
+ALIGNMENT = 16
+
+
+class Place(NamedTuple):
+    """Of an address among the arguments of a launch."""
+
+    argument: int
+    tensor: int  # among those of the call
+    offset: int  # bytes behind its beginning
+    descriptor: dict[str, Any] | None  # what it is the base of; None: it is an argument itself
+
+
+class Ready(NamedTuple):
+    """A launch that lacks its addresses."""
+
+    start: Callable[..., None]
+    arguments: list[Any]  # in their order
+    places: tuple[Place, ...]
+
+    def run(self, addresses: Sequence[int]) -> None:
+        arguments = self.arguments.copy()
+        for argument, tensor, offset, descriptor in self.places:
+            address = addresses[tensor] + offset
+            arguments[argument] = address if descriptor is None else _described(descriptor, address)
+        self.start(*arguments)
+
+
+class _Address(NamedTuple):
+    """All that a launch asks of the base of a descriptor."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+_ready: dict[tuple[Any, ...], tuple[Ready, ...] | None] = {}
+
+
+def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
+    """Run the launches of ``make(*args)``, one after the other, on the device of the first tensor.
+
+    Args:
+        make: lists the launches. It may look at all of its arguments but values of tensors and, of their addresses,
+            more than the alignment. Their arguments are tensors of `args`, views of these, or descriptors of both;
+            with others, such as a copy that `make` has made, the launches are made anew in every call.
+        args: tensors, tuples and lists of them, and what is hashable.
+    """
+    tensors: list[Tensor] = []
+    key: list[Any] = [make]
+    _sign(args, key, tensors)
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    # Which are one: an argument may have the memory of another in one call, and memory of its own in the next.
+    key += [(address % ALIGNMENT, addresses.index(address)) for address in addresses]
+    device = tensors[0].device
+    if device.type != "cuda":  # the interpreter
+        for launch in make(*args):
+            launch.run()
+        return
+    key.append(device.index)
+    signature = tuple(key)
+    # Triton launches on the current device, which need not be that of the tensors.
+    if torch.cuda.current_device() == device.index:
+        _run(signature, make, args, tensors, addresses)
+    else:
+        with torch.cuda.device(device):
+            _run(signature, make, args, tensors, addresses)
+
+
+def forget() -> None:
+    """For tests that change what launches are made of."""
+    _ready.clear()
+
+
+def _run(
+    signature: tuple[Any, ...],
+    make: Callable[..., Iterable[Launch]],
+    args: tuple[Any, ...],
+    tensors: Sequence[Tensor],
+    addresses: Sequence[int],
+) -> None:
+    ready = _ready.get(signature)
+    if ready is not None:
+        for one in ready:
+            one.run(addresses)
+        return
+    made: list[Ready] | None = []
+    for launch in make(*args):
+        kept = _made_ready(launch, launch.run(), tensors, addresses)
+        made = None if made is None or kept is None else [*made, kept]
+        del launch  # and with it what memory only this one needs
+    if signature not in _ready:
+        if len(_ready) >= MOST:
+            forget()
+        _ready[signature] = None if made is None else tuple(made)
+
+
+def _sign(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
+    """Adds what is known of the arguments without their addresses to `key`, and tensors to `tensors`."""
+    for value in args:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            key += (value.dtype, value.shape, value.stride())
+        elif isinstance(value, (tuple, list)):
+            key.append(len(value))
+            _sign(value, key, tensors)
+        else:
+            key.append(value)
+
+
+def _made_ready(launch: Launch, compiled: Any, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Ready | None:
+    """None where an address is not one that the arguments of the call give."""
+    values = {**launch.options, **launch.args}
+    arguments = [values[name] for name in launch.kernel.arg_names]
+    places = []
+    for number, value in enumerate(arguments):
+        base, descriptor = value, None
+        if isinstance(value, TensorDescriptor):
+            base, descriptor = value.base, {**vars(value), "base": None}
+        if isinstance(base, Tensor):
+            found = _find(base, tensors, addresses)
+            if found is None:
+                return None
+            arguments[number] = None
+            places.append(Place(number, *found, descriptor))
+    grid = (*launch.grid, 1, 1)[:3]
+    return Ready(compiled[grid], arguments, tuple(places))
+
+
+def _find(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tuple[int, int] | None:
+    """Which of the tensors `x` is, or is a view of, and how many bytes behind its beginning."""
+    for number, tensor in enumerate(tensors):
+        if x is tensor:
+            return number, 0
+    begin, end = _extent(x)
+    storage = x.untyped_storage().data_ptr()
+    of = {
+        address: number
+        for number, (tensor, address) in reversed(list(enumerate(zip(tensors, addresses, strict=True))))
+        if tensor.untyped_storage().data_ptr() == storage and address <= begin and end <= _extent(tensor)[1]
+    }
+    if len(of) != 1:  # of several, which share memory, nobody knows whose view it is
+        return None
+    ((address, number),) = of.items()
+    return number, begin - address
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The first of its bytes, and the one behind its last."""
+    begin = x.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1 if x.numel() else 0) * x.element_size()
+
+
+def _described(descriptor: dict[str, Any], address: int) -> TensorDescriptor:
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    vars(made).update(descriptor, base=_Address(address))
+    return made
