@@ -47,6 +47,11 @@ UNNORMALIZED_HEAD = 1 << 25
 # Of several chunks, for the same reason, those of so many entries, rows x V x H: 0.4 ms for a product. 16384 x 768 x
 # 50257 in ten chunks of 2^36 takes 11 to 20 ms, with a pass over the logits 7.4.
 UNNORMALIZED_CHUNK = 1 << 37
+# Nor is a call of so few logits, rows x V: 512 MiB of bfloat16. In times the bare products, by a pass over the logits
+# and by exponentials: 1.03 and 1.29 (64 x 4096 x 128256), 1.07 and 1.13 (512 x 2048 x 128256), 1.08 and 1.09 (2048 x
+# 2048 x 128256), 1.03 and 1.07 (4096 x 4096 x 32768), 1.13 and 1.15 (1024 x 1024 x 151936). Of twice as many it is
+# 1.09 and 1.07 (4096 x 2048 x 128256).
+FEW_LOGITS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,11 @@ class Case:
         # Logits in memory would be rounded, or take twice the memory.
         least = ceil_div(UNNORMALIZED_CHUNK, entries) if dtypes.logits == self.dtype else 1
         return max(1, min(least, self.num_tokens))
+
+    @property
+    def few_logits(self) -> bool:
+        """Whether a pass over all logits in memory, in the dtype of the input, takes less than exponentials do."""
+        return self.num_tokens * self.vocab_size <= FEW_LOGITS and self.dtypes(False).logits == self.dtype
 
     @property
     def borrows(self) -> bool:

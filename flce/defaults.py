@@ -49,7 +49,8 @@ def default_plan(c: Case) -> ChunkPlan:
         blocks = [plan_of(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
         plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
         return smallest_near(plans, WITHIN)
-    if Borrowed.sizes(c) and getattr(plan.schedule, "rows", 0) >= c.num_tokens <= BORROWED_RATIO * c.hidden_sizes[0]:
+    at_once = isinstance(plan.schedule, Unnormalized) and plan.schedule.rows >= c.num_tokens
+    if at_once and Borrowed.sizes(c) and c.num_tokens <= BORROWED_RATIO * c.hidden_sizes[0]:
         borrowing = [plan_of(c, Borrowed, size) for size in reversed(Borrowed.sizes(c))]
         # The float32 gradient of the inputs takes memory, too.
         return next((other for other in borrowing if other.workspace_bytes < plan.workspace_bytes), plan)
@@ -58,7 +59,8 @@ def default_plan(c: Case) -> ChunkPlan:
 
 def _chunks(c: Case, rows: int) -> ChunkPlan:
     """Of so many tokens."""
-    kinds = (Chunks, Unnormalized, DeferredChunks)
+    exponentials = Unnormalized.sizes(c) and not (c.few_logits and rows >= c.num_tokens)
+    kinds = (Unnormalized, Chunks, DeferredChunks) if exponentials else (Chunks, DeferredChunks)
     return next(plan_of(c, kind, rows) for kind in kinds if rows in kind.sizes(c))
 
 

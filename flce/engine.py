@@ -21,7 +21,7 @@ from flce.arena import Arena
 from flce.backends import load
 from flce.backends.contract import RowOutputs
 from flce.plans import ChunkPlan
-from flce.problem import LinearCrossEntropyProblem
+from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.selection import Selection
 from flce.stage import Stage
 
@@ -38,24 +38,20 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, gradients: bool
     vectors.check_targets(problem)
     schedule, backend, arena = plan.schedule, load(plan.case.backend), Arena(problem.device)
     with_gradients = gradients and not schedule.deferred
-    # Before the selection, which may wait for the device.
-    constants = backend.constants(problem) if with_gradients else vectors.statistics_constants(problem, backend)
+    in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
+    constants = vectors.Constants(problem, backend, with_gradients, in_units)
     selection = Selection.of(problem, plan.case.skip_ignored, schedule.counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, arena)
-    unit = None
-    scaled = constants
-    if with_gradients:
-        assert constants is not None
-        unit = vectors.grad_unit(problem, constants) if plan.dtypes.logits_grad == torch.float16 else None
-        scaled = vectors.scaled(constants, unit)
-    stage = Stage(problem, backend, plan.dtypes, arena, selection, scaled, rows.normalizer, rows, None, plan.products)
+    stage = Stage(
+        problem, backend, plan.dtypes, arena, selection, constants, rows.normalizer, rows, None, plan.products
+    )
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
-    results, _ = vectors.reduce(problem, backend, selection.scatter(rows), constants)
+    results, _ = vectors.reduce(problem, backend, selection.scatter(rows), constants.of_loss)
     if gradients and schedule.deferred:
         del stage
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()))
-    return ForwardResult(results, grads, unit)
+    return ForwardResult(results, grads, constants.unit)
 
 
 def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -65,14 +61,11 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
         normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    backend = load(plan.case.backend)
-    constants = backend.constants(problem)
+    backend, accum = load(plan.case.backend), accumulation_dtype(problem.dtype)
     arena, selection = Arena(problem.device), Selection.of(problem, plan.case.skip_ignored, False)
-    of_each = None
-    if upstream.dim() == 0:
-        constants = vectors.scaled(constants, upstream.to(constants.dtype))
-    else:
-        of_each = selection.take(upstream.to(constants.dtype))
+    of_all = upstream.to(accum) if upstream.dim() == 0 else None
+    of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
+    constants = vectors.Constants(problem, backend, with_gradients=True, upstream=of_all)
     normalizer = selection.take(normalizer, dim=1)
     stage = Stage(problem, backend, plan.dtypes, arena, selection, constants, normalizer, None, of_each, plan.products)
     plan.schedule.backward(stage)

@@ -11,6 +11,7 @@ from torch import Tensor
 from flce import distributed, logits_loss, unfused
 from flce.arguments import (
     FLOATING,
+    autocast_dtype,
     check_inplace,
     check_shift,
     check_tensors,
@@ -141,8 +142,9 @@ def fused_linear_cross_entropy(
     shift = check_shift(shift)
     if shift and target.dim() == 0:
         raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
-    input, linear_weight = _autocast(input), _autocast(linear_weight)
-    adapters = [(_autocast(a), _autocast(b)) for a, b in adapters]
+    if autocast_dtype(input.device.type) is not None:
+        input, linear_weight = _autocast(input), _autocast(linear_weight)
+        adapters = [(_autocast(a), _autocast(b)) for a, b in adapters]
     accum = accumulation_dtype(input.dtype)
     _check_dtypes(input, linear_weight, adapters)
     if linear_bias is not None:
@@ -170,7 +172,7 @@ def fused_linear_cross_entropy(
     grad = torch.is_grad_enabled()
     terms = ((input, linear_weight), *adapters)
     problem = LinearCrossEntropyProblem(
-        terms=tuple(LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms),
+        terms=tuple([LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
         # Vectors are short: backends get them contiguous and in one dtype.
         target=shifted(target.to(torch.int64), shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
@@ -179,8 +181,8 @@ def fused_linear_cross_entropy(
         num_items=num_items,
         spec=spec,
         needs=Needs(
-            tuple(grad and x.requires_grad for x, _ in terms),
-            tuple(grad and w.requires_grad for _, w in terms),
+            tuple([grad and x.requires_grad for x, _ in terms]),
+            tuple([grad and w.requires_grad for _, w in terms]),
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
     )

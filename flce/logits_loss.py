@@ -143,7 +143,7 @@ def check_overwritable(logits: Tensor) -> None:
 def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
     backend = get_backend(p.device)
-    constants = vectors.statistics_constants(p, backend)
+    constants = vectors.Constants(p, backend, with_gradients=False).of_loss
     logits, order = rows_of(p.logits)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
     _statistics(p, backend, logits, _row_inputs(p, order, constants), out)
@@ -154,10 +154,9 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None
     """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
     the logits."""
     backend = get_backend(p.device)
-    constants = backend.constants(p)
-    unit = vectors.grad_unit(p, constants) if p.dtype == torch.float16 else None
+    constants = vectors.Constants(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
     logits, order = rows_of(p.logits)
-    rows = _row_inputs(p, order, vectors.scaled(constants, unit))
+    rows = _row_inputs(p, order, constants.of_gradient)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
     if p.shard is None:
         vectors.check_targets(p)
@@ -166,7 +165,7 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None
         _statistics(p, backend, logits, rows, out)
         if logits.shape[-1]:
             backend.gradient(logits, logits, rows, p.spec, _tile(p), out.normalizer, None)
-    return _outputs(p, backend, order, out, constants), unit
+    return _outputs(p, backend, order, out, constants.of_loss), constants.unit
 
 
 def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, upstream: Tensor) -> Tensor:

@@ -71,12 +71,10 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
     Raises:
         RuntimeError: an argument carries a forward-mode tangent, which would be lost without a word.
     """
-    refuse_forward_mode(
-        "fused_linear_cross_entropy",
-        "torch.nn.functional.linear and torch.nn.functional.cross_entropy",
-        (*(tensor for term in problem.terms for tensor in (term.input, term.weight)), problem.linear_bias),
-    )
     tensors = _tensors(problem)
+    refuse_forward_mode(
+        "fused_linear_cross_entropy", "torch.nn.functional.linear and torch.nn.functional.cross_entropy", tensors
+    )
     if _nobody_watches(tensors):
         return RowOutputs(*flce_linear_cross_entropy.apply(problem, options, *tensors))
     if not torch.compiler.is_compiling():
@@ -125,7 +123,7 @@ def _case(
     p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool = False, make: Callable[..., Case] = Case
 ) -> Case:
     # Kernels beside products with an epilogue go along rows.
-    row_major = all(t.stride(-1) == 1 for term in p.terms for t in (term.input, term.weight))
+    row_major = all(term.input.stride(-1) == 1 == term.weight.stride(-1) for term in p.terms)
     if traced and options.strategy == "auto" and p.dtype == torch.float16:
         # See `_makes_gradients`. Gradients in float16 are to be rounded when the upstream gradient is known.
         options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
@@ -340,7 +338,7 @@ def _nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
         and torch._C._get_tracing_state() is None
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all(t is None or (type(t) in _PLAIN and not is_batched(t) and t.device.type != "meta") for t in tensors)
+        and not any(t is not None and (type(t) not in _PLAIN or t.is_meta or is_batched(t)) for t in tensors)
     )
 
 
@@ -348,7 +346,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _tensors(p: LinearCrossEntropyProblem) -> tuple[Tensor | None, ...]:
-    of_terms = (*(term.input for term in p.terms), *(term.weight for term in p.terms))
+    of_terms = [*[term.input for term in p.terms], *[term.weight for term in p.terms]]
     return (*of_terms, p.target, p.linear_bias, p.class_weight, p.token_weight, p.num_items)
 
 
@@ -369,7 +367,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         ctx.needs = problem.needs
         if not result.grads:
             ctx.scalars = (*SPEC.pack(problem.spec), problem.needs.flat, *_OPTIONS.pack(options), False)
-        ctx.mark_non_differentiable(*(t for t in rows[1:] if t is not None))
+        ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _keep(ctx, result.grads, result.grad_unit, rows.normalizer, tensors)
         return rows
 

@@ -177,7 +177,7 @@ class LinearCrossEntropyProblem:
 
     @property
     def hidden_sizes(self) -> tuple[int, ...]:
-        return tuple(term.weight.shape[1] for term in self.terms)
+        return tuple([term.weight.shape[1] for term in self.terms])
 
     @property
     def vocab_size(self) -> int:

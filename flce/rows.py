@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,17 +46,43 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
     return as_outputs(rows)
 
 
-def statistics_constants(p: RowProblem, backend: Backend) -> Tensor | None:
-    """What statistics need of `Backend.constants`: nothing for unweighted classes. Then `reduce` makes them, in the
-    same kernel."""
-    return None if p.class_weight is None else backend.constants(p)
+@dataclass
+class Constants:
+    """Of one pass, as of `Backend.constants`. They are made when they are first asked for: by then the device has its
+    first product to make.
 
+    Attributes:
+        with_gradients: whether the pass makes gradients.
+        in_units: whether these are multiples of `grad_unit`.
+        upstream: () what they are multiplied by; None: 1.
+    """
 
-def scaled(constants: Tensor, factor: Tensor | None) -> Tensor:
-    """`constants` for a loss that is multiplied by `factor`; None: 1."""
-    if factor is None:
-        return constants
-    return torch.cat((constants[:2] * factor, constants[2:]))
+    problem: RowProblem
+    backend: Backend
+    with_gradients: bool
+    in_units: bool = False
+    upstream: Tensor | None = None
+
+    @functools.cached_property
+    def of_loss(self) -> Tensor | None:
+        """None for statistics of unweighted classes, which need none. Then `reduce` makes them, in the same kernel."""
+        needed = self.with_gradients or self.problem.class_weight is not None
+        return self.backend.constants(self.problem) if needed else None
+
+    @functools.cached_property
+    def unit(self) -> Tensor | None:
+        """() what gradients are too large by; None: 1."""
+        if not self.in_units:
+            return None
+        assert self.of_loss is not None
+        return grad_unit(self.problem, self.of_loss)
+
+    @functools.cached_property
+    def of_gradient(self) -> Tensor | None:
+        factor = self.unit if self.upstream is None else self.upstream
+        if self.of_loss is None or factor is None:
+            return self.of_loss
+        return torch.cat((self.of_loss[:2] * factor, self.of_loss[2:]))
 
 
 def grad_unit(p: RowProblem, constants: Tensor) -> Tensor:
@@ -97,6 +125,10 @@ def check_targets(p: RowProblem) -> None:
         return
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
+    if target.numel():
+        least, most = target.aminmax()
+        if least.item() >= 0 and most.item() < vocab_size:  # mostly, and then there is no more to look for
+            return
     wrong = ((target < 0) | (target >= vocab_size)) & (target != p.spec.ignore_index)
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])

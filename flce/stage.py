@@ -14,6 +14,7 @@ from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, 
 from flce.case import Dtypes
 from flce.gemm import padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
+from flce.rows import Constants
 from flce.selection import Selection
 
 
@@ -29,7 +30,7 @@ class Stage:
         dtypes: of what is made.
         arena: where memory comes from.
         selection: which tokens are worked on.
-        constants: (3,), as of `Backend.constants`, for the loss times the upstream gradient.
+        constants: what losses and gradients are multiplied by. None where there are no values.
         normalizer: (NORMALIZER_SLOTS, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `constants`.
@@ -42,7 +43,7 @@ class Stage:
     dtypes: Dtypes
     arena: Arena
     selection: Selection
-    constants: Tensor | None
+    constants: Constants | None
     normalizer: Tensor
     out: RowOutputs | None
     upstream: Tensor | None
@@ -306,7 +307,7 @@ class Stage:
     # ------------------------------------------------------------------------------------------------- others
 
     def _row_inputs(self, rows: slice) -> RowInputs:
-        return self.selection.row_inputs(rows, self.constants)
+        return self.selection.row_inputs(rows, None if self.constants is None else self.constants.of_gradient)
 
     def _out(self, rows: slice) -> RowOutputs:
         assert self.out is not None

@@ -123,12 +123,12 @@ class RowOutputs(NamedTuple):
     @staticmethod
     def of(spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> RowOutputs:
         """What a call asks for: ``new(slots, dtype)`` is memory for so many values of each row, () for one."""
-        made = (
+        made = [
             new((NORMALIZER_SLOTS,) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
             if asked
             else None
             for name, asked in zip(RowOutputs._fields, RowOutputs.asked(spec), strict=True)
-        )
+        ]
         return RowOutputs(*made)  # type: ignore[arg-type]
 
     @staticmethod

@@ -6,8 +6,8 @@ tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,12 +64,15 @@ class TorchBackend:
         self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
     ) -> None:
         for piece, part in _slabs(logits):
+            slab = _rows(rows, part)
             z, _ = _transform(logits[piece], rows, spec, tile, want_jacobian=False)
-            merged, _ = _merge(z, _rows(rows, part), spec, tile, None if state is None else state[:, part])
+            targets = _targets(slab, spec, tile)
+            merged, _ = _merge(z, slab, targets, spec, tile, None if state is None else state[:, part])
             if tile.last:
-                finish(merged, _rows(rows, part), spec, tile.vocab_size, out.rows(part))
+                _finish(merged, merged[SUM].log(), slab, targets, spec, tile.vocab_size, out.rows(part))
             elif state is not None:
-                state[:, part] = merged
+                for slot, value in merged.items():
+                    state[slot, part] = value
 
     def gradient(
         self,
@@ -86,7 +89,9 @@ class TorchBackend:
             row_max, log_sum = normalizer[OFFSET, part], normalizer[LOG_SUM, part]
             exps = z.sub_(row_max[:, None]).exp_()
             up = upstream[part] if upstream is not None and upstream.dim() else upstream
-            _gradient(exps, jacobian, row_max, log_sum, _rows(rows, part), spec, tile, up, grad[piece])
+            slab = _rows(rows, part)
+            targets = _targets(slab, spec, tile)
+            _gradient(exps, jacobian, row_max, log_sum, slab, targets, spec, tile, up, grad[piece])
             del z, exps, jacobian  # before the next slab makes its own
 
     def loss_and_gradient(
@@ -95,9 +100,11 @@ class TorchBackend:
         for piece, part in _slabs(logits):
             slab = _rows(rows, part)
             z, jacobian = _transform(logits[piece], rows, spec, tile, want_jacobian=True)
-            merged, exps = _merge(z, slab, spec, tile, None)
-            finish(merged, slab, spec, tile.vocab_size, out.rows(part))
-            _gradient(exps, jacobian, merged[MAX], merged[SUM].log(), slab, spec, tile, None, grad[piece])
+            targets = _targets(slab, spec, tile)
+            merged, exps = _merge(z, slab, targets, spec, tile, None)
+            log_sum = merged[SUM].log()
+            _finish(merged, log_sum, slab, targets, spec, tile.vocab_size, out.rows(part))
+            _gradient(exps, jacobian, merged[MAX], log_sum, slab, targets, spec, tile, None, grad[piece])
             del z, exps, jacobian  # before the next slab makes its own
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
@@ -206,23 +213,44 @@ def _transform(
     return z.mul_(spec.cap), jacobian
 
 
-def _valid(rows: RowInputs, spec: LossSpec) -> Tensor:
-    return rows.target != spec.ignore_index
+class Targets(NamedTuple):
+    """What rows have at their targets. None for a mask that is True everywhere, where looking at it is free."""
+
+    column: Tensor  # (rows,) of the tile, the nearest if the target is not there
+    inside: Tensor | None  # (rows,) whether it is
+    in_range: Tensor | None  # (rows,) whether the target is a class
+    valid: Tensor | None  # (rows,) whether it is not ignored
 
 
-def _local_target(rows: RowInputs, tile: Tile) -> tuple[Tensor, Tensor]:
-    """Column of each row's target in this tile, clamped to it, and whether it is really there."""
-    local = rows.target - tile.start
-    return local.clamp(0, tile.cols - 1), (local >= 0) & (local < tile.cols)
+def _targets(rows: RowInputs, spec: LossSpec, tile: Tile) -> Targets:
+    target = rows.target
+    local = target if tile.start == 0 else target - tile.start
+    column = local.clamp(0, tile.cols - 1)
+    inside = in_range = _unless_all(column == local)
+    if tile.cols != tile.vocab_size:
+        in_range = _unless_all((target >= 0) & (target < tile.vocab_size))
+    return Targets(column, inside, in_range, _unless_all(target != spec.ignore_index))
 
 
-def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Statistics of this tile merged with those of the tiles before; overwrites `z` with exp(z - max).
+def _unless_all(mask: Tensor) -> Tensor | None:
+    # Only on the CPU: elsewhere the host would wait for the device.
+    return None if mask.device.type == "cpu" and bool(mask.all()) else mask
+
+
+def _where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
+    return x if mask is None else torch.where(mask, x, other)
+
+
+def _merge(
+    z: Tensor, rows: RowInputs, targets: Targets, spec: LossSpec, tile: Tile, state: Tensor | None
+) -> tuple[dict[int, Tensor], Tensor]:
+    """Statistics of this tile merged with those of the tiles before, those slots of the state that are used; overwrites
+    `z` with exp(z - max).
 
     Online softmax as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     The exponentials are relative to the merged maximum.
     """
-    merged = z.new_zeros(ARGMAX + 1, z.shape[0])
+    merged: dict[int, Tensor] = {}
     before = None if tile.first else state
     if "argmax" in spec.stats or "correct" in spec.stats:
         tile_max, tile_argmax = z.max(dim=1)
@@ -234,9 +262,8 @@ def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor
     row_max = tile_max if before is None else torch.maximum(tile_max, before[MAX])
     merged[MAX] = row_max
 
-    column, inside = _local_target(rows, tile)
-    target_logit = z.gather(1, column[:, None])[:, 0]
-    merged[TARGET_LOGIT] = torch.where(inside, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
+    target_logit = z.gather(1, targets.column[:, None])[:, 0]
+    merged[TARGET_LOGIT] = _where(targets.inside, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
 
     if spec.label_smoothing:
         # Relative to a logit of the same row, so that a large common offset does not cancel digits away.
@@ -263,18 +290,30 @@ def _merge(z: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor
         shift = torch.where(before[MAX] == -torch.inf, 0.0, before[MAX] - safe_max)
         decay = torch.where(before[MAX] == -torch.inf, 0.0, shift.exp())
         merged[SUM] += decay * before[SUM]
-        merged[ENTROPY_SUM] += decay * (before[ENTROPY_SUM] + shift * before[SUM])
+        if "entropy" in spec.stats:
+            merged[ENTROPY_SUM] += decay * (before[ENTROPY_SUM] + shift * before[SUM])
     return merged, exps
 
 
 def finish(state: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out: RowOutputs) -> None:
     """Turn the state of all classes, (STATE_SLOTS, rows), into the losses and statistics of the rows."""
-    valid = rows.target != spec.ignore_index
-    row_max, log_sum = state[MAX], state[SUM].log()
-    in_range = (rows.target >= 0) & (rows.target < vocab_size)
+    targets = _targets(rows, spec, Tile(0, vocab_size, vocab_size, vocab_size))
+    _finish(state, state[SUM].log(), rows, targets, spec, vocab_size, out)
+
+
+def _finish(
+    state: Mapping[int, Tensor] | Tensor,  # by slot
+    log_sum: Tensor,
+    rows: RowInputs,
+    targets: Targets,
+    spec: LossSpec,
+    vocab_size: int,
+    out: RowOutputs,
+) -> None:
+    valid, row_max = targets.valid, state[MAX]
     # (m - z_y) before + log_sum: exact where all logits share a large offset.
     nll = log_sum + (row_max - state[TARGET_LOGIT])
-    nll = torch.where(in_range, nll, torch.nan)
+    nll = _where(targets.in_range, nll, torch.nan)
     loss = nll
     if rows.class_weight is not None:
         loss = loss * rows.class_weight[rows.target.clamp(0, vocab_size - 1)]
@@ -282,19 +321,18 @@ def finish(state: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out:
         smooth = rows.weight_sum(vocab_size) * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
         loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / vocab_size) * smooth
     weight = rows.token_weight
-    lse = row_max + log_sum
-    out.loss.copy_(torch.where(valid, loss if weight is None else loss * weight, 0.0))
-    out.normalizer[OFFSET] = torch.where(valid, row_max, 0.0)
-    out.normalizer[LOG_SUM] = torch.where(valid, log_sum, 0.0)
+    out.loss.copy_(_where(valid, loss if weight is None else loss * weight, 0.0))
+    out.normalizer[OFFSET] = _where(valid, row_max, 0.0)
+    out.normalizer[LOG_SUM] = _where(valid, log_sum, 0.0)
     if out.z_loss is not None:
-        z_loss = spec.z_loss * lse.square()
-        out.z_loss.copy_(torch.where(valid, z_loss if weight is None else z_loss * weight, 0.0))
+        z_loss = spec.z_loss * (row_max + log_sum).square()
+        out.z_loss.copy_(_where(valid, z_loss if weight is None else z_loss * weight, 0.0))
     if out.logprob is not None:
-        out.logprob.copy_(torch.where(valid, -nll, 0.0))
+        out.logprob.copy_(_where(valid, -nll, 0.0))
     if out.entropy is not None:
-        out.entropy.copy_(torch.where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
+        out.entropy.copy_(_where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
     if out.argmax is not None:
-        out.argmax.copy_(torch.where(valid, state[ARGMAX].long(), -1))
+        out.argmax.copy_(_where(valid, state[ARGMAX].long(), -1))
 
 
 def _gradient(
@@ -303,6 +341,7 @@ def _gradient(
     row_max: Tensor,
     log_sum: Tensor,
     rows: RowInputs,
+    targets: Targets,
     spec: LossSpec,
     tile: Tile,
     upstream: Tensor | None,
@@ -310,28 +349,28 @@ def _gradient(
 ) -> None:
     """Gradient from exp(z - row_max), which it overwrites. `triton/math.py` has the same formula, in `gradient_factors`
     and `logit_gradient`."""
-    valid = _valid(rows, spec)
-    in_range = (rows.target >= 0) & (rows.target < tile.vocab_size)
     assert rows.constants is not None
-    ce_scale, z_scale, weight_sum = rows.constants
-    row_scale = torch.ones_like(row_max) if upstream is None else upstream
+    ce_scale, z_scale, weight_sum = rows.constants.unbind()
+    row_scale = upstream
     if rows.token_weight is not None:
-        row_scale = row_scale * rows.token_weight
-    row_scale = torch.where(in_range, row_scale, torch.nan)  # wrong targets make NaN, not nonsense
-    ce = row_scale * ce_scale
+        row_scale = rows.token_weight if row_scale is None else row_scale * rows.token_weight
+    if targets.in_range is not None:  # wrong targets make NaN, not nonsense
+        row_scale = torch.where(targets.in_range, 1.0 if row_scale is None else row_scale, torch.nan).to(row_max.dtype)
+    ce = ce_scale if row_scale is None else row_scale * ce_scale
     smoothing = spec.label_smoothing / tile.vocab_size
     of_target = ce * (1.0 - spec.label_smoothing)
     if rows.class_weight is not None:
         of_target = of_target * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
     of_softmax = of_target + ce * (smoothing * weight_sum) if spec.label_smoothing else of_target
     if spec.z_loss:
-        of_softmax = of_softmax + row_scale * z_scale * (2.0 * spec.z_loss) * (row_max + log_sum)
+        z = z_scale if row_scale is None else row_scale * z_scale
+        of_softmax = of_softmax + z * (2.0 * spec.z_loss) * (row_max + log_sum)
 
     g = exps.mul_((of_softmax * (-log_sum).exp())[:, None])
-    column, inside = _local_target(rows, tile)
-    g.scatter_add_(1, column[:, None], torch.where(inside, -of_target, 0.0)[:, None])
+    at_target = _where(targets.inside, -of_target, 0.0).expand_as(row_max)
+    g.scatter_add_(1, targets.column[:, None], at_target[:, None])
     if spec.label_smoothing:
-        of_classes = (ce * smoothing)[:, None]
+        of_classes = (ce * smoothing).expand_as(row_max)[:, None]
         if rows.class_weight is None:
             g.sub_(of_classes)
         else:
@@ -339,7 +378,7 @@ def _gradient(
             g.addcmul_(of_classes, weight, value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)
-    if g.device.type != "cpu" or not bool(valid.all()):
-        g.masked_fill_(~valid[:, None], 0.0)
+    if targets.valid is not None:
+        g.masked_fill_(~targets.valid[:, None], 0.0)
     if g.data_ptr() != grad.data_ptr():
         grad.copy_(g.view(grad.shape))

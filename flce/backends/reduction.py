@@ -10,18 +10,21 @@ from flce.problem import accumulation_dtype
 
 
 def make_constants(p: RowProblem) -> Tensor:
-    accum = accumulation_dtype(p.dtype)
-    one = torch.ones((), dtype=accum, device=p.device)
-    weight_sum = one * p.vocab_size if p.class_weight is None else p.class_weight.sum(dtype=accum)
-    if p.spec.reduction == "mean":
-        valid = p.target != p.spec.ignore_index
-        z_scale = valid.sum().to(accum).reciprocal()
-        ce_scale = z_scale
-        if p.class_weight is not None:
-            weights = p.class_weight[p.target.clamp(0, p.vocab_size - 1)].to(accum)
-            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
+    accum, target = accumulation_dtype(p.dtype), p.target
+    if p.class_weight is None:
+        weight_sum = torch.full((), p.vocab_size, dtype=accum, device=p.device)
     else:
-        ce_scale = z_scale = one if p.num_items is None else p.num_items.to(accum).reciprocal()
+        weight_sum = p.class_weight.sum(dtype=accum)
+    if p.spec.reduction == "mean":
+        valid = target != p.spec.ignore_index
+        ce_scale = z_scale = valid.sum().to(accum).reciprocal()
+        if p.class_weight is not None:
+            weights = p.class_weight[target.clamp(0, p.vocab_size - 1)].to(accum)
+            ce_scale = torch.where(valid, weights, 0.0).sum().reciprocal()
+    elif p.num_items is None:
+        ce_scale = z_scale = torch.ones_like(weight_sum)
+    else:
+        ce_scale = z_scale = p.num_items.to(accum).reciprocal()
     return torch.stack((ce_scale, z_scale, weight_sum))
 
 

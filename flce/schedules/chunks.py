@@ -27,7 +27,7 @@ class Chunks(Schedule):
         if not c.needs.any or c.spec.reduction == "none":
             return NONE
         least = c.unnormalized_rows  # from there on those are faster
-        return up_to(c.num_tokens) if least is None else range(1, least)
+        return up_to(c.num_tokens) if least is None or c.few_logits else range(1, least)
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
