@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,9 +96,7 @@ class HeadCall:
 
     def unit(self) -> Any:
         """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
-        if not any(is_freed(watched.tensor) for watched in self._parameters):
-            return None
-        return self._unit_of_the_layer()
+        return self._unit_of_the_layer() if self._is_freed() else None
 
     @property
     def is_trained(self) -> bool:
@@ -115,7 +113,7 @@ class HeadCall:
         Args:
             waiting_is_fine: compare values, for which a GPU is waited for, also where nothing points to a change.
         """
-        if any(is_freed(watched.tensor) for watched in self._parameters):
+        if self._is_freed():
             raise StaleLogitsError(
                 "these lazy logits can no longer be computed: the wrapper that shards the head has freed its weight. "
                 "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
@@ -125,6 +123,9 @@ class HeadCall:
         stepped = _steps.count > self._step  # perhaps by an optimizer that no longer exists
         for watched in self._parameters:
             watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
+
+    def _is_freed(self) -> bool:
+        return any(is_freed(watched.tensor) for watched in self._parameters)
 
     def _unit_of_the_layer(self) -> Any:
         layer = None if self._layer is None else self._layer()
@@ -145,6 +146,7 @@ class _Watched:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.source = tensor if tensor._base is None else tensor._base
+        self._sampled = tuple([slice(None, None, max(1, -(-size // _SAMPLE))) for size in tensor.shape])
         self._place, self._sample = self._look()
 
     def may_be_changed_by(self, optimizer: Optimizer, by_identity: bool) -> bool:
@@ -173,9 +175,8 @@ class _Watched:
         tensor = self.tensor.detach()
         if tensor.is_meta:
             return (tensor.shape, tensor.dtype, tensor.device), None
-        sample = tensor[tuple(slice(None, None, max(1, -(-size // _SAMPLE))) for size in tensor.shape)]
         # As bytes: NaN equals itself.
-        values = sample.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        values = tensor[self._sampled].clone(memory_format=torch.contiguous_format).view(torch.uint8)
         return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), values
 
 
@@ -192,8 +193,13 @@ def _stale(how: str) -> StaleLogitsError:
 
 
 @contextlib.contextmanager
-def weights_of(calls: Sequence[HeadCall]) -> Iterator[None]:
-    """Unshards the weights that FSDP2 has freed, and reshards them at the end. Costs one all-gather for each unit."""
+def weights_of(calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None) -> Iterator[None]:
+    """Unshards the weights that FSDP2 has freed, and reshards them at the end. Costs one all-gather for each unit.
+
+    Args:
+        calls: whose weights are wanted.
+        check: called with each, once the weights are there.
+    """
     units = []
     for call in calls:
         unit = call.unit()
@@ -201,6 +207,9 @@ def weights_of(calls: Sequence[HeadCall]) -> Iterator[None]:
             unit.unshard()
             units.append(unit)
     try:
+        if check is not None:
+            for call in calls:
+                check(call)
         yield
     finally:
         for unit in units:
