@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -37,12 +37,17 @@ def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]
     return owners, left
 
 
-def beside(module: nn.Module, others: list[nn.Module]) -> Iterator[nn.Module]:
+def beside(module: nn.Module, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
     """``module`` and what is in it, without ``others`` and what is in them."""
-    if not any(module is other for other in others):
-        yield module
-        for child in module.children():
-            yield from beside(child, others)
+    found: list[nn.Module] = []
+    waiting = [module]
+    excluded = {id(other) for other in others}
+    while waiting:  # by hand: this happens in each call of a model
+        module = waiting.pop()
+        if id(module) not in excluded:
+            found.append(module)
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    return found
 
 
 def backbone(owner: Any) -> nn.Module:
@@ -62,7 +67,7 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
     if not isinstance(embedding, nn.Module):
         return []
     sizes = _vocabulary_sizes(owner, embedding)
-    layers, below = _wide_layers(embedding.modules(), sizes), backbone(owner)
+    layers, below = _wide_layers(beside(embedding), sizes), backbone(owner)
     if not layers:
         return []
     own: Iterable[nn.Module] = beside(owner, [below])
@@ -74,7 +79,7 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
 def embedding_layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    return _wide_layers(head.modules(), _vocabulary_sizes(owner, head)) if isinstance(head, nn.Module) else []
+    return _wide_layers(beside(head), _vocabulary_sizes(owner, head)) if isinstance(head, nn.Module) else []
 
 
 def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:

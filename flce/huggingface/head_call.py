@@ -55,6 +55,11 @@ def is_recorded() -> bool:
     """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
     if torch.compiler.is_compiling():
         return bool(torch.compiler._is_exporting_flag)  # PyTorch 2.11 says True to `is_exporting()` in any graph
+    return is_traced()
+
+
+def is_traced() -> bool:
+    """Whether the program is being made by torch.jit, which runs the model in Python."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -162,12 +167,12 @@ class _Watched:
         if self._sample is None:
             return
         # On a CPU a comparison waits for nothing.
-        compare = compare or tensor.device.type == "cpu" or tensor.data_ptr() != self._place[3]
+        compare = compare or tensor.is_cpu or tensor.data_ptr() != self._place[3]
         if not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        sample = self._look()[1]
-        assert sample is not None
-        if not torch.equal(sample, self._sample):
+        sample = tensor.detach()[self._sampled]
+        # NaN equals itself only as bytes.
+        if not torch.equal(sample, self._sample) and not torch.equal(_as_bytes(sample), _as_bytes(self._sample)):
             raise _stale("through .data, by an exchange of weights, or by merging an adapter")
 
     def _look(self) -> tuple[tuple[Any, ...], Tensor | None]:
@@ -175,9 +180,12 @@ class _Watched:
         tensor = self.tensor.detach()
         if tensor.is_meta:
             return (tensor.shape, tensor.dtype, tensor.device), None
-        # As bytes: NaN equals itself.
-        values = tensor[self._sampled].clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), values
+        sample = tensor[self._sampled].clone(memory_format=torch.contiguous_format)
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), sample
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _stale(how: str) -> StaleLogitsError:

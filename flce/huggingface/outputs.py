@@ -41,7 +41,7 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
 
 
 def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
-    if isinstance(value, Tensor):
+    if value is None or isinstance(value, Tensor):
         return value
     if isinstance(value, TracedLazyLogits):
         real: Tensor | None = value._existing()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
-from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
+from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
@@ -204,7 +204,7 @@ class _Call:
     @never_compiled
     def __init__(self, owner: Any, args: Any, kwargs: Any, place: slice | None) -> None:
         self.owner = owner
-        self.patch: _Patch | None = None if is_recorded() else getattr(owner, "_flce", None)
+        self.patch: _Patch | None = None if is_traced() else getattr(owner, "_flce", None)
         if self.patch is None:
             return
         self.labels = place is not None and _has_labels(args, kwargs, place)
