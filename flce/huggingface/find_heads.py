@@ -40,11 +40,11 @@ def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]
 def beside(module: nn.Module, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
     """``module`` and what is in it, without ``others`` and what is in them."""
     found: list[nn.Module] = []
-    waiting = [module]
-    excluded = {id(other) for other in others}
-    while waiting:  # by hand: this happens in each call of a model
+    waiting, seen = [module], {id(other) for other in others}
+    while waiting:  # no generators: this happens in each call of a model
         module = waiting.pop()
-        if id(module) not in excluded:
+        if id(module) not in seen:
+            seen.add(id(module))
             found.append(module)
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
     return found
