@@ -35,6 +35,8 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
     Returns:
         None where the operations do not fit (two tanh, a factor that is not finite).
     """
+    if not ops:
+        return _UNCHANGED
     inner, outer = 1.0, None  # outer * tanh(inner * x), or inner * x while outer is None
     normalised, behind = False, 1.0
     for name, value in ops:
@@ -56,7 +58,7 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
                 inner *= factor
             else:
                 outer *= factor
-    if not all(math.isfinite(factor) for factor in (inner, outer or 0.0, behind)):
+    if not (math.isfinite(inner) and math.isfinite(outer or 0.0) and math.isfinite(behind)):
         return None
     if outer is None:
         return Folded(_snap(inner), None, normalised, behind)
@@ -64,6 +66,9 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
         return Folded(0.0, None, normalised, behind)
     # |outer| is the softcap, whose division of the argument is undone; tanh is odd, so a sign can go inside.
     return Folded(_snap(inner * outer), abs(outer), normalised, behind)
+
+
+_UNCHANGED = Folded(1.0, None)
 
 
 def _snap(scale: float) -> float:
@@ -90,4 +95,7 @@ def replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
 
 
 def dtype_after(ops: tuple[Op, ...], before: torch.dtype) -> torch.dtype:
-    return next((value for name, value in reversed(ops) if name == "to"), before)
+    for name, value in ops:
+        if name == "to":
+            before = value
+    return before

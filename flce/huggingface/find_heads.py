@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -37,12 +37,17 @@ def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]
     return owners, left
 
 
-def beside(module: nn.Module, others: list[nn.Module]) -> Iterator[nn.Module]:
+def beside(module: nn.Module, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
     """``module`` and what is in it, without ``others`` and what is in them."""
-    if not any(module is other for other in others):
-        yield module
-        for child in module.children():
-            yield from beside(child, others)
+    found: list[nn.Module] = []
+    waiting, seen = [module], {id(other) for other in others}
+    while waiting:  # no generators: this happens in each call of a model
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append(module)
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+    return found
 
 
 def backbone(owner: Any) -> nn.Module:
@@ -58,27 +63,35 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
         owner: a model with an output embedding.
         others: modules outside of ``owner`` that may be heads of it.
     """
-    layers, below = embedding_layers(owner), backbone(owner)
+    embedding = owner.get_output_embeddings()
+    if not isinstance(embedding, nn.Module):
+        return []
+    sizes = _vocabulary_sizes(owner, embedding)
+    layers, below = _wide_layers(beside(embedding), sizes), backbone(owner)
     if not layers:
         return []
     own: Iterable[nn.Module] = beside(owner, [below])
     if below is owner:  # which does not say what is below the head: only what looks just like it
         own = (m for m in owner.children() if getattr(m, "in_features", None) == layers[0].in_features)
-    return layers + _wide_layers([*own, *others], owner)
+    return layers + _wide_layers([*own, *others], sizes)
 
 
 def embedding_layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    return _wide_layers(head.modules(), owner) if isinstance(head, nn.Module) else []
+    return _wide_layers(beside(head), _vocabulary_sizes(owner, head)) if isinstance(head, nn.Module) else []
 
 
-def _wide_layers(modules: Iterable[nn.Module], owner: Any) -> list[nn.Linear]:
-    """The plain linear layers among ``modules`` that make an output for each token of the vocabulary."""
-    sizes = _vocabulary_sizes(owner)
-    wide = (m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes)
-    plain = (m for m in wide if inspect.unwrap(type(m).forward) is nn.Linear.forward)
-    return [m for m in plain if not _is_quantised(_own_weight(m))]
+def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
+    """The plain linear layers among ``modules`` that have one of these numbers of outputs, the vocabulary's."""
+    return [m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes and _is_plain(m)]
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    return _unwrapped(type(layer).forward) is nn.Linear.forward and not _is_quantised(_own_weight(layer))
+
+
+_unwrapped = functools.cache(inspect.unwrap)
 
 
 def _own_weight(layer: nn.Module) -> Tensor | None:
@@ -90,8 +103,7 @@ def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
     return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _vocabulary_sizes(owner: Any) -> frozenset[int]:
-    head = owner.get_output_embeddings()
+def _vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
     size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
     if isinstance(size, int):
         return frozenset({size})
@@ -153,7 +165,7 @@ class WideProducts(TorchFunctionMode):
         super().__init__()
         self.replaced: list[Tensor] = []
         """Inputs of replaced products. Other products of these inputs are logits too."""
-        self._sizes, self._replace = _vocabulary_sizes(owner), replace
+        self._sizes, self._replace = _vocabulary_sizes(owner, owner.get_output_embeddings()), replace
         self._heads = [_own_weight(layer) for layer in embedding_layers(owner)] if only_own else []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,11 @@ def is_recorded() -> bool:
     """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
     if torch.compiler.is_compiling():
         return bool(torch.compiler._is_exporting_flag)  # PyTorch 2.11 says True to `is_exporting()` in any graph
+    return is_traced()
+
+
+def is_traced() -> bool:
+    """Whether the program is being made by torch.jit, which runs the model in Python."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -96,9 +101,7 @@ class HeadCall:
 
     def unit(self) -> Any:
         """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
-        if not any(is_freed(watched.tensor) for watched in self._parameters):
-            return None
-        return self._unit_of_the_layer()
+        return self._unit_of_the_layer() if self._is_freed() else None
 
     @property
     def is_trained(self) -> bool:
@@ -115,7 +118,7 @@ class HeadCall:
         Args:
             waiting_is_fine: compare values, for which a GPU is waited for, also where nothing points to a change.
         """
-        if any(is_freed(watched.tensor) for watched in self._parameters):
+        if self._is_freed():
             raise StaleLogitsError(
                 "these lazy logits can no longer be computed: the wrapper that shards the head has freed its weight. "
                 "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
@@ -125,6 +128,9 @@ class HeadCall:
         stepped = _steps.count > self._step  # perhaps by an optimizer that no longer exists
         for watched in self._parameters:
             watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
+
+    def _is_freed(self) -> bool:
+        return any(is_freed(watched.tensor) for watched in self._parameters)
 
     def _unit_of_the_layer(self) -> Any:
         layer = None if self._layer is None else self._layer()
@@ -145,6 +151,7 @@ class _Watched:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.source = tensor if tensor._base is None else tensor._base
+        self._sampled = tuple([slice(None, None, max(1, -(-size // _SAMPLE))) for size in tensor.shape])
         self._place, self._sample = self._look()
 
     def may_be_changed_by(self, optimizer: Optimizer, by_identity: bool) -> bool:
@@ -160,12 +167,12 @@ class _Watched:
         if self._sample is None:
             return
         # On a CPU a comparison waits for nothing.
-        compare = compare or tensor.device.type == "cpu" or tensor.data_ptr() != self._place[3]
+        compare = compare or tensor.is_cpu or tensor.data_ptr() != self._place[3]
         if not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        sample = self._look()[1]
-        assert sample is not None
-        if not torch.equal(sample, self._sample):
+        sample = tensor.detach()[self._sampled]
+        # NaN equals itself only as bytes.
+        if not torch.equal(sample, self._sample) and not torch.equal(_as_bytes(sample), _as_bytes(self._sample)):
             raise _stale("through .data, by an exchange of weights, or by merging an adapter")
 
     def _look(self) -> tuple[tuple[Any, ...], Tensor | None]:
@@ -173,10 +180,12 @@ class _Watched:
         tensor = self.tensor.detach()
         if tensor.is_meta:
             return (tensor.shape, tensor.dtype, tensor.device), None
-        sample = tensor[tuple(slice(None, None, max(1, -(-size // _SAMPLE))) for size in tensor.shape)]
-        # As bytes: NaN equals itself.
-        values = sample.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-        return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), values
+        sample = tensor[self._sampled].clone(memory_format=torch.contiguous_format)
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), sample
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def _stale(how: str) -> StaleLogitsError:
@@ -192,8 +201,13 @@ def _stale(how: str) -> StaleLogitsError:
 
 
 @contextlib.contextmanager
-def weights_of(calls: Sequence[HeadCall]) -> Iterator[None]:
-    """Unshards the weights that FSDP2 has freed, and reshards them at the end. Costs one all-gather for each unit."""
+def weights_of(calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None) -> Iterator[None]:
+    """Unshards the weights that FSDP2 has freed, and reshards them at the end. Costs one all-gather for each unit.
+
+    Args:
+        calls: whose weights are wanted.
+        check: called with each, once the weights are there.
+    """
     units = []
     for call in calls:
         unit = call.unit()
@@ -201,6 +215,9 @@ def weights_of(calls: Sequence[HeadCall]) -> Iterator[None]:
             unit.unshard()
             units.append(unit)
     try:
+        if check is not None:
+            for call in calls:
+                check(call)
         yield
     finally:
         for unit in units:

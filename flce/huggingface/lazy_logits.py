@@ -218,8 +218,9 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
         lazy._init(state, source, shadow)
         lazy._node, lazy._version_seen = lazy._place(), None
-        for family in [lazy._family] if source is None or source.is_view else [lazy._family, source.lazy._family]:
-            family.append(weakref.ref(lazy))
+        lazy._family.append(weakref.ref(lazy))
+        if source is not None and not source.is_view:
+            source.lazy._family.append(weakref.ref(lazy))
         return lazy
 
     def _become(self, state: State) -> None:
@@ -331,10 +332,10 @@ class _InGraph(torch.autograd.Function):
             return lazy
         made: LazyLogits = torch.Tensor._make_wrapper_subclass(
             LazyLogits,
-            state.shape,
+            shadow.shape,
             strides=shadow.stride(),
             storage_offset=shadow.storage_offset(),
-            dtype=state.dtype,
+            dtype=shadow.dtype,
             device=state.device,
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # rather than a null pointer
@@ -469,7 +470,7 @@ def make_lazy(state: State, source: Any = None, shadow: Tensor | None = None) ->
     if torch.compiler.is_compiling():
         return TracedLazyLogits._wrap(state, source)  # no shadow: graphs have no writes that would show
     lazy = LazyLogits._wrap(state, source, shadow)
-    if lazy._viewed_source() is None and state.settings.keep_logits:
+    if state.settings.keep_logits and lazy._viewed_source() is None:
         keep_until_read(lazy)
     return lazy
 
@@ -489,7 +490,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args and is_lazy(kwargs.get("input")):
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
-    if not torch.compiler.is_compiling() and is_transformed():
+    if is_transformed() and not torch.compiler.is_compiling():
         with temporarily_clear_interpreter_stack():  # real logits are no part of the transform
             args, kwargs = _realise(args, func), _realise(kwargs, func)
         return func(*args, **kwargs)
@@ -609,10 +610,16 @@ def _states(value: Any) -> Any:
     return _replaced(value, state_of)
 
 
+# Asked for before Mapping, which Python code answers for.
+_SINGLE = (Tensor, str, int, float, torch.dtype, torch.device, slice, type(None), type(Ellipsis))
+
+
 def _replaced(value: Any, replacement: Callable[[Any], Any]) -> Any:
     """Replace the lazy logits in arguments, however nested."""
-    if is_lazy(value):
+    if isinstance(value, LazyBase):
         return replacement(value)
+    if isinstance(value, _SINGLE):
+        return value
     if isinstance(value, (tuple, list)):
         items = [_replaced(item, replacement) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

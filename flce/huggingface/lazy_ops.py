@@ -260,15 +260,21 @@ def _reshape(state: LazyState, *shape: Any) -> Any:
         shape = tuple(shape[0])
     if not shape or not state.vocab_last or not all(isinstance(size, int) for size in shape):
         return NotImplemented
-    vocab = state.vocab_size
+    sizes, vocab = shape[:-1], state.vocab_size
     if shape[-1] == -1:
-        rows, known = math.prod(state.shape[:-1]), math.prod(shape[:-1])
-        if any(size == -1 for size in shape[:-1]) or known != rows:
+        if -1 in sizes or math.prod(sizes) != math.prod(state.shape[:-1]):
             return NotImplemented
     elif shape[-1] != vocab:
         return NotImplemented
-    torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
-    return state.with_hidden(lambda hidden: hidden.reshape(*shape[:-1], hidden.shape[-1]), len(shape) - 1)
+    if torch.compiler.is_compiling() or not (vocab and _fit(sizes, math.prod(state.shape[:-1]))):
+        torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
+    return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]), len(sizes))
+
+
+def _fit(sizes: tuple[int, ...], rows: int) -> bool:
+    """Whether it is plain that so many rows can be given these sizes, of which one may be -1."""
+    known = math.prod([size for size in sizes if size != -1])
+    return known == rows if -1 not in sizes else sizes.count(-1) == 1 and known > 0 and rows % known == 0
 
 
 def _rearranged(name: str) -> Callable[..., Any]:

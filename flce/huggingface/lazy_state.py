@@ -7,8 +7,8 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -68,8 +68,9 @@ class LazyState:
 
     @property
     def shape(self) -> torch.Size:
-        sizes = list(self.head.hidden.shape)
-        sizes[self.class_dim] = self.vocab_size
+        head = self.head
+        sizes = list(head.hidden.shape)
+        sizes[self.class_dim] = head.weight.shape[0]
         return torch.Size(sizes)
 
     @property
@@ -86,10 +87,10 @@ class LazyState:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtypes = [dtype_after(term.ops, term.dtype) for term in self.terms]
-        total = dtypes[0]
-        for dtype in dtypes[1:]:
-            total = torch.promote_types(total, dtype)
+        first, *others = self.terms
+        total = dtype_after(first.ops, first.dtype)
+        for term in others:
+            total = torch.promote_types(total, dtype_after(term.ops, term.dtype))
         return dtype_after(self.ops, total)
 
     @property
@@ -105,7 +106,7 @@ class LazyState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for term in self.terms for tensor in term.tensors)
+        return tuple([tensor for term in self.terms for tensor in term.tensors])
 
     @property
     def requires_grad(self) -> bool:
@@ -125,7 +126,7 @@ class LazyState:
 
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
-        terms = tuple(t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms)
+        terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
         return replace(self, terms=terms, class_dim=self.class_dim if class_dim is None else class_dim)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> LazyState:
@@ -137,8 +138,7 @@ class LazyState:
 
     # -- what it is for
 
-    @contextlib.contextmanager
-    def weights(self, waiting_is_fine: bool = False) -> Iterator[None]:
+    def weights(self, waiting_is_fine: bool = False) -> AbstractContextManager[None]:
         """Around whatever reads the weights: FSDP2 may have freed them.
 
         Args:
@@ -149,10 +149,7 @@ class LazyState:
         """
         for term in self.terms:
             term.check_unchanged()
-        with weights_of(self.calls):
-            for call in self.calls:
-                call.check_unchanged(waiting_is_fine)
-            yield
+        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
@@ -189,8 +186,7 @@ class LazyState:
         total = None
         for term in self.terms:
             if isinstance(term, Product):
-                hidden = term.hidden.movedim(self.class_dim, -1)
-                z = self._in_head_autocast(product, hidden, term.weight, term.bias)
+                z = self._in_head_autocast(product, self._classes_last(term.hidden), term.weight, term.bias)
                 if term.filled is not None:
                     z = torch.where(vector(term.filled), z.detach(), z)
             else:
@@ -220,13 +216,15 @@ class LazyState:
         """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`."""
         products, biases = [], []
         dtype = self.head.weight.dtype
+        requires_grad = torch.is_grad_enabled() and self.requires_grad
         for term in self.terms:
+            factor = term.factor
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
-                biases.append(bias if term.factor == 1.0 else bias * term.factor)
+                biases.append(bias if factor == 1.0 else bias * factor)
             if isinstance(term, Product):
-                hidden, weights = term.hidden.movedim(self.class_dim, -1), term.weight
-                hidden = hidden if term.factor == 1.0 else hidden * term.factor
+                hidden, weights = self._classes_last(term.hidden), term.weight
+                hidden = hidden if factor == 1.0 else hidden * factor
                 if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
                     hidden, weights = hidden.to(dtype), weights.to(dtype)
                 products.append((hidden, weights))
@@ -234,7 +232,7 @@ class LazyState:
             spec["adapters"] = tuple(products[1:])
         for call in self.calls:
             call.usage.fused += call is self.calls[0]
-            call.passed_by |= torch.is_grad_enabled() and self.requires_grad
+            call.passed_by |= requires_grad
             call.usage.used |= call.passed_by
         folded = self.folded
         return self._in_head_autocast(
@@ -248,6 +246,9 @@ class LazyState:
             options=self.settings.options,
             **spec,
         )
+
+    def _classes_last(self, hidden: Tensor) -> Tensor:
+        return hidden if self.vocab_last else hidden.movedim(self.class_dim, -1)
 
     def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call with the autocast state the head was called with, which may have been left since."""
@@ -276,12 +277,14 @@ def head_state(
         settings: what ``patch_model`` was called with.
         call: what wrappers and weights are watched by; None under the compiler.
     """
-    kind = hidden.device.type
+    device = hidden.device
+    autocast = autocast_dtype(device.type)
+    dtype = hidden.dtype if autocast is None else narrowed(hidden.dtype, device.type)
     versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
-    term = Product(hidden, weight, bias, narrowed(hidden.dtype, kind), versions)
+    term = Product(hidden, weight, bias, dtype, versions)
     settings = Settings() if settings is None else settings
     calls = () if call is None else (call,)
-    return LazyState((term,), hidden.dim() - 1, autocast_dtype(kind), hidden.device, settings, (), calls)
+    return LazyState((term,), hidden.dim() - 1, autocast, device, settings, (), calls)
 
 
 def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:

@@ -41,6 +41,8 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
 
 
 def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return value
     if isinstance(value, TracedLazyLogits):
         real: Tensor | None = value._existing()
         return make_lazy(_watched(value._state, call_of)) if real is None else real

@@ -15,7 +15,7 @@ import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
-from flce.huggingface.head_call import HeadCall, is_recorded, obstacle, watch_optimizers
+from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
@@ -114,7 +114,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))
         owner = _running.owner
-        reason = why_not_lazy(None if owner is None else owner.get_output_embeddings(), weight) or reason
+        reason = why_not_lazy(owner, weight) or reason
         if reason is not None:
             return _stock(patch, reason, input, weight, bias)
         call = HeadCall(weight, bias, patch.usage, self, owner)
@@ -156,8 +156,16 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
             finally:
                 patch.compiled_call_has_labels = before
         _change(find_heads(self), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
-        with _looking_for_the_head(self, patch):
+        if not patch.expects_loss(self):
             return forward(self, *args, **kwargs)
+        products = _watched_products(self, patch)
+        patch.head_called = False
+        with products or contextlib.nullcontext():
+            outputs = forward(self, *args, **kwargs)
+        found = products is not None and bool(products.replaced)
+        # Where neither made them, an adapter around the layers may make the logits by itself from now on.
+        patch.watch_products = found if found or patch.head_called else None
+        return outputs
 
     # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
     return {"forward": _outermost(watching_forward, place), "__call__": _outermost(original.__call__, place)}
@@ -196,7 +204,7 @@ class _Call:
     @never_compiled
     def __init__(self, owner: Any, args: Any, kwargs: Any, place: slice | None) -> None:
         self.owner = owner
-        self.patch: _Patch | None = None if is_recorded() else getattr(owner, "_flce", None)
+        self.patch: _Patch | None = None if is_traced() else getattr(owner, "_flce", None)
         if self.patch is None:
             return
         self.labels = place is not None and _has_labels(args, kwargs, place)
@@ -225,9 +233,11 @@ class _Call:
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
     """Whether labels are given: by name, at their place, or within an argument that holds a batch."""
-    labels = [kwargs.get("labels"), *args[place]]
-    labels += [value.get("labels") for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
-    return any(value is not None for value in labels)
+    for labels in (kwargs.get("labels"), *args[place]):
+        if labels is not None:
+            return True
+    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Mapping)]
+    return any(batch.get("labels") is not None for batch in batches)
 
 
 def _place_of_labels(forward: Callable[..., Any]) -> slice:
@@ -237,12 +247,8 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
     return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
-@contextlib.contextmanager
-def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
-    """Around a call: finds out where logits for a loss are made, unless an earlier call has."""
-    if not patch.expects_loss(owner):
-        yield
-        return
+def _watched_products(owner: Any, patch: _Patch) -> WideProducts | None:
+    """A mode for a call: finds out where logits for a loss are made. None: an earlier call has."""
     watched = patch.watch_products
     if watched is None:
         # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
@@ -256,13 +262,7 @@ def _looking_for_the_head(owner: Any, patch: _Patch) -> Iterator[None]:
         call = HeadCall(weight, bias, patch.usage, None, owner)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
 
-    products = WideProducts(owner, not patch.watch_products, lazy_product) if watched else None
-    patch.head_called = False
-    with products or contextlib.nullcontext():
-        yield
-    found = products is not None and bool(products.replaced)
-    # Where neither made them, an adapter around the layers may make the logits by itself from now on.
-    patch.watch_products = found if found or patch.head_called else None
+    return WideProducts(owner, not patch.watch_products, lazy_product) if watched else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part

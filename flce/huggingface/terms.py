@@ -137,6 +137,11 @@ def _check_versions(versions: tuple[int, ...] | None, tensors: tuple[Tensor, ...
 
 
 def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
-    if torch.compiler.is_compiling() or any(t.is_inference() for t in tensors):
-        return None  # inference tensors do not count their changes
-    return tuple(t._version for t in tensors)
+    if torch.compiler.is_compiling():
+        return None
+    versions = []
+    for tensor in tensors:
+        if tensor.is_inference():  # it does not count its changes
+            return None
+        versions.append(tensor._version)
+    return tuple(versions)

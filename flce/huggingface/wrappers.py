@@ -116,15 +116,17 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
     return min(units, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
 
 
-def why_not_lazy(head: nn.Module | None, weight: Tensor) -> str | None:
-    """Why a wrapper's weight cannot be had when the loss is computed; None: it can."""
+def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
+    """Why a wrapper's weight cannot be had when the loss is computed; None: it can. ``owner``: the model, if known."""
     if hasattr(weight, "ds_id"):
         return (
             "DeepSpeed ZeRO-3 partitions the head's weight and takes it away before the loss is computed; use ZeRO-2, "
             "or FSDP2"
         )
     fsdp1 = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if fsdp1 is not None and isinstance(head, fsdp1):
+    # Its units need processes. The models of Transformers look about before they tell their head.
+    distributed = fsdp1 is not None and torch.distributed.is_initialized()
+    if distributed and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
         return "the head is an FSDP1 unit of its own, whose weight is freed before the loss; leave it in the root unit"
     dtensor = _imported("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(weight, dtensor):
