@@ -11,7 +11,7 @@ For every tile of some tokens and some classes a schedule
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ from flce.selection import Selection
 from flce.stage import Stage
 
 
-@dataclass(frozen=True)
-class ForwardResult:
+class ForwardResult(NamedTuple):
     rows: RowOutputs  # of all N rows, but the losses: () or (N,)
     grads: list[Tensor]  # of the loss, times grad_unit; empty if the plan defers them
     grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
@@ -35,12 +34,13 @@ class ForwardResult:
 
 def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, gradients: bool) -> ForwardResult:
     """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
-    vectors.check_targets(problem)
+    all_count = vectors.check_targets(problem)
     schedule, backend, arena = plan.schedule, load(plan.case.backend), Arena(problem.device)
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
     constants = vectors.Constants(problem, backend, with_gradients, in_units)
-    selection = Selection.of(problem, plan.case.skip_ignored, schedule.counts_on_device)
+    skip_ignored = plan.case.skip_ignored and not all_count
+    selection = Selection.of(problem, skip_ignored, schedule.counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, arena)
     stage = Stage(
         problem, backend, plan.dtypes, arena, selection, constants, rows.normalizer, rows, None, plan.products

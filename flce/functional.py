@@ -39,6 +39,8 @@ from flce.problem import (
 )
 from flce.scalars import integer
 
+_DEFAULT = ChunkOptions()
+
 
 def fused_linear_cross_entropy(
     input: Tensor,
@@ -172,7 +174,8 @@ def fused_linear_cross_entropy(
     grad = torch.is_grad_enabled()
     terms = ((input, linear_weight), *adapters)
     problem = LinearCrossEntropyProblem(
-        terms=tuple([LinearTerm(x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
+        # Of two dimensions already, they are left alone: a view takes time of the host, twice if it is differentiated.
+        terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
         # Vectors are short: backends get them contiguous and in one dtype.
         target=shifted(target.to(torch.int64), shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
@@ -186,7 +189,7 @@ def fused_linear_cross_entropy(
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
     )
-    out = linear_cross_entropy(problem, options or ChunkOptions())
+    out = linear_cross_entropy(problem, options or _DEFAULT)
     return output(out, problem.target, shape, spec)
 
 
@@ -403,7 +406,7 @@ def plan(
         memory=total_memory(device),
         spec=LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
         needs=Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
-        options=options or ChunkOptions(),
+        options=options or _DEFAULT,
     )
     return make_plan(case)
 

@@ -23,7 +23,7 @@ class ChunkOptions:
         logits_dtype: dtype of logits that are written to memory. Default: the dtype of the input (on a CPU
             float32, in which its matrix products are made). ``torch.float32`` with bfloat16 inputs removes the
             largest rounding error of the usual path. Logits that stay in registers are never rounded: where all
-            do, as they do on Hopper for large heads, this changes nothing.
+            do, as they do on Hopper for large heads and many tokens, this changes nothing.
         accum_dtype: dtype in which gradients are summed over chunks: ``torch.float32`` or, for bfloat16
             inputs, ``torch.bfloat16``, which halves that buffer and loses digits with every chunk.
         skip_ignored: whether rows whose target is `ignore_index` are dropped before the matrix products.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,16 +123,14 @@ def check_shapes(
             )
 
 
-@dataclass(frozen=True)
-class LinearTerm:
+class LinearTerm(NamedTuple):
     """A share of the logits, ``input @ weight.T``: the head's own, or that of an adapter on it."""
 
     input: Tensor  # (N, H_k)
     weight: Tensor  # (V, H_k)
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """Which gradients are asked for; nothing is computed or allocated for the others."""
 
     inputs: tuple[bool, ...]
@@ -171,23 +170,23 @@ class LinearCrossEntropyProblem:
     spec: LossSpec
     needs: Needs
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
         return self.terms[0].input.shape[0]
 
-    @property
+    @functools.cached_property
     def hidden_sizes(self) -> tuple[int, ...]:
         return tuple([term.weight.shape[1] for term in self.terms])
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
         return self.terms[0].weight.shape[0]
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         return self.terms[0].input.dtype
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         return self.terms[0].input.device
 

@@ -119,16 +119,17 @@ def looks_at_values(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("FLCE_DEBUG", "0") not in ("", "0")
 
 
-def check_targets(p: RowProblem) -> None:
-    """IndexError for a target out of range, where the host looks at values."""
+def check_targets(p: RowProblem) -> bool:
+    """IndexError for a target out of range, where the host looks at values. Returns whether it is known that
+    none is ignored."""
     if not looks_at_values(p.target.device):
-        return
+        return False
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
     if target.numel():
-        least, most = target.aminmax()
-        if least.item() >= 0 and most.item() < vocab_size:  # mostly, and then there is no more to look for
-            return
+        least, most = (bound.item() for bound in target.aminmax())
+        if 0 <= least <= most < vocab_size:  # mostly, and then there is no more to look for
+            return not least <= p.spec.ignore_index <= most
     wrong = ((target < 0) | (target >= vocab_size)) & (target != p.spec.ignore_index)
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])
@@ -136,3 +137,4 @@ def check_targets(p: RowProblem) -> None:
             f"target {int(target[position])} at position {position} (of the flattened, shifted target) is out "
             f"of range: expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
         )
+    return False

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flce.backends.contract import RowInputs, RowOutputs, some
+from flce.backends.contract import RowInputs, RowOutputs
 from flce.problem import LinearCrossEntropyProblem
+from flce.slices import last
 
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
 MIN_IGNORED_SHARE = 1 / 16
@@ -88,8 +89,8 @@ class Selection:
 
     def row_inputs(self, rows: slice, constants: Tensor | None) -> RowInputs:
         p = self.problem
-        weight = None if self.token_weight is None else some(self.token_weight, rows)
-        return RowInputs(some(self.target, rows), weight, p.class_weight, p.linear_bias, constants)
+        weight = None if self.token_weight is None else last(self.token_weight, rows)
+        return RowInputs(last(self.target, rows), weight, p.class_weight, p.linear_bias, constants)
 
     def scatter(self, out: RowOutputs) -> RowOutputs:
         """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""

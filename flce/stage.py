@@ -10,12 +10,13 @@ from torch import Tensor
 
 from flce import gemm
 from flce.arena import Arena
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile, some
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile
 from flce.case import Dtypes
 from flce.gemm import padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.rows import Constants
 from flce.selection import Selection
+from flce.slices import first, last
 
 
 @dataclass
@@ -50,20 +51,16 @@ class Stage:
     products: bool
 
     def __post_init__(self) -> None:
+        self.terms: tuple[LinearTerm, ...] = self.problem.terms
+        self.vocab_size: int = self.problem.vocab_size
+        self.classes = slice(0, self.vocab_size)
+        """All of them."""
         self._inputs: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._bias: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
 
     # ------------------------------------------------------------------------------------------------- loops
-
-    @property
-    def terms(self) -> tuple[LinearTerm, ...]:
-        return self.problem.terms
-
-    @property
-    def vocab_size(self) -> int:
-        return self.problem.vocab_size
 
     @property
     def wanted_inputs(self) -> list[int]:
@@ -74,11 +71,6 @@ class Stage:
     def wanted_weights(self) -> list[int]:
         """Terms whose dW is asked for."""
         return [k for k, needed in enumerate(self.problem.needs.weights) if needed]
-
-    @property
-    def classes(self) -> slice:
-        """All of them."""
-        return slice(0, self.vocab_size)
 
     def whole(self, rows: int) -> bool:
         """Whether a chunk of so many rows has all tokens."""
@@ -143,7 +135,7 @@ class Stage:
 
     def tile(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """(rows, cols), of rows whose stride is aligned: products on others run several times slower."""
-        return self.new(rows, padded_cols(cols), dtype=dtype)[:, :cols]
+        return last(self.new(rows, padded_cols(cols), dtype=dtype), slice(0, cols))
 
     def logits_and_gradient(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Two tiles, which are one where they have one dtype, or where logits stay in registers."""
@@ -162,7 +154,7 @@ class Stage:
     def _gather(self, rows: slice) -> list[Tensor]:
         inputs = [term.input for term in self.terms]
         if self.selection.index is None:
-            return [x if self.whole(rows.stop) and rows.start == 0 else x[rows] for x in inputs]
+            return [first(x, rows) for x in inputs]
         memory = [self.new(rows.stop - rows.start, x.shape[1], dtype=x.dtype) for x in inputs]
         for x, out in zip(inputs, memory, strict=True):
             self.take_rows(x, out, rows)
@@ -210,7 +202,7 @@ class Stage:
     def write_logits(self, xs: Sequence[Tensor], cols: slice, out: Tensor) -> None:
         """The sum of all terms for a tile: `xs` are its rows of their inputs, `out` (rows, cols)."""
         for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
-            self.matmul(x, term.weight[cols].t(), out=out, accumulate=k > 0)
+            self.matmul(x, first(term.weight, cols).t(), out=out, accumulate=k > 0)
 
     def losses_and_gradient(self, logits: Tensor, dlogits: Tensor, rows: slice) -> None:
         """Of rows of all classes. `dlogits` may be `logits`."""
@@ -239,9 +231,9 @@ class Stage:
     def gradient(self, xs: Sequence[Tensor], rows: slice, cols: slice, logits: Tensor, dlogits: Tensor) -> None:
         """Of the logits of a tile, which are made again. Both: (rows, cols), and may be one."""
         inputs, spec, tile = self._row_inputs(rows), self.problem.spec, self._tile(cols)
-        normalizer, upstream = some(self.normalizer, rows), None if self.upstream is None else some(self.upstream, rows)
+        normalizer, upstream = last(self.normalizer, rows), None if self.upstream is None else last(self.upstream, rows)
         if self.products:
-            weight = self.terms[0].weight[cols]
+            weight = first(self.terms[0].weight, cols)
             self.backend.product_gradient(xs[0], weight, dlogits, inputs, spec, tile, normalizer, upstream)
         else:
             self.write_logits(xs, cols, logits)
@@ -261,14 +253,14 @@ class Stage:
         inputs, out, count = self._row_inputs(rows), self._out(rows), self.selection.count
         on_device = None if count is None or rows.start > 0 else count.on_device
         self.backend.product_exponentials(
-            x, self.terms[0].weight, tiles, inputs, self.problem.spec, out, some(factors, rows), on_device
+            x, self.terms[0].weight, tiles, inputs, self.problem.spec, out, last(factors, rows), on_device
         )
 
     def scaled_rows(self, x: Tensor, rows: slice, factors: Tensor, out: Tensor) -> Tensor:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
         ignore_index = self.problem.spec.ignore_index
         self.backend.combine_rows(
-            x, None, out, some(self.selection.target, rows), some(factors, rows), ignore_index, None
+            x, None, out, last(self.selection.target, rows), last(factors, rows), ignore_index, None
         )
         return out
 
@@ -277,13 +269,13 @@ class Stage:
         selection = self.selection
         index = None if selection.index is None else selection.index[rows]
         grad = self.input_gradient(0)
-        out = grad[rows] if index is None else grad
+        out = first(grad, rows) if index is None else grad
         self.backend.combine_rows(
             product,
             self.terms[0].weight,
             out,
-            some(selection.target, rows),
-            some(factors, rows),
+            last(selection.target, rows),
+            last(factors, rows),
             self.problem.spec.ignore_index,
             index,
         )
@@ -302,7 +294,7 @@ class Stage:
         selection, rows = self.selection, slice(0, self.selection.num_rows)
         index = None if selection.index is None else selection.index[rows]
         ignore_index = self.problem.spec.ignore_index
-        return TargetTerms(self.terms[0].input, index, some(selection.target, rows), factors[1, rows], ignore_index)
+        return TargetTerms(self.terms[0].input, index, last(selection.target, rows), factors[1, rows], ignore_index)
 
     # ------------------------------------------------------------------------------------------------- others
 

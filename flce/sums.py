@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from flce.borrowing import COMPACTION_ROWS, borrow_as, halfway
+from flce.slices import first
 from flce.stage import Stage
 
 
 def add_input(s: Stage, term: int, dlogits: Tensor, rows: slice, cols: slice) -> None:
     """The share of a tile in dX of a term, in its own memory. dlogits: (rows, cols)."""
-    grad, weight = s.input_gradient(term), s.terms[term].weight[cols]
+    grad, weight = s.input_gradient(term), first(s.terms[term].weight, cols)
     if s.selection.index is None:
-        s.matmul(dlogits, weight, out=grad[rows], accumulate=cols.start > 0)
+        s.matmul(dlogits, weight, out=first(grad, rows), accumulate=cols.start > 0)
         return
     part = s.new(len(dlogits), grad.shape[1], dtype=grad.dtype)
     s.matmul(dlogits, weight, out=part)
@@ -25,7 +26,7 @@ def add_input(s: Stage, term: int, dlogits: Tensor, rows: slice, cols: slice) ->
 def add_bias(s: Stage, dlogits: Tensor, cols: slice) -> None:
     """The share of a tile in the gradient of the bias."""
     if s.problem.needs.bias:
-        s.add_column_sums(dlogits, s.bias_gradient()[cols])
+        s.add_column_sums(dlogits, first(s.bias_gradient(), cols))
 
 
 class ChunkSum:
@@ -45,12 +46,12 @@ class ChunkSum:
         if self._sum is None:
             self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
         total = self._sum[: len(dlogits)]
-        s.matmul(dlogits, weight[cols], out=total, accumulate=cols.start > 0)
+        s.matmul(dlogits, first(weight, cols), out=total, accumulate=cols.start > 0)
         if cols.stop < s.vocab_size:
             return
         grad = s.input_gradient(self._term)
         if s.selection.index is None:
-            s.copy(total, grad[rows])
+            s.copy(total, first(grad, rows))
         else:
             s.put_rows(s.cast(total, grad.dtype), grad, rows)
 
@@ -75,7 +76,7 @@ class WeightSum:
             self._round()
 
     def _sums(self) -> list[Tensor]:
-        return [self._stage.weight_gradient(self._term)[self._cols]]
+        return [first(self._stage.weight_gradient(self._term), self._cols)]
 
     def _round(self) -> None:
         pass

@@ -21,12 +21,15 @@ def backend_name(device: torch.device) -> str:
     Raises:
         ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
     """
-    choice = os.environ.get("FLCE_BACKEND", "")
+    return _backend_name(device, os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@functools.lru_cache(maxsize=256)
+def _backend_name(device: torch.device, choice: str, interpreted: bool) -> str:
     if choice not in ("", "torch", "triton"):
         raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {choice!r}")
     if device.type == "meta":
         return "torch"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     nvidia = device.type == "cuda" and torch.version.hip is None
     possible = (nvidia or (device.type == "cpu" and interpreted)) and _has_triton()
     if choice == "triton" and not possible:
@@ -42,31 +45,34 @@ def has_product(device: torch.device) -> bool:
 
     On Hopper: that is where it was measured.
     """
-    if device.type != "cuda" or not torch.cuda.is_available() or backend_name(device) != "triton":
-        return False
-    return capability(device) == 9
+    return device.type == "cuda" and backend_name(device) == "triton" and capability(device) == 9
 
 
 def capability(device: torch.device) -> int:
-    """The major number of the compute capability of a CUDA device."""
-    return _capability(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def _capability(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
+    """The major number of the compute capability of a CUDA device; 0: there is none."""
+    return _properties(device.index)[0]
 
 
 def total_memory(device: torch.device) -> int | None:
     """Bytes of a device that is there and has memory of its own."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return _total_memory(torch.cuda.current_device() if device.index is None else device.index)
+    return _properties(device.index)[1] if device.type == "cuda" else None
+
+
+def _properties(index: int | None) -> tuple[int, int | None]:
+    """Of a CUDA device, None being the current one: major number of its compute capability, bytes of memory."""
+    if index is None:
+        if not torch.cuda.is_available():
+            return 0, None
+        index = torch.cuda.current_device()
+    return _properties_of(index)
 
 
 @functools.cache
-def _total_memory(index: int) -> int:
-    return torch.cuda.get_device_properties(index).total_memory
+def _properties_of(index: int) -> tuple[int, int | None]:
+    if not torch.cuda.is_available():
+        return 0, None
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major, properties.total_memory
 
 
 def get_backend(device: torch.device) -> Backend:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flce.problem import LossSpec
+from flce.slices import is_whole, last
 
 # Rows of the running state that statistics keep between the tiles of a row of tiles.
 STATE_SLOTS = 7
@@ -75,16 +76,6 @@ class RowProblem(Protocol):
     def device(self) -> torch.device: ...
 
 
-def is_all(rows: slice, x: Tensor) -> bool:
-    """Whether ``x[..., rows]`` is x: not to ask for it saves time of the host."""
-    return rows.start == 0 and rows.stop == x.shape[-1]
-
-
-def some(x: Tensor, rows: slice) -> Tensor:
-    """``x[..., rows]``"""
-    return x if is_all(rows, x) else x[..., rows]
-
-
 class RowInputs(NamedTuple):
     """What a tile's rows need beside their logits."""
 
@@ -96,7 +87,7 @@ class RowInputs(NamedTuple):
 
     def tile_bias(self, tile: Tile) -> Tensor | None:
         """(cols,) of the classes of a tile."""
-        return None if self.bias is None else self.bias[tile.columns]
+        return None if self.bias is None else last(self.bias, tile.columns)
 
     def weight_sum(self, vocab_size: int) -> Tensor | float:
         """Of all classes."""
@@ -151,7 +142,7 @@ class RowOutputs(NamedTuple):
         return RowOutputs(*[None if t is None else function(t) for t in self])  # type: ignore[arg-type]
 
     def rows(self, rows: slice) -> RowOutputs:
-        return self if is_all(rows, self.loss) else self.map(lambda t: t[..., rows])
+        return self if is_whole(rows, self.loss.shape[-1]) else self.map(lambda t: t[..., rows])
 
 
 @dataclass(frozen=True)

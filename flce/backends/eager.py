@@ -27,9 +27,9 @@ from flce.backends.contract import (
     RowOutputs,
     RowProblem,
     Tile,
-    is_all,
 )
 from flce.problem import LossSpec, accumulation_dtype
+from flce.slices import first, is_whole
 
 # Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
 # operator (on a CPU) nor the launches (on an accelerator) count.
@@ -65,7 +65,7 @@ class TorchBackend:
     ) -> None:
         for piece, part in _slabs(logits):
             slab = _rows(rows, part)
-            z, _ = _transform(logits[piece], rows, spec, tile, want_jacobian=False)
+            z, _ = _transform(_piece(logits, piece), rows, spec, tile, want_jacobian=False)
             targets = _targets(slab, spec, tile)
             merged, _ = _merge(z, slab, targets, spec, tile, None if state is None else state[:, part])
             if tile.last:
@@ -85,13 +85,13 @@ class TorchBackend:
         upstream: Tensor | None,
     ) -> None:
         for piece, part in _slabs(logits):
-            z, jacobian = _transform(logits[piece], rows, spec, tile, want_jacobian=True)
+            z, jacobian = _transform(_piece(logits, piece), rows, spec, tile, want_jacobian=True)
             row_max, log_sum = normalizer[OFFSET, part], normalizer[LOG_SUM, part]
             exps = z.sub_(row_max[:, None]).exp_()
             up = upstream[part] if upstream is not None and upstream.dim() else upstream
             slab = _rows(rows, part)
             targets = _targets(slab, spec, tile)
-            _gradient(exps, jacobian, row_max, log_sum, slab, targets, spec, tile, up, grad[piece])
+            _gradient(exps, jacobian, row_max, log_sum, slab, targets, spec, tile, up, _piece(grad, piece))
             del z, exps, jacobian  # before the next slab makes its own
 
     def loss_and_gradient(
@@ -99,12 +99,12 @@ class TorchBackend:
     ) -> None:
         for piece, part in _slabs(logits):
             slab = _rows(rows, part)
-            z, jacobian = _transform(logits[piece], rows, spec, tile, want_jacobian=True)
+            z, jacobian = _transform(_piece(logits, piece), rows, spec, tile, want_jacobian=True)
             targets = _targets(slab, spec, tile)
             merged, exps = _merge(z, slab, targets, spec, tile, None)
             log_sum = merged[SUM].log()
             _finish(merged, log_sum, slab, targets, spec, tile.vocab_size, out.rows(part))
-            _gradient(exps, jacobian, merged[MAX], log_sum, slab, targets, spec, tile, None, grad[piece])
+            _gradient(exps, jacobian, merged[MAX], log_sum, slab, targets, spec, tile, None, _piece(grad, piece))
             del z, exps, jacobian  # before the next slab makes its own
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
@@ -181,15 +181,19 @@ def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
             yield part, part
         return
     groups = max(1, step // max(1, rows))  # several only where each is whole
-    for first in range(0, outer[0], groups):
-        end = min(first + groups, outer[0])
+    for begin in range(0, outer[0], groups):
+        end = min(begin + groups, outer[0])
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield (slice(first, end), slice(start, stop)), slice(first * rows + start, (end - 1) * rows + stop)
+            yield (slice(begin, end), slice(start, stop)), slice(begin * rows + start, (end - 1) * rows + stop)
+
+
+def _piece(x: Tensor, piece: slice | tuple[slice, slice]) -> Tensor:
+    return first(x, piece) if isinstance(piece, slice) else x[piece]
 
 
 def _rows(rows: RowInputs, part: slice) -> RowInputs:
-    if is_all(part, rows.target):
+    if is_whole(part, len(rows.target)):
         return rows
     weight = None if rows.token_weight is None else rows.token_weight[part]
     return rows._replace(target=rows.target[part], token_weight=weight)
@@ -200,7 +204,8 @@ def _transform(
 ) -> tuple[Tensor, Tensor | float]:
     """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols); may overwrite `logits`."""
     z = logits.to(accumulation_dtype(logits.dtype), copy=tile.keep)
-    z = z.reshape(-1, z.shape[-1])
+    if z.dim() > 2:
+        z = z.reshape(-1, z.shape[-1])
     bias = rows.tile_bias(tile)
     if bias is not None:
         z = z.add_(bias)
@@ -214,9 +219,9 @@ def _transform(
 
 
 class Targets(NamedTuple):
-    """What rows have at their targets. None for a mask that is True everywhere, where looking at it is free."""
+    """What rows have at their targets. None for masks that are known to be True everywhere."""
 
-    column: Tensor  # (rows,) of the tile, the nearest if the target is not there
+    column: Tensor  # (rows, 1) of the tile, the nearest if the target is not there
     inside: Tensor | None  # (rows,) whether it is
     in_range: Tensor | None  # (rows,) whether the target is a class
     valid: Tensor | None  # (rows,) whether it is not ignored
@@ -225,16 +230,13 @@ class Targets(NamedTuple):
 def _targets(rows: RowInputs, spec: LossSpec, tile: Tile) -> Targets:
     target = rows.target
     local = target if tile.start == 0 else target - tile.start
+    if target.device.type == "cpu" and len(target):  # elsewhere the host would wait for the device
+        least, most = (bound.item() for bound in local.aminmax())
+        if 0 <= least <= most < tile.cols and not least <= spec.ignore_index - tile.start <= most:
+            return Targets(local[:, None], None, None, None)
     column = local.clamp(0, tile.cols - 1)
-    inside = in_range = _unless_all(column == local)
-    if tile.cols != tile.vocab_size:
-        in_range = _unless_all((target >= 0) & (target < tile.vocab_size))
-    return Targets(column, inside, in_range, _unless_all(target != spec.ignore_index))
-
-
-def _unless_all(mask: Tensor) -> Tensor | None:
-    # Only on the CPU: elsewhere the host would wait for the device.
-    return None if mask.device.type == "cpu" and bool(mask.all()) else mask
+    in_range = (target >= 0) & (target < tile.vocab_size)
+    return Targets(column[:, None], column == local, in_range, target != spec.ignore_index)
 
 
 def _where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
@@ -262,7 +264,7 @@ def _merge(
     row_max = tile_max if before is None else torch.maximum(tile_max, before[MAX])
     merged[MAX] = row_max
 
-    target_logit = z.gather(1, targets.column[:, None])[:, 0]
+    target_logit = z.gather(1, targets.column)[:, 0]
     merged[TARGET_LOGIT] = _where(targets.inside, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
 
     if spec.label_smoothing:
@@ -358,7 +360,7 @@ def _gradient(
         row_scale = torch.where(targets.in_range, 1.0 if row_scale is None else row_scale, torch.nan).to(row_max.dtype)
     ce = ce_scale if row_scale is None else row_scale * ce_scale
     smoothing = spec.label_smoothing / tile.vocab_size
-    of_target = ce * (1.0 - spec.label_smoothing)
+    of_target = ce * (1.0 - spec.label_smoothing) if spec.label_smoothing else ce
     if rows.class_weight is not None:
         of_target = of_target * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
     of_softmax = of_target + ce * (smoothing * weight_sum) if spec.label_smoothing else of_target
@@ -368,7 +370,7 @@ def _gradient(
 
     g = exps.mul_((of_softmax * (-log_sum).exp())[:, None])
     at_target = _where(targets.inside, -of_target, 0.0).expand_as(row_max)
-    g.scatter_add_(1, targets.column[:, None], at_target[:, None])
+    g.scatter_add_(1, targets.column, at_target[:, None])
     if spec.label_smoothing:
         of_classes = (ce * smoothing).expand_as(row_max)[:, None]
         if rows.class_weight is None:

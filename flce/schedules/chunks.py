@@ -10,6 +10,7 @@ from torch import Tensor
 from flce.case import Case
 from flce.schedules.schedule import NONE, Schedule, up_to
 from flce.schedules.statistics import Deferred, statistics
+from flce.slices import first
 from flce.stage import Stage
 from flce.sums import WeightSum, add_bias, add_input, weight_sums
 
@@ -37,10 +38,10 @@ class Chunks(Schedule):
         logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
         sums = weight_sums(s, self.rows)
         for rows in s.chunks(self.rows):
-            size = rows.stop - rows.start
-            s.write_logits(s.inputs(rows), s.classes, logits[:size])
-            s.losses_and_gradient(logits[:size], dlogits[:size], rows)
-            _add(s, dlogits[:size], rows, sums)
+            z, dz = (first(tile, slice(0, rows.stop - rows.start)) for tile in (logits, dlogits))
+            s.write_logits(s.inputs(rows), s.classes, z)
+            s.losses_and_gradient(z, dz, rows)
+            _add(s, dz, rows, sums)
         _finish(sums)
 
 
@@ -62,9 +63,9 @@ class DeferredChunks(Deferred):
         logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
         sums = weight_sums(s, self.rows)
         for rows in s.chunks(self.rows):
-            size = rows.stop - rows.start
-            s.gradient(s.inputs(rows), rows, s.classes, logits[:size], dlogits[:size])
-            _add(s, dlogits[:size], rows, sums)
+            z, dz = (first(tile, slice(0, rows.stop - rows.start)) for tile in (logits, dlogits))
+            s.gradient(s.inputs(rows), rows, s.classes, z, dz)
+            _add(s, dz, rows, sums)
         _finish(sums)
 
 

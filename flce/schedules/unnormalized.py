@@ -27,6 +27,7 @@ from flce.borrowing import (
 from flce.case import Case
 from flce.schedules.blocks import make_blocks
 from flce.schedules.schedule import NONE, Schedule
+from flce.slices import first
 from flce.stage import Stage
 from flce.sums import weight_sums
 
@@ -64,13 +65,13 @@ class Unnormalized(Schedule):
         at_once = s.whole(self.rows)
         for rows in s.chunks(self.rows):
             (x,) = s.inputs(rows)
-            s.exponentials(x, [memory[: len(x)]], rows, factors)
+            s.exponentials(x, [first(memory, slice(0, len(x)))], rows, factors)
             # If the host does not know yet how many rows there are, it waits now, when the device has something to do.
             rows = s.counted(rows)
             size = rows.stop - rows.start
             if size == 0:
                 break
-            exps, x = memory[:size], x[:size]
+            exps, x = first(memory, slice(0, size)), first(x, slice(0, size))
             if total is not None:
                 scaled = s.scaled_rows(x, rows, factors, self._room(s, x, rows))
                 if at_once:
@@ -91,7 +92,7 @@ class Unnormalized(Schedule):
         """Where x may be scaled: itself, if it is gathered; where its gradient will be; else memory of its own."""
         if s.selection.index is not None:
             return x
-        return s.input_gradient(0)[rows] if s.problem.needs.inputs[0] else s.new(*x.shape, dtype=x.dtype)
+        return first(s.input_gradient(0), rows) if s.problem.needs.inputs[0] else s.new(*x.shape, dtype=x.dtype)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.triton.launch import Launch
@@ -41,12 +42,12 @@ class Ready(NamedTuple):
     arguments: list[Any]  # in their order
     places: tuple[Place, ...]
 
-    def run(self, addresses: Sequence[int]) -> None:
+    def run(self, addresses: Sequence[int], stream: int) -> None:
         arguments = self.arguments.copy()
         for argument, tensor, offset, descriptor in self.places:
             address = addresses[tensor] + offset
             arguments[argument] = address if descriptor is None else _described(descriptor, address)
-        self.start(*arguments)
+        self.start(*arguments, stream=stream)
 
 
 class _Address(NamedTuple):
@@ -105,8 +106,9 @@ def _run(
 ) -> None:
     ready = _ready.get(signature)
     if ready is not None:
+        stream = driver.active.get_current_stream(tensors[0].device.index)
         for one in ready:
-            one.run(addresses)
+            one.run(addresses, stream)
         return
     made: list[Ready] | None = []
     for launch in make(*args):
