@@ -49,12 +49,15 @@ def default_plan(c: Case) -> ChunkPlan:
         blocks = [plan_of(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
         plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
         return smallest_near(plans, WITHIN)
-    at_once = isinstance(plan.schedule, Unnormalized) and plan.schedule.rows >= c.num_tokens
-    if at_once and Borrowed.sizes(c) and c.num_tokens <= BORROWED_RATIO * c.hidden_sizes[0]:
-        borrowing = [plan_of(c, Borrowed, size) for size in reversed(Borrowed.sizes(c))]
-        # The float32 gradient of the inputs takes memory, too.
-        return next((other for other in borrowing if other.workspace_bytes < plan.workspace_bytes), plan)
-    return plan
+    at_once = isinstance(plan.schedule, (Chunks, Unnormalized)) and plan.schedule.rows >= c.num_tokens
+    if not (at_once and Borrowed.sizes(c)) or c.num_tokens > BORROWED_RATIO * c.hidden_sizes[0]:
+        return plan
+    # The float32 gradient of the inputs takes memory, too.
+    least = plan.workspace_bytes
+    if isinstance(plan.schedule, Chunks):  # which is faster, by little where products take long
+        least = 0 if c.small_product else least // 2
+    borrowing = (plan_of(c, Borrowed, size) for size in reversed(Borrowed.sizes(c)))
+    return next((other for other in borrowing if other.workspace_bytes < least), plan)
 
 
 def _chunks(c: Case, rows: int) -> ChunkPlan:

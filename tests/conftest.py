@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -44,6 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_launches_of_other_tests() -> None:
+    """Some change what launches are made of."""
+    replay = sys.modules.get("flce.backends.triton.replay")
+    if replay is not None:
+        replay.forget()
 
 
 @pytest.fixture(params=["torch", "triton"])

@@ -38,16 +38,21 @@ class Place(NamedTuple):
 class Ready(NamedTuple):
     """A launch that lacks its addresses."""
 
-    start: Callable[..., None]
+    compiled: Any
+    start: Callable[..., None]  # of it, on its grid
     arguments: list[Any]  # in their order
     places: tuple[Place, ...]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
+        self.start(*self.filled(addresses), stream=stream)
+
+    def filled(self, addresses: Sequence[int]) -> list[Any]:
+        """The arguments, for tensors at these addresses."""
         arguments = self.arguments.copy()
         for argument, tensor, offset, descriptor in self.places:
             address = addresses[tensor] + offset
             arguments[argument] = address if descriptor is None else _described(descriptor, address)
-        self.start(*arguments, stream=stream)
+        return arguments
 
 
 class _Address(NamedTuple):
@@ -78,7 +83,7 @@ def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
     # Which are one: an argument may have the memory of another in one call, and memory of its own in the next.
     key += [(address % ALIGNMENT, addresses.index(address)) for address in addresses]
     device = tensors[0].device
-    if device.type != "cuda":  # the interpreter
+    if not _replays(device):
         for launch in make(*args):
             launch.run()
         return
@@ -90,6 +95,10 @@ def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
     else:
         with torch.cuda.device(device):
             _run(signature, make, args, tensors, addresses)
+
+
+def _replays(device: torch.device) -> bool:
+    return device.type == "cuda"  # and not for the interpreter, which compiles nothing
 
 
 def forget() -> None:
@@ -150,7 +159,7 @@ def _made_ready(launch: Launch, compiled: Any, tensors: Sequence[Tensor], addres
             arguments[number] = None
             places.append(Place(number, *found, descriptor))
     grid = (*launch.grid, 1, 1)[:3]
-    return Ready(compiled[grid], arguments, tuple(places))
+    return Ready(compiled, compiled[grid], arguments, tuple(places))
 
 
 def _find(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tuple[int, int] | None:
