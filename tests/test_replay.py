@@ -195,9 +195,9 @@ def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monke
     monkeypatch.setattr("flce.case.UNNORMALIZED_HEAD", 1)
     monkeypatch.setattr("flce.case.UNNORMALIZED_CHUNK", 1)
     monkeypatch.setattr("flce.borrowing.BLOCK_MULTIPLE", 64)
-    x, w = (
-        torch.randn(n, 64, device=device).bfloat16().requires_grad_(g in grads) for n, g in ((40, "x"), (2048, "w"))
-    )
+    x, w = (torch.randn(n, 64, device=device, dtype=dtype) for n in (40, 2048))
+    x.requires_grad_("x" in grads)
+    w.requires_grad_("w" in grads)
     y = torch.randint(0, 2048, (40,), device=device)
     kinds = {kind.__name__: kind for kind in SCHEDULES}
     launched: list[str] = []
