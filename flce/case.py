@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -116,6 +117,10 @@ class Case:
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the hash: strings have another one in another process.
+        return Case, tuple([getattr(self, name) for name in self.__dataclass_fields__])
 
     def dtypes(self, deferred: bool) -> Dtypes:
         """Of a schedule that makes gradients in backward, or in forward."""

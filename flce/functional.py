@@ -36,6 +36,7 @@ from flce.problem import (
     Needs,
     accumulation_dtype,
     check_shapes,
+    known,
 )
 from flce.scalars import integer
 
@@ -139,6 +140,7 @@ def fused_linear_cross_entropy(
         z_loss=z_loss,
         stats=stats,
     )
+    spec = spec if torch.compiler.is_compiling() else known(spec)  # a compiler cannot see through the latter
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
     shift = check_shift(shift)
@@ -292,6 +294,7 @@ def cross_entropy(
         z_loss=z_loss,
         stats=stats,
     )
+    spec = spec if torch.compiler.is_compiling() else known(spec)  # a compiler cannot see through the latter
     check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
     shift = check_shift(shift)
     check_inplace(inplace)

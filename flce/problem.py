@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -75,6 +75,17 @@ class LossSpec:
                 raise ValueError(f"unknown stat {name!r}; expected any of {STATS}")
         object.__setattr__(self, "stats", tuple(self.stats))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the hash: strings have another one in another process.
+        return LossSpec, tuple([getattr(self, name) for name in self.__dataclass_fields__])
+
     @property
     def scale(self) -> float:
         """Of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
@@ -90,6 +101,12 @@ class LossSpec:
     def typical_gradient(self) -> float:
         """How large a gradient in a logit may well be, of a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
         return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
+
+
+@functools.lru_cache(maxsize=256)
+def known(spec: LossSpec) -> LossSpec:
+    """The same object for equal ones: what is kept by them is then found without comparing their fields."""
+    return spec
 
 
 # Its numbers, and which of them may be None.

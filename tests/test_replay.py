@@ -266,7 +266,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     vocab=[1000, 2048, 40000, 50257],
     hidden=[64, 768],
     dtype=[torch.bfloat16, torch.float16, torch.float32],
-    schedule=[None, unnormalized, borrowed(1)],
+    way=["planned", "unnormalized", "borrowed"],
     grads=["xw", "x", ""],
     budget=[None, 1],
     options=[{}, {"reduction": "none"}, {"softcap": 30.0, "z_loss": 1e-3}, {"stats": ("entropy", "argmax")}],
@@ -278,7 +278,7 @@ def test_kept_launches_on_cuda(
     vocab: int,
     hidden: int,
     dtype: torch.dtype,
-    schedule: Any,
+    way: str,
     grads: str,
     budget: int | None,
     options: dict[str, Any],
@@ -288,6 +288,7 @@ def test_kept_launches_on_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same bits from calls that keep their launches and from those that take the kept ones, at other addresses."""
+    schedule = {"planned": None, "unnormalized": unnormalized, "borrowed": borrowed(1)}[way]
     if schedule is not None and options.get("reduction") != "none":
         with pytest.MonkeyPatch.context() as attempt:
             try:

@@ -145,8 +145,7 @@ class RowOutputs(NamedTuple):
         return self if is_whole(rows, self.loss.shape[-1]) else self.map(lambda t: t[..., rows])
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """Which classes a tile holds: [start, start + cols) of `vocab_size`.
 
     `room`: columns of the buffer behind the start of each row, `cols` or more. Those behind `cols` may be read and

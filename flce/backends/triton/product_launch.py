@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -131,7 +131,7 @@ def _gradient(
     step = most_classes(weight)
     for start in range(0, tile.cols, step):
         cols = slice(start, min(start + step, tile.cols))
-        part = replace(tile, start=tile.start + start, cols=cols.stop - start)
+        part = tile._replace(start=tile.start + start, cols=cols.stop - start)
         yield launch(x, weight[cols], grad[:, cols], rows, spec, part, None, normalizer, upstream=upstream)
 
 
