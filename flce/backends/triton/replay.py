@@ -144,7 +144,9 @@ def _sign(args: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> None:
 
 
 def _made_ready(launch: Launch, compiled: Any, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Ready | None:
-    """None where an address is not one that the arguments of the call give."""
+    """None where an address is not one that the arguments of the call give, or where nothing was compiled."""
+    if compiled is None:  # by the interpreter, of tensors on a GPU
+        return None
     values = {**launch.options, **launch.args}
     arguments = [values[name] for name in launch.kernel.arg_names]
     places = []
