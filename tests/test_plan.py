@@ -31,6 +31,7 @@ from flce.case import Case
 from flce.problem import LossSpec, Needs
 from flce.schedules import SCHEDULES
 from flce.schedules.blocks import Apart, Blocks
+from flce.schedules.chunks import Chunks
 from flce.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from tests.helpers import least_budget, pairs
 
@@ -321,6 +322,13 @@ def rows_of(plan: flce.ChunkPlan) -> int:
 @pytest.mark.parametrize(
     "shape, kind, rows, mib",
     [
+        # Few logits, up to 512 MiB: a pass over them, but where borrowing halves the memory beside long products.
+        ((64, 4096, 128256), Chunks, 64, 16),
+        ((2048, 2048, 128256), Chunks, 2048, 502),
+        ((8192, 2048, 32000), Chunks, 8192, 500),
+        ((2048, 4096, 128256), Borrowed, 2048, 200),
+        ((8192, 4096, 32000), Chunks, 8192, 500),
+        ((2100, 2048, 128256), Borrowed, 2100, 276),
         ((4096, 4096, 128256), Borrowed, 4096, 567),
         ((8192, 4096, 128256), Borrowed, 8192, 1469),
         ((8192, 3584, 152064), Borrowed, 8192, 1769),
@@ -337,6 +345,15 @@ def test_default_training(shape: tuple[int, int, int], kind: type, rows: int, mi
     made = plan_on_h200(shape)
     assert (made.strategy, type(made.schedule), rows_of(made)) == ("tokens", kind, rows)
     assert 0.97 * mib * MIB <= made.workspace_bytes <= 1.005 * mib * MIB
+
+
+def test_few_logits_that_are_not_to_be_rounded_or_to_take_less() -> None:
+    """Exponentials, whose logits are not in memory, in half of it."""
+    shape = (2048, 2048, 128256)
+    for options in ({"logits_dtype": torch.float32}, {"max_workspace_bytes": 300 * MIB}):
+        made = plan_on_h200(shape, **options)
+        assert isinstance(made.schedule, (Borrowed, Unnormalized))
+        assert made.workspace_bytes <= 300 * MIB
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,9 @@ def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    return _unwrapped(type(layer).forward) is nn.Linear.forward and not _is_quantised(_own_weight(layer))
-
-
-_unwrapped = functools.cache(inspect.unwrap)
+    forward = type(layer).forward
+    plain = forward is nn.Linear.forward or inspect.unwrap(forward) is nn.Linear.forward
+    return plain and not _is_quantised(_own_weight(layer))
 
 
 def _own_weight(layer: nn.Module) -> Tensor | None:

@@ -273,6 +273,8 @@ def _reshape(state: LazyState, *shape: Any) -> Any:
 
 def _fit(sizes: tuple[int, ...], rows: int) -> bool:
     """Whether it is plain that so many rows can be given these sizes, of which one may be -1."""
+    if any(size < -1 for size in sizes):
+        return False
     known = math.prod([size for size in sizes if size != -1])
     return known == rows if -1 not in sizes else sizes.count(-1) == 1 and known > 0 and rows % known == 0
 

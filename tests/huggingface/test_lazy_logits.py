@@ -231,6 +231,16 @@ def test_values_of_a_sum_of_terms(fused_calls: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)  # some are made in float32
 
 
+@pytest.mark.parametrize("shape", [(-2, -2, V), (-1, -1, V), (0, V), (5, V), (2, -3, V)], ids=str)
+def test_shapes_that_do_not_fit_are_errors_of_torch(shape: tuple[int, ...]) -> None:
+    pair = Pair()
+    with pytest.raises(RuntimeError) as expected:
+        pair.stock.reshape(shape)
+    with pytest.raises(RuntimeError) as raised:
+        pair.lazy.reshape(shape)
+    assert str(raised.value) == str(expected.value)
+
+
 def test_gather_leaves_errors_to_torch() -> None:
     for index in (PICK - 100, PICK + V):
         with pytest.raises((IndexError, RuntimeError)):

@@ -22,8 +22,8 @@ from flce.backends.triton.launch import Launch
 # Signatures that are kept: of some hundred shapes, as batches of different lengths have them. When there are as many,
 # all are forgotten.
 MOST = 4096
-# What kernels and launch sizes ask of an address: whether it is a multiple of this many bytes, and where in them it is.
-ALIGNMENT = 16
+# Kernels and launch sizes ask where in so many bytes an address is, and of no more of it.
+ADDRESS_BYTES = 16
 
 
 class Place(NamedTuple):
@@ -71,17 +71,19 @@ def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
     """Run the launches of ``make(*args)``, one after the other, on the device of the first tensor.
 
     Args:
-        make: lists the launches. It may look at all of its arguments but values of tensors and, of their addresses,
-            more than the alignment. Their arguments are tensors of `args`, views of these, or descriptors of both;
-            with others, such as a copy that `make` has made, the launches are made anew in every call.
-        args: tensors, tuples and lists of them, and what is hashable.
+        make: a function of a module, which lists the launches. It may look at all of its arguments but values of
+            tensors and, of their addresses, more than the alignment. What it takes from elsewhere must never change.
+            The arguments of launches are tensors of `args`, views of these, or descriptors of both. With others, such
+            as a copy that `make` has made, the launches are made anew in every call.
+        args: tensors, which are all on one device, tuples and lists of them, and what is hashable. Equal values are one
+            signature, so each place has one type: 1, 1.0 and True are equal.
     """
     tensors: list[Tensor] = []
     key: list[Any] = [make]
     _sign(args, key, tensors)
     addresses = [tensor.data_ptr() for tensor in tensors]
     # Which are one: an argument may have the memory of another in one call, and memory of its own in the next.
-    key += [(address % ALIGNMENT, addresses.index(address)) for address in addresses]
+    key += [(address % ADDRESS_BYTES, addresses.index(address)) for address in addresses]
     device = tensors[0].device
     if not _replays(device):
         for launch in make(*args):
@@ -98,7 +100,7 @@ def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
 
 
 def _replays(device: torch.device) -> bool:
-    return device.type == "cuda"  # and not for the interpreter, which compiles nothing
+    return device.type == "cuda"  # on a CPU it is the interpreter, which compiles nothing
 
 
 def forget() -> None:
@@ -119,10 +121,12 @@ def _run(
         for one in ready:
             one.run(addresses, stream)
         return
-    made: list[Ready] | None = []
+    made: list[Ready] | None = None if signature in _ready else []
     for launch in make(*args):
-        kept = _made_ready(launch, launch.run(), tensors, addresses)
-        made = None if made is None or kept is None else [*made, kept]
+        compiled = launch.run()
+        if made is not None:
+            kept = _made_ready(launch, compiled, tensors, addresses)
+            made = None if kept is None else [*made, kept]
         del launch  # and with it what memory only this one needs
     if signature not in _ready:
         if len(_ready) >= MOST:
@@ -165,7 +169,10 @@ def _made_ready(launch: Launch, compiled: Any, tensors: Sequence[Tensor], addres
 
 
 def _find(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tuple[int, int] | None:
-    """Which of the tensors `x` is, or is a view of, and how many bytes behind its beginning."""
+    """Which of the tensors `x` is, or is a view of, and how many bytes behind its beginning.
+
+    A view lies within what it is a view of. So where `x` lies within one of the tensors only, it is that one's.
+    """
     for number, tensor in enumerate(tensors):
         if x is tensor:
             return number, 0
