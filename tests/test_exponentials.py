@@ -615,7 +615,7 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
 
 
 def test_small_work_is_normalized() -> None:
-    """One chunk depends on the head alone, several also on their own size."""
+    """One chunk depends on the head and on the number of logits, several also on their own size."""
 
     def unnormalized(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
         budget = None if mib is None else mib << 20
@@ -623,7 +623,8 @@ def test_small_work_is_normalized() -> None:
         assert made.strategy == "tokens"
         return isinstance(made.schedule, KINDS)
 
-    assert unnormalized(1, 768, 50257)
+    assert not unnormalized(5341, 768, 50257)
+    assert unnormalized(5342, 768, 50257)  # more than 2^28 logits
     assert unnormalized(16384, 768, 50257)
     assert not unnormalized(16384, 512, 50257)
     assert not unnormalized(16384, 768, 50257, 256)

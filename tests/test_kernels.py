@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flce import backends
 from flce.backends.contract import (
     NORMALIZER_SLOTS,
     PRODUCT_FIELDS,
@@ -476,18 +477,21 @@ def test_kernels_have_a_parameter_for_every_option(kernels: ModuleType) -> None:
 
 def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, asked = importlib.import_module("flce.backends.triton.launch"), []
-    properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 << 20, regs_per_multiprocessor=65536)
+    properties = SimpleNamespace(
+        multi_processor_count=132, L2_cache_size=60 << 20, regs_per_multiprocessor=65536, major=9, total_memory=80 << 30
+    )
 
-    def answer(device: Any, what: Any) -> Any:
+    def answer(device: Any) -> Any:
         asked.append(device)
-        return what
+        return properties
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: answer(device, properties))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: answer(device, (9, 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", answer)
     device = torch.device("cuda", 77)
     for _ in range(3):
         assert launch.device_facts(device) == launch.DeviceFacts(132, 60 << 20, 65536)
         assert launch.overlap(device)["launch_pdl"]
+        assert backends.total_memory(device) == 80 << 30
     assert asked == [device, 77]
 
 
