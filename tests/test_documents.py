@@ -1,0 +1,130 @@
+"""README and docs: links lead somewhere, Python runs, commands and their parts exist."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce import functional
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def ids(document: Path) -> str:
+    return document.name
+
+
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as the usual renderers name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def blocks(language: str) -> list[Any]:
+    """Documents, and the texts of their blocks in a language."""
+    found = []
+    for document in DOCUMENTS:
+        for number, match in enumerate(BLOCK.finditer(document.read_text())):
+            indent, of, text = match.groups()
+            if of == language:
+                lines = [line.removeprefix(indent) for line in text.splitlines()]
+                found.append(pytest.param("\n".join(lines), id=f"{document.name}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_links(document: Path) -> None:
+    for target in LINK.findall(document.read_text()):
+        if re.match(r"[a-z]+:", target):  # of the outer world
+            continue
+        path, _, anchor = target.partition("#")
+        found = (document.parent / path).resolve() if path else document
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block does not define is given here, and as small as can be."""
+    logits = torch.randn(2, 6, 100, requires_grad=True) * 1.0
+    names: dict[str, Any] = {
+        "flce": flce,
+        "torch": torch,
+        "hidden": torch.randn(2, 6, 16, requires_grad=True),
+        "W": torch.randn(100, 16, requires_grad=True),
+        "logits": logits,
+        "targets": torch.randint(100, (2, 6)),
+        "input_ids": torch.randint(64, (2, 8)),
+        "labels": torch.randint(64, (2, 8)),
+    }
+    if ">>>" in text:
+        # The plan that is printed is one for an H200.
+        monkeypatch.setattr(functional, "backend_name", lambda device: "triton")
+        monkeypatch.setattr(functional, "has_product", lambda device: True)
+        monkeypatch.setattr(functional, "total_memory", lambda device: 140 << 30)
+        runner = doctest.DocTestRunner()
+        runner.run(doctest.DocTestParser().get_doctest(text + "\n", names, "block", None, 0))
+        assert runner.failures == 0
+        return
+    if "transformers" in text or "huggingface" in text or "Trainer" in text:
+        names |= a_trainer(tmp_path)
+    exec(compile(text, "block", "exec"), names)
+    if "loss" in names:
+        names["loss"].backward()
+
+
+def a_trainer(folder: Path) -> dict[str, Any]:
+    """A model in a folder, and what a `Trainer` is given."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    return {
+        "path": folder / "model",
+        "model": model,
+        "Trainer": transformers.Trainer,
+        "SFTTrainer": transformers.Trainer,
+        "args": transformers.TrainingArguments(folder / "out", report_to=[]),
+        "data": [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}],
+    }
+
+
+@pytest.mark.parametrize("text", blocks("sh"))
+def test_commands(text: str) -> None:
+    """Targets of the Makefile, parts of the script for GPUs, commands and options of the benchmarks."""
+    makefile, script = (ROOT / "Makefile").read_text(), (ROOT / "scripts" / "gpu_session.sh").read_text()
+    for line in text.splitlines():
+        words = line.partition(" #")[0].split()
+        if not words or words[0].startswith("#"):
+            continue
+        while "=" in words[0]:  # of the environment
+            del words[0]
+        if words[0] == "make":
+            assert re.search(rf"^{re.escape(words[1])}:", makefile, re.M), line
+        elif words[0] == "scripts/gpu_session.sh":
+            for part in words[1:]:
+                assert re.search(rf"^ +([\w-]+ \| )*{re.escape(part)}( \| [\w-]+)*\)", script, re.M), line
+        else:
+            assert words[:3] == ["python", "-m", "benchmarks"], line
+            check_benchmark(words[3:])
+
+
+def check_benchmark(words: list[str]) -> None:
+    typer = pytest.importorskip("typer")
+    from benchmarks.cli import app
+
+    command = typer.main.get_command(app).commands[words[0]]
+    options = {name for parameter in command.params for name in parameter.opts}
+    for word in words[1:]:
+        assert not word.startswith("-") or word in options, word
