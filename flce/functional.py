@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, overload
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,26 @@ from flce.problem import (
 )
 from flce.scalars import integer
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flce.signatures import LinearLossArguments, LogitsLossArguments, SomeStats
+
 _DEFAULT = ChunkOptions()
+
+
+@overload
+def fused_linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, stats: tuple[()] = ..., **rest: Unpack[LinearLossArguments]
+) -> Tensor: ...
+@overload
+def fused_linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, stats: SomeStats, **rest: Unpack[LinearLossArguments]
+) -> LinearCrossEntropyOutput: ...
+@overload
+def fused_linear_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, stats: tuple[str, ...], **rest: Unpack[LinearLossArguments]
+) -> Tensor | LinearCrossEntropyOutput: ...
 
 
 def fused_linear_cross_entropy(
@@ -195,6 +215,33 @@ def fused_linear_cross_entropy(
     return output(out, problem.target, shape, spec)
 
 
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    stats: tuple[()] = ...,
+    **rest: Unpack[LogitsLossArguments],
+) -> Tensor: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    stats: SomeStats,
+    **rest: Unpack[LogitsLossArguments],
+) -> LinearCrossEntropyOutput: ...
+@overload
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    stats: tuple[str, ...],
+    **rest: Unpack[LogitsLossArguments],
+) -> Tensor | LinearCrossEntropyOutput: ...
 @overridable
 def cross_entropy(
     logits: Tensor,

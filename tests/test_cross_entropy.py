@@ -908,7 +908,7 @@ def test_bad_input_of_a_group(group: Any, torch_backend: str) -> None:
     with pytest.raises(ValueError, match=r"rank 0 of 1 must have logits of 40 classes.*got 20"):
         flce.cross_entropy(**good(), process_group=group, vocab_size=40)
     with pytest.raises(TypeError, match="vocab_size must be None or an int, got float"):
-        flce.cross_entropy(**good(), process_group=group, vocab_size=20.0)  # type: ignore[arg-type]
+        flce.cross_entropy(**good(), process_group=group, vocab_size=20.0)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="process_group needs class-index targets"):
         flce.cross_entropy(**good(target=torch.ones(6, 20)), process_group=group)
 

@@ -282,7 +282,7 @@ def test_nothing_is_written_into_the_arguments(backend: str, device: torch.devic
     before = [t.clone() for t in tensors if t is not None]
     flat = p.input.detach().requires_grad_()
     loss = flce.fused_linear_cross_entropy(flat, p.linear_weight, p.target, linear_bias=p.linear_bias, **p.kwargs)
-    loss.backward()  # type: ignore[union-attr]
+    loss.backward()
     after = [t for t in tensors if t is not None]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
@@ -291,7 +291,7 @@ def test_gradients_accumulate_over_calls(backend: str, device: torch.device) -> 
     p = make_problem((12,), 8, 40, device=device)
     w = p.linear_weight.clone().requires_grad_()
     for part in (slice(0, 5), slice(5, 12)):
-        flce.fused_linear_cross_entropy(p.input[part], w, p.target[part], reduction="sum", num_items=12).backward()  # type: ignore[union-attr]
+        flce.fused_linear_cross_entropy(p.input[part], w, p.target[part], reduction="sum", num_items=12).backward()
     whole = run_fused(p.with_(reduction="mean"))
     assert w.grad is not None
     assert whole.grad_weight is not None

@@ -1,0 +1,53 @@
+"""What type checkers make of the public API."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import flce
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_strict_mypy_finds_nothing() -> None:
+    """Of a file that uses the public API, without this project's configuration.
+
+    `Tensor.backward` of PyTorch has no types (2.13), and `--strict` complains of calls of such functions.
+    """
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--untyped-calls-exclude=torch", "--config-file="]
+    command += ["--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache' / 'strict'}"]
+    done = subprocess.run(
+        [*command, "tests/typing_public_api.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "cross_entropy"])
+def test_overloads_have_all_arguments(name: str) -> None:
+    """mypy accepts overloads with fewer arguments than the function has; and nothing of them is there at run time."""
+    pytest.importorskip("typing_extensions")
+    from flce import signatures
+
+    linear, logits = signatures.LinearLossArguments, signatures.LogitsLossArguments
+    arguments = linear.__optional_keys__ if name == "fused_linear_cross_entropy" else logits.__optional_keys__
+    of_function = inspect.signature(getattr(flce, name)).parameters.values()
+    fixed = {"stats"} | {p.name for p in of_function if p.kind is p.POSITIONAL_OR_KEYWORD}
+    keywords = {p.name for p in of_function if p.name not in fixed}
+    assert keywords == arguments
+    assert get_args(signatures.SomeStats)[0] is str
+    code = "import sys, flce; sys.exit('flce.signatures' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
