@@ -56,8 +56,7 @@ def texts(node: ast.expr | None, scope: dict[str, list[ast.expr]]) -> list[str]:
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.JoinedStr):
-        parts = [[part.value] if isinstance(part, ast.Constant) else [VALUE] for part in node.values]
-        return ["".join(map(str, said)) for said in itertools.product(*parts)]
+        return ["".join(str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         parts = [texts(side, scope) or [VALUE] for side in (node.left, node.right)]
         return ["".join(said) for said in itertools.product(*parts)]
@@ -142,8 +141,8 @@ def rows_of(document: str) -> list[Row]:
             within = line == HEADING
         if within and line.startswith("| `"):
             first, kinds, remedy = (cell.strip() for cell in line.strip("| ").split(" | "))
-            quoted = [re.findall(r"`([^`]+)`", cell) for cell in (first, kinds)]
-            rows.append(Row(number, *quoted, remedy))
+            quotes, classes = (re.findall(r"`([^`]+)`", cell) for cell in (first, kinds))
+            rows.append(Row(number, quotes, classes, remedy))
     return rows
 
 
