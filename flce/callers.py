@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 # Between a user's line and flce; warnings name the user's.
 _LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning", "pytorch_lightning", "deepspeed")
 
+Told = tuple[str, type[Warning], str, int]
+"""Message, class, file and line."""
+# Python keeps a record too, by module. It is lost whenever anything in the process enters or leaves
+# `warnings.catch_warnings`, as libraries do in every step of a training.
+_told: set[Told] = set()
+
 
 class Caller(NamedTuple):
     """A line of the user's, and what led from there to flce."""
@@ -24,10 +30,22 @@ class Caller(NamedTuple):
     def line(self) -> str:
         return f"{self.frame.f_code.co_filename}:{self.frame.f_lineno}"
 
-    def warn(self, message: str, category: type[Warning]) -> None:
-        """Warn as if that line did. With the registry of its module Python's own filter shows each line once."""
-        registry = self.frame.f_globals.setdefault("__warningregistry__", {})
+    def warn(self, message: str, category: type[Warning], told: set[Told] | None = None) -> None:
+        """Warn as if that line did: once, where Python's filters do not say otherwise.
+
+        Args:
+            message: the text.
+            category: its class.
+            told: what has been told already; None: in this process.
+        """
+        told = _told if told is None else told
         file, line = self.frame.f_code.co_filename, self.frame.f_lineno
+        key = (message, category, file, line)
+        if _action(*key) in ("default", "module", "once"):
+            if key in told:
+                return
+            told.add(key)
+        registry = self.frame.f_globals.setdefault("__warningregistry__", {})
         warnings.warn_explicit(message, category, file, line, registry=registry)
 
 
@@ -46,3 +64,20 @@ def caller() -> Caller:
         in_evaluation = in_evaluation or frame.f_code.co_name in ("evaluation_loop", "prediction_step")
         frame = frame.f_back
     return Caller(frame, via, in_evaluation)
+
+
+def _action(message: str, category: type[Warning], file: str, line: int) -> str:
+    """What the filters of today say of a warning."""
+    module = file.removesuffix(".py")  # as `warnings.warn_explicit` calls it
+    entries: Any = warnings.filters
+    for action, text, kind, place, at in entries:
+        if _matches(text, message) and issubclass(category, kind) and _matches(place, module) and at in (0, line):
+            return action
+    return "default"
+
+
+def _matches(pattern: Any, text: str) -> bool:
+    """For a pattern of a filter: None, a compiled one or, in filters that Python starts with, a string."""
+    if pattern is None or isinstance(pattern, str):
+        return pattern is None or pattern == text
+    return pattern.match(text) is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce import engine, log
+from flce import callers, engine, log
 from flce.backends.contract import unknown_to_products
 from flce.problem import LossSpec
 from tests.helpers import make_problem
@@ -206,8 +206,28 @@ def test_a_lack_of_memory_is_told_once_a_line(
         warnings.simplefilter("default")
         for _ in range(3):
             step().backward()
+            with warnings.catch_warnings():  # makes Python forget what it has told
+                pass
         step().backward()
     of_it = [w for w in caught if "flce could not have" in str(w.message)]
     assert {w.filename for w in of_it} == {__file__}
     assert len(of_it) == (1 if name == "forward" else 2)  # forward is called from the one line in `step`
     assert len({w.lineno for w in of_it}) == len(of_it)
+
+
+def test_filters_have_the_last_word() -> None:
+    """Once a line where they say so, always or never where they do, and another record tells it again."""
+
+    def count(action: Any, told: Any = None) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter(action)
+            for _ in range(3):
+                callers.caller().warn("of this test alone", UserWarning, told)
+                with warnings.catch_warnings():
+                    pass
+        return len(caught)
+
+    assert [count(action) for action in ("ignore", "default", "default", "always")] == [0, 1, 0, 3]
+    assert count("default", set()) == 1
+    with pytest.raises(UserWarning, match="of this test"):
+        count("error")

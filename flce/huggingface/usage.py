@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from flce.callers import caller
+from flce.callers import Told, caller
 
 if TYPE_CHECKING:
     from flce.huggingface.head_call import HeadCall
@@ -63,6 +63,8 @@ class Usage:
     warned: bool = False
     compiled: bool = False
     """Whether the head has run under ``torch.compile``, where nothing is counted."""
+    told: set[Told] = field(default_factory=set)
+    """Warnings that named a line."""
     used: bool = False
     """Whether something with a gradient was made from logits; what evaluations make tells nothing of training."""
 
@@ -133,6 +135,7 @@ def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_g
         f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
         "logits.materialize() to ask for them without this warning.",
         MaterializedLogitsWarning,
+        None if usage is None else usage.told,
     )
 
 
