@@ -53,7 +53,7 @@ def tell(plan: ChunkPlan, how: str) -> None:
     if plan.products:
         where = "products keep logits in registers"
     else:
-        where = f"logits in memory: {plan.case.why_no_products or 'the schedule reads them again'}"
+        where = f"logits in memory: {plan.case.why_no_products or 'this schedule makes a pass over them'}"
     logger.debug("new shape: %s; %s; %s; %s", plan, _asked(plan.case), where, how)
 
 
