@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flce import log
 from flce.functional import cross_entropy, fused_linear_cross_entropy, plan
 from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
 from flce.options import ChunkOptions
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
 
 __version__ = "0.1.0"
+
+log.follow_environment()
 
 __all__ = [
     "ChunkOptions",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flce.backends.contract import PRODUCT_BLOCK, products_know
+from flce.backends.contract import PRODUCT_BLOCK, unknown_to_products
 from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.options import ChunkOptions
 from flce.problem import LossSpec, Needs, accumulation_dtype
@@ -140,13 +140,20 @@ class Case:
     @functools.cached_property
     def products(self) -> bool:
         """Whether the backend's products make all that is asked for, with logits in registers."""
-        return (
-            self.has_product
-            and len(self.hidden_sizes) == 1
-            and self.hidden_sizes[0] % ALIGNMENT == 0
-            and self.dtype.itemsize == 2
-            and products_know(self.spec)
-        )
+        return self.why_no_products is None
+
+    @property
+    def why_no_products(self) -> str | None:
+        """What such products cannot do; None: they can do all."""
+        if not self.has_product:
+            return "no kernel keeps them in registers here, or not of rows that are not contiguous"
+        if len(self.hidden_sizes) != 1:
+            return "adapters"
+        if self.hidden_sizes[0] % ALIGNMENT:
+            return f"H is no multiple of {ALIGNMENT}"
+        if self.dtype.itemsize != 2:
+            return dtype_text(self.dtype)
+        return ", ".join(unknown_to_products(self.spec)) or None
 
     @functools.cached_property
     def unnormalized_rows(self) -> int | None:

@@ -47,7 +47,9 @@ def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
     rank, size = process_group.rank(), process_group.size()
     if rank < 0:
-        raise ValueError("this process is not a member of process_group")
+        raise ValueError(
+            "process_group must have this process in it, got a group of others: call in the group's processes alone"
+        )
     if vocab_size is None:
         return Shard(process_group.group_name, rank * cols, size * cols)
     vocab_size = integer("vocab_size", vocab_size, "None or an int")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -22,12 +21,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flce import engine, flops
+from flce import engine, flops, log
 from flce import rows as vectors
 from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product, total_memory
 from flce.backends.contract import RowOutputs
 from flce.batching import for_each, is_batched, register_loop
+from flce.callers import caller
 from flce.case import Case
 from flce.custom_op import Flat, define
 from flce.options import ChunkOptions
@@ -142,8 +142,13 @@ def _case(
     )
 
 
-# The same object for equal cases. Plans are looked up by it several times in a call, which is then quick.
-_known_case = functools.lru_cache(maxsize=1024)(Case)
+@functools.lru_cache(maxsize=1024)
+def _known_case(*args: Any) -> Case:
+    """The same object for equal cases. Plans are looked up by it several times in a call, which is then quick."""
+    case = Case(*args)
+    if log.telling():
+        log.tell(make_plan(case), log.ROUND)
+    return case
 
 
 def _makes_gradients(c: Case, traced: bool) -> bool:
@@ -179,12 +184,11 @@ def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, c: C
             if smaller is None:
                 raise
         # Here, where the frames of the attempt are gone, and their tensors with them.
-        warnings.warn(
+        caller().warn(
             f"flce could not have the {plan.workspace_bytes / 2**20:.0f} MiB of its plan, and goes on with "
             f"{smaller.workspace_bytes / 2**20:.0f} MiB. To save the attempt, give options=flce.ChunkOptions("
             f"max_workspace_bytes={smaller.workspace_bytes}).",
             RuntimeWarning,
-            stacklevel=2,
         )
         plan = smaller
 
@@ -208,6 +212,8 @@ def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
 
 def _forward(*args: Any) -> tuple[Any, ...]:
     problem, case = _unpack(args)
+    if log.telling():
+        log.tell(make_plan(case), log.IN_GRAPH if args[-1] else log.WATCHED)
     gradients = _makes_gradients(case, args[-1])
     result = _run(lambda plan: engine.forward(problem, plan, gradients), problem, case)
     unit = result.rows.loss.new_empty(0) if result.grad_unit is None else result.grad_unit

@@ -49,10 +49,10 @@ def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
     return 4 * rows * (numbers * -(-vocab_size // PRODUCT_BLOCK) + 3)
 
 
-def products_know(spec: LossSpec) -> bool:
-    """Whether products with an epilogue make all that is asked for."""
+def unknown_to_products(spec: LossSpec) -> list[str]:
+    """What is asked for, by name, that products with an epilogue do not make."""
     asked = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
-    return asked <= PRODUCT_FIELDS and set(spec.stats) <= PRODUCT_STATS
+    return sorted((asked - PRODUCT_FIELDS) | (set(spec.stats) - PRODUCT_STATS))
 
 
 class RowProblem(Protocol):

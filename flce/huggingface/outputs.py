@@ -7,13 +7,13 @@ outermost frame of a patched model is left to Python, which changes what comes o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from flce.callers import caller
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy_state import StackState
@@ -71,10 +71,10 @@ def without_logits(outputs: Any) -> Any:
     values = outputs.values() if named else outputs if type(outputs) in (tuple, list) else ()
     if not any(map(is_lazy, values)):
         return outputs
-    warnings.warn(
+    caller().warn(
         "nn.DataParallel would gather the logits of all GPUs on one, so a model patched by flce leaves them out of "
         "what it returns in training with labels. Use torchrun or accelerate launch to train on several GPUs",
-        stacklevel=2,
+        UserWarning,
     )
     if named:
         return type(outputs)(**{name: value for name, value in outputs.items() if not is_lazy(value)})

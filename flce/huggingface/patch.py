@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flce.callers import caller
 from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
@@ -31,7 +32,7 @@ from flce.huggingface.lazy_logits import make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.outputs import as_tensors, without_logits
-from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, caller, listed
+from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.options import ChunkOptions
 

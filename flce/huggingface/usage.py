@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
+
+from flce.callers import Told, caller
 
 if TYPE_CHECKING:
     from flce.huggingface.head_call import HeadCall
 
 ASKED_FOR = "materialize()"
-
-# Between a user's line and flce; warnings name the user's.
-_LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning", "pytorch_lightning", "deepspeed")
 
 EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
@@ -67,6 +63,8 @@ class Usage:
     warned: bool = False
     compiled: bool = False
     """Whether the head has run under ``torch.compile``, where nothing is counted."""
+    told: set[Told] = field(default_factory=set)
+    """Warnings that named a line."""
     used: bool = False
     """Whether something with a gradient was made from logits; what evaluations make tells nothing of training."""
 
@@ -107,43 +105,6 @@ class Usage:
         logits.register_hook(unserializable_hook(note))
 
 
-class Caller(NamedTuple):
-    """A line of the user's, and what led from there to flce."""
-
-    frame: Any
-    via: str | None
-    """``file:line`` of the library that called flce; None: the user did."""
-    in_evaluation: bool
-    """Whether Transformers' ``Trainer`` was evaluating."""
-
-    @property
-    def line(self) -> str:
-        return f"{self.frame.f_code.co_filename}:{self.frame.f_lineno}"
-
-    def warn(self, message: str, category: type[Warning]) -> None:
-        """Warn as if that line did. With the registry of its module Python's own filter shows each line once."""
-        registry = self.frame.f_globals.setdefault("__warningregistry__", {})
-        file, line = self.frame.f_code.co_filename, self.frame.f_lineno
-        warnings.warn_explicit(message, category, file, line, registry=registry)
-
-
-def caller() -> Caller:
-    """The innermost line outside of flce and the libraries below; the outermost if there is none."""
-    modules = map(sys.modules.get, ("torch", *_LIBRARIES))
-    silent, *libraries = (
-        os.path.dirname(os.path.abspath(file)) + os.sep
-        for file in (__file__, *(getattr(module, "__file__", None) for module in modules))
-        if file
-    )
-    frame, via, in_evaluation = sys._getframe(1), None, False
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((silent, *libraries)):
-        if via is None and frame.f_code.co_filename.startswith(tuple(libraries[1:])):
-            via = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        in_evaluation = in_evaluation or frame.f_code.co_name in ("evaluation_loop", "prediction_step")
-        frame = frame.f_back
-    return Caller(frame, via, in_evaluation)
-
-
 def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
     """Count, and warn or raise, as ``patch_model`` was told to.
 
@@ -174,6 +135,7 @@ def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_g
         f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
         "logits.materialize() to ask for them without this warning.",
         MaterializedLogitsWarning,
+        None if usage is None else usage.told,
     )
 
 
