@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,12 @@ def test_links(document: Path) -> None:
 
 
 @pytest.mark.parametrize("text", blocks("python"))
-def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """What a block does not define is given here, and as small as can be."""
     logits = torch.randn(2, 6, 100, requires_grad=True) * 1.0
     names: dict[str, Any] = {
         "flce": flce,
+        "logging": logging,
         "torch": torch,
         "hidden": torch.randn(2, 6, 16, requires_grad=True),
         "W": torch.randn(100, 16, requires_grad=True),
@@ -66,6 +68,9 @@ def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "input_ids": torch.randint(64, (2, 8)),
         "labels": torch.randint(64, (2, 8)),
     }
+    monkeypatch.setattr(logging, "basicConfig", lambda: None)
+    level = logging.getLogger("flce").level
+    request.addfinalizer(lambda: logging.getLogger("flce").setLevel(level))
     if ">>>" in text:
         # The plan that is printed is one for an H200.
         monkeypatch.setattr(functional, "backend_name", lambda device: "triton")
