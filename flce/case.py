@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from flce.backends.contract import PRODUCT_BLOCK, unknown_to_products
 from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
+from flce.hashing import HashedOnce
 from flce.options import ChunkOptions
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
@@ -73,7 +73,7 @@ class Dtypes:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(HashedOnce):
     """A call's shape and options.
 
     Raises:
@@ -96,6 +96,8 @@ class Case:
     needs: Needs
     options: ChunkOptions
 
+    __hash__ = HashedOnce.__hash__
+
     def __post_init__(self) -> None:
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -110,17 +112,6 @@ class Case:
                 f"logits_dtype must be the dtype of the input or {accumulation_dtype(dtype)}; "
                 f"got {logits} with {dtype} inputs"
             )
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the hash: strings have another one in another process.
-        return Case, tuple([getattr(self, name) for name in self.__dataclass_fields__])
 
     def dtypes(self, deferred: bool) -> Dtypes:
         """Of a schedule that makes gradients in backward, or in forward."""

@@ -160,7 +160,7 @@ def fused_linear_cross_entropy(
         z_loss=z_loss,
         stats=stats,
     )
-    spec = spec if torch.compiler.is_compiling() else known(spec)  # a compiler cannot see through the latter
+    spec = known(spec)
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
     shift = check_shift(shift)
@@ -341,7 +341,7 @@ def cross_entropy(
         z_loss=z_loss,
         stats=stats,
     )
-    spec = spec if torch.compiler.is_compiling() else known(spec)  # a compiler cannot see through the latter
+    spec = known(spec)
     check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
     shift = check_shift(shift)
     check_inplace(inplace)

@@ -6,12 +6,13 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from flce.custom_op import Flat
+from flce.hashing import HashedOnce
 from flce.scalars import integer, real
 
 Reduction = Literal["none", "mean", "sum"]
@@ -29,7 +30,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class LossSpec:
+class LossSpec(HashedOnce):
     """The scalar arguments of the loss, checked once and made numbers of Python.
 
     Raises:
@@ -45,6 +46,8 @@ class LossSpec:
     temperature: float = 1.0
     z_loss: float = 0.0
     stats: tuple[str, ...] = ()
+
+    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
@@ -75,17 +78,6 @@ class LossSpec:
                 raise ValueError(f"unknown stat {name!r}; expected any of {STATS}")
         object.__setattr__(self, "stats", tuple(self.stats))
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple([getattr(self, name) for name in self.__dataclass_fields__]))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the hash: strings have another one in another process.
-        return LossSpec, tuple([getattr(self, name) for name in self.__dataclass_fields__])
-
     @property
     def scale(self) -> float:
         """Of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
@@ -103,9 +95,13 @@ class LossSpec:
         return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
 
 
-@functools.lru_cache(maxsize=256)
 def known(spec: LossSpec) -> LossSpec:
     """The same object for equal ones: what is kept by them is then found without comparing their fields."""
+    return spec if torch.compiler.is_compiling() else _known(spec)  # a compiler cannot see through the latter
+
+
+@functools.lru_cache(maxsize=256)
+def _known(spec: LossSpec) -> LossSpec:
     return spec
 
 

@@ -128,7 +128,9 @@ class TritonBackend:
         normalizer: Tensor,
         upstream: Tensor | None,
     ) -> None:
-        product_launch.gradient(x, weight, grad, rows, spec, tile, normalizer, upstream)
+        if len(x):
+            x = product_launch.described(x)
+            run(product_launch.gradient, x, weight, grad, rows, spec, tile, normalizer, upstream)
 
     def product_exponentials(
         self,
@@ -153,7 +155,8 @@ class TritonBackend:
         ignore_index: int,
         index: Tensor | None,
     ) -> None:
-        exponentials_launch.combine_rows(x, weight, out, target, factors, ignore_index, index)
+        if len(x):
+            run(exponentials_launch.combine_rows, x, weight, out, target, factors, ignore_index, index)
 
     def weight_gradient(
         self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms

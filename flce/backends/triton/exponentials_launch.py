@@ -179,19 +179,6 @@ def combine_rows(
     factors: Tensor,
     ignore_index: int,
     index: Tensor | None,
-) -> None:
-    if len(x):
-        run(_combine_rows, x, weight, out, target, factors, ignore_index, index)
-
-
-def _combine_rows(
-    x: Tensor,
-    weight: Tensor | None,
-    out: Tensor,
-    target: Tensor,
-    factors: Tensor,
-    ignore_index: int,
-    index: Tensor | None,
 ) -> Iterator[Launch]:
     weights = x if weight is None else weight
     args = {

@@ -105,21 +105,7 @@ def tiles(first: int, end: int, vocab_size: int, most: int) -> list[Tile]:
 
 
 def gradient(
-    x: Tensor,
-    weight: Tensor,
-    grad: Tensor,
-    rows: RowInputs,
-    spec: LossSpec,
-    tile: Tile,
-    normalizer: Tensor,
-    upstream: Tensor | None,
-) -> None:
-    if len(x):
-        run(_gradient, described(x), weight, grad, rows, spec, tile, normalizer, upstream)
-
-
-def _gradient(
-    x: Tensor,
+    x: Tensor,  # as `described` gives it
     weight: Tensor,
     grad: Tensor,
     rows: RowInputs,
