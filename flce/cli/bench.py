@@ -264,7 +264,7 @@ def _say(console: Console, line: str) -> None:
 def _rich(table: Table) -> RichTable:
     (_, *figures), *rows = table.lines()
     columns = [Column(title.replace(" ", "\n"), justify="right", no_wrap=True) for title in figures]
-    drawn = RichTable("", *columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = RichTable("", *columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
     for row in rows:
         drawn.add_row(*map(Text, row))
     return drawn
