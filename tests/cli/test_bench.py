@@ -23,6 +23,7 @@ from typer.testing import Result as Done
 
 import flce
 from benchmarks.operator import OPERATOR
+from flce.bench import comparison
 from flce.bench.cases import DTYPES
 from flce.bench.comparison import (
     FLOORS,
@@ -138,6 +139,8 @@ def test_only_some_contenders_without_errors() -> None:
     assert [result["contender"] for result in entry["results"]] == ["floor", "stock"]
     assert all("errors" not in result for result in entry["results"])
     assert entry["case"]["dtype"] == "float64"
+    shown = run(*SMALL, "--shape", "64,32,300", "--contender", "stock", "--no-errors")
+    assert "* not compared with float64 (--errors does)" in shown.stdout
 
 
 def test_the_defaults_suit_a_cpu() -> None:
@@ -180,6 +183,16 @@ def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> Non
     said = " ".join(line.strip("│ ") for line in done.stderr.splitlines())
     assert sentence in said
     assert any(f"Invalid value for '{option}'" in said for option in arguments[::2])
+
+
+def test_no_room_for_the_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+
+    monkeypatch.setattr(comparison, "prepare", prepare)
+    done = run(*SMALL, "--shape", "8,4,16")
+    assert done.exit_code == 2
+    assert "cpu has no room for the operands and, with --errors, for float64: give smaller sizes" in done.stderr
 
 
 def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +342,7 @@ def test_on_cuda(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_default_on_cuda() -> None:
-    """It takes less than a minute: what no option is needed for."""
+    """Everything that is installed on the default shape, compared with float64."""
     done = run("--json")
     assert done.exit_code == 0, done.output
     (entry,) = json.loads(done.stdout)["cases"]
