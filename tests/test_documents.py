@@ -33,6 +33,8 @@ def blocks(language: str) -> list[Any]:
     """Documents, and the texts of their blocks in a language."""
     found = []
     for document in DOCUMENTS:
+        if document.name == "migrate.md":  # its blocks are pairs, which `test_migrate.py` runs
+            continue
         for number, match in enumerate(BLOCK.finditer(document.read_text())):
             indent, of, text = match.groups()
             if of == language:
