@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Transformers' Trainer needs it")
@@ -23,6 +25,14 @@ def test_the_script(run_script):
 
 def test_an_adapter_on_the_head_is_fused():
     assert compare.compare("", lambda patched: script.train(patched, steps=4, adapt_head=True)) == 0
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_an_own_loss_is_fused():
+    model = flce.patch_model(script.quantized_model(adapt_head=True)).train()
+    rows = torch.stack([row["input_ids"] for row in compare.examples(2)]).to(model.device)
+    loss = F.cross_entropy(model(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    assert compare.is_fused(loss)
 
 
 def test_layers_are_in_4_bits_and_the_head_is_not():
