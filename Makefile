@@ -1,6 +1,6 @@
-# make demo | test | test-models | test-oldest | fuzz | lint | dist | setup | clean
+# make demo | recipes | test | test-models | test-oldest | fuzz | lint | dist | setup | clean
 #
-# The first three set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
+# The first four set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
 # built once, and again when pyproject.toml or constraints.txt change.
 #
 #   PYTHON=python3.12   the Python (>= 3.10) to build that environment with, or to use as it is
@@ -28,7 +28,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-models test-oldest fuzz lint dist clean
+.PHONY: help setup demo recipes test test-models test-oldest fuzz lint dist clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -47,6 +47,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(RUN) integrations/finetune.py $(ARGS)
+
+# The scripts that train with other libraries, stock and patched, in full; a few minutes.
+recipes: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) integrations/recipes.py
 
 # One thread per worker, so that the workers do not get into each other's way.
 test: $(READY)
