@@ -1,19 +1,23 @@
-"""Fused linear + cross-entropy loss for language models."""
+"""Fused linear + cross-entropy loss for language models.
+
+Importing this package imports neither PyTorch nor Triton: each public name is loaded when it is first used.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from flce import log
-from flce.functional import cross_entropy, fused_linear_cross_entropy, plan
-from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
-from flce.options import ChunkOptions
-from flce.plans import ChunkPlan
-from flce.problem import LinearCrossEntropyOutput
-from flce.softmax_op import log_softmax, softmax
 
 if TYPE_CHECKING:
+    from flce.functional import cross_entropy, fused_linear_cross_entropy, plan
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
+    from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
+    from flce.options import ChunkOptions
+    from flce.plans import ChunkPlan
+    from flce.problem import LinearCrossEntropyOutput
+    from flce.softmax_op import log_softmax, softmax
 
 __version__ = "0.1.0"
 
@@ -37,11 +41,26 @@ __all__ = [
     "unpatch_model",
 ]
 
+# Where each public name is, as the imports above tell type checkers.
+_MODULES = {
+    "functional": ("cross_entropy", "fused_linear_cross_entropy", "plan"),
+    "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
+    "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss"),
+    "options": ("ChunkOptions",),
+    "plans": ("ChunkPlan",),
+    "problem": ("LinearCrossEntropyOutput",),
+    "softmax_op": ("log_softmax", "softmax"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
 
 def __getattr__(name: str) -> Any:
-    # Loaded when first used: most who import the operator have no model to patch.
-    if name in ("is_patched", "patch_model", "report", "unpatch_model"):
-        from flce import huggingface
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value  # the next look-up finds it there
+    return value
 
-        return getattr(huggingface, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

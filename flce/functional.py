@@ -22,8 +22,8 @@ from flce.arguments import (
     overridable,
     shifted,
 )
-from flce.backends import backend_name, has_product, total_memory
 from flce.case import Case
+from flce.devices import described
 from flce.logits_loss import CrossEntropyProblem, check_overwritable
 from flce.operators import linear_cross_entropy
 from flce.options import ChunkOptions
@@ -395,6 +395,8 @@ def plan(
     dtype: torch.dtype,
     *,
     device: torch.device | str = "cuda",
+    device_kind: str | None = None,
+    device_memory: int | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -413,7 +415,11 @@ def plan(
         hidden_size: H.
         vocab_size: V.
         dtype: of `input` and `linear_weight`, after autocast.
-        device: where the tensors will be; only its type matters.
+        device: where the tensors will be: a device of this machine.
+        device_kind: the kind of NVIDIA GPU to plan for, whatever this machine has: a name of `flce.devices.KINDS` such
+            as ``"H200"``, or a compute capability such as ``"sm_90"``. With it the plan is the same on every machine.
+        device_memory: bytes of the device, in place of those of this machine's or of the kind. Without a budget a
+            call takes at most 1/24 of them.
         reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.
         input_grad, weight_grad, bias_grad: which gradients will be asked for (``False`` for a frozen head).
         adapter_ranks: the rank r of each of `adapters`; gradients of both of its tensors are assumed to be asked for.
@@ -427,6 +433,10 @@ def plan(
         ValueError: no plan keeps ``options.max_workspace_bytes`` (the message names the least that works),
             or an argument has an impossible value.
         TypeError: an argument has the wrong type.
+
+    Examples:
+        >>> flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200").workspace_bytes >> 20
+        1468
     """
     if not isinstance(adapter_ranks, (tuple, list)):
         raise TypeError(f"adapter_ranks must be a sequence of ints, got {type(adapter_ranks).__name__}")
@@ -439,6 +449,7 @@ def plan(
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     check_options(options)
     device = torch.device(device)
+    planned_for = described(device, device_kind, device_memory)
     of_adapters = (True,) * len(ranks)
     case = Case(
         num_tokens=num_tokens,
@@ -446,9 +457,9 @@ def plan(
         vocab_size=vocab_size,
         dtype=dtype,
         device_type=device.type,
-        backend=backend_name(device),
-        has_product=has_product(device),
-        memory=total_memory(device),
+        backend=planned_for.backend,
+        has_product=planned_for.has_product,
+        memory=planned_for.memory,
         spec=LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
         needs=Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
         options=options or _DEFAULT,

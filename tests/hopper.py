@@ -18,7 +18,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    for module in ("flce.operators", "flce.functional", "tests.helpers"):
+    for module in ("flce.operators", "flce.devices", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
         monkeypatch.setattr(case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype))

@@ -951,3 +951,49 @@ def test_ignored_rows_cost_no_work(torch_backend: str) -> None:
         return matmul_flops(lambda: flce.fused_linear_cross_entropy(x, w, y, options=options).backward())
 
     assert call(True) <= 0.3 * call(False)
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096, 128256), (1024, 2048, 151936)], ids=str)
+def test_a_kind_of_device_is_planned_for_anywhere(shape: tuple[int, int, int]) -> None:
+    """Whatever this machine has: as on that device."""
+    plan = flce.plan(*shape, torch.bfloat16, device_kind="h200")
+    assert plan == planning.make_plan(replace(on_h200(*shape), memory=plan.case.memory))
+    assert plan.case.has_product
+    assert not flce.plan(*shape, torch.bfloat16, device_kind="A100-80GB").case.has_product
+    assert flce.plan(*shape, torch.bfloat16, device_kind="sm_90a", device_memory=plan.case.memory) == plan
+
+
+def test_memory_of_a_device_that_is_described() -> None:
+    """A share of it is the bound, whether the device is there or not."""
+    for kind in (None, "H200"):
+        bound = flce.plan(16384, 4096, 128256, torch.bfloat16, device_kind=kind, device_memory=16 << 30)
+        assert bound.workspace_bytes <= (16 << 30) / 24
+    assert flce.plan(16384, 4096, 128256, torch.bfloat16, device_kind="sm_90").case.memory is None
+
+
+@pytest.mark.parametrize(
+    "given, error, said",
+    [
+        ({"device_kind": "H300"}, ValueError, "device_kind must be one of A100-40GB, .*'sm_90', got 'H300'"),
+        ({"device_kind": "H200", "device": "cpu"}, ValueError, "device_kind='H200' is a kind of NVIDIA GPU, got"),
+        ({"device_kind": 90}, TypeError, "device_kind must be a str, got int"),
+        ({"device_memory": 0}, ValueError, "device_memory must be a positive number of bytes, got 0"),
+        ({"device_memory": "80GiB"}, TypeError, "device_memory must be an int, got"),
+    ],
+)
+def test_a_device_that_cannot_be(given: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        flce.plan(8, 8, 8, torch.float32, **given)
+
+
+@pytest.mark.gpu
+def test_kinds_have_the_memory_of_the_devices() -> None:
+    """Of the kinds that tests run on."""
+    from flce.devices import KINDS
+
+    properties = torch.cuda.get_device_properties(0)
+    kinds = [kind for name, kind in KINDS.items() if name in properties.name]
+    assert kinds, f"{properties.name} is not one of the kinds: see whether it should be"
+    for kind in kinds:
+        assert kind.capability == properties.major
+        assert kind.memory == pytest.approx(properties.total_memory, rel=0.01)

@@ -5,47 +5,79 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import NamedTuple
 
 import torch
 
 from flce.backends.contract import Backend
 
 
-def backend_name(device: torch.device) -> str:
+def backend_name(device: torch.device, there: bool = False) -> str:
     """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
 
     For meta tensors, of which no kernel sees anything, it is "torch" in any case.
     With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, do not:
     launches are made for warps of 32 threads.
 
+    Args:
+        device: where the tensors are.
+        there: the answer is for another machine, with an NVIDIA device and Triton, rather than for this one.
+
     Raises:
         ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
     """
-    return _backend_name(device, os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1")
+    return _choice(device, there).name
+
+
+def why_backend(device: torch.device) -> str:
+    """Why `backend_name` says what it says, in words. It raises what that raises."""
+    return _choice(device, there=False).why
+
+
+class _Choice(NamedTuple):
+    name: str
+    why: str
+
+
+def _choice(device: torch.device, there: bool) -> _Choice:
+    asked, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
+    return _choose(device, asked, interpreted, there)
 
 
 @functools.lru_cache(maxsize=256)
-def _backend_name(device: torch.device, choice: str, interpreted: bool) -> str:
-    if choice not in ("", "torch", "triton"):
-        raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {choice!r}")
-    if device.type == "meta":
-        return "torch"
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    possible = (nvidia or (device.type == "cpu" and interpreted)) and _has_triton()
-    if choice == "triton" and not possible:
+def _choose(device: torch.device, asked: str, interpreted: bool, there: bool) -> _Choice:
+    if asked not in ("", "torch", "triton"):
+        raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {asked!r}")
+    if there:
+        found = _Choice("triton", "another machine, with an NVIDIA GPU and Triton")
+    elif device.type == "meta":
+        return _Choice("torch", "meta tensors have no values")
+    elif device.type == "cuda" and torch.version.hip is not None:
+        found = _Choice("torch", "the kernels are for NVIDIA GPUs, and this is an AMD GPU")
+    elif device.type != "cuda" and not (device.type == "cpu" and interpreted):
+        found = _Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
+    elif not _has_triton():
+        found = _Choice("torch", "Triton is not installed")
+    elif device.type == "cuda":
+        found = _Choice("triton", "an NVIDIA GPU, and Triton is installed")
+    else:
+        found = _Choice("triton", "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
+    if asked == "triton" and found.name != asked:
         raise ValueError(
             f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and "
             "an NVIDIA device, or TRITON_INTERPRET=1 and CPU tensors"
         )
-    return choice or ("triton" if possible else "torch")
+    return _Choice(asked, "FLCE_BACKEND asks for it") if asked else found
 
 
 def has_product(device: torch.device) -> bool:
-    """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's.
+    """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's."""
+    return device.type == "cuda" and has_product_of(backend_name(device), capability(device))
 
-    On Hopper: that is where it was measured.
-    """
-    return device.type == "cuda" and backend_name(device) == "triton" and capability(device) == 9
+
+def has_product_of(backend: str, capability: int) -> bool:
+    """`has_product`, of a compute capability. On Hopper: that is where it was measured."""
+    return backend == "triton" and capability == 9
 
 
 def capability(device: torch.device) -> int:

@@ -1,0 +1,5 @@
+"""``python -m flce``: the command line."""
+
+from flce.cli import main
+
+main()
