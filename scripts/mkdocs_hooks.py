@@ -25,8 +25,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if file.src_dir == config.docs_dir:  # others are of the theme
             files.remove(file)
             files.append(_file(root, folder / file.src_uri, config, dest_uri=file.dest_uri))
-    for page in PAGES:
-        files.append(_file(root, Path(page), config))
+    for name in PAGES:
+        files.append(_file(root, Path(name), config))
     for page in list(files.documentation_pages()):
         for target in _linked(root, Path(page.src_uri)):
             if target.as_posix() not in files.src_uris:

@@ -77,7 +77,7 @@ def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requ
         assert runner.failures == 0
         return
     if "process_group" in text:
-        a_process_group(request)
+        a_process_group(tmp_path, request)
     if re.search(r"transformers|huggingface|Trainer|\bmodel\b", text):
         names |= a_trainer(tmp_path)
     if ".materialize()" in text:
@@ -87,9 +87,9 @@ def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requ
         names["loss"].backward()
 
 
-def a_process_group(request: pytest.FixtureRequest) -> None:
+def a_process_group(folder: Path, request: pytest.FixtureRequest) -> None:
     """The default group, of this process alone, until the test ends."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
     request.addfinalizer(dist.destroy_process_group)
 
 
