@@ -72,7 +72,7 @@ lint: $(READY)
 
 # The site of the documents, in site/. A link or an anchor that leads nowhere is an error.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # The source distribution and the wheel made of it, in dist/; in an environment of its own.
 dist:

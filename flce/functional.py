@@ -279,8 +279,9 @@ def cross_entropy(
             Or class probabilities (..., V) in a floating dtype, for which the loss is composed of PyTorch's
             operators, with several tensors of the size of the logits; without `shift`, `inplace` and `process_group`.
         weight: (V,) class weights, of all classes.
-        ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, num_items,
-            stats: as of `fused_linear_cross_entropy`.
+        ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss: as of
+            `fused_linear_cross_entropy`.
+        token_weight, num_items, stats: as of `fused_linear_cross_entropy`.
         shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Unlike with
             ``logits[:, :-1]``, whose backward copies, the gradient is that of the logits as they are. The positions
             are the last dimension of `target`: (B, S) for logits (B, S, V), and for (S, B, V) `logits` and `target`

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +23,8 @@ GOOD = """# A page
 """
 
 
-def build(folder: Path, page: str, nav: list[Any]) -> Path:
-    """A site of a few pages in ``folder``, with this project's settings, hooks and theme; returns where it is.
-
-    Raises:
-        mkdocs.exceptions.Abort: as `mkdocs build --strict` fails.
-    """
-    config = pytest.importorskip("mkdocs.config")
-    pytest.importorskip("material")
-    from mkdocs.commands.build import build
-
+def write(folder: Path, page: str) -> None:
+    """A repository of a few documents in ``folder``, with this project's settings and hooks."""
     for name in ("docs", "scripts", "benchmarks", "integrations"):
         (folder / name).mkdir()
     shutil.copy(ROOT / "mkdocs.yml", folder)
@@ -40,6 +35,19 @@ def build(folder: Path, page: str, nav: list[Any]) -> Path:
         (folder / f"{name}.md").write_text(f"# {name.title()}\n\n[a page]({'../' * name.count('/')}docs/a.md)\n")
     (folder / "docs" / "a.md").write_text(page)
     (folder / "docs" / "b.md").write_text("# Another\n\n## Two `words` & more\n\n[readme](../README.md)\n")
+
+
+def build(folder: Path, page: str, nav: list[Any]) -> Path:
+    """The site of such a repository; returns where it is.
+
+    Raises:
+        mkdocs.exceptions.Abort: as `mkdocs build --strict` fails.
+    """
+    config = pytest.importorskip("mkdocs.config")
+    pytest.importorskip("material")
+    from mkdocs.commands.build import build
+
+    write(folder, page)
     settings = config.load_config(str(folder / "mkdocs.yml"), strict=True, nav=nav, plugins=["search"])
     build(settings)
     return folder / "site"
@@ -93,6 +101,25 @@ def test_a_page_without_a_place_is_an_error(tmp_path: Path) -> None:
     exceptions = pytest.importorskip("mkdocs.exceptions")
     with pytest.raises(exceptions.Abort):
         build(tmp_path, GOOD, NAV[:-1])
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_make_docs_fails_where_the_build_warns(tmp_path: Path, right: bool) -> None:
+    """With the command of the Makefile: MkDocs counts no warnings that it was told not to print."""
+    pytest.importorskip("material")
+    write(tmp_path, GOOD if right else "# A page\n\n[gone](gone.md)\n")
+    (tmp_path / "mkdocs.yml").rename(tmp_path / "all.yml")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: all.yml\nplugins: [search]\nnav: {NAV}\n")
+    (arguments,) = re.findall(r"-m (mkdocs .*)", (ROOT / "Makefile").read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode == 0) == right, done.stdout + done.stderr
 
 
 def test_every_public_name_is_in_the_reference() -> None:
