@@ -1,4 +1,4 @@
-# make demo | recipes | test | test-models | test-oldest | fuzz | lint | dist | setup | clean
+# make demo | recipes | quick-start | test | test-models | test-oldest | fuzz | lint | docs | dist | setup | clean
 #
 # The first four set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
 # built once, and again when pyproject.toml or constraints.txt change.
@@ -28,7 +28,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recipes test test-models test-oldest fuzz lint dist clean
+.PHONY: help setup demo recipes quick-start test test-models test-oldest fuzz lint docs dist clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -74,6 +74,10 @@ lint: $(READY)
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
+# The site of the documents, in site/. A link or an anchor that leads nowhere is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 # The source distribution and the wheel made of it, in dist/; in an environment of its own.
 dist:
 	test -x .cache/build/bin/python || $(PYTHON) -m venv .cache/build
@@ -82,4 +86,4 @@ dist:
 	.cache/build/bin/python -m build
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo.png
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info demo.png
