@@ -1,0 +1,81 @@
+"""Pictures of memory profiles. Matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from flce.memory_profile import MemoryProfile
+
+MIB, GIB = 2**20, 2**30
+# Told apart by the colour-blind too.
+COLOURS = ("#d08a2e", "#1f5fa8", "#3a9a7a", "#a8508a", "#6b6b6b")
+
+
+def draw(profiles: Mapping[str, MemoryProfile], path: str | os.PathLike[str], title: str) -> None:
+    """See `MemoryProfile.plot_side_by_side`."""
+    if not profiles:
+        raise ValueError("there is no profile to draw: give at least one, under its name")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a picture needs Matplotlib, which is not installed: pip install 'flce[cli]'") from None
+
+    # Letters are of a legible size where the picture is 900 pixels wide, as in a README.
+    figure = Figure(figsize=(max(6.5, 4.5 * len(profiles)), 3.8), dpi=200, layout="constrained")
+    if title:
+        figure.suptitle(title, fontsize=11)
+    panels = figure.subplots(1, len(profiles), sharex=True, sharey=True, squeeze=False)[0]
+    peak = max(profile.peak for profile in profiles.values())
+    lowest = min(held for profile in profiles.values() for _, held in profile.samples)
+    unit = GIB if peak >= GIB else MIB
+    for number, (axes, (name, profile)) in enumerate(zip(panels, profiles.items(), strict=True)):
+        _panel(axes, profile, unit, COLOURS[number % len(COLOURS)])
+        axes.set_title(name, fontsize=12)
+    panels[0].set_ylabel(f"allocated since the start, {'GiB' if unit == GIB else 'MiB'}", fontsize=11)
+    room = 0.16 * max(peak - lowest, 1)  # for what is written over the peak
+    panels[0].set_ylim((lowest - room if lowest < 0 else 0) / unit, (peak + room) / unit)
+    panels[0].margins(x=0.01)
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
+
+
+def _panel(axes: Axes, profile: MemoryProfile, unit: int, colour: str) -> None:
+    milliseconds = [1e3 * seconds for seconds, _ in profile.samples]
+    held = [size / unit for _, size in profile.samples]
+    axes.fill_between(milliseconds, held, step="post", color=colour, alpha=0.3, linewidth=0)
+    axes.step(milliseconds, held, where="post", color=colour, linewidth=1.4)
+    at, peak = 1e3 * profile.peak_seconds, profile.peak / unit
+    axes.axhline(peak, color=colour, linewidth=0.9, linestyle=(0, (4, 3)))
+    axes.plot([at], [peak], "o", color=colour, markersize=6, clip_on=False, zorder=3)
+    late = at > milliseconds[-1] / 2
+    axes.annotate(
+        f"peak {_size(profile.peak)}",
+        (at, peak),
+        xytext=(-2 if late else 2, 7),
+        textcoords="offset points",
+        horizontalalignment="right" if late else "left",
+        fontsize=12,
+        fontweight="bold",
+        color=colour,
+    )
+    axes.set_xlabel("time, ms", fontsize=11)
+    axes.tick_params(labelsize=10)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,.4g}")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _size(size: int) -> str:
+    """As in "823 MiB", "7.84 GiB"."""
+    if size >= GIB:
+        return f"{size / GIB:.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
+    return f"{size / MIB:,.0f} MiB" if size >= 10 * MIB else f"{size / MIB:.2f} MiB"
