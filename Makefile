@@ -52,6 +52,10 @@ demo: $(READY)
 recipes: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) integrations/recipes.py
 
+# What README.md calls its quick start, as it stands there, in a copy of this repository.
+quick-start: $(READY)
+	PYTHON="$(if $(filter current,$(ENV)),$(PYTHON),$(VENV)/bin/python)" scripts/quick_start.sh
+
 # One thread per worker, so that the workers do not get into each other's way.
 test: $(READY)
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

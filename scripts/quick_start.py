@@ -1,7 +1,4 @@
-"""Writes what the quick start of README.md needs into a folder: its two blocks as files, a small model, a text.
-
-    python scripts/quick_start.py FOLDER
-"""
+"""Writes what the quick start of README.md needs into a folder: its two blocks as files, a small model, a text."""
 
 from __future__ import annotations
 
@@ -10,6 +7,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
+
+from compare import tiny_model, tiny_tokenizer  # noqa: E402
 
 
 def block(language: str) -> str:
@@ -21,24 +21,12 @@ def block(language: str) -> str:
     return found[1]
 
 
-def save_model(folder: Path) -> None:
-    """A model of one's own: a small Qwen3 with a tokenizer trained on Python's standard library."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from flce.demo.corpus import byte_level_tokenizer
-
-    tokenizer = byte_level_tokenizer(1000, ROOT / ".cache")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    config = Qwen3Config(vocab_size=len(tokenizer), num_attention_heads=2, num_key_value_heads=1, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def main(folder: Path) -> None:
     (folder / "quick_start.sh").write_text(block("sh"))
     (folder / "finetune.py").write_text(block("python"))
     (folder / "my-text.txt").write_text(Path(re.__file__).read_text())
-    save_model(folder / "my-model")
+    tiny_model().save_pretrained(folder / "my-model")
+    tiny_tokenizer().save_pretrained(folder / "my-model")
 
 
 if __name__ == "__main__":

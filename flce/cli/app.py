@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import flce
+from flce.cli.bench import bench
 from flce.cli.info import info
 
 app = typer.Typer(
@@ -34,3 +35,4 @@ def _common(
 
 
 app.command()(info)
+app.command()(bench)
