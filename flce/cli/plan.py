@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flce.huggingface.training_memory import Training
     from flce.options import ChunkOptions
 
-UNITS = {"": 1, "b": 1, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 DTYPES = ("bfloat16", "float16", "float32")
 COLOURS = {
     "weights": "blue",

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -161,7 +161,7 @@ class TrainingMemory:
             raise ValueError(f"a {config.model_type} is no causal language model of Transformers")
         self.training, self.device, self.config = training, device, config
         with torch.device("meta"), _quiet():
-            self.model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=training.dtype).train()
+            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=training.dtype).train()
         head = self._head()
         if training.frozen_head and head is not None:
             head.weight.requires_grad_(False)
@@ -208,7 +208,12 @@ class TrainingMemory:
         length = start
         while high - low > max(1, low // 100):
             length = min(max(length, low + 1), high - 1)
-            peak = self.step(length, variant).peak_bytes
+            try:
+                peak = self.step(length, variant).peak_bytes
+            except ValueError:  # no plan of the loss keeps its budget
+                high = length
+                length = (low + high) // 2
+                continue
             tried.append((length, peak))
             low, high = (length, high) if peak <= room else (low, length)
             if low == length and peak >= CLOSE * room:
@@ -223,7 +228,7 @@ class TrainingMemory:
 
     @contextlib.contextmanager
     def _as(self, variant: Variant) -> Iterator[None]:
-        model: Any = self.model
+        model = self.model
         if variant.patched:
             patch_model(model, options=self.training.options, on_materialize="ignore")
         if variant.checkpointing:
@@ -246,7 +251,7 @@ class TrainingMemory:
         return contextlib.nullcontext(), again()
 
     def _rehearse(self, length: int) -> StepMemory:
-        training, model = self.training, cast(Any, self.model)
+        training, model = self.training, self.model
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = OPTIMIZERS[training.optimizer]
         meter = self._meter = StepMeter(self.device, training.autocast)
@@ -306,6 +311,7 @@ def _next(tried: list[tuple[int, int]], low: int, high: int, room: int) -> int:
     guess = int(length + ((1 + CLOSE) / 2 * room - peak) / slope) if slope > 0 else 0
     if low == 0 and guess < 1:
         return 1  # what does not depend on the length is too much
+    guess = min(guess, 64 * low) if low else guess  # a line through two short lengths leads astray
     if not low < guess < high:
         guess = (low + high) // 2
     return guess // 64 * 64 if guess // 64 * 64 > low else guess
