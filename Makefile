@@ -46,7 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(RUN) integrations/finetune.py $(ARGS)
+	$(RUN) -m flce demo $(ARGS)
 
 # One thread per worker, so that the workers do not get into each other's way.
 test: $(READY)
@@ -78,4 +78,4 @@ dist:
 	.cache/build/bin/python -m build
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo.png
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo.png demo-memory.png

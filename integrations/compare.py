@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from corpus import byte_level_tokenizer, read_documents, token_batches
+from flce.demo.corpus import byte_level_tokenizer, read_documents, token_batches
 
 if TYPE_CHECKING:
     from torch import Tensor

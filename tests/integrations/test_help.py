@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("typer", reason="the scripts' command line")
 
-INTEGRATIONS = Path(__file__).parents[2] / "integrations"
-SCRIPTS = ["finetune", "accelerate_loop", "trainer", "lightning_module", "trl_sft", "trl_dpo"]
+ROOT = Path(__file__).parents[2]
+INTEGRATIONS = ROOT / "integrations"
+SCRIPTS = ["accelerate_loop", "trainer", "lightning_module", "trl_sft", "trl_dpo"]
 
 # Runs a script with an option, and says how it ended and which of the slow libraries have been imported by then.
 PROGRAM = """
@@ -21,13 +22,13 @@ import runpy, sys
 try:
     runpy.run_path(sys.argv.pop(1), run_name="__main__")
 except SystemExit as end:
-    slow = "accelerate datasets flce lightning matplotlib numpy peft tokenizers torch transformers trl"
+    slow = "accelerate datasets lightning matplotlib numpy peft tokenizers torch transformers trl"
     print("status", end.code, "imported", sorted(sys.modules.keys() & slow.split()))
 """
 
 
 def test_help_and_a_wrong_option_import_nothing_slow():
-    environment = {**os.environ, "PYTHONPATH": str(INTEGRATIONS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(INTEGRATIONS)])}
     runs = {
         (script, option): subprocess.Popen(
             [sys.executable, "-c", PROGRAM, INTEGRATIONS / f"{script}.py", option],
