@@ -46,7 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(RUN) integrations/finetune.py $(ARGS)
+	$(RUN) -m flce demo $(ARGS)
 
 # The scripts that train with other libraries, stock and patched, in full; a few minutes.
 recipes: $(READY)
@@ -90,4 +90,4 @@ dist:
 	.cache/build/bin/python -m build
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info demo.png
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info demo.png demo-memory.png

@@ -29,7 +29,7 @@ def draw(profiles: Mapping[str, MemoryProfile], path: str | os.PathLike[str], ti
     # Letters are of a legible size where the picture is 900 pixels wide, as in a README.
     figure = Figure(figsize=(max(6.5, 4.5 * len(profiles)), 3.8), dpi=200, layout="constrained")
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=9)  # it may be long
     panels = figure.subplots(1, len(profiles), sharex=True, sharey=True, squeeze=False)[0]
     peak = max(profile.peak for profile in profiles.values())
     lowest = min(held for profile in profiles.values() for _, held in profile.samples)

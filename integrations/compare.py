@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from corpus import byte_level_tokenizer, read_documents, token_batches
+from flce.demo.corpus import byte_level_tokenizer, read_documents, token_batches
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("typer", reason="the scripts' command line")
 
-INTEGRATIONS = Path(__file__).parents[2] / "integrations"
+ROOT = Path(__file__).parents[2]
+INTEGRATIONS = ROOT / "integrations"
 SCRIPTS = [
-    "finetune",
     "accelerate_fsdp2",
     "accelerate_loop",
     "deepspeed_zero3",
@@ -33,13 +33,13 @@ import runpy, sys
 try:
     runpy.run_path(sys.argv.pop(1), run_name="__main__")
 except SystemExit as end:
-    slow = "accelerate bitsandbytes datasets deepspeed flce lightning matplotlib numpy peft PIL tokenizers torch"
+    slow = "accelerate bitsandbytes datasets deepspeed lightning matplotlib numpy peft PIL tokenizers torch"
     print("status", end.code, "imported", sorted(sys.modules.keys() & {*slow.split(), "transformers", "trl"}))
 """
 
 
 def test_help_and_a_wrong_option_import_nothing_slow():
-    environment = {**os.environ, "PYTHONPATH": str(INTEGRATIONS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(INTEGRATIONS)])}
     runs = {
         (script, option): subprocess.Popen(
             [sys.executable, "-c", PROGRAM, INTEGRATIONS / f"{script}.py", option],

@@ -1,6 +1,7 @@
 """Text to train on, and a tokenizer for it: both from what every Python installation has on disk.
 
-The libraries that take a while to import are imported by the functions that use them: see compare.py.
+The libraries that take a while to import are imported by the functions that use them, so that `--help` does not wait.
+The scripts in integrations/ train on it too.
 """
 
 from __future__ import annotations

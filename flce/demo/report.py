@@ -1,20 +1,24 @@
-"""What the two runs came to: a table for the terminal, and a picture."""
+"""What the two runs came to: a table for the terminal, facts for JSON, and a picture."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
+from flce.memory_picture import COLOURS, MIB
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MIB = 2**20
-STOCK, PATCHED = "#d08a2e", "#1f5fa8"  # told apart by the colour-blind too
+    from flce.memory_profile import MemoryProfile
+
+STOCK, PATCHED = COLOURS[:2]
 
 
 @dataclass(frozen=True)
@@ -25,24 +29,67 @@ class Run:
     losses: list[float]
     seconds: list[float]  # of each step
     peak_bytes: int  # above the loaded model
+    memory: MemoryProfile  # of one step more
 
     @property
     def step_seconds(self) -> float:
         """The median: it passes over the first steps, which are slow, and over what else the machine did."""
         return statistics.median(self.seconds)
 
+    def facts(self) -> dict[str, Any]:
+        return {
+            "losses": [_number(loss) for loss in self.losses],
+            "step_seconds": self.step_seconds,
+            "peak_bytes": self.peak_bytes,
+            "step_peak_bytes": self.memory.peak,
+        }
 
-def differences(stock: Run, patched: Run) -> list[float]:
-    return [abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True)]
 
-
-def show(console: Console, title: str, stock: Run, patched: Run, tolerance: float) -> bool:
-    """Prints the table and the verdict; True if the curves agree.
+@dataclass(frozen=True)
+class Comparison:
+    """Both runs, and whether their curves are the same.
 
     The mean difference decides: in bfloat16 every rounding that falls otherwise grows from step to step, and a single
     steep step shows it many times over, as it does between two stock runs.
     """
-    difference = statistics.mean(differences(stock, patched))
+
+    title: str  # what was trained, in words
+    stock: Run
+    patched: Run
+    tolerance: float
+
+    @property
+    def differences(self) -> list[float]:
+        return [abs(a - b) for a, b in zip(self.stock.losses, self.patched.losses, strict=True)]
+
+    @property
+    def mean_difference(self) -> float:
+        return statistics.mean(self.differences)
+
+    @property
+    def agree(self) -> bool:
+        return self.mean_difference <= self.tolerance  # False for NaN
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "agree": self.agree,
+            "mean_difference": _number(self.mean_difference),
+            "max_difference": _number(max(self.differences)),
+            "tolerance": self.tolerance,
+            "stock": self.stock.facts(),
+            "patched": self.patched.facts(),
+        }
+
+
+def _number(value: float) -> float | None:
+    """JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
+
+
+def show(console: Console, comparison: Comparison) -> None:
+    """Prints the table and the verdict."""
+    stock, patched, difference = comparison.stock, comparison.patched, comparison.mean_difference
     table = Table()
     for column in ("", "stock", "patched", "patched / stock"):
         table.add_column(column, justify="right" if column else "left")
@@ -54,7 +101,7 @@ def show(console: Console, title: str, stock: Run, patched: Run, tolerance: floa
         "",
     )
     table.add_row("mean |difference| of the curves", "", "", f"{difference:.1e}")
-    table.add_row("max |difference| of the curves", "", "", f"{max(differences(stock, patched)):.1e}")
+    table.add_row("max |difference| of the curves", "", "", f"{max(comparison.differences):.1e}")
     table.add_row(
         "peak memory, MiB",
         f"{stock.peak_bytes / MIB:,.0f}",
@@ -67,22 +114,20 @@ def show(console: Console, title: str, stock: Run, patched: Run, tolerance: floa
         f"{patched.step_seconds * 1e3:,.0f}",
         f"{speed:.0%}",
     )
-    console.print(f"\n[bold]{title}[/]")
+    console.print(f"\n[bold]{comparison.title}[/]")
     console.print(table)
     console.print(
         "[dim]Peak memory: above the loaded model, so activations, gradients and optimizer state are in it. "
         "Time per step: the median.[/]\n"
     )
-    agree = difference <= tolerance  # False for NaN
     steps = "1 step" if len(stock.losses) == 1 else f"{len(stock.losses)} steps"
-    if agree:
+    if comparison.agree:
         console.print(f"[green]The loss curves agree[/] to {difference:.1e} on average over {steps}.")
     else:
         console.print(
             f"[red]The loss curves differ[/] by {difference:.1e} on average over {steps}, "
-            f"more than {tolerance:.0e}. (Over thousands of steps rounding alone can do that.)"
+            f"more than {comparison.tolerance:.0e}. (Over thousands of steps rounding alone can do that.)"
         )
-    return agree
 
 
 def can_draw(file: Path) -> bool:
@@ -92,17 +137,18 @@ def can_draw(file: Path) -> bool:
     return not file.suffix or file.suffix[1:].lower() in FigureCanvasBase.get_supported_filetypes()
 
 
-def draw(file: Path, title: str, stock: Run, patched: Run) -> None:
+def draw(file: Path, comparison: Comparison) -> None:
     from matplotlib.figure import Figure
 
+    stock, patched = comparison.stock, comparison.patched
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(comparison.title, fontsize=10)
     curves, memory, speed = figure.subplots(1, 3, width_ratios=[3, 1, 1])
     steps = range(1, len(stock.losses) + 1)
     curves.plot(steps, stock.losses, color=STOCK, linewidth=5, alpha=0.6, label="stock")
     curves.plot(steps, patched.losses, color=PATCHED, linewidth=1.5, linestyle="--", label="patched")
     curves.set(
-        title=f"Loss: the curves differ by {statistics.mean(differences(stock, patched)):.1e} on average",
+        title=f"Loss: the curves differ by {comparison.mean_difference:.1e} on average",
         xlabel="step",
         ylabel="cross-entropy",
     )

@@ -1,0 +1,156 @@
+"""`flce demo`, end to end and tiny: the command that a reader tries first must work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line")
+pytest.importorskip("rich", reason="the command line")
+pytest.importorskip("matplotlib", reason="the pictures")
+pytest.importorskip("psutil", reason="the peak memory")
+pytest.importorskip("tokenizers", reason="the tokenizer")
+pytest.importorskip("transformers", reason="the model")
+
+import typer
+from typer.testing import CliRunner
+
+import flce
+from flce.cli import demo
+from flce.demo.report import Run
+
+ROOT = Path(flce.__file__).parents[1]
+# The command by itself.
+PROGRAM = "import typer; from flce.cli.demo import demo; app = typer.Typer(); app.command()(demo); app()"
+SIZES = ("--steps=4", "--seq-len=32", "--batch-size=2", "--vocab-size=600", "--hidden-size=64", "--layers=1")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the cat sat on the mat, and the dog sat on the log.\n" * 40, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is trained once, not in the home of whoever tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(ROOT / ".cache"))
+
+
+def test_stock_and_patched_runs_agree_and_are_drawn(text: Path, tmp_path: Path) -> None:
+    picture, memory = tmp_path / "pictures" / "demo.png", tmp_path / "pictures" / "memory.svg"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)  # as a user has it
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "--text", text, "--output", picture, "--memory-picture", memory, *SIZES],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "The loss curves agree" in done.stdout
+    for row in ("final loss", "max |difference|", "peak memory", "time per step"):
+        assert row in done.stdout
+    assert "4/4" in done.stderr  # progress
+    assert "4/4" not in done.stdout
+    assert "USDT" not in done.stderr  # of PyTorch's profiler
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in memory.read_text()
+
+
+# ------------------------------------------------------------------------------------------- without the training
+
+
+def run_of(*losses: float, peak: int) -> Run:
+    profile = flce.MemoryProfile("cpu", ((0.0, 0), (0.1, peak // 2), (0.2, 0)))
+    return Run("A model", list(losses), [0.2, 0.1, 0.3], peak, profile)
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, folder: Path, text: Path, patched: Run, *options: str) -> Any:
+    stock = run_of(3.0, 2.0, 1.0, peak=400)
+    monkeypatch.setattr(demo, "train_both", lambda *_, **__: {"stock": stock, "patched": patched})
+    monkeypatch.chdir(folder)
+    app = typer.Typer()
+    app.command()(demo.demo)
+    return CliRunner().invoke(app, ["--text", str(text), *SIZES, *options])
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
+    """It is all that stdout has."""
+    done = answer(monkeypatch, tmp_path, text, run_of(3.0, 2.0, 1.00003, peak=100), "--json")
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["agree"] is True
+    assert facts["mean_difference"] == pytest.approx(1e-5)
+    assert facts["max_difference"] == pytest.approx(3e-5)
+    assert facts["stock"] == {"losses": [3, 2, 1], "step_seconds": 0.2, "peak_bytes": 400, "step_peak_bytes": 200}
+    assert facts["patched"]["step_peak_bytes"] == 50
+    assert facts["pictures"] == ["demo.png", "demo-memory.png"]
+    for picture in facts["pictures"]:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("last", [1.001, float("nan")])
+def test_curves_that_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path, last: float) -> None:
+    patched = run_of(3.0, 2.0, last, peak=100)
+    said = answer(monkeypatch, tmp_path, text, patched)
+    assert said.exit_code == 1
+    assert "The loss curves differ" in said.stdout
+    done = answer(monkeypatch, tmp_path, text, patched, "--json")
+    assert done.exit_code == 1
+
+    def no_constant(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    facts = json.loads(done.stdout, parse_constant=no_constant)
+    assert facts["agree"] is False
+    assert facts["patched"]["losses"][2] == (1.001 if last == 1.001 else None)
+
+
+@pytest.mark.parametrize("option", ["--output", "--memory-picture"])
+def test_a_picture_that_cannot_be_drawn(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
+) -> None:
+    """Is refused before the training."""
+    monkeypatch.setenv("COLUMNS", "200")
+    done = answer(monkeypatch, tmp_path, text, run_of(1.0, peak=1), option, str(tmp_path / "d.xyz"))
+    assert done.exit_code == 2
+    assert "no picture can be drawn as .xyz" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--text", "nowhere"], "'nowhere' does not exist"),
+        (["--steps", "0"], "Invalid value for '--steps'"),
+        (["--vocab-size", "-5"], "Invalid value for '--vocab-size'"),
+        (["--text", "."], "no text to train on"),
+    ],
+)
+def test_wrong_usage(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "empty").mkdir()
+    done = answer(monkeypatch, tmp_path / "empty", text, run_of(1.0, peak=1), *options)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not done.stdout
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
+    for name in ("transformers", "tokenizers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    done = answer(monkeypatch, tmp_path, text, run_of(1.0, peak=1))
+    assert done.exit_code == 2
+    assert done.stderr == "flce demo needs tokenizers and transformers: pip install 'flce[demo]'\n"
