@@ -116,7 +116,7 @@ def a_trainer(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", blocks("sh"))
 def test_commands(text: str) -> None:
-    """Targets of the Makefile, parts of the script for GPUs, extras, commands of flce and the benchmarks with options."""
+    """Targets of the Makefile, parts of the script for GPUs, extras, commands and options of flce and benchmarks."""
     makefile, script = (ROOT / "Makefile").read_text(), (ROOT / "scripts" / "gpu_session.sh").read_text()
     for line in text.splitlines():
         words = line.partition(" #")[0].split()
