@@ -1,6 +1,6 @@
-# make demo | test | test-models | test-oldest | fuzz | lint | dist | setup | clean
+# make demo | recipes | quick-start | test | test-models | test-oldest | fuzz | lint | docs | dist | setup | clean
 #
-# The first three set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
+# The first four set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
 # built once, and again when pyproject.toml or constraints.txt change.
 #
 #   PYTHON=python3.12   the Python (>= 3.10) to build that environment with, or to use as it is
@@ -28,7 +28,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-models test-oldest fuzz lint dist clean
+.PHONY: help setup demo recipes quick-start test test-models test-oldest fuzz lint docs dist clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -47,6 +47,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(READY)
 	$(RUN) -m flce demo $(ARGS)
+
+# The scripts that train with other libraries, stock and patched, in full; a few minutes.
+recipes: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) integrations/recipes.py
+
+# What README.md calls its quick start, as it stands there, in a copy of this repository.
+quick-start: $(READY)
+	PYTHON="$(if $(filter current,$(ENV)),$(PYTHON),$(VENV)/bin/python)" scripts/quick_start.sh
 
 # One thread per worker, so that the workers do not get into each other's way.
 test: $(READY)
@@ -70,6 +78,10 @@ lint: $(READY)
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
+# The site of the documents, in site/. A link or an anchor that leads nowhere is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 # The source distribution and the wheel made of it, in dist/; in an environment of its own.
 dist:
 	test -x .cache/build/bin/python || $(PYTHON) -m venv .cache/build
@@ -78,4 +90,4 @@ dist:
 	.cache/build/bin/python -m build
 
 clean:
-	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info demo.png demo-memory.png
+	rm -rf $(VENV) .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info demo*.png

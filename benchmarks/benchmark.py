@@ -1,23 +1,47 @@
-"""What a benchmark is: its cases, how one is measured, and the tables and the picture of its results."""
+"""What a benchmark is: its cases, how one is measured, its result file, and the tables and the picture of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.cases import DTYPES, Effort, Plan
-from benchmarks.measure import Entrant, Meter, compete
-from benchmarks.results import HEAD, Entry, Result, Run, read
-from benchmarks.tables import Table
+from flce.bench.cases import DTYPES, Case, Effort
+from flce.bench.measure import Prepared, compete
+from flce.bench.results import SCHEMA, Entry, Result, Run
+from flce.bench.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Prepared = tuple[Meter, Callable[[Any, Result], Entrant]]  # the second warms a contender up
+HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gives
+
+# What one call of the command measures, in its order: what a deadline may cut off comes last.
+Plan = list[tuple[Any, Effort]]
+
+
+def planned(cases: Iterable[Case], rounds: int, seconds: float) -> Plan:
+    return [(case, Effort(rounds, seconds)) for case in cases]
+
+
+def save(run: Run, path: Path) -> None:
+    """Written to a second file first, so that an interrupted run leaves a whole one behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(run.to_dict(), indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text())
+    if document.get("schema") != SCHEMA or "kind" not in document:
+        raise ValueError(f"{path} is no result of schema {SCHEMA}")
+    return document
 
 
 @dataclass(frozen=True)
@@ -57,9 +81,7 @@ class Benchmark:
     ) -> Entry:
         """Of all contenders, or of these."""
         chosen = self.contenders(case) if contenders is None else contenders
-        meter, enter = self.prepare(case, device)
-        taking_part = [contender for contender in chosen if contender.applies(case, device)]
-        return Entry(case, compete(taking_part, enter, meter, effort, case.timed))
+        return compete(case, chosen, self.prepare(case, device), effort)
 
     def load(self, path: Path) -> Run:
         document = read(path)

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.benchmark import Benchmark
-from benchmarks.cases import Plan
+from benchmarks.benchmark import Benchmark, Plan, read, save
 from benchmarks.kernels import KERNELS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
-from benchmarks.results import Run, describe, read
+from benchmarks.reports import markdown, shortfalls
 from benchmarks.rows import ROWS
-from benchmarks.tables import absences, markdown, shortfalls
+from flce.bench.results import Run, describe
+from flce.bench.tables import absences
 
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, KERNELS, ROWS)}
 
@@ -78,7 +78,7 @@ def measure(
     cases = chosen(benchmark, given(only), given(changes), preset, shape)
     until = None if deadline is None else started + deadline
     out = out or Path("results") / f"{benchmark.kind}.json"
-    run = Run(benchmark.kind, describe(where, sys.argv[1:]))
+    run = Run(benchmark.kind, describe(where, "python -m benchmarks", sys.argv[1:]))
 
     def say(text: str) -> None:
         typer.echo(f"[{time.monotonic() - started:.0f} s] {text}", err=True)
@@ -94,7 +94,7 @@ def measure(
             break
         say(f"case {index + 1} of {len(cases)}: {case.title}")
         run.cases.append(benchmark.measure(case, where, effort))
-        run.save(out)
+        save(run, out)
         for table in benchmark.case_tables(run.cases[-1]):
             typer.echo(table.markdown(), err=True)
     closing = benchmark.tables(run, True)

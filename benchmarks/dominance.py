@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks import tables
-from benchmarks.cases import MIB
-from benchmarks.operator_contenders import budget_name, sums_in_bfloat16
-from benchmarks.operator_problem import OperatorCase, Shape
-from benchmarks.results import NOBODY, Result, Run
-from benchmarks.tables import Check, Table
+from benchmarks import verdicts
+from benchmarks.verdicts import Check
+from flce.bench import tables
+from flce.bench.cases import MIB
+from flce.bench.contenders import budget_name, sums_in_bfloat16
+from flce.bench.problem import OperatorCase, Shape
+from flce.bench.results import NOBODY, Result, Run
+from flce.bench.tables import Table
 
 # Peaks this close are the same: they differ by a few vectors with an entry per token.
 SAME_BYTES = 1 * MIB
@@ -67,7 +69,7 @@ def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Check]:
 
     The value is the time of the peer over ours.
     """
-    return tables.middle([duels_of(run, rules) for run in runs])
+    return verdicts.middle([duels_of(run, rules) for run in runs])
 
 
 def duels_of(run: Run, rules: Sequence[Rule]) -> list[Check]:
@@ -125,4 +127,4 @@ def dominance_table(runs: Sequence[Run]) -> Table:
         "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
         tables.spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
     ]
-    return tables.verdict_table("No peer dominates, met", duels(runs), notes)
+    return verdicts.verdict_table("No peer dominates, met", duels(runs), notes)

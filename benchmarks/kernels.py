@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from benchmarks.benchmark import Benchmark, Prepared
-from benchmarks.cases import DTYPES, Case, Contender, Effort, Plan, planned
-from benchmarks.measure import Entrant, Meter, release
-from benchmarks.results import NOBODY, Entry, Result
-from benchmarks.tables import NONE, Columns, Table, gigabytes, overview, percent, table_of
+from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.reports import overview
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.bench.cases import DTYPES, Case, Contender, Effort
+from flce.bench.measure import Entrant, Meter, Prepared, release
+from flce.bench.results import NOBODY, Entry, Result
+from flce.bench.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.gemm import padded_cols
 from flce.problem import LossSpec, accumulation_dtype
 

@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 import flce
-from benchmarks.benchmark import Benchmark, Prepared
-from benchmarks.cases import DTYPES, GIB, MIB, Case, Contender, Effort, Plan, known, needs_package, planned
-from benchmarks.measure import Entrant, Meter, Sample, release
-from benchmarks.plots import Panel, Series, compared, draw, points
-from benchmarks.results import Entry, Result, Run
-from benchmarks.tables import NONE, Columns, Table, gibibytes, overview, ratio, table_of
+from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.reports import overview
+from flce.bench.cases import DTYPES, GIB, MIB, Case, Contender, Effort, known, needs_package
+from flce.bench.measure import Entrant, Meter, Prepared, Sample, release
+from flce.bench.plots import Panel, Series, compared, draw, points
+from flce.bench.results import Entry, Result, Run
+from flce.bench.tables import NONE, Columns, Table, gibibytes, ratio, table_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,36 +1,29 @@
 """The fused linear cross entropy: time, workspace, and exactness of forward and backward.
 
-A case is a line of a preset, a contender one of `operator_contenders.CONTENDERS`, a promise one of `targets.TARGETS`.
+`flce.bench.comparison` measures a case. A case is a line of a preset, a contender one of `contenders.CONTENDERS`, a
+promise one of `targets.TARGETS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks import tables
-from benchmarks.benchmark import Benchmark, Prepared
+from benchmarks import reports
+from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.call_meter import CallMeter
-from benchmarks.cases import MIB, Effort, Plan, planned
 from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
-from benchmarks.measure import Entrant, Meter, release
-from benchmarks.operator_contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
-from benchmarks.operator_problem import CALLS, Mode, OperatorCase, Problem, Shape, exactness, make_oracle
-from benchmarks.plots import Panel, Series, compared, draw, points
-from benchmarks.results import NOBODY, Entry, Result, Run
-from benchmarks.tables import Columns, Table
 from benchmarks.targets import HEADS, MAIN, NARROW, SMALL, plan_tables, target_cases, target_tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-# Seconds for which the device is kept busy while the host launches a timed call. In training it is ahead of the device
-# as well: what is measured is the time of the device.
-HEAD_START = 3e-3
-
+from flce.bench import comparison, tables
+from flce.bench.cases import Effort
+from flce.bench.comparison import HEAD_START, error_columns, figure, products_ms
+from flce.bench.contenders import OperatorContender, budget_name, select
+from flce.bench.measure import Entrant, Prepared
+from flce.bench.problem import CALLS, Mode, OperatorCase, Shape
+from flce.bench.results import Entry, Result, Run
+from flce.bench.tables import Columns, Table
 
 # --- cases ---
 
@@ -98,37 +91,18 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 }
 
 
-def in_curve(contender: str) -> bool:
-    """Whether it is flce in a budget with the numerics of the default: a point of the curve."""
-    return in_budget(contender) is not None and not sums_in_bfloat16(contender)
-
-
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
-    release()  # what other cases left in the cache
-    problem = Problem(case, device)
-    oracle = make_oracle(problem) if case.errors else None
-    meter = (CallMeter if case.calls else Meter)(device, head_start=HEAD_START)
+    if not case.calls:
+        return comparison.prepare(case, device)
+    meter = CallMeter(device, head_start=HEAD_START)
+    _, enter = comparison.prepare(case, device, meter)
 
-    def enter(contender: OperatorContender, result: Result) -> Entrant:
-        step = contender.prepare(problem)
-        outcome, sample = meter.warm_up(step)
-        if contender.family != "floor":  # whose buffers are an artefact of how it is measured
-            result.workspace_bytes = sample.workspace_bytes
-        result.planned_bytes = contender.planned_bytes(case, device)
-        if oracle is not None:
-            result.errors = exactness(outcome, oracle)
-        del outcome
-        if isinstance(meter, CallMeter):
-            result.note = meter.capture(step)
-        return Entrant(step)
+    def enter_captured(contender: OperatorContender, result: Result) -> Entrant:
+        entrant = enter(contender, result)
+        result.note = meter.capture(entrant.step)
+        return entrant
 
-    return meter, enter
-
-
-def products_ms(entry: Entry) -> float | None:
-    """What the bare products take of the device."""
-    floor = next((r for r in entry.results if r.contender in ("floor", "floor-aligned")), NOBODY)
-    return floor.alone_ms or floor.median_ms
+    return meter, enter_captured
 
 
 def three_times(entry: Entry, result: Result) -> str:
@@ -140,7 +114,7 @@ def three_times(entry: Entry, result: Result) -> str:
 
 def call_table(entries: Sequence[Entry]) -> Table:
     title = "As called and alone, of the bare products alone; host ms"
-    table = tables.summary(title, "tokens x hidden x vocabulary", entries, three_times)
+    table = reports.summary(title, "tokens x hidden x vocabulary", entries, three_times)
     notes = dict.fromkeys(note for entry in entries for note in tables.failure_notes(entry))
     return replace(table, notes=[*notes, *table.notes])
 
@@ -169,12 +143,7 @@ def time_table(entry: Entry) -> Table:
 
 def error_table(entry: Entry) -> Table:
     """Distance of every contender from the float64 oracle."""
-    columns: Columns = {
-        "": lambda r: r.title,
-        "loss": lambda r: tables.relative((r.errors or {}).get("loss")),
-        "dX": lambda r: tables.relative((r.errors or {}).get("input_grad")),
-        "dW": lambda r: tables.relative((r.errors or {}).get("weight_grad")),
-    }
+    columns: Columns = {"": lambda r: r.title, **error_columns()}
     compared = [result for result in entry.results if result.errors is not None]
     notes = [] if entry.case.time else tables.failure_notes(entry)  # they stand under the table of times
     return tables.tabulate(f"{entry.case.title}: relative error against float64", compared, columns, notes)
@@ -197,33 +166,13 @@ def whole(run: Run, brief: bool) -> list[Table]:
         entries = [entry for entry in others if entry.case.label == label]
         if brief or len(entries) > 1:
             title, first = "Median ms, workspace MiB" + (label and f", {label}"), "tokens x hidden x vocabulary"
-            found.append(tables.summary(title, first, entries, lambda entry, result: figures(result)))
+            found.append(reports.summary(title, first, entries, lambda entry, result: figures(result)))
     found += [] if brief else [time_table(entry) for entry in timed]
     return found + [error_table(entry) for entry in run.cases if entry.case.errors]
 
 
-def figure(run: Run) -> Figure:
-    """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
-    title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
-    return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
-
-
-def panel(entry: Entry) -> Panel:
-    place = {result.contender: (result.workspace_bytes / MIB, result.median_ms) for result in points(entry)}
-    curve = sorted(spot for name, spot in place.items() if name == "ours" or in_curve(name))
-    found = [Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-")] if curve else []
-    for result in entry.results:
-        if result.contender in place and not in_curve(result.contender):
-            x, y = place[result.contender]
-            found.append(Series(result.title, result.family, [x], [y]))
-        elif result.family == "floor" and result.median_ms is not None:
-            line = "--" if result.contender == "floor" else ":"
-            found.append(Series(result.title, result.family, [], [result.median_ms], line))
-    return Panel(entry.case.title, found)
-
-
 OPERATOR = Benchmark(
-    kind="operator",
+    kind=comparison.KIND,
     about="Time, workspace and, with --errors, exactness of forward and backward.",
     noun="the operator",
     case_type=OperatorCase,

@@ -29,14 +29,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import tables
-from benchmarks.benchmark import Benchmark, Prepared
-from benchmarks.cases import DTYPES, MIB, Case, Contender, Effort, Plan, needs_cuda, needs_package, planned
-from benchmarks.measure import Entrant, Meter, nothing, release
-from benchmarks.plots import Panel, Series, draw
-from benchmarks.results import Entry, Result, Run
+from benchmarks import reports, verdicts
+from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.row_calls import Calls, make_region
-from benchmarks.tables import Check, Table, Verdict
+from benchmarks.verdicts import Check, Verdict
+from flce.bench import tables
+from flce.bench.cases import DTYPES, MIB, Case, Contender, Effort, needs_cuda, needs_package
+from flce.bench.measure import Entrant, Meter, Prepared, nothing, release
+from flce.bench.plots import Panel, Series, draw
+from flce.bench.results import Entry, Result, Run
+from flce.bench.tables import Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -349,7 +351,7 @@ def checks_of(entry: Entry) -> list[Check]:
 
 def check_rows(runs: Sequence[Run]) -> list[Check]:
     """In the median of the runs."""
-    return tables.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
+    return verdicts.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
 
 
 # --- tables ---
@@ -400,7 +402,7 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
         reason + (f" ({', '.join(sizes)} columns)" if 0 < len(sizes) < len(entries) else "")
         for reason, sizes in notes.items()
     ]
-    table = tables.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
+    table = reports.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
     return replace(table, notes=[*lines, *table.notes])
 
 
@@ -411,15 +413,15 @@ def counts_table(runs: Sequence[Run]) -> Table:
     rows = []
     for group in (*grouped(runs[0]), "all"):
         about = [check for check in checks if group in (check.key.case.group, "all")]
-        counts = [tables.tally([check for check in about if check.key.against == name]) for name in against]
+        counts = [verdicts.tally([check for check in about if check.key.against == name]) for name in against]
         rows.append([group, *counts])
     notes = [
         "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
         "others: flce not slower by more than 5%, any number of columns",
-        *tables.median_note(runs),
+        *reports.median_note(runs),
         tables.spread_note([entry for run in runs for entry in run.cases]),
     ]
-    return Table(f"Rows, met: {tables.tally(checks)}", ["", *against.values()], rows, notes)
+    return Table(f"Rows, met: {verdicts.tally(checks)}", ["", *against.values()], rows, notes)
 
 
 def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Check]) -> Table:
@@ -432,14 +434,14 @@ def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Check]) 
         mine = {check.key.against: check for check in about if check.key.case == entry.case}
         # Where nothing is wanted, the share of the first run.
         share = mine[COPY].value if COPY in mine else entry.by_name(OURS).share_of(entry.by_name(COPY))
-        verdict = tables.worst(check.verdict for check in mine.values())
+        verdict = verdicts.worst(check.verdict for check in mine.values())
         names = ", ".join(check.key.title for check in mine.values() if check.verdict is verdict)
         short = f": {names}" if verdict in (Verdict.missed, Verdict.nearly) else ""
         shares = tables.percent(share), tables.percent(wanted_share(entry.case))
         times = [tables.ratio(mine[name].value) if name in mine else tables.NONE for name in others]
         rows.append([str(entry.case.columns), *shares, *times, verdict.value + short])
     columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
-    title = f"{with_rows(group, entries)}, met: {tables.tally(about)}"
+    title = f"{with_rows(group, entries)}, met: {verdicts.tally(about)}"
     return Table(title, columns, rows, [tables.spread_note(entries)])
 
 

@@ -10,12 +10,14 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks import tables
-from benchmarks.cases import MIB
-from benchmarks.operator_contenders import BOUNDED, budget_name
-from benchmarks.operator_problem import Mode, OperatorCase, Shape
-from benchmarks.results import NOBODY, Result, Run
-from benchmarks.tables import Check, Table, Verdict
+from benchmarks import reports, verdicts
+from benchmarks.verdicts import Check, Verdict
+from flce.bench import tables
+from flce.bench.cases import MIB
+from flce.bench.contenders import BOUNDED, budget_name
+from flce.bench.problem import Mode, OperatorCase, Shape
+from flce.bench.results import NOBODY, Result, Run
+from flce.bench.tables import Table
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
 
 def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Check]:
     """All targets in the median of the runs, also those that the runs have nothing about."""
-    return tables.middle([[check(run, target) for target in targets] for run in runs])
+    return verdicts.middle([[check(run, target) for target in targets] for run in runs])
 
 
 def check(run: Run, target: Target) -> Check:
@@ -146,7 +148,7 @@ def check(run: Run, target: Target) -> Check:
     times = time / base if time and base else None
     limit = target.limit if not callable(target.limit) else target.limit(base) if base else None
     bounded = target.workspace_mib is not None or target.workspace_shape is not None
-    others = (tables.judge(ours.workspace_bytes, room, tolerance=0.0),) if bounded else ()
+    others = (verdicts.judge(ours.workspace_bytes, room, tolerance=0.0),) if bounded else ()
     cells = {
         "": target.call,
         "tokens x hidden x vocabulary": " x ".join(map(str, target.shape)),
@@ -186,7 +188,7 @@ def target_table(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> Ta
         return Table("Targets", ["Not one of them was measured."], [])
     entries = [entry for run in runs for entry in run.cases if not entry.case.label and entry.case.calls == calls]
     title = "Targets of calls met" if calls else "Targets met"
-    return tables.verdict_table(title, checks, [*tables.median_note(runs), tables.spread_note(entries)])
+    return verdicts.verdict_table(title, checks, [*reports.median_note(runs), tables.spread_note(entries)])
 
 
 # The allocator counts blocks in whole 512 bytes, and a call has vectors with an entry per token.

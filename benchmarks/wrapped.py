@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 import typer
 
-from benchmarks.cases import Effort
-from benchmarks.measure import Entrant, Meter, Sample, compete
+from benchmarks.benchmark import save
 from benchmarks.models import MODEL, SHORT, TINY, ModelContender, TrainingStep, build, entrants, make_batch, table
-from benchmarks.results import Entry, Result, Run, describe
+from flce.bench.cases import Effort
+from flce.bench.measure import Entrant, Meter, Sample, compete
+from flce.bench.results import Result, Run, describe
 
 ROUNDS = 6
 NAMES = ("ours", "liger-loss", "stock")
@@ -74,12 +75,11 @@ def main(out: Annotated[Path, typer.Option(help="Result file.")] = Path("results
             return Entrant(step, keep=functools.partial(keep, step, result))
 
         # All processes take every step: no clock decides who sits out.
-        results = compete(entrants(case), enter, meter, Effort(ROUNDS, math.inf))
+        entry = compete(case, entrants(case), (meter, enter), Effort(ROUNDS, math.inf))
         if rank == 0:
             command = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
-            run = Run(MODEL.kind, {**describe(device, []), "command": command}, [Entry(case, results)])
-            run.save(out)
-            print(table(run.cases[0]).markdown())
+            save(Run(MODEL.kind, describe(device, command, []), [entry]), out)
+            print(table(entry).markdown())
     dist.destroy_process_group()
 
 

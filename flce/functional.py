@@ -84,25 +84,22 @@ def fused_linear_cross_entropy(
     stats: tuple[str, ...] = (),
     options: ChunkOptions | None = None,
 ) -> Tensor | LinearCrossEntropyOutput:
-    r"""``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits.
+    """``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits.
 
-    With :math:`a = x W^T + \sum_k a_k B_k^T + b`, where the sum runs over `adapters`, the logits are
+    The logits z of a token, and its loss with target y, class weights w and label smoothing s, are:
 
-    .. math:: z = \mathrm{softcap} \cdot \tanh(\mathrm{logit\_scale} \cdot a / \mathrm{softcap}) / \mathrm{temperature}
+        a = input @ linear_weight.T + sum of (a_k @ B_k.T over adapters) + linear_bias
+        z = softcap * tanh(logit_scale * a / softcap) / temperature     (without softcap: logit_scale * a / temperature)
+        loss = (1 - s) * w[y] * (lse(z) - z[y]) + s / V * sum of (w[k] * (lse(z) - z[k]) over k) + z_loss * lse(z)^2
 
-    (:math:`z = \mathrm{logit\_scale} \cdot a / \mathrm{temperature}` without `softcap`) and the loss of a token is
-
-    .. math:: (1 - \epsilon)\, w_y (\mathrm{lse}(z) - z_y)
-              + \frac{\epsilon}{V} \sum_k w_k (\mathrm{lse}(z) - z_k) + \mathrm{z\_loss} \cdot \mathrm{lse}(z)^2
-
-    whose first two terms are those of :func:`torch.nn.functional.cross_entropy`. Logits are made and consumed a
-    chunk at a time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias` and
-    `adapters`; only the gradients of those that require one are computed.
+    The first two terms are those of `torch.nn.functional.cross_entropy`. Logits are made and consumed a chunk at a
+    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias` and `adapters`; only the
+    gradients of those that require one are computed.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
         linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
-            :func:`torch.nn.functional.linear`). A K-dimensional head (V, d_1, ..., d_K, H) is computed with
+            `torch.nn.functional.linear`). A K-dimensional head (V, d_1, ..., d_K, H) is computed with
             its logits in memory.
         target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
             Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
@@ -115,7 +112,7 @@ def fused_linear_cross_entropy(
             ``weight[target]``, plus the sum of z-losses over the number of tokens that are not ignored; NaN if
             there are none.
         ignore_index: the target value of tokens that do not count; None means -100.
-        label_smoothing: :math:`\epsilon`, in [0, 1].
+        label_smoothing: s, in [0, 1].
         softcap: bound of the logits, > 0.
         logit_scale: multiplies the logits before softcap.
         temperature: divides the logits after softcap, > 0.
@@ -127,11 +124,11 @@ def fused_linear_cross_entropy(
         shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Of the
             hidden states nothing is copied for it.
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": per-token results without gradient.
-        options: how memory and precision are used, see :class:`ChunkOptions`.
+        options: how memory and precision are used, see `ChunkOptions`.
 
     Returns:
         The loss, float32 (float64 for float64 inputs): 0-d, or (...) for ``reduction="none"``. With `stats` a
-        :class:`LinearCrossEntropyOutput`.
+        `LinearCrossEntropyOutput`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight`, `linear_bias` and `adapters`
@@ -143,8 +140,7 @@ def fused_linear_cross_entropy(
         RuntimeError: in backward, for double backward, and for a second one through gradients that forward made (not
             with ``reduction="none"``); in forward, for forward-mode differentiation.
 
-    Example::
-
+    Examples:
         >>> h = torch.randn(2, 6, 16, requires_grad=True)
         >>> W = torch.randn(100, 16, requires_grad=True)
         >>> y = torch.randint(100, (2, 6))
@@ -263,9 +259,9 @@ def cross_entropy(
     process_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> Tensor | LinearCrossEntropyOutput:
-    r""":func:`torch.nn.functional.cross_entropy` of logits that exist, in one pass over them each way.
+    """`torch.nn.functional.cross_entropy` of logits that exist, in one pass over them each way.
 
-    The loss is that of :func:`fused_linear_cross_entropy` with :math:`a` the given `logits`, softcap, scales and
+    The loss is that of `fused_linear_cross_entropy` with the given `logits` as its a, softcap, scales and
     z-loss included. Nothing of the size of the logits is made in forward but, with ``inplace=True``, their gradient,
     over the logits themselves: then no second tensor of that size ever exists. With ``inplace=False`` the logits are
     kept as they are with a log-sum-exp per token, and backward makes the gradient from them.
@@ -283,8 +279,9 @@ def cross_entropy(
             Or class probabilities (..., V) in a floating dtype, for which the loss is composed of PyTorch's
             operators, with several tensors of the size of the logits; without `shift`, `inplace` and `process_group`.
         weight: (V,) class weights, of all classes.
-        ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, num_items,
-            stats: as of :func:`fused_linear_cross_entropy`.
+        ignore_index, reduction, label_smoothing, softcap, logit_scale, temperature, z_loss: as of
+            `fused_linear_cross_entropy`.
+        token_weight, num_items, stats: as of `fused_linear_cross_entropy`.
         shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Unlike with
             ``logits[:, :-1]``, whose backward copies, the gradient is that of the logits as they are. The positions
             are the last dimension of `target`: (B, S) for logits (B, S, V), and for (S, B, V) `logits` and `target`
@@ -298,20 +295,20 @@ def cross_entropy(
             Do not use the logits afterwards. Where they are no view, that is an error in backward; of a view, or of
             what they are a view of, nothing tells, and neither value nor gradient would be right. (That also goes for
             what `torch.compile` returned as a view of something that it saved: PyTorch does not notice.)
-            Not in a function under :func:`torch.utils.checkpoint.checkpoint` that is given the logits: it would
+            Not in a function under `torch.utils.checkpoint.checkpoint` that is given the logits: it would
             run again on what is left of them.
         process_group: a group whose processes have the logits of the same tokens, each for a slice of the
             vocabulary, in the order of their ranks. `target`, `weight`, `token_weight` and `num_items` are the same
             in all. Every process gets the whole loss (and statistics), and the gradient of its columns. One collective
             in forward, of 3 to 7 numbers per token; none in backward.
         vocab_size: V, with `process_group`. None: all processes have as many columns. Otherwise the slices must be
-            those of :func:`torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none. Where they are
+            those of `torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none. Where they are
             not, statistics, loss and gradient are NaN in all processes (on a CPU, and with ``FLCE_DEBUG=1``, it is a
             ValueError).
 
     Returns:
         The loss, float32 (float64 for float64 logits): 0-d, or (...) for ``reduction="none"``. With `stats` a
-        :class:`LinearCrossEntropyOutput`. Plain tensors, also for a DTensor. The gradient has the dtype of `logits`.
+        `LinearCrossEntropyOutput`. Plain tensors, also for a DTensor. The gradient has the dtype of `logits`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -325,8 +322,7 @@ def cross_entropy(
             for whatever else saved the logits. In either case, in backward: for double backward; in forward: for
             forward-mode differentiation.
 
-    Example::
-
+    Examples:
         >>> logits = model(x)                                                           # (2, 6, 100)
         >>> y = torch.randint(100, (2, 6))
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()

@@ -222,7 +222,10 @@ def _forward(*args: Any) -> tuple[Any, ...]:
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
     p, case = _unpack(args)
-    gradients = _makes_gradients(case, args[-1])
+    return _outputs_of(p, case, _makes_gradients(case, args[-1]))
+
+
+def _outputs_of(p: LinearCrossEntropyProblem, case: Case, gradients: bool) -> tuple[Any, ...]:
     dtypes = case.dtypes(deferred=not gradients)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
     scaled = gradients and dtypes.logits_grad == torch.float16
@@ -231,6 +234,19 @@ def _forward_fake(*args: Any) -> tuple[Any, ...]:
         _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if gradients else [],
         like.new_empty(() if scaled else (0,), dtype=accum),
     ).flat
+
+
+def rehearsed(args: tuple[Any, ...], device: Callable[[Case], Case]) -> tuple[tuple[Any, ...], ChunkPlan]:
+    """What ``flce::linear_cross_entropy`` returns for tensors without values where they stand for those of another
+    device, and the plan there.
+
+    Args:
+        args: of the operator.
+        device: puts the device into a case.
+    """
+    p, case = _unpack(args)
+    case = device(case)
+    return _outputs_of(p, case, _makes_gradients(case, args[-1])), make_plan(case)
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:

@@ -22,7 +22,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    r""":math:`y_k = \exp(x_k) / \sum_j \exp(x_j)` along `dim`, as :func:`torch.nn.functional.softmax`.
+    """``exp(x) / exp(x).sum()`` along `dim`, as `torch.nn.functional.softmax`.
 
     Computed in float32 (float64 if input or result are) and rounded once. Rows lie along `dim`, which may be any:
     nothing is copied where the dimensions before and those behind it lie in memory at one stride each, as they do in
@@ -45,18 +45,17 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> T
         IndexError: `dim` is out of range.
         RuntimeError: `input` carries a forward-mode tangent.
 
-    Example::
-
+    Examples:
         >>> attention = flce.softmax(torch.randn(2, 8, 5, 5), dim=-1)
     """
     return _softmax("softmax", input, dim, dtype, log=False)
 
 
 def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
-    r""":math:`y_k = x_k - \log \sum_j \exp(x_j)` along `dim`, as :func:`torch.nn.functional.log_softmax`.
+    """``x - log(exp(x).sum())`` along `dim`, as `torch.nn.functional.log_softmax`.
 
     Computed as ``(x - max(x)) - log(sum(exp(x - max(x))))``: an offset that a row shares costs no digits. Everything
-    else is as for :func:`softmax`.
+    else is as for `softmax`.
 
     Args:
         input: tensor of any shape; float16, bfloat16, float32 or float64.

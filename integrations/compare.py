@@ -6,11 +6,14 @@ What takes seconds to import is imported by the functions that use it, so that t
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -28,6 +31,21 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def cannot_run(reason: str) -> NoReturn:
+    """Ends the script with one sentence and status 2, which `make recipes` takes for "not on this machine"."""
+    typer.echo(f"{Path(sys.argv[0]).name} cannot run here: {reason}", err=True)
+    raise typer.Exit(2)
+
+
+def need(*packages: str) -> None:
+    """Ends the script where a package, which is named as pip names it, is missing."""
+    for package in packages:
+        try:
+            importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            cannot_run(f"{package} is not installed; python -m pip install {package} installs it.")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
@@ -142,6 +160,12 @@ def max_difference(stock: Curve, patched: Curve) -> float:
     return max(abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True))
 
 
+def say(text: str) -> None:
+    """Of the processes that a launcher started, the first speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(text)
+
+
 def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-5, fused: bool = True) -> int:
     """Runs `train`, without flce and with it, and tells whether the loss curves are the same.
 
@@ -162,16 +186,16 @@ def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-
         patched = train(True)
     difference = max_difference(stock, patched)
     steps = len(stock.losses)
-    typer.echo(
+    say(
         f"{name}: {steps} step{'' if steps == 1 else 's'}, loss {stock.losses[0]:.4f} to {stock.losses[-1]:.4f}; "
         f"fused in {sum(patched.fused)}; max |stock - patched| {difference:.1e}"
     )
     agree = difference <= tolerance  # False for NaN
     if not agree:
-        typer.echo(f"The loss curves differ by more than {tolerance:.0e}.")
+        say(f"The loss curves differ by more than {tolerance:.0e}.")
     as_expected = not any(stock.fused) and sum(patched.fused) == (steps if fused else 0)
     if not as_expected:
-        typer.echo(f"The fused loss was to run in {'every' if fused else 'no'} patched step, and in no stock one.")
+        say(f"The fused loss was to run in {'every' if fused else 'no'} patched step, and in no stock one.")
     if agree and as_expected:
-        typer.echo("The loss curves agree.")
+        say("The loss curves agree.")
     return 0 if agree and as_expected else 1

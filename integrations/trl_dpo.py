@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, keeping_losses, tiny_model, tiny_tokenizer, trainer_settings
+from compare import Curve, compare, excerpts, keeping_losses, need, tiny_model, tiny_tokenizer, trainer_settings
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -55,6 +55,7 @@ def train(patched: bool, *, steps: int, **arguments: Any) -> Curve:
 
 def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:
     """Train with TRL's DPOTrainer, stock and patched by flce, and compare the losses."""
+    need("trl")
     raise typer.Exit(compare("DPOTrainer", lambda patched: train(patched, steps=steps), fused=False))
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, keeping_losses, tiny_model, tiny_tokenizer, trainer_settings
+from compare import Curve, compare, excerpts, keeping_losses, need, tiny_model, tiny_tokenizer, trainer_settings
 
 
 def make_trainer(
@@ -57,6 +57,7 @@ def main(
     trl_kernel: Annotated[bool, typer.Option(help="Leave the loss to TRL's own kernel.")] = False,
 ) -> None:
     """Train with TRL's SFTTrainer, stock and with flce, and compare the losses."""
+    need("trl")
     status = compare(
         "SFTTrainer",
         lambda patched: train(patched, steps=steps, lora=lora, trl_kernel=trl_kernel),

@@ -82,6 +82,24 @@ def test_all_ignored(reduction: str, strategy: str, skip: Any, backend: str, dev
     assert not out.output.correct.any()
 
 
+@pairs(
+    reduction=REDUCTIONS,
+    strategy=STRATEGIES,
+    upstream=[math.inf, math.nan],
+    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    backend=BACKENDS,
+)
+def test_all_ignored_and_divided_by_their_number(
+    reduction: str, strategy: str, upstream: float, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Transformers divides by the number of labels: without any the loss is NaN, but the gradients are zero."""
+    p = make_problem((11,), 8, 70, bias=True, ignored=1.0, reduction=reduction, dtype=dtype, device=device)
+    for out in (run_stock(p, upstream), run_fused(p, options=options_for(strategy), grad_output=upstream)):
+        for grad in (out.grad_input, out.grad_weight, out.grad_bias):
+            assert grad is not None
+            assert torch.equal(grad, torch.zeros_like(grad))
+
+
 @combinations(reduction=REDUCTIONS, strategy=STRATEGIES, leading=[(0,), (2, 0, 3)])
 def test_empty_batch(
     reduction: str, strategy: str, leading: tuple[int, ...], backend: str, device: torch.device

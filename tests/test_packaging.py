@@ -106,7 +106,8 @@ def test_metadata(built: Built) -> None:
     assert about["Requires-Python"] == ">=3.10"
     assert about["Description-Content-Type"] == "text/markdown"
     assert str(about.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
-    assert set(about.get_all("Provides-Extra", [])) == {"cli", "transformers", "demo", "trainers", "benchmark", "dev"}
+    extras = {"cli", "transformers", "demo", "trainers", "docs", "dev"}
+    assert set(about.get_all("Provides-Extra", [])) == extras
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [re.split(r"[^\w-]", line)[0] for line in needed] == ["torch", "triton"]
     cli = [line for line in about.get_all("Requires-Dist", []) if 'extra == "cli"' in line]

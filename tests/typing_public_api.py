@@ -1,4 +1,4 @@
-"""The public API as a user types it: `mypy --strict` finds nothing here (tests/test_typing.py). It is never run."""
+"""The public API as a user types it: strict mypy and pyright find nothing here (tests/test_typing.py). Never run."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def statistics(hidden: Tensor, head: Tensor, target: Tensor, asked: tuple[str, .
 
 
 def mistakes(hidden: Tensor, head: Tensor, target: Tensor) -> None:
-    """`warn_unused_ignores` makes sure that each is found."""
+    """Both checkers complain of an ignore without an error, which makes sure that each is found."""
     flce.fused_linear_cross_entropy(hidden, head, target, shift="1")  # type: ignore[call-overload]
     flce.fused_linear_cross_entropy(hidden, head, target, smoothing=0.1)  # type: ignore[call-overload]
     flce.cross_entropy(hidden, target, inplace=None)  # type: ignore[call-overload]

@@ -6,6 +6,7 @@ tile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -153,6 +154,9 @@ class TorchBackend:
         return _dense_like(y, function(grad.to(wide), y.to(wide), dim, wide), dtype)
 
     def _scale_into(self, out: Tensor, x: Tensor, factor: Tensor) -> None:
+        if x.device.type != "cpu" or not math.isfinite(factor.item()):
+            # A gradient that is zero throughout, as where all tokens are ignored, has no part in an infinite one.
+            factor = torch.where(x.any(), factor, 1.0)
         if x.dtype == out.dtype == factor.dtype:
             torch.mul(x, factor, out=out)
             return

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 import flce
+from flce.cli.bench import bench
 from flce.cli.info import info
+from flce.cli.plan import plan
 
 app = typer.Typer(
     name="flce",
@@ -34,3 +36,5 @@ def _common(
 
 
 app.command()(info)
+app.command()(plan)
+app.command()(bench)

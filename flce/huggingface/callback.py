@@ -14,7 +14,7 @@ from flce.options import ChunkOptions
 
 
 class FlceCallback(TrainerCallback):
-    """Applies :func:`flce.patch_model` to the model of a ``Trainer``.
+    """Applies `flce.patch_model` to the model of a ``Trainer``.
 
     ``Trainer(model, args, callbacks=[FlceCallback()])`` is all that is needed. The model is patched when the
     trainer has been made, so that ``evaluate()`` and ``predict()`` without ``train()`` have the fused loss
@@ -25,13 +25,13 @@ class FlceCallback(TrainerCallback):
     The model stays patched: evaluation after training is fused too, and saving and generating do not change.
 
     Args:
-        options: ``flce.ChunkOptions`` for the fused loss, see :func:`flce.patch_model`.
-        on_materialize: what happens where something reads the logits, see :func:`flce.patch_model`.
-        keep_logits: whether logits may be read after an optimizer step, see :func:`flce.patch_model`.
+        options: ``flce.ChunkOptions`` for the fused loss, see `flce.patch_model`.
+        on_materialize: what happens where something reads the logits, see `flce.patch_model`.
+        keep_logits: whether logits may be read after an optimizer step, see `flce.patch_model`.
         unpatch: restore the stock model when training ends.
 
     Raises:
-        TypeError: (from ``Trainer``) the model cannot be patched, see :func:`flce.patch_model`.
+        TypeError: (from ``Trainer``) the model cannot be patched, see `flce.patch_model`.
     """
 
     def __init__(

@@ -279,19 +279,19 @@ def patch_model(
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
     Loss, gradients and generated text are the stock model's. Where a loss was computed ``outputs.logits`` is a
-    :class:`~flce.huggingface.LazyLogits`, which turns into the real logits when something reads them.
+    `flce.huggingface.LazyLogits`, which turns into the real logits when something reads them.
 
     Adapters on the output embedding (PEFT's LoRA) may be added before or after; they are computed without their
     logits too. Where several models are in ``model``, a warning names those that cannot be patched. Call
-    :func:`unpatch_model` before what asks for the very class of a layer, as ``quantize_dynamic`` does.
+    `unpatch_model` before what asks for the very class of a layer, as ``quantize_dynamic`` does.
 
     Args:
         model: a model of Transformers with a language-model head, or any with ``get_output_embeddings()``; also
             inside of a wrapper, such as PEFT's or ``torch.compile``'s.
         options: ``flce.ChunkOptions`` for the fused loss.
         on_materialize: what happens when an operation needs the logits themselves, and all of them are computed.
-            "warn": a :class:`~flce.huggingface.MaterializedLogitsWarning` names the operation and the line that called
-            it. "ignore": nothing. "raise": a :class:`~flce.huggingface.MaterializedLogitsError` does instead, and also
+            "warn": a `flce.huggingface.MaterializedLogitsWarning` names the operation and the line that called
+            it. "ignore": nothing. "raise": a `flce.huggingface.MaterializedLogitsError` does instead, and also
             where the head would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
         keep_logits: logits may be read after an optimizer step, by default an error. Right before each step the logits
             of outputs that are still referenced are computed, which takes their product and memory of (N, V) entries.
@@ -334,7 +334,7 @@ def patch_model(
 
 
 def unpatch_model(model: ModelT) -> ModelT:
-    """Undo :func:`patch_model`, wherever in ``model`` it was applied, and return ``model``."""
+    """Undo `patch_model`, wherever in ``model`` it was applied, and return ``model``."""
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
@@ -346,12 +346,12 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether :func:`patch_model` was applied to ``model`` or to a model that it wraps."""
+    """Whether `patch_model` was applied to ``model`` or to a model that it wraps."""
     return bool(_patches(model))
 
 
 def report(model: nn.Module) -> Report:
-    """What :func:`patch_model` has changed in ``model``, and what has become of its logits since.
+    """What `patch_model` has changed in ``model``, and what has become of its logits since.
 
     Calls under ``torch.compile`` are not counted.
 

@@ -159,7 +159,7 @@ def _qualified_name(func: Any) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`flce.report` returns.
+    """What `flce.report` returns.
 
     Attributes:
         patched: the changed modules, by their names in the model; empty if the model is not patched.
@@ -191,5 +191,5 @@ class Report:
 
 
 def listed(left: Mapping[str, str]) -> str:
-    """What :func:`patch_model` has left, and why, as text."""
+    """What `patch_model` has left, and why, as text."""
     return "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in left.items())

@@ -20,14 +20,16 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import MIB, Effort, Outcome, needs_package
+from benchmarks.benchmark import save
 from benchmarks.cli import BENCHMARKS, app
-from benchmarks.measure import Meter
 from benchmarks.operator import OPERATOR, PRESETS, time_table
-from benchmarks.operator_contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
-from benchmarks.operator_problem import CALLS, IGNORE_INDEX, OperatorCase, Problem, exactness, make_oracle
-from benchmarks.results import Entry, Result, Run
-from benchmarks.tables import absences, markdown, shortfalls, spread_note
+from benchmarks.reports import markdown, shortfalls
+from flce.bench.cases import MIB, Effort, Outcome, needs_package
+from flce.bench.contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
+from flce.bench.measure import Meter
+from flce.bench.problem import CALLS, IGNORE_INDEX, OperatorCase, Problem, exactness, make_oracle
+from flce.bench.results import Entry, Result, Run
+from flce.bench.tables import absences, spread_note
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -319,7 +321,7 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
             assert len(result.samples_ms) == 2
     assert entry.by_name("floor-aligned").samples_ms
     head: dict[str, Any] = {"date": "", "command": "", "commit": None, "versions": {}}
-    Run("operator", head | {"device": {"type": "cuda", "name": ""}}, [entry]).save(tmp_path / "run.json")
+    save(Run("operator", head | {"device": {"type": "cuda", "name": ""}}, [entry]), tmp_path / "run.json")
     run = OPERATOR.load(tmp_path / "run.json")
     assert "| flce |" in markdown(run, OPERATOR.tables(run, False))
 
@@ -353,7 +355,7 @@ def test_not_finite_errors_survive_the_file(tmp_path):
     result.errors = {"loss": math.inf, "input_grad": 0.5}
     entry.results.append(result)
     head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
-    Run("operator", head, [entry]).save(tmp_path / "run.json")
+    save(Run("operator", head, [entry]), tmp_path / "run.json")
     again = OPERATOR.load(tmp_path / "run.json").cases[0].results[0]
     assert again.errors == result.errors
 
@@ -419,7 +421,7 @@ def test_committed_results_make_tables_and_pictures(name, tmp_path):
 def test_results_of_others_are_told_apart(benchmark, tmp_path):
     head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
     for other in BENCHMARKS.values():
-        Run(other.kind, head, []).save(tmp_path / "run.json")
+        save(Run(other.kind, head, []), tmp_path / "run.json")
         if other is benchmark:
             assert benchmark.load(tmp_path / "run.json").cases == []
         else:

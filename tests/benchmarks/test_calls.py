@@ -14,18 +14,19 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from benchmarks import call_meter
+from benchmarks.benchmark import save
 from benchmarks.call_meter import CallMeter
-from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.dominance import duels
-from benchmarks.measure import Sample
 from benchmarks.operator import OPERATOR, PRESETS, call_case
-from benchmarks.operator_contenders import OperatorContender, autograd_step, select, stock_loss
-from benchmarks.operator_problem import OperatorCase, Problem
-from benchmarks.results import Entry, Result, Run
 from benchmarks.row_calls import Region
-from benchmarks.tables import Verdict
 from benchmarks.targets import CALL_TARGETS, MAIN, SMALL, TARGETS, Target, check_targets, target_tables
+from benchmarks.verdicts import Verdict
+from flce.bench.cases import Effort
+from flce.bench.contenders import OperatorContender, autograd_step, select, stock_loss
+from flce.bench.measure import Sample
+from flce.bench.problem import OperatorCase, Problem
+from flce.bench.results import Entry, Result, Run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = OperatorCase(8, 4, 16, calls=True)
@@ -142,7 +143,7 @@ def test_the_times_are_kept_and_shown(monkeypatch, tmp_path: Path):
     floor = measured("floor", 3.9, 4.0, 0.1, "floor")
     stuck = Result("liger", "Liger", "peer", samples_ms=[8.0], host_samples_ms=[7.5], note="it waits")
     file = tmp_path / "run.json"
-    Run("operator", HEAD, [Entry(CASE, [floor, *entry.results, stuck])]).save(file)
+    save(Run("operator", HEAD, [Entry(CASE, [floor, *entry.results, stuck])]), file)
     ours = OPERATOR.load(file).cases[0].by_name("ours")
     assert (ours.samples_ms, ours.alone_samples_ms, ours.host_samples_ms) == ([5.0] * 2, [4.0] * 2, [0.75] * 2)
     brief = CliRunner().invoke(app, ["table", str(file), "--brief"]).output

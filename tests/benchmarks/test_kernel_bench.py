@@ -14,11 +14,11 @@ pytest.importorskip("matplotlib")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, Tiles
-from benchmarks.results import Entry, Result, Run
-from benchmarks.tables import markdown
+from benchmarks.reports import markdown
+from flce.bench.cases import Effort
+from flce.bench.results import Entry, Result, Run
 
 CPU = torch.device("cpu")
 

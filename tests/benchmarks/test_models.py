@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import Effort
+from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.models import (
     ARCHITECTURES,
@@ -31,8 +31,9 @@ from benchmarks.models import (
     held_bytes,
     liger,
 )
-from benchmarks.results import Run
-from benchmarks.tables import markdown, shortfalls
+from benchmarks.reports import markdown, shortfalls
+from flce.bench.cases import Effort
+from flce.bench.results import Run
 
 CPU = torch.device("cpu")
 
@@ -141,7 +142,7 @@ def test_out_of_memory_is_recorded_and_the_others_go_on(from_step, tmp_path):
     assert len(ours.samples_ms) == 2
     run = Run("model", HEAD, [entry])
     assert shortfalls(run) == []
-    run.save(tmp_path / "run.json")
+    save(run, tmp_path / "run.json")
     run = MODEL.load(tmp_path / "run.json")
     text = markdown(run, MODEL.tables(run, False))
     assert "| stock | out of memory |" in text
@@ -187,7 +188,7 @@ def test_contenders_find_the_same_weights(optimizer):
 def test_not_finite_losses_survive_the_file(tmp_path):
     entry = MODEL.measure(CASE, CPU, Effort(1, 1.0), [named("stock")])
     entry.results[0].loss = math.nan
-    Run("model", HEAD, [entry]).save(tmp_path / "run.json")
+    save(Run("model", HEAD, [entry]), tmp_path / "run.json")
     again = MODEL.load(tmp_path / "run.json").cases[0].results[0].loss
     assert again is not None
     assert math.isnan(again)

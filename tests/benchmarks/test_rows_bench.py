@@ -15,10 +15,8 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from benchmarks import rows
-from benchmarks.cases import Effort
 from benchmarks.cli import app
-from benchmarks.measure import Meter
-from benchmarks.results import Entry, Result, Run
+from benchmarks.reports import markdown
 from benchmarks.row_calls import Calls, launched, make_region
 from benchmarks.rows import (
     CACHES,
@@ -35,7 +33,10 @@ from benchmarks.rows import (
     make_calls,
     targets,
 )
-from benchmarks.tables import Verdict, markdown
+from benchmarks.verdicts import Verdict
+from flce.bench.cases import Effort
+from flce.bench.measure import Meter
+from flce.bench.results import Entry, Result, Run
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {

@@ -12,14 +12,10 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from benchmarks.cases import MIB, Effort
+from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.dominance import BUDGETS_MIB, CURVE, PEERS, SHAPES, Rule, dominance_table, duels, peer_case
 from benchmarks.operator import OPERATOR, PRESETS
-from benchmarks.operator_contenders import select
-from benchmarks.operator_problem import OperatorCase
-from benchmarks.results import Entry, Result, Run
-from benchmarks.tables import Verdict, judge, worst
 from benchmarks.targets import (
     HEADS,
     LONG,
@@ -31,6 +27,11 @@ from benchmarks.targets import (
     target_cases,
     target_table,
 )
+from benchmarks.verdicts import Verdict, judge, worst
+from flce.bench.cases import MIB, Effort
+from flce.bench.contenders import select
+from flce.bench.problem import OperatorCase
+from flce.bench.results import Entry, Result, Run
 
 HEAD: dict[str, Any] = {
     "date": "2026-11-21T00:00:00Z",
@@ -184,7 +185,7 @@ def test_the_tables_are_a_command(tmp_path: Path):
     file = tmp_path / "run.json"
     run = peers_run(measured("ours", 10.0, 100), measured("cce", 20.0, 200, "peer"))
     run.cases.append(Entry(OperatorCase(*MAIN), [measured("floor", 10.0, family="floor"), measured("ours", 10.4)]))
-    run.save(file)
+    save(run, file)
     both = CliRunner().invoke(app, ["table", str(file), "--targets", "--dominance"])
     assert both.exit_code == 0, both.output
     assert f"Targets met: 1 of {len(TARGETS)}" in both.output
@@ -210,7 +211,7 @@ def test_a_picture_of_the_peers(tmp_path: Path):
         measured("cce", 20.0, 1, "peer"),
     )
     run.cases.append(Entry(OperatorCase(*MAIN), [measured("floor", 10.0, family="floor"), measured("ours", 10.4, 1)]))
-    run.save(file)
+    save(run, file)
     done = CliRunner().invoke(app, ["plot", str(file), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert out.read_bytes().startswith(b"\x89PNG")
@@ -236,7 +237,7 @@ def test_the_median_of_three_runs_counts(tmp_path: Path):
     assert verdict(run(10.4, 64.1)) is Verdict.missed
     files = [tmp_path / f"{index}.json" for index in range(3)]
     for file, milliseconds in zip(files, (10.4, 10.6, 20.0), strict=True):
-        run(milliseconds).save(file)
+        save(run(milliseconds), file)
     done = CliRunner().invoke(app, ["table", *map(str, files), "--targets"])
     assert "met within 2%" in done.output
     assert "the median of 3 runs" in done.output
@@ -266,7 +267,7 @@ def test_the_workspace_is_the_planned_one(planned, mib, name, kept, tmp_path):
     (table,) = plan_tables([run])
     assert (table.failure, len(table.rows)) == (not kept, 0 if kept else 1)
     assert table.title == f"Workspace as planned: {int(kept)} of 1"
-    run.save(tmp_path / "run.json")
+    save(run, tmp_path / "run.json")
     done = CliRunner().invoke(app, ["table", str(tmp_path / "run.json"), "--targets"])
     assert done.exit_code == (0 if kept else 1)
     assert ("MISSED" in done.output) == (not kept)

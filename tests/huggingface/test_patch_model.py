@@ -64,6 +64,11 @@ INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
         "labels": torch.full((2, 9), -100),
         "num_items_in_batch": 1,
     },
+    "all ignored, and their number": lambda: {
+        **batch(),
+        "labels": torch.full((2, 9), -100),
+        "num_items_in_batch": torch.tensor(0),
+    },
     "hidden states": lambda: {**batch(), "output_hidden_states": True},
 }
 

@@ -27,6 +27,8 @@ def run_script() -> Callable[..., str]:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         environment.pop("TRITON_INTERPRET", None)  # as a user has it
+        if gpu:
+            environment.pop("FLCE_BACKEND", None)
         done = subprocess.run(
             [sys.executable, f"integrations/{name}", *arguments],
             cwd=ROOT,

@@ -13,7 +13,18 @@ pytest.importorskip("typer", reason="the scripts' command line")
 
 ROOT = Path(__file__).parents[2]
 INTEGRATIONS = ROOT / "integrations"
-SCRIPTS = ["accelerate_loop", "trainer", "lightning_module", "trl_sft", "trl_dpo"]
+SCRIPTS = [
+    "accelerate_fsdp2",
+    "accelerate_loop",
+    "deepspeed_zero3",
+    "liger_layers",
+    "lightning_module",
+    "qlora",
+    "trainer",
+    "trl_dpo",
+    "trl_sft",
+    "vision_language",
+]
 
 # Runs a script with an option, and says how it ended and which of the slow libraries have been imported by then.
 PROGRAM = """
@@ -22,8 +33,8 @@ import runpy, sys
 try:
     runpy.run_path(sys.argv.pop(1), run_name="__main__")
 except SystemExit as end:
-    slow = "accelerate datasets lightning matplotlib numpy peft tokenizers torch transformers trl"
-    print("status", end.code, "imported", sorted(sys.modules.keys() & slow.split()))
+    slow = "accelerate bitsandbytes datasets deepspeed lightning matplotlib numpy peft PIL tokenizers torch"
+    print("status", end.code, "imported", sorted(sys.modules.keys() & {*slow.split(), "transformers", "trl"}))
 """
 
 

@@ -16,7 +16,9 @@ def _scale(x_ptr, out_ptr, factor, numel, BLOCK: tl.constexpr):
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < numel
         x = tl.load(x_ptr + offsets, mask=mask).to(factor.dtype)
-        tl.store(out_ptr + offsets, (x * factor).to(out_ptr.dtype.element_ty), mask=mask)
+        # What does not depend on the loss, as where all tokens are ignored, has no part in an infinite gradient of it.
+        x = tl.where(x == 0.0, x, x * factor)
+        tl.store(out_ptr + offsets, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

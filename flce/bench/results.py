@@ -1,4 +1,4 @@
-"""What was measured, and its file: one JSON document for one run of one benchmark.
+"""What was measured: one JSON document for one run of one benchmark.
 
 It says what was measured on and with: enough to judge it later, nothing that names a person's machine.
 """
@@ -6,12 +6,12 @@ It says what was measured on and with: enough to judge it later, nothing that na
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 import flce
-from benchmarks.cases import AGAIN, Contender
+from flce.bench.cases import AGAIN, Contender
 
 SCHEMA = 1
-HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gives
 
 
 def median(samples: list[float]) -> float | None:
@@ -44,7 +43,7 @@ class Result:
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
     workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
     note: str | None = None  # why it could not be captured in a CUDA graph
-    # Of calls as `call_meter` has them, beside the time until the device has finished.
+    # Of calls from an idle device, beside the time until it has finished.
     host_samples_ms: list[float] = field(default_factory=list)  # until the call returned
     alone_samples_ms: list[float] = field(default_factory=list)  # of replays
     # Of the operator.
@@ -96,12 +95,17 @@ class Result:
         for name in [name for name in document if name.endswith("samples_ms")]:
             document[name] = [round(sample, 4) for sample in document[name]]
         document["median_ms"] = None if self.median_ms is None else round(self.median_ms, 4)
+        if self.errors is not None:  # JSON has no infinity
+            document["errors"] = {k: error if math.isfinite(error) else str(error) for k, error in self.errors.items()}
         return {name: value for name, value in document.items() if value is not None}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Result:
         known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in document.items() if name in known})
+        result = cls(**{name: value for name, value in document.items() if name in known})
+        if result.errors is not None:
+            result.errors = {name: float(error) for name, error in result.errors.items()}
+        return result
 
 
 NOBODY = Result("", "", "")  # without any figure: in the place of one that was not measured
@@ -128,30 +132,18 @@ class Entry:
 
 @dataclass
 class Run:
-    """Everything that a result file holds."""
+    """All cases, and what they were measured on."""
 
     kind: str  # the benchmark
     head: dict[str, Any]  # date, command, versions, device: see `describe`
     cases: list[Entry] = field(default_factory=list)
 
-    def save(self, path: Path) -> None:
-        """Written to a second file first, so that an interrupted run leaves a whole one behind."""
+    def to_dict(self) -> dict[str, Any]:
         cases = [
             {"case": entry.case.to_dict(), "results": [result.to_dict() for result in entry.results]}
             for entry in self.cases
         ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        document = {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(partial, path)
-
-
-def read(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(path.read_text())
-    if document.get("schema") != SCHEMA or "kind" not in document:
-        raise ValueError(f"{path} is no result of schema {SCHEMA}")
-    return document
+        return {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}
 
 
 # --- what it was measured on and with ---
@@ -159,8 +151,8 @@ def read(path: Path) -> dict[str, Any]:
 PACKAGES = ["triton", "transformers", "numpy", "liger-kernel", "cut-cross-entropy", "trl", "fla-core", "quack-kernels"]
 
 
-def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
-    """The head of a result file. Of absolute paths in the command only the last part is kept."""
+def describe(device: torch.device, program: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The head of a run. Of absolute paths in the command only the last part is kept."""
     shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
     versions = {"python": platform.python_version(), "torch": torch.__version__, "flce": flce.__version__}
     for package in PACKAGES:
@@ -188,7 +180,7 @@ def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
         }
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join(["python -m benchmarks", *shown]),
+        "command": " ".join([program, *shown]),
         "commit": source_version(),
         "versions": versions,
         "device": facts,
@@ -196,8 +188,11 @@ def describe(device: torch.device, arguments: list[str]) -> dict[str, Any]:
 
 
 def source_version() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit of the checkout, with "-dirty" where files differ from it; None of a package that is installed."""
+    folder = Path(flce.__file__).parents[1]
+    if not (folder / ".git").exists():  # git would look further up, and find the repository of somebody else
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
     return None

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,14 +63,6 @@ class Effort:
 
     def expired(self) -> bool:
         return time.monotonic() > self.until
-
-
-# What one call of the command measures, in its order: what a deadline may cut off comes last.
-Plan = list[tuple[Any, Effort]]
-
-
-def planned(cases: Iterable[Case], rounds: int, seconds: float) -> Plan:
-    return [(case, Effort(rounds, seconds)) for case in cases]
 
 
 # --- contenders ---

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from benchmarks.cases import MIB, Condition, Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_package
-from benchmarks.operator_problem import (
+from flce.bench.cases import MIB, Condition, Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_package
+from flce.bench.problem import (
     IGNORE_INDEX,
     INPUT_GRAD,
     LOGITS,

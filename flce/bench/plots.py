@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.results import Entry
+from flce.bench.results import Entry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

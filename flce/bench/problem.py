@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.cases import DTYPES, MIB, Case, Outcome
+from flce.bench.cases import DTYPES, MIB, Case, Outcome
 
 IGNORE_INDEX = -100
 Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
@@ -55,7 +55,7 @@ class OperatorCase(Case):
     time: bool = True
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
-    calls: bool = False  # times it as `call_meter` does
+    calls: bool = False  # times it also as it is called from an idle device
     label: str = ""  # tells apart cases of the same problem with other contenders
 
     @property

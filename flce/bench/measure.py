@@ -23,8 +23,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import ContenderT, Effort, Outcome, Step, with_repeat
-from benchmarks.results import Result
+from flce.bench.cases import Case, ContenderT, Effort, Outcome, Step, with_repeat
+from flce.bench.results import Entry, Result
 
 T = TypeVar("T")
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
@@ -37,8 +37,8 @@ class Sample:
     milliseconds: float
     workspace_bytes: int | None
     cpu_milliseconds: float | None = None  # processor time of all threads; less upset by other programs
-    host_milliseconds: float | None = None  # these two: see `call_meter`
-    alone_milliseconds: float | None = None
+    host_milliseconds: float | None = None  # until the call returned
+    alone_milliseconds: float | None = None  # of the device by itself
     held_bytes: int | None = None  # allocated before the call, where that can be read
     reserved_bytes: int | None = None  # the most that the allocator had from the device, in use or not
 
@@ -140,39 +140,46 @@ class Entrant:
     spent: float = 0.0  # seconds of timed calls
 
 
+# The meter of a case; and what warms a contender up.
+Prepared = tuple[Meter, Callable[[Any, Result], Entrant]]
+Progress = Callable[[str, float], object]  # what goes on, and the share that is done of all
+
+
 def compete(
-    contenders: Sequence[ContenderT],
-    enter: Callable[[ContenderT, Result], Entrant],
-    meter: Meter,
-    effort: Effort,
-    timed: bool = True,
-) -> list[Result]:
-    """Warms all up and times them in turn, the first of ours twice. Failures become part of the results."""
-    contenders = with_repeat(contenders) if timed else contenders
+    case: Case, contenders: Sequence[ContenderT], prepared: Prepared, effort: Effort, progress: Progress = nothing
+) -> Entry:
+    """Warms up all that apply and times them in turn, the first of ours twice. Failures become part of the results."""
+    meter, enter = prepared
+    contenders = [contender for contender in contenders if contender.applies(case, meter.device)]
+    contenders = with_repeat(contenders) if case.timed else contenders
     results = [Result.of(contender) for contender in contenders]
     entrants: list[tuple[Result, Entrant]] = []
-    for contender, result in zip(contenders, results, strict=True):
+    for index, (contender, result) in enumerate(zip(contenders, results, strict=True)):
+        progress(f"first call of {contender.title}", WARM_UP * index / len(contenders))
         if effort.expired():
             result.status, result.reason = SKIPPED
         elif (reason := contender.unavailable(meter.device)) is not None:
             result.status, result.reason = "unavailable", reason
         elif (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
             entrants.append((result, entrant))
-    if timed:
+    if case.timed:
         # What exists now is left out of the collections before timed calls, which are then quick; see `release`.
         gc.collect()
         gc.freeze()
-        interleave(entrants, meter, effort)
+        interleave(entrants, meter, effort, progress)
         for result in results:
             if result.status == "ok" and not result.samples_ms:
                 result.status, result.reason = SKIPPED
-    return results
+    return Entry(case, results)
 
 
 SKIPPED = "skipped", "the deadline had passed"
+WARM_UP = 0.5  # the share of all that first calls are taken for: kernels are built in them
 
 
-def interleave(entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Effort) -> None:
+def interleave(
+    entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Effort, progress: Progress = nothing
+) -> None:
     """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
 
     A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
@@ -184,9 +191,19 @@ def interleave(entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Eff
             if effort.expired():
                 return
             if not result.samples_ms or entrant.spent < effort.seconds:
+                progress(result.title, WARM_UP + (1 - WARM_UP) * done(entrants, effort))
                 take_sample(result, entrant, meter)
         entrants = [(result, entrant) for result, entrant in entrants if result.status == "ok"]
         order.shuffle(entrants)
+
+
+def done(entrants: list[tuple[Result, Entrant]], effort: Effort) -> float:
+    """The share of the timed calls: of the rounds, or of the seconds where these are over first."""
+    shares = [
+        max(len(result.samples_ms) / effort.rounds, entrant.spent / effort.seconds if effort.seconds else 0.0)
+        for result, entrant in entrants
+    ]
+    return sum(min(share, 1.0) for share in shares) / len(shares)
 
 
 def take_sample(result: Result, entrant: Entrant, meter: Meter) -> None:

@@ -1,0 +1,282 @@
+"""``flce bench``: the fused loss beside the bare matrix products, PyTorch and the libraries that are installed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from flce.cli.output import Json, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    import torch
+
+    from flce.bench.cases import Effort
+    from flce.bench.problem import OperatorCase
+    from flce.bench.results import Run
+    from flce.bench.tables import Table
+
+ROUNDS = 50  # over the contenders, where these are not slow
+PICTURES = (".png", ".pdf", ".svg")
+option = typer.Option
+
+
+def bench(
+    shape: Annotated[
+        list[str] | None,
+        option(metavar="N,H,V", help="Tokens, hidden size, vocabulary; may be given again. (default: by device)"),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        option(metavar="NAME", help="float16, bfloat16, float32 or float64. (default: bfloat16; on a CPU float32)"),
+    ] = None,
+    device: Annotated[
+        str | None, option(metavar="NAME", help="cuda, cuda:1 or cpu. (default: cuda where there is one)")
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        option(metavar="NAME", help="forward+backward (default), forward, frozen-head or reduction-none."),
+    ] = None,
+    budget: Annotated[
+        list[str] | None, option(metavar="SIZE", help="Also flce with so much workspace at most: 256MiB or 1GiB, say.")
+    ] = None,
+    contender: Annotated[
+        list[str] | None, option(metavar="NAME", help="Only this one and the bare products; a wrong name lists all.")
+    ] = None,
+    errors: Annotated[
+        bool | None,
+        option("--errors/--no-errors", help="Compare with float64. (default: where that takes seconds)"),
+    ] = None,
+    seconds: Annotated[float, option(min=0.0, help="Timed seconds for each contender, after its first call.")] = 1.0,
+    plot: Annotated[
+        Path | None, option(metavar="FILE", help="Draw time against workspace: a .png, .pdf or .svg.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time, workspace and exactness of flce, PyTorch and other libraries, beside the bare matrix products.
+
+    All take turns in one process; times are medians. Exit status 1: a call of flce failed, or is not as exact as stock.
+
+    Example: flce bench --shape 4096,4096,128256 --budget 256MiB --plot bench.png
+    """
+    from flce.bench.cases import Effort
+    from flce.bench.comparison import faults
+
+    if plot is not None:
+        _check_picture(plot)
+    where = _device(device)
+    cases = _cases(where, shape or [], dtype, mode or ["forward+backward"], budget or [], contender or [], errors)
+    run = _measured(cases, where, Effort(ROUNDS, seconds))
+    wrong = [fault for entry in run.cases for fault in faults(entry)]
+    if json:
+        print_json({**run.to_dict(), "found_wrong": wrong})
+    else:
+        _show(run, wrong, stdout())
+    if plot is not None:
+        _draw(run, plot, stderr())
+    if wrong:
+        raise typer.Exit(1)
+
+
+# --- what was asked for ---
+
+
+def _wrong(option: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=f"'{option}'")
+
+
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = [*(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus)), "cpu"]
+    if name is not None and name not in there:
+        raise _wrong("--device", f"{name!r} is not a device of this machine: give {_either(there)}")
+    return torch.device(name or there[0])
+
+
+def _cases(
+    where: torch.device,
+    shapes: list[str],
+    dtype: str | None,
+    modes: list[str],
+    budgets: list[str],
+    contenders: list[str],
+    errors: bool | None,
+) -> list[OperatorCase]:
+    """One for each shape and mode. Whatever can be checked before a measurement is."""
+    from flce.bench.cases import DTYPES
+    from flce.bench.comparison import FLOORS, OTHERS, OURS, default_shape, exactness_is_cheap
+    from flce.bench.contenders import budget_name
+    from flce.bench.problem import CALLS, OperatorCase
+
+    dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
+    _one_of(DTYPES, dtype, "--dtype")
+    for name in modes:
+        _one_of(CALLS, name, "--mode")
+    bounded = [budget_name(_mebibytes(text)) for text in budgets]
+    names = (*FLOORS, *(contenders or [OURS]), *bounded, *([] if contenders else OTHERS))
+    sizes = [_shape(text) for text in shapes] or [default_shape(where)]
+    found = []
+    for size in dict.fromkeys(sizes):
+        for each in dict.fromkeys(modes):
+            how: dict[str, Any] = {"dtype": dtype, "mode": each, "contenders": tuple(dict.fromkeys(names))}
+            case = OperatorCase(*size, **how, errors=bool(errors))
+            _check_fits(case, where)
+            if errors is None:
+                case = replace(case, errors=exactness_is_cheap(case, where))
+            found.append(case)
+    return found
+
+
+def _one_of(known: Any, given: str, option: str) -> None:
+    if given not in known:
+        raise _wrong(option, f"{given!r} is not known: give {_either([*known])}")
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    parts = text.replace("x", ",").split(",")
+    sizes = [int(part) if part.strip().isdecimal() else 0 for part in parts]
+    if len(sizes) != 3 or 0 in sizes:
+        message = f"{text!r} is not a shape: give tokens, hidden size and vocabulary, such as 4096,2048,32000"
+        raise _wrong("--shape", message)
+    tokens, hidden, vocab = sizes
+    return tokens, hidden, vocab
+
+
+def _mebibytes(text: str) -> int:
+    match = re.fullmatch(r"([1-9]\d*)\s*([MG])iB", text.strip())
+    if match is None:
+        raise _wrong("--budget", f"{text!r} is not a size: give whole MiB or GiB, such as 256MiB")
+    return int(match[1]) * (1024 if match[2] == "G" else 1)
+
+
+def _check_fits(case: OperatorCase, where: torch.device) -> None:
+    """That the contenders exist, that a budget can be kept, and that there is memory for the operands."""
+    from flce.bench.comparison import memory_of, operand_bytes
+    from flce.bench.contenders import select
+
+    try:
+        contenders = select(case.contenders)
+    except ValueError as error:
+        raise _wrong("--contender", f"{error}.") from None
+    needed, there = operand_bytes(case), memory_of(where)
+    if needed > there:
+        figures = f"{needed / 2**30:.1f} GiB, and {where} has {there / 2**30:.1f} GiB"
+        raise _wrong("--shape", f"{case.title}: operands and gradients take {figures}: give smaller sizes")
+    for contender in contenders:
+        try:
+            contender.planned_bytes(case, where)
+        except ValueError as error:
+            raise _wrong("--budget", f"{case.title}: {error}") from None
+
+
+def _check_picture(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise _wrong("--plot", "a picture needs matplotlib: pip install 'flce[cli]'")
+    if path.suffix not in PICTURES:
+        raise _wrong("--plot", f"{path.name!r} is no picture: give a name that ends in {_either([*PICTURES])}")
+    if not path.parent.is_dir():
+        raise _wrong("--plot", f"there is no folder {str(path.parent)!r}: make it, or give another")
+
+
+# --- what is measured ---
+
+
+def _measured(cases: list[OperatorCase], where: torch.device, effort: Effort) -> Run:
+    import torch
+
+    from flce.bench import comparison
+    from flce.bench.contenders import select
+    from flce.bench.measure import compete
+    from flce.bench.results import Run, describe
+
+    run = Run(comparison.KIND, describe(where, "flce", sys.argv[1:]))
+    current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), _bar() as bar, current:  # what libraries print is no result
+        for case in cases:
+            task = bar.add_task(f"{case.title}: operands", total=1.0)
+            tell = functools.partial(_tell, bar, task)
+            try:
+                prepared = comparison.prepare(case, where)
+            except torch.OutOfMemoryError:
+                message = f"{case.title}: {where} has no room for the operands and, with --errors, for float64"
+                raise _wrong("--shape", f"{message}: give smaller sizes") from None
+            run.cases.append(compete(case, select(case.contenders), prepared, effort, tell))
+            bar.remove_task(task)
+    return run
+
+
+def _bar() -> Progress:
+    """Without the thread that usually draws it, which would take the host's time from what is measured."""
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=stderr(), transient=True, auto_refresh=False)
+
+
+def _tell(bar: Progress, task: TaskID, what: str, share: float) -> None:
+    bar.update(task, description=what, completed=share)
+    bar.refresh()
+
+
+# --- what is shown ---
+
+
+def _show(run: Run, wrong: list[str], console: Console) -> None:
+    from flce.bench.comparison import comparison_table
+    from flce.bench.tables import absences
+
+    device = run.head["device"]
+    threads = f", threads: {device['threads']}" if device["type"] == "cpu" else ""
+    versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
+    _say(console, f"{device['name']}{threads}; {versions}.")
+    for entry in run.cases:
+        table = comparison_table(entry)
+        console.print(_rich(table))
+        for note in table.notes:
+            _say(console, f"* {note}")
+    for line in absences(run):
+        _say(console, line)
+    for line in wrong:
+        _say(console, f"WRONG: {line}")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)
+
+
+def _rich(table: Table) -> RichTable:
+    (_, *figures), *rows = table.lines()
+    columns = [Column(title.replace(" ", "\n"), justify="right", no_wrap=True) for title in figures]
+    drawn = RichTable("", *columns, title=table.title, title_justify="left", box=box.SIMPLE_HEAD, collapse_padding=True)
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def _draw(run: Run, path: Path, console: Console) -> None:
+    from flce.bench.comparison import figure
+
+    try:
+        picture = figure(run)
+    except ValueError as error:  # nobody has figures
+        _say(console, f"no picture: {error}")
+        return
+    picture.savefig(path, dpi=110)
+    _say(console, f"wrote {path}")

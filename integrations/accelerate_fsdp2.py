@@ -1,0 +1,80 @@
+"""Accelerate with FSDP2 and flce, in two processes: `patch_model` before `prepare`, and nothing else changes.
+
+    python integrations/accelerate_fsdp2.py                                    # starts two processes by itself
+    accelerate launch --multi_gpu --num_processes 2 integrations/accelerate_fsdp2.py
+    torchrun --nproc-per-node 2 integrations/accelerate_fsdp2.py               # also without GPUs
+
+The weights are split over the processes: on GPUs with NCCL, without two of them on the CPU with gloo. The script trains
+the same small model stock and patched, and ends with status 1 if the losses differ.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from compare import Curve, compare, examples, has_gpu, need, tiny_model
+from processes import in_two_processes, of_all_processes
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def train(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
+    # These take seconds to import: here, so that --help does not wait for them.
+    import torch
+    from torch.utils.data import DataLoader
+
+    import flce
+
+    model = tiny_model().train()
+    if patched:
+        flce.patch_model(model)  # all that is different
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = DataLoader(examples(4 * steps * accelerator.num_processes), batch_size=4)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+
+    curve = Curve()
+    for batch in batches:
+        loss = model(**batch).loss
+        curve.add(loss)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    return of_all_processes(curve)
+
+
+def in_each_process(steps: int, mixed_precision: str) -> int:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,  # the model was not loaded from files
+    )
+    accelerator = Accelerator(cpu=not has_gpu(), fsdp_plugin=plugin, mixed_precision=mixed_precision)
+    status = compare(
+        f"Accelerate, FSDP2 in {accelerator.num_processes} processes",
+        lambda patched: train(accelerator, patched, steps),
+        tolerance=1e-5 if mixed_precision == "no" else 1e-2,
+    )
+    accelerator.end_training()
+    return status
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1)] = 50,
+    mixed_precision: Annotated[str, typer.Option(help="no or bf16")] = "no",
+) -> None:
+    """Train with Accelerate and FSDP2 in two processes, stock and patched by flce, and compare the losses."""
+    if mixed_precision not in ("no", "bf16"):
+        raise typer.BadParameter(f"--mixed-precision {mixed_precision}: it is no or bf16")
+    need("accelerate")
+    raise typer.Exit(in_two_processes(in_each_process, steps, mixed_precision))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,76 @@
+"""QLoRA with flce: LoRA adapters on a model in 4 bits, with Transformers' `Trainer` and a callback.
+
+    python integrations/qlora.py
+    python integrations/qlora.py --adapt-head
+
+bitsandbytes leaves the head as it is, so it can be patched. Adapters on the head are fused with it: neither the logits
+of the head nor those of the adapter are made.
+
+It trains the same small model with and without the callback, and ends with status 1 if the losses differ.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Annotated, Any
+
+import typer
+
+from compare import Curve, compare, has_gpu, need, tiny_model
+from trainer import make_trainer
+
+
+def quantized_model(adapt_head: bool) -> Any:
+    """The tiny model in 4 bits, loaded from files as any other would be, with adapters."""
+    # These take seconds to import: here, so that --help does not wait for them.
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model().save_pretrained(folder)
+        base = AutoModelForCausalLM.from_pretrained(
+            folder,
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.float32,
+            ),
+            device_map={"": 0 if has_gpu() else "cpu"},
+        )
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    torch.manual_seed(0)
+    return get_peft_model(
+        base,
+        LoraConfig(
+            target_modules=[*layers, "lm_head"] if adapt_head else layers, lora_dropout=0.0, task_type="CAUSAL_LM"
+        ),
+    )
+
+
+def train(patched: bool, *, adapt_head: bool = False, **arguments: Any) -> Curve:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(patched, folder, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
+        trainer.train()
+        return trainer.curve
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1)] = 50,
+    adapt_head: Annotated[bool, typer.Option("--adapt-head", help="Train an adapter on the head, too.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Autocast to bfloat16.")] = False,
+) -> None:
+    """Train LoRA adapters on a model in 4 bits, stock and with FlceCallback, and compare the losses."""
+    need("bitsandbytes", "peft")
+    status = compare(
+        "QLoRA" + " with an adapter on the head" * adapt_head,
+        lambda patched: train(patched, steps=steps, adapt_head=adapt_head, bf16=bf16),
+        tolerance=1e-2 if bf16 else 1e-5,
+    )
+    raise typer.Exit(status)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,33 @@
+"""Writes what the quick start of README.md needs into a folder: its two blocks as files, a small model, a text."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
+
+from compare import tiny_model, tiny_tokenizer  # noqa: E402
+
+
+def block(language: str) -> str:
+    """The first of the section."""
+    section = (ROOT / "README.md").read_text().partition("## Quick start\n")[2].partition("\n## ")[0]
+    found = re.search(rf"^```{language}\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise SystemExit(f"README.md has no block of {language} in its quick start")
+    return found[1]
+
+
+def main(folder: Path) -> None:
+    (folder / "quick_start.sh").write_text(block("sh"))
+    (folder / "finetune.py").write_text(block("python"))
+    (folder / "my-text.txt").write_text(Path(re.__file__).read_text())
+    tiny_model().save_pretrained(folder / "my-model")
+    tiny_tokenizer().save_pretrained(folder / "my-model")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
