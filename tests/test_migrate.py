@@ -480,7 +480,9 @@ def test_cut_cross_entropy(name: str, reduction: str, device: torch.device) -> N
 def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str | None, device: torch.device) -> None:
     """In bfloat16, whose rounding of the gradients is what the two may differ by."""
     case = replace(CCE_CASES[name], head_bias=None, dtype=torch.bfloat16, tolerance=2e-2)
-    check_cut_cross_entropy(case, reduction, device, impl="cce", filter_eps=filter_eps)
+    # Under a softcap the kernel of 25.1.1 counts the classes that fill up its last block: -inf becomes -softcap.
+    impl = "torch_compile" if "softcap" in case.theirs else "cce"
+    check_cut_cross_entropy(case, reduction, device, impl=impl, filter_eps=filter_eps)
 
 
 def check_cut_cross_entropy(case: Case, reduction: str, device: torch.device, **how: Any) -> None:

@@ -8,6 +8,7 @@ import typer
 
 import flce
 from flce.cli.bench import bench
+from flce.cli.demo import demo
 from flce.cli.info import info
 from flce.cli.plan import plan
 
@@ -38,3 +39,4 @@ def _common(
 app.command()(info)
 app.command()(plan)
 app.command()(bench)
+app.command()(demo)
