@@ -16,6 +16,7 @@ import flce
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+QUICK_START = "## Quick start\n"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
@@ -38,7 +39,7 @@ def blocks(language: str) -> list[Any]:
             continue
         for number, match in enumerate(BLOCK.finditer(document.read_text())):
             indent, of, text = match.groups()
-            if of == language:
+            if of == language and "sys.argv" not in text:  # a program: tests/test_quick_start.py runs it
                 lines = [line.removeprefix(indent) for line in text.splitlines()]
                 found.append(pytest.param("\n".join(lines), id=f"{document.name}-{number}"))
     return found
@@ -115,7 +116,7 @@ def a_trainer(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("text", blocks("sh"))
 def test_commands(text: str) -> None:
-    """Targets of the Makefile, parts of the script for GPUs, commands and options of the benchmarks."""
+    """Targets of the Makefile, parts of the script for GPUs, extras, commands of flce and the benchmarks with options."""
     makefile, script = (ROOT / "Makefile").read_text(), (ROOT / "scripts" / "gpu_session.sh").read_text()
     for line in text.splitlines():
         words = line.partition(" #")[0].split()
@@ -128,15 +129,24 @@ def test_commands(text: str) -> None:
         elif words[0] == "scripts/gpu_session.sh":
             for part in words[1:]:
                 assert re.search(rf"^ +([\w-]+ \| )*{re.escape(part)}( \| [\w-]+)*\)", script, re.M), line
+        elif words[:2] == ["pip", "install"]:
+            (extra,) = re.findall(r"^'?(?:\.|dist/\S+|flce)\[([a-z]+)\]'?$", words[2])
+            assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.M), line
+        elif words[:2] == ["python", "finetune.py"]:
+            assert QUICK_START in (ROOT / "README.md").read_text(), "tests/test_quick_start.py runs this line"
+        elif words[0] == "flce":
+            from flce.cli.app import app as flce_app
+
+            check_command(flce_app, words[1:])
         else:
+            from benchmarks.cli import app
+
             assert words[:3] == ["python", "-m", "benchmarks"], line
-            check_benchmark(words[3:])
+            check_command(app, words[3:])
 
 
-def check_benchmark(words: list[str]) -> None:
+def check_command(app: Any, words: list[str]) -> None:
     typer = pytest.importorskip("typer")
-    from benchmarks.cli import app
-
     command = typer.main.get_command(app).commands[words[0]]
     options = {name for parameter in command.params for name in parameter.opts}
     for word in words[1:]:

@@ -8,6 +8,7 @@ import typer
 
 import flce
 from flce.cli.bench import bench
+from flce.cli.check import check
 from flce.cli.demo import demo
 from flce.cli.info import info
 from flce.cli.plan import plan
@@ -37,6 +38,7 @@ def _common(
 
 
 app.command()(info)
+app.command()(check)
 app.command()(plan)
 app.command()(bench)
 app.command()(demo)
