@@ -113,7 +113,8 @@ def demo(
     # A model of the user's own may leave room for one run at a time only; so may a GPU, where time is steady.
     runs = train_both(console, settings, batches, take_turns=model is None and not gpu)
 
-    where = torch.cuda.get_device_name() if gpu else f"the CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    where = torch.cuda.get_device_name() if gpu else f"the CPU, {threads} thread{'' if threads == 1 else 's'}"
     title = (
         f"{runs['stock'].model}, vocabulary {len(tokenizer):,}, "
         f"{batch_size} x {settings.seq_len:,} tokens per step, "
