@@ -139,7 +139,14 @@ def load_config(path: Path) -> Any:
     kind = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ValueError(f"{file} has the model_type {kind!r}, which the Transformers installed does not know")
-    return CONFIG_MAPPING[kind].from_dict(values)
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # Transformers has classes of its own for what is wrong with a config
+        raise ValueError(f"{file} has values that Transformers refuses: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 class TrainingMemory:
@@ -151,7 +158,7 @@ class TrainingMemory:
         device: the GPU, as `flce.devices.described` tells it.
 
     Raises:
-        ValueError: Transformers has no causal language model for the config.
+        ValueError: Transformers has no causal language model for the config, or cannot make it.
     """
 
     def __init__(self, config: Any, training: Training, device: Described) -> None:
@@ -160,8 +167,11 @@ class TrainingMemory:
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"a {config.model_type} is no causal language model of Transformers")
         self.training, self.device, self.config = training, device, config
-        with torch.device("meta"), _quiet():
-            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=training.dtype).train()
+        try:
+            with torch.device("meta"), _quiet():
+                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=training.dtype).train()
+        except Exception as error:  # whatever the model's own code makes of sizes that do not go together
+            raise ValueError(f"no {config.model_type} can be made of this config: {_one_line(error)}") from None
         head = self._head()
         if training.frozen_head and head is not None:
             head.weight.requires_grad_(False)

@@ -412,12 +412,16 @@ def test_a_shape() -> None:
         (("--model", "{folder}"), "has no config.json"),
         (("--model", "{folder}/broken.json"), "is no JSON"),
         (("--model", "{folder}/unknown.json"), "has the model_type 'abacus'"),
+        (("--model", "{folder}/words.json"), "has values that Transformers refuses"),
+        (("--model", "{folder}/negative.json"), "no llama can be made of this config: Trying to create tensor with"),
         (("--model", "{folder}/other.json"), "a vit is no causal language model"),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "unknown.json").write_text('{"model_type": "abacus"}')
+    (tmp_path / "words.json").write_text('{"model_type": "llama", "hidden_size": "abc"}')
+    (tmp_path / "negative.json").write_text('{"model_type": "llama", "vocab_size": -5}')
     (tmp_path / "other.json").write_text('{"model_type": "vit"}')
     said = run(*(argument.replace("{folder}", str(tmp_path)) for argument in arguments))
     assert said.exit_code == 2, said.output
