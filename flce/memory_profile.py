@@ -109,10 +109,14 @@ def profile_memory(fn: Callable[[], object], *, device: str | torch.device | Non
         raise TypeError(f"fn must be a function without arguments, got {type(fn).__name__}")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
     gpus = torch.cuda.device_count()
-    if where.type != "cpu" and not (where.type == "cuda" and (where.index or 0) < gpus):
-        raise ValueError(f"device must be a CPU or one of the {gpus} CUDA devices that PyTorch sees, got '{where}'")
+    try:
+        where = torch.device(device)
+        known = where.type == "cpu" or (where.type == "cuda" and (where.index or 0) < gpus)
+    except RuntimeError:  # a name or a number that PyTorch does not know
+        known = False
+    if not known:
+        raise ValueError(f"device must be a CPU or one of the {gpus} CUDA devices that PyTorch sees, got '{device}'")
     gc.collect()  # what is garbage by now would be freed at some time, and lower the curve
     if where.type == "cpu":
         return _on_cpu(fn)

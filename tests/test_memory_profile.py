@@ -125,7 +125,7 @@ def test_no_profiler_within() -> None:
     assert flce.profile_memory(allocate("cpu", KIB), device="cpu").peak == KIB
 
 
-@pytest.mark.parametrize("device", ["meta", "cuda:99"])
+@pytest.mark.parametrize("device", ["meta", "cuda:99", "abacus"])
 def test_a_device_that_is_not_there(device: str) -> None:
     with pytest.raises(ValueError, match=rf"device must be a CPU or one of the \d+ CUDA devices .* got '{device}'"):
         flce.profile_memory(allocate("cpu", KIB), device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import re
 import sys
 from dataclasses import replace
@@ -195,6 +196,8 @@ def _check_picture(path: Path) -> None:
         raise _wrong("--plot", f"{path.name!r} is no picture: give a name that ends in {_either([*PICTURES])}")
     if not path.parent.is_dir():
         raise _wrong("--plot", f"there is no folder {str(path.parent)!r}: make it, or give another")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise _wrong("--plot", f"{str(path)!r} cannot be written: give another file")
 
 
 # --- what is measured ---

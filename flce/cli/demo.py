@@ -74,6 +74,9 @@ def demo(
     for picture in (output, memory_picture):
         if not can_draw(picture):
             raise typer.BadParameter(f"no picture can be drawn as {picture.suffix}: take .png, .svg or .pdf")
+        folder = next(parent for parent in picture.absolute().parents if parent.exists())  # the rest will be made
+        if picture.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise typer.BadParameter(f"{picture} cannot be written: give another file")
 
     import torch
     from transformers import AutoTokenizer

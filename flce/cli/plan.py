@@ -31,6 +31,7 @@ COLOURS = {
     "loss": "red",
     "temporary": "cyan",
 }
+MOST_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
 BAR = 60  # characters of the longest bar
 NOTE = (
     "A peak is the most that is allocated at one time of a step: weights + gradients + the optimizer's state + "
@@ -79,6 +80,7 @@ def plan(
     import torch
 
     from flce.devices import described
+    from flce.huggingface.training_memory import MOST_TOKENS, OPTIMIZERS, Training
     from flce.options import ChunkOptions
 
     if (model is None) == (shape is None):
@@ -86,28 +88,31 @@ def plan(
     for name, value in (("--seq-len", seq_len), ("--batch-size", batch_size)):
         if value < 1:
             raise typer.BadParameter(f"expected a positive number, got {value}", param_hint=name)
-    weights, products = _dtype(dtype, "--dtype"), _dtype(autocast, "--autocast") if autocast else None
+    weights, products = _dtype(dtype, "--dtype"), _dtype(autocast, "--autocast") if autocast is not None else None
     if products is not None and weights != torch.float32:
         raise typer.BadParameter(f"goes with --dtype float32, got {dtype}", param_hint="--autocast")
-    memory = _bytes(gpu_memory, "--gpu-memory") if gpu_memory else None
+    memory = _bytes(gpu_memory, "--gpu-memory") if gpu_memory is not None else None
     try:
         device = described(torch.device("cuda"), device_kind, memory)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--device-kind") from None
     if device.memory is None:
         raise typer.BadParameter(f"is needed: the memory of a {device_kind} is not known", param_hint="--gpu-memory")
-    options = ChunkOptions(max_workspace_bytes=_bytes(budget, "--budget")) if budget else None
+    options = ChunkOptions(max_workspace_bytes=_bytes(budget, "--budget")) if budget is not None else None
     told: dict[str, Any] = {"device": {"kind": device_kind, "memory_bytes": device.memory}}
     gpu = _Gpu(device_kind, device)
+    if optimizer not in OPTIMIZERS:
+        raise typer.BadParameter(
+            f"expected one of {', '.join(OPTIMIZERS)}, got {optimizer!r}", param_hint="--optimizer"
+        )
     if shape is not None:
         tokens, hidden, vocab = _shape(shape)
         told["loss"] = _loss(tokens, hidden, vocab, products or weights, gpu, frozen_head, options)
     else:
-        from flce.huggingface.training_memory import OPTIMIZERS, Training
-
-        if optimizer not in OPTIMIZERS:
+        if seq_len * batch_size > MOST_TOKENS:
             raise typer.BadParameter(
-                f"expected one of {', '.join(OPTIMIZERS)}, got {optimizer!r}", param_hint="--optimizer"
+                f"expected at most {MOST_TOKENS:,} tokens in a step, got {seq_len * batch_size:,}",
+                param_hint="--seq-len",
             )
         assert model is not None
         training = Training(batch_size, weights, products, optimizer, frozen_head, accumulation, options)
@@ -145,16 +150,17 @@ def _dtype(name: str, option: str) -> torch.dtype:
 
 def _bytes(text: str, option: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in UNITS or float(match[1]) == 0:
+    if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
         raise typer.BadParameter(f"expected a size such as 80GiB, 80GB or 256MiB, got {text!r}", param_hint=option)
     return int(float(match[1]) * UNITS[match[2]])
 
 
 def _shape(text: str) -> tuple[int, int, int]:
     match = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*", text)
-    if match is None or not all(int(size) for size in match.groups()):
+    if match is None or not all(0 < int(size) <= MOST_SIZE for size in match.groups()):
         raise typer.BadParameter(
-            f"expected three positive numbers such as 8192,4096,128256, got {text!r}", param_hint="--shape"
+            f"expected three positive numbers such as 8192,4096,128256, at most {MOST_SIZE}, got {text!r}",
+            param_hint="--shape",
         )
     tokens, hidden, vocab = map(int, match.groups())
     return tokens, hidden, vocab
