@@ -20,15 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from flce.arguments import autocast_dtype
 from flce.huggingface.frames import is_transformed
+from flce.huggingface.staleness import StaleLogitsError, Watched
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
-
-# Of a weight so many rows and columns, at most, are compared when logits are read late.
-_SAMPLE = 64
-
-
-class StaleLogitsError(RuntimeError):
-    """Something that lazy logits would be computed from has changed since the model ran."""
 
 
 def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -85,7 +79,9 @@ class HeadCall:
         self.backward_began = False
         self._layer = None if layer is None else weakref.ref(layer)
         self._owner = None if owner is None else weakref.ref(owner)
-        self._parameters = [_Watched(tensor) for tensor in (weight, bias) if tensor is not None]
+        self._parameters = [
+            Watched(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
+        ]
         self._step = _steps.count
         pack = pack_of_checkpoint()
         self._checkpoint = None if pack is None else weakref.ref(pack)
@@ -109,8 +105,11 @@ class HeadCall:
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
-        by_identity = self._trained_as_they_are()
-        return any(watched.may_be_changed_by(optimizer, by_identity) for watched in self._parameters)
+        trained = [_source(watched.tensor) for watched in self._parameters if watched.tensor.requires_grad]
+        if not self._trained_as_they_are():
+            return bool(trained)
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(id(parameter) in held for parameter in trained)
 
     def check_unchanged(self, waiting_is_fine: bool) -> None:
         """Raises RuntimeError where the weight is no longer what the model ran with.
@@ -124,7 +123,7 @@ class HeadCall:
                 "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
             )
         if any(self.may_be_changed_by(optimizer) for optimizer in _steps.since(self._step)):
-            raise _stale("by an optimizer step")
+            raise self._parameters[0].stale("by an optimizer step")
         stepped = _steps.count > self._step  # perhaps by an optimizer that no longer exists
         for watched in self._parameters:
             watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
@@ -141,60 +140,12 @@ class HeadCall:
         """Whether an optimizer that changes these parameters holds them, rather than shards of them."""
         layer = None if self._layer is None else self._layer()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
-        registered = all(any(watched.source is parameter for parameter in own) for watched in self._parameters)
+        registered = all(any(_source(w.tensor) is parameter for parameter in own) for w in self._parameters)
         return registered and self._unit_of_the_layer() is None
 
 
-class _Watched:
-    """A parameter as it was when the head was called."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.source = tensor if tensor._base is None else tensor._base
-        self._sampled = tuple([slice(None, None, max(1, -(-size // _SAMPLE))) for size in tensor.shape])
-        self._place, self._sample = self._look()
-
-    def may_be_changed_by(self, optimizer: Optimizer, by_identity: bool) -> bool:
-        if not self.tensor.requires_grad:
-            return False
-        held = any(parameter is self.source for group in optimizer.param_groups for parameter in group["params"])
-        return held or not by_identity
-
-    def check_unchanged(self, compare: bool) -> None:
-        tensor = self.tensor
-        if (tensor.shape, tensor.dtype, tensor.device) != self._place[:3]:
-            raise _stale(f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}")
-        if self._sample is None:
-            return
-        # On a CPU a comparison waits for nothing.
-        compare = compare or tensor.is_cpu or tensor.data_ptr() != self._place[3]
-        if not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        sample = tensor.detach()[self._sampled]
-        # NaN equals itself only as bytes.
-        if not torch.equal(sample, self._sample) and not torch.equal(_as_bytes(sample), _as_bytes(self._sample)):
-            raise _stale("through .data, by an exchange of weights, or by merging an adapter")
-
-    def _look(self) -> tuple[tuple[Any, ...], Tensor | None]:
-        """What it is and where, and some of its values, of which a meta tensor has none."""
-        tensor = self.tensor.detach()
-        if tensor.is_meta:
-            return (tensor.shape, tensor.dtype, tensor.device), None
-        sample = tensor[self._sampled].clone(memory_format=torch.contiguous_format)
-        return (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr()), sample
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def _stale(how: str) -> StaleLogitsError:
-    return StaleLogitsError(
-        f"these lazy logits can no longer be computed: the output embedding was changed {how} since the model ran. "
-        "Read them before that, call outputs.logits.materialize() before it, or use patch_model(..., "
-        "keep_logits=True), which computes the logits of outputs that are still referenced right before each "
-        "optimizer step."
-    )
+def _source(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
 
 
 # --------------------------------------------------------------------------------------------------- several calls

@@ -42,7 +42,7 @@ from flce.huggingface.frames import is_transformed, never_compiled
 from flce.huggingface.head_call import HeadCall, add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
 from flce.huggingface.lazy_state import LazyState, StackState, State
-from flce.huggingface.terms import versions_of
+from flce.huggingface.staleness import versions_of
 from flce.huggingface.usage import ASKED_FOR, MaterializedLogitsWarning, name_of, say_materialized
 from flce.huggingface.wrappers import asks_for_wrapper, ddp_hook, is_wrapper_hook, outside_of_checkpoint
 

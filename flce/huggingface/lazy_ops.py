@@ -20,7 +20,7 @@ from flce.arguments import widened
 from flce.functional import cross_entropy
 from flce.huggingface.elementwise import replay
 from flce.huggingface.lazy_state import LazyState, StackState, State, merged_calls
-from flce.huggingface.terms import BiasTerm, Product, Term, versions_of
+from flce.huggingface.terms import BiasTerm, Product, Term
 
 _STATES = (LazyState, StackState)
 
@@ -50,7 +50,7 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
             if isinstance(term, BiasTerm):
                 terms.append(BiasTerm(scale(term.bias, other), None, term.ops))
             else:
-                terms.append(term if term.bias is None else term.with_bias(scale(term.bias, other)))
+                terms.append(term if term.bias is None else replace(term, bias=scale(term.bias, other)))
     return replace(state, terms=tuple(terms))
 
 
@@ -83,7 +83,8 @@ def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
     if other.dtype == torch.float64 != state.head.dtype:
         return NotImplemented  # wider than what the loss is computed in
     bias = other.reshape(-1)
-    return _with_terms(state, (BiasTerm(bias, versions_of(bias), () if sign == 1 else (("mul", sign),)),))
+    term = BiasTerm(bias, None, () if sign == 1 else (("mul", sign),))
+    return _with_terms(state, (term if torch.compiler.is_compiling() else term.recorded(),))
 
 
 def _with_terms(state: LazyState, more: tuple[Term, ...] | None) -> Any:
@@ -127,13 +128,12 @@ def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Term, .
             terms.append(BiasTerm(term.bias.masked_fill(mask, 0.0), None, term.ops))
             continue
         first = place == 0
-        versions = None if term.versions is None else (term.versions[0], 0)
         everywhere = mask if term.filled is None else mask | term.filled
         weight = term.weight.masked_fill(mask[:, None], 0.0)
-        filled = replace(term, weight=weight, bias=None, versions=versions, filled=everywhere)
+        filled = replace(term, weight=weight, bias=None, filled=everywhere)
         bias = term.weight.new_zeros(state.vocab_size) if first and term.bias is None else term.bias
         if bias is not None:
-            filled = filled.with_bias(bias.masked_fill(mask, value if first else 0.0))
+            filled = replace(filled, bias=bias.masked_fill(mask, value if first else 0.0))
         terms.append(filled)
     return tuple(terms)
 
@@ -642,7 +642,7 @@ def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
         if not all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms):
             return NotImplemented
         return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
-    if first.folded.normalised or any(term.hidden is not terms[0].hidden for term in terms):
+    if first.folded.normalised or any(not _same(term.hidden, terms[0].hidden) for term in terms):
         return NotImplemented
     vectors: list[Tensor | None] = []
     for name, dtype in (("bias", terms[0].weight.dtype), ("filled", torch.bool)):
@@ -654,13 +654,17 @@ def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
         vectors.append(torch.cat([zero if piece is None else piece for piece, zero in zip(pieces, zeros, strict=True)]))
     bias, filled = vectors
     weight = torch.cat([term.weight for term in terms])
-    return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, filled=filled, versions=None),))
+    return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, filled=filled),))
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two weights are one, or were detached from one."""
-    if a is b or a is None or b is None or torch.compiler.is_compiling() or a.requires_grad or b.requires_grad:
+    """Whether two tensors are one, or recorded or detached from one."""
+    if a is b or a is None or b is None or torch.compiler.is_compiling():
         return a is b
+    if a.requires_grad or b.requires_grad:  # their gradients have to go to the same place, too
+        leaf = a._base
+        if leaf is None or leaf is not b._base or not leaf.is_leaf or a.requires_grad != b.requires_grad:
+            return False
     places = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b)]
     return places[0] == places[1]
 

@@ -20,7 +20,7 @@ from flce.arguments import autocast_dtype, narrowed, widened
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.elementwise import Folded, Op, dtype_after, fold, replay
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.terms import Product, Term, dealt_out, versions_of
+from flce.huggingface.terms import Product, Term, dealt_out
 from flce.options import ChunkOptions
 from flce.problem import accumulation_dtype
 
@@ -136,6 +136,10 @@ class LazyState:
     def detach(self) -> LazyState:
         return replace(self, terms=tuple(term.detach() for term in self.terms))
 
+    def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
+        """The state as it is now: later changes of ``requires_grad`` do not reach it, and others are noticed."""
+        return replace(self, terms=tuple([term.recorded() for term in self.terms]), calls=calls)
+
     # -- what it is for
 
     def weights(self, waiting_is_fine: bool = False) -> AbstractContextManager[None]:
@@ -148,7 +152,8 @@ class LazyState:
             RuntimeError: something that the logits are made from has changed since the model ran.
         """
         for term in self.terms:
-            term.check_unchanged()
+            if term.watched is not None:
+                term.watched.check_unchanged(waiting_is_fine)
         return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
 
     def logits(self) -> Tensor:
@@ -280,11 +285,10 @@ def head_state(
     device = hidden.device
     autocast = autocast_dtype(device.type)
     dtype = hidden.dtype if autocast is None else narrowed(hidden.dtype, device.type)
-    versions = versions_of(hidden, weight) if bias is None else versions_of(hidden, weight, bias)
-    term = Product(hidden, weight, bias, dtype, versions)
+    term = Product(hidden, weight, bias, dtype)
     settings = Settings() if settings is None else settings
-    calls = () if call is None else (call,)
-    return LazyState((term,), hidden.dim() - 1, autocast, device, settings, (), calls)
+    state = LazyState((term,), hidden.dim() - 1, autocast, device, settings)
+    return state if call is None else state.recorded((call,))
 
 
 def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:

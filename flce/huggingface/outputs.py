@@ -17,7 +17,7 @@ from flce.callers import caller
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy_state import StackState
-from flce.huggingface.terms import Product, Term, versions_of
+from flce.huggingface.terms import Product
 from flce.huggingface.usage import Usage
 
 
@@ -60,9 +60,7 @@ def _watched(state: Any, call_of: Callable[[Product], HeadCall]) -> Any:
     """From now on changes of what the logits are made from are noticed, and hooks of wrappers are called."""
     if isinstance(state, StackState):
         return replace(state, parts=tuple(_watched(part, call_of) for part in state.parts))
-    terms: tuple[Term, ...] = tuple(replace(term, versions=versions_of(*term.tensors)) for term in state.terms)
-    calls = tuple(call_of(term) for term in terms if isinstance(term, Product))
-    return replace(state, terms=terms, calls=calls)
+    return state.recorded(tuple(call_of(term) for term in state.terms if isinstance(term, Product)))
 
 
 def without_logits(outputs: Any) -> Any:

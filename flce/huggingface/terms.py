@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce.huggingface.elementwise import Op, fold
-from flce.huggingface.head_call import StaleLogitsError
+from flce.huggingface.staleness import Watched
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Product:
         weight: ``(V, H)``.
         bias: ``(V,)`` or None.
         dtype: of the product.
-        versions: in-place versions of the tensors when the product was to be made, None where they cannot be
-            had or do not matter.
+        watched: the hidden states at the call, if `hidden` is or views them; None: nothing else can change `hidden`.
+            The head's call watches its parameters.
         ops: factors and casts.
         filled: ``(V,)`` bool, the classes whose rows of the weight were replaced by zeros, and their bias by a number;
             their logits get no gradient. None: no class.
@@ -34,7 +34,7 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    versions: tuple[int, ...] | None = None
+    watched: Watched | None = field(default=None, compare=False, repr=False)
     ops: tuple[Op, ...] = ()
     filled: Tensor | None = None
 
@@ -49,31 +49,25 @@ class Product:
     def with_tensors(self, tensors: Sequence[Tensor]) -> Product:
         """The term on other tensors, which nobody changes in place."""
         bias = None if self.bias is None else tensors[2]
-        return replace(self, hidden=tensors[0], weight=tensors[1], bias=bias, versions=None)
+        return replace(self, hidden=tensors[0], weight=tensors[1], bias=bias, watched=None)
 
     def with_hidden(self, hidden: Tensor) -> Product:
         """After an operation on the token dimensions, which made ``hidden`` of the hidden states."""
-        versions = self.versions
-        if versions is not None and hidden.is_inference():
-            versions = None
-        elif versions is not None:
-            # A view shares the counter of what it views; a copy counts from zero. Keep a change that came before.
-            versions = (versions[0] + hidden._version - self.hidden._version, *versions[1:])
-        return replace(self, hidden=hidden, versions=versions)
-
-    def with_bias(self, bias: Tensor) -> Product:
-        """With a bias that was made for this term."""
-        versions = self.versions
-        if versions is not None:
-            versions = None if bias.is_inference() else (*versions[:2], bias._version)
-        return replace(self, bias=bias, versions=versions)
+        watched = self.watched
+        if watched is not None and not _same_memory(hidden, self.hidden):
+            watched = watched.of_a_copy()
+        return replace(self, hidden=hidden, watched=watched)
 
     def detach(self) -> Product:
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
 
-    def check_unchanged(self) -> None:
-        _check_versions(self.versions, self.tensors)
+    def recorded(self) -> Product:
+        """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
+        hidden, weight = recorded(self.hidden), recorded(self.weight)
+        bias = None if self.bias is None else recorded(self.bias)
+        watched = Watched(hidden, "the hidden states were")
+        return replace(self, hidden=hidden, weight=weight, bias=bias, watched=watched)
 
 
 @dataclass(frozen=True)
@@ -82,11 +76,12 @@ class BiasTerm:
 
     Attributes:
         bias: ``(V,)``.
-        versions, ops: as of a :class:`Product`.
+        watched: the same vector; None: nothing else can change it.
+        ops: as of a :class:`Product`.
     """
 
     bias: Tensor
-    versions: tuple[int, ...] | None = None
+    watched: Watched | None = field(default=None, compare=False, repr=False)
     ops: tuple[Op, ...] = ()
 
     @property
@@ -102,13 +97,15 @@ class BiasTerm:
         return _factor(self.ops)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> BiasTerm:
-        return replace(self, bias=tensors[0], versions=None)
+        return replace(self, bias=tensors[0], watched=None)
 
     def detach(self) -> BiasTerm:
         return replace(self, bias=self.bias.detach())
 
-    def check_unchanged(self) -> None:
-        _check_versions(self.versions, self.tensors)
+    def recorded(self) -> BiasTerm:
+        """As that of a product."""
+        bias = recorded(self.bias)
+        return replace(self, bias=bias, watched=Watched(bias, "a vector that was added to the logits was"))
 
 
 Term = Product | BiasTerm
@@ -120,28 +117,23 @@ def dealt_out(pieces: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ..
     return tuple(piece.with_tensors([next(rest) for _ in piece.tensors]) for piece in pieces)
 
 
+def recorded(tensor: Tensor) -> Tensor:
+    """The same memory, at the place in the autograd graph that the tensor has now.
+
+    A leaf's ``requires_grad`` may be changed later, as PEFT's ``disable_adapter()`` does for a while. Stock's logits
+    have recorded by then whether it needs a gradient. The alias shares the leaf's version, and its storage also where a
+    wrapper frees that and fills it again.
+    """
+    if not tensor.is_leaf:
+        return tensor
+    return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def _factor(ops: tuple[Op, ...]) -> float:
     folded = fold(ops)
     assert folded is not None
     return folded.logit_scale
-
-
-def _check_versions(versions: tuple[int, ...] | None, tensors: tuple[Tensor, ...]) -> None:
-    if versions is not None and versions != versions_of(*tensors):
-        raise StaleLogitsError(
-            "these lazy logits can no longer be computed: the hidden states or the output embedding were "
-            "modified in place since the model ran (an optimizer step?). Read them before that, call "
-            "outputs.logits.materialize() before it, or use patch_model(..., keep_logits=True), which computes the "
-            "logits of outputs that are still referenced right before each optimizer step."
-        )
-
-
-def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
-    if torch.compiler.is_compiling():
-        return None
-    versions = []
-    for tensor in tensors:
-        if tensor.is_inference():  # it does not count its changes
-            return None
-        versions.append(tensor._version)
-    return tuple(versions)

@@ -43,7 +43,7 @@ def test_cpu_offload(pair: World, loss: str) -> None:
     pair.run(training.offloaded, loss)
 
 
-@pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("loss", [*CALLS, "frozen meanwhile"])
 @pytest.mark.parametrize("reshard", [False, True])
 def test_tied_embeddings(pair: World, reshard: bool, loss: str) -> None:
     pair.run(training.tied, loss, reshard)
@@ -61,6 +61,12 @@ def test_tied_embeddings(pair: World, reshard: bool, loss: str) -> None:
 def test_adapters(pair: World, adapters: str, wrapping: str, loss: str) -> None:
     pytest.importorskip("peft")
     pair.run(training.with_adapters, loss, adapters, wrapping)
+
+
+@pytest.mark.parametrize("adapters", ["head", "modules_to_save"])
+def test_adapters_frozen_meanwhile(pair: World, adapters: str) -> None:
+    pytest.importorskip("peft")
+    pair.run(training.with_adapters, "frozen meanwhile", adapters, "tail, resharded")
 
 
 @pytest.mark.parametrize("loss", CALLS)

@@ -87,6 +87,18 @@ def two_losses(model: Any, ids: Tensor) -> Tensor:
     return outputs.loss + 0.5 * F.cross_entropy(outputs.logits[:, 1:].flatten(0, 1), ids[:, :-1].flatten())
 
 
+def frozen_meanwhile(model: Any, ids: Tensor) -> Tensor:
+    """What needed a gradient when the model ran gets one."""
+    logits = model(input_ids=ids).logits
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    loss = F.cross_entropy(*shifted(logits, ids))
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return loss
+
+
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "labels": with_labels,
     "own loss": own_loss,
@@ -95,6 +107,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "real logits": real_logits,
     "asked for": asked_for,
     "two losses": two_losses,
+    "frozen meanwhile": frozen_meanwhile,
 }
 
 
@@ -424,6 +437,8 @@ def late_reads(wrapping: str, keep: bool) -> None:
         logits: Tensor = outputs.logits
         return logits
 
+    if wrapping == "tail, resharded":  # the gathered weight is not kept
+        assert model(input_ids=ids).logits._state.head.weight.untyped_storage().size() == 0
     logits = trained()
     torch.testing.assert_close(logits.softmax(-1), want.softmax(-1))
     logits = trained()

@@ -213,6 +213,174 @@ def test_reading_before_the_step_is_as_ever(build: Callable[..., Any]) -> None:
         torch.testing.assert_close(logits.softmax(-1), forward(stock).softmax(-1))
 
 
+# ------------------------------------------------------------------------------- hidden states, changed after the call
+
+
+def rescaled(hidden: Tensor) -> None:
+    hidden /= hidden.norm(dim=-1, keepdim=True)
+
+
+def through_data(hidden: Tensor) -> None:
+    hidden.data.mul_(3.0)
+
+
+def through_numpy(hidden: Tensor) -> None:
+    hidden.detach().numpy()[:] *= 3.0
+
+
+HIDDEN_CHANGES = [rescaled, through_data, through_numpy]
+HIDDEN_STALE = "no longer be computed: the hidden states were changed"
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("change", HIDDEN_CHANGES)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_after_hidden_states_were_changed(
+    build: Callable[..., Any], mode: Any, change: Callable[[Tensor], None], read: str
+) -> None:
+    """Also where they count no versions, or the change does not raise them. A copy that came before is not reached."""
+    stock = build("Llama", num_hidden_layers=1)
+    model = patch_model(copy.deepcopy(stock))
+    if mode is not torch.enable_grad:
+        model.eval()
+    with mode():
+        want = stock(input_ids=IDS).logits[torch.tensor([1])]
+        outputs = model(input_ids=IDS, labels=IDS, output_hidden_states=True)
+        copied = outputs.logits[torch.tensor([1])]
+        change(outputs.hidden_states[-1])
+        with pytest.raises(RuntimeError, match=HIDDEN_STALE):
+            READS[read](outputs.logits)
+        with pytest.raises(RuntimeError, match=HIDDEN_STALE):
+            outputs.logits[torch.tensor([1])].softmax(-1)  # of a copy of what has changed
+        torch.testing.assert_close(copied.softmax(-1), want.softmax(-1))
+
+
+def test_other_memory_in_hidden_states_changes_nothing(build: Callable[..., Any]) -> None:
+    stock = build("Llama", num_hidden_layers=1)
+    model = patch_model(copy.deepcopy(stock)).eval()
+    with torch.no_grad():
+        outputs = model(input_ids=IDS, labels=IDS, output_hidden_states=True)
+        outputs.hidden_states[-1].data = torch.zeros(2, 9, 32)
+        assert torch.equal(outputs.logits.argmax(-1), forward(stock).argmax(-1))
+
+
+# ----------------------------------------------------------------------------- requires_grad, changed after the call
+
+
+def adapted(model: Any, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(7)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **settings))
+    model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, **settings))
+    return model.train()
+
+
+def with_adapter_on_the_head(model: Any) -> Any:
+    return adapted(model, target_modules=["q_proj", "lm_head"])
+
+
+def with_copy_of_the_head(model: Any) -> Any:
+    return adapted(model, target_modules=["q_proj"], modules_to_save=["lm_head"])
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+
+def distilled_from_the_base(model: Any) -> Tensor:
+    logits = forward(model)
+    with model.disable_adapter():
+        with torch.no_grad():
+            base = forward(model)
+        return F.kl_div(logits.log_softmax(-1), base.softmax(-1), reduction="batchmean")
+
+
+def made_with_adapters_disabled(model: Any) -> Tensor:
+    logits = forward(model)
+    with model.disable_adapter():
+        return loss_of(logits)
+
+
+def looked_at_with_adapters_disabled(model: Any) -> Tensor:
+    logits = forward(model)
+    with model.disable_adapter():
+        logits.std().item()
+    return loss_of(logits)
+
+
+def made_with_another_adapter(model: Any) -> Tensor:
+    logits = forward(model)
+    model.set_adapter("other")
+    loss = loss_of(logits)
+    model.set_adapter("default")
+    return loss
+
+
+def frozen_meanwhile(model: Any) -> Tensor:
+    logits = forward(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    loss = loss_of(logits) + logits.logsumexp(-1).square().mean()
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    return loss
+
+
+def frozen_in_forward(model: Any) -> Tensor:
+    head = model.get_output_embeddings().requires_grad_(False)
+    logits = forward(model)
+    head.requires_grad_(True)
+    return loss_of(logits) + logits[..., [1, 2]].square().mean()
+
+
+def recomputed(model: Any) -> Tensor:
+    def loss(ids: Tensor) -> Tensor:
+        return frozen_meanwhile(model)
+
+    return torch.utils.checkpoint.checkpoint(loss, IDS, use_reentrant=False)
+
+
+def frozen_until_backward(model: Any) -> Tensor:
+    """Stock's graph asks the parameter once more when its gradient arrives."""
+    loss = loss_of(forward(model))
+    model.get_output_embeddings().requires_grad_(False)
+    return loss
+
+
+ADAPTED = [
+    distilled_from_the_base,
+    made_with_adapters_disabled,
+    looked_at_with_adapters_disabled,
+    made_with_another_adapter,
+]
+PLAIN = [frozen_meanwhile, frozen_in_forward, recomputed, frozen_until_backward]
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize(
+    "prepare, step, tied",
+    [(with_adapter_on_the_head, step, tied) for step in (*ADAPTED, *PLAIN) for tied in (False, True)]
+    + [(with_copy_of_the_head, step, False) for step in (*ADAPTED, *PLAIN)]
+    + [(lambda model: model, step, tied) for step in PLAIN for tied in (False, True)],
+)
+def test_what_needed_a_gradient_at_the_call_gets_it(
+    build: Callable[..., Any], prepare: Callable[[Any], Any], step: Callable[[Any], Tensor], tied: bool
+) -> None:
+    """And nothing else does, whatever ``requires_grad`` says when the loss is made."""
+    stock = prepare(build("Llama", num_hidden_layers=1, tie_word_embeddings=tied))
+    patched = patch_model(prepare(build("Llama", num_hidden_layers=1, tie_word_embeddings=tied)))
+    losses = [step(model) for model in (stock, patched)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    for (name, want), got in zip(stock.named_parameters(), patched.parameters(), strict=True):
+        assert (got.grad is None) == (want.grad is None), name
+        if want.grad is not None:
+            torch.testing.assert_close(got.grad, want.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu_on_the_way_to_a_loss(build: Callable[..., Any], monkeypatch: Any) -> None:
     """The sample of the weight is taken on the device, and compared only where logits are read late."""

@@ -1,0 +1,115 @@
+"""Whether the tensors that lazy logits would be computed from are what they were when the model ran.
+
+Three things show a change: the tensor's version, which in-place operations raise; a step of an optimizer that holds a
+parameter, as fused optimizers raise no version (:mod:`.head_call` counts steps); and a sample of its values, which
+finds writes through ``.data`` or NumPy and in inference mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A sample has at most this many entries of each dimension, and its square of all: 64 rows of 64 columns.
+_SAMPLE = 64
+
+_REMEDY = (
+    "Read them before that, call outputs.logits.materialize() before it, or use patch_model(..., keep_logits=True), "
+    "which computes the logits of outputs that are still referenced right before each optimizer step."
+)
+
+
+class StaleLogitsError(RuntimeError):
+    """Something that lazy logits would be computed from has changed since the model ran."""
+
+
+class Watched:
+    """A tensor as it was when the head was called.
+
+    Args:
+        tensor: a parameter of the head, the hidden states, or a vector that was added to the logits.
+        name: what it is, for messages, with its verb: "the output embedding was".
+    """
+
+    def __init__(self, tensor: Tensor, name: str) -> None:
+        self.tensor = tensor
+        self._name = name
+        self._version = versions_of(tensor)
+        values = tensor.detach()
+        self._place = _place(values)
+        self._sampled = _spread(tensor.shape)
+        # A meta tensor has no values.
+        self._sample = None if tensor.is_meta else values[self._sampled].clone(memory_format=torch.contiguous_format)
+
+    def check_unchanged(self, waiting_is_fine: bool) -> None:
+        """Raise `StaleLogitsError` if the tensor has changed.
+
+        Args:
+            waiting_is_fine: compare values also where that waits for a GPU and nothing points to a change.
+        """
+        how = self._change(waiting_is_fine)
+        if how is not None:
+            raise self.stale(how)
+
+    def of_a_copy(self) -> Watched | None:
+        """What watches a copy that was made just now: nothing, as later changes do not reach it.
+
+        A change that came before the copy is in it, so then this object still watches.
+        """
+        return None if self._change(waiting_is_fine=False) is None else self
+
+    def stale(self, how: str) -> StaleLogitsError:
+        return StaleLogitsError(
+            f"these lazy logits can no longer be computed: {self._name} changed {how} since the model ran. {_REMEDY}"
+        )
+
+    def _change(self, waiting_is_fine: bool) -> str | None:
+        """How the tensor was changed; None: it was not, as far as can be seen."""
+        tensor = self.tensor
+        if self._version != versions_of(tensor):
+            return "in place (by an optimizer step?)"
+        values = tensor.detach()
+        place = _place(values)
+        if place[:3] != self._place[:3]:
+            return f"to {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
+        # On a CPU a comparison waits for nothing.
+        compare = waiting_is_fine or tensor.is_cpu or place != self._place
+        if self._sample is None or not compare or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        sample = values[self._sampled]
+        # NaN equals itself only as bytes.
+        if torch.equal(sample, self._sample) or torch.equal(_as_bytes(sample), _as_bytes(self._sample)):
+            return None
+        return "through .data or NumPy, in inference mode, by an exchange of weights, or by merging an adapter"
+
+
+def versions_of(*tensors: Tensor) -> tuple[int, ...] | None:
+    """How often the tensors were changed in place; None where that is not counted."""
+    if torch.compiler.is_compiling():
+        return None
+    versions = []
+    for tensor in tensors:
+        if tensor.is_inference():
+            return None
+        versions.append(tensor._version)
+    return tuple(versions)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, None if tensor.is_meta else tensor.data_ptr()
+
+
+def _spread(shape: torch.Size) -> tuple[slice, ...]:
+    """The index of a sample: entries at equal distances, of the last dimension first, then of the others in order."""
+    room = _SAMPLE * _SAMPLE
+    steps: dict[int, int] = {}
+    for dim in [len(shape) - 1, *range(len(shape) - 1)]:
+        steps[dim] = max(1, -(-shape[dim] // min(_SAMPLE, room)))
+        room = max(1, room // max(1, -(-shape[dim] // steps[dim])))
+    return tuple([slice(None, None, steps[dim]) for dim in range(len(shape))])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
