@@ -69,7 +69,7 @@ class Watched:
         """How the tensor was changed; None: it was not, as far as can be seen."""
         tensor = self.tensor
         if self._version != versions_of(tensor):
-            return "in place (by an optimizer step?)"
+            return "in place"
         values = tensor.detach()
         place = _place(values)
         if place[:3] != self._place[:3]:

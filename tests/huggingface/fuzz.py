@@ -262,6 +262,18 @@ HEADS = """
 {y} = a(ids)
 """
 
+# What programs do to the models between their call and the loss.
+MODELS = """
+requires_grad(False, 'head')
+requires_grad(False, 'head')
+requires_grad(False)
+requires_grad(True)
+adapter(False)
+adapter(True)
+rescale_hidden({n})
+rescale_hidden_data({n})
+"""
+
 WRITES = """
 {x}[0] = {n}
 {x}[-1] = {inf}
@@ -411,6 +423,7 @@ GROUPS = {
     "reductions": REDUCTIONS,
     "together": TOGETHER,
     "heads": HEADS,
+    "models": MODELS,
     "writes": WRITES,
     "rare": RARE,
     "reads": READS,
@@ -426,6 +439,7 @@ WEIGHTS = {
     "reductions": 7,
     "together": 8,
     "heads": 4,
+    "models": 3,
     "writes": 18,
     "rare": 1,
     "reads": 6,
@@ -454,6 +468,7 @@ class Setup:
     max_workspace_bytes: int | None = None
     frozen: str = ""  # the name of a parameter
     tied: bool = False
+    adapter: bool = False  # on the head
     mode: str = "train"  # or "labels": an evaluation with labels; "no_grad": the same without gradients
 
     def __str__(self) -> str:
@@ -485,8 +500,26 @@ class Difference:
         return f"{self.kind}: {self.text}"
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter beside it, as PEFT's."""
+
+    def __init__(self, base: nn.Linear, seed: int, dtype: str) -> None:
+        super().__init__()
+        self.base, self.out_features, self.enabled = base, base.out_features, True
+        self.down = nn.Linear(HIDDEN, 2, bias=False, device="meta")
+        self.up = nn.Linear(2, base.out_features, bias=False, device="meta")
+        self.down.weight = nn.Parameter(values((2, HIDDEN), seed, dtype))
+        self.up.weight = nn.Parameter(values((base.out_features, 2), seed + 1, dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.base(hidden)
+        return logits + self.up(self.down(hidden)) * 0.5 if self.enabled else logits
+
+
 class Head(nn.Module):
     """The least that is a language model."""
+
+    hidden: Tensor
 
     def __init__(self, setup: Setup, seed: int) -> None:
         super().__init__()
@@ -500,12 +533,17 @@ class Head(nn.Module):
             self.head.bias = nn.Parameter(values((CLASSES,), seed + 3, setup.dtype))
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name != setup.frozen)
+        self.trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        if setup.adapter:
+            self.head: Any = Adapted(self.head, seed + 4, setup.dtype)
+            self.trained = {name.replace("head.", "head.base.") for name in self.trained}
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(torch.tanh(self.embedding(ids) @ self.trunk))
+        self.hidden = torch.tanh(self.embedding(ids) @ self.trunk) + 0.0  # a sum's backward does not need its result
+        logits: Tensor = self.head(self.hidden)
         return logits
 
 
@@ -603,6 +641,10 @@ class Run:
             "retain": self._retain,
             "noise": self._noise,
             "scalar": self._scalar,
+            "requires_grad": self._requires_grad,
+            "adapter": self._adapter,
+            "rescale_hidden": lambda number: self._each(lambda model: model.hidden.mul_(number)),
+            "rescale_hidden_data": lambda number: self._each(lambda model: model.hidden.data.mul_(number)),
         }
         self.tensors: dict[str, Any] = {}
         self.written: dict[str, int] = {"lg": 0}
@@ -623,6 +665,25 @@ class Run:
         with torch.set_grad_enabled(self.setup.mode != "no_grad" and torch.is_grad_enabled()):
             logits: Tensor = self._model(name)(ids, **given)
         return logits
+
+    def _each(self, change: Callable[[Head], Any]) -> None:
+        for model in self.models.values():
+            change(model)
+
+    def _requires_grad(self, wanted: bool, part: str = "") -> None:
+        """Freeze some parameters, or let those be trained again that were."""
+        for model in self.models.values():
+            for name, parameter in model.named_parameters():
+                if name in model.trained and name.startswith(part):
+                    parameter.requires_grad_(wanted)
+
+    def _adapter(self, enabled: bool) -> None:
+        """As PEFT enables and disables one: its parameters are frozen meanwhile."""
+        for model in self.models.values():
+            if isinstance(model.head, Adapted):
+                model.head.enabled = enabled
+                for layer in (model.head.down, model.head.up):
+                    layer.requires_grad_(enabled)
 
     def _note(self, *what: Any) -> None:
         self.notes += [(self.code, x.copy() if isinstance(x, np.ndarray) else x) for x in what]
@@ -759,7 +820,7 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
     if isinstance(want, bool | str | torch.dtype | torch.layout | torch.Size | type(None)):
         return None if type(got) is type(want) and got == want else f"{got} instead of {want}"
     if isinstance(got, Exception):
-        return _told(got)
+        return None if STALE.search(str(got)) else _told(got)
     if isinstance(want, list | tuple) and not (want and all(type(w) in (int, float) for w in want)):
         if len(got) != len(want):
             return f"{len(got)} instead of {len(want)}"
@@ -794,7 +855,9 @@ TOLD = "after the loss"
 # What autograd forbids, because it cannot do it for views in one memory.
 VIEW_RULES = re.compile(r"created in no_grad mode|output of a function that returns multiple views|a leaf Variable")
 # Writes that autograd does not see: stock's gradients are then those of another value.
-UNSEEN = re.compile(r"\.data\b|numpy\(\)\.fill")
+UNSEEN = re.compile(r"\.data\b|numpy\(\)\.fill|hidden_data\(")
+# Documented: an error where hidden states have changed that are still needed; PyTorch's own for some views of them.
+STALE = re.compile(r"no longer be computed: the hidden states were changed|its base or another view of its base has been")
 # A write, and the name that it goes by; what C++ code is given.
 WRITE = re.compile(
     r"\b(\w+)(?:\[.*\]|\.\w+\(\))*(?:\.[a-z]\w*_\(| [-+*/]= |\[.*\] = )|InPlace\.apply\((\w+)\)|out=(\w+)"
@@ -864,6 +927,8 @@ def compare(program: Program, wrong: Callable[[str], str] | None = None, layout:
             continue
         want, got = _fails(lambda step=step: stock.step(step)), _fails(lambda step=step: lazy.step(step))  # type: ignore[misc]
         if (want is None) != (got is None):
+            if STALE.search(str(got)) and any("rescale_hidden" in before for before in program.steps):
+                return None
             if want is None and HOOKS.search(step) and (TOLD in str(got) or loose.intersection(_names(step))):
                 return None
             if (VIEW_RULES.search(str(want)) and not layout) or "max_workspace_bytes" in str(got):
@@ -888,6 +953,8 @@ def compare(program: Program, wrong: Callable[[str], str] | None = None, layout:
             if isinstance(theirs, Exception):
                 continue
             ours = _result(lambda name=name: _properties(lazy.tensors[name], layout))  # type: ignore[misc]
+            if STALE.search(str(ours)):
+                return None
             if isinstance(ours, Exception):
                 return Difference("properties raise", f"{name} after `{step}`: {_told(ours)}")
             for what in theirs:
@@ -925,7 +992,7 @@ def _gradients(program: Program, stock: Run, lazy: Run, tolerance: float, loose:
         told = _told(got)
         # Documented: a checkpoint in which logits stayed lazy, and that were read between it and backward.
         allowed = ("does not require grad" in told and loose) or told.startswith("CheckpointError")
-        return None if allowed else Difference("backward raises", told)
+        return None if allowed or STALE.search(told) else Difference("backward raises", told)
     ours = list(lazy.gradients())
     theirs = list(stock.gradients())
     for (name, g), (expected, w) in zip(ours, theirs, strict=False):
@@ -1045,6 +1112,7 @@ def _draw_setup(rng: random.Random) -> Setup:
         max_workspace_bytes=rng.choice([None, 3000]),
         frozen=rng.choice(names) if not tied and rng.random() < 0.15 else "",
         tied=tied,
+        adapter=rng.random() < 0.2,
         mode=rng.choices(["train", "labels", "no_grad"], [85, 10, 5])[0],
     )
 
