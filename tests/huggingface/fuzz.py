@@ -857,7 +857,9 @@ VIEW_RULES = re.compile(r"created in no_grad mode|output of a function that retu
 # Writes that autograd does not see: stock's gradients are then those of another value.
 UNSEEN = re.compile(r"\.data\b|numpy\(\)\.fill|hidden_data\(")
 # Documented: an error where hidden states have changed that are still needed; PyTorch's own for some views of them.
-STALE = re.compile(r"no longer be computed: the hidden states were changed|its base or another view of its base has been")
+STALE = re.compile(
+    r"no longer be computed: the hidden states were changed|its base or another view of its base has been"
+)
 # A write, and the name that it goes by; what C++ code is given.
 WRITE = re.compile(
     r"\b(\w+)(?:\[.*\]|\.\w+\(\))*(?:\.[a-z]\w*_\(| [-+*/]= |\[.*\] = )|InPlace\.apply\((\w+)\)|out=(\w+)"
