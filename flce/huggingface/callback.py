@@ -27,7 +27,6 @@ class FlceCallback(TrainerCallback):
     Args:
         options: ``flce.ChunkOptions`` for the fused loss, see `flce.patch_model`.
         on_materialize: what happens where something reads the logits, see `flce.patch_model`.
-        keep_logits: whether logits may be read after an optimizer step, see `flce.patch_model`.
         unpatch: restore the stock model when training ends.
 
     Raises:
@@ -39,13 +38,11 @@ class FlceCallback(TrainerCallback):
         *,
         options: ChunkOptions | None = None,
         on_materialize: OnMaterialize = "warn",
-        keep_logits: bool = False,
         unpatch: bool = False,
     ) -> None:
         check_options(options)
         self.options = options
         self.on_materialize = on_materialize
-        self.keep_logits = keep_logits
         self.unpatch = unpatch
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
@@ -65,4 +62,4 @@ class FlceCallback(TrainerCallback):
 
     def _patch(self, model: nn.Module | None) -> None:
         if model is not None:
-            patch_model(model, options=self.options, on_materialize=self.on_materialize, keep_logits=self.keep_logits)
+            patch_model(model, options=self.options, on_materialize=self.on_materialize)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from flce.arguments import autocast_dtype
@@ -98,10 +98,6 @@ class HeadCall:
     def unit(self) -> Any:
         """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
         return self._unit_of_the_layer() if self._is_freed() else None
-
-    @property
-    def is_trained(self) -> bool:
-        return any(watched.tensor.requires_grad for watched in self._parameters)
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
@@ -211,24 +207,14 @@ class _Steps:
         self.count = 0
         self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
-        # By id, as tensors compare by value. Only those that are to be kept.
-        self.keep: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def watch(self) -> None:
         """From now on. Once a process."""
         if not self._handles:
-            self._handles.append(register_optimizer_step_pre_hook(self._before))
             self._handles.append(register_optimizer_step_post_hook(self._after))
 
     def since(self, count: int) -> list[Optimizer]:
         return [optimizer for optimizer, last in self._last.items() if last > count]
-
-    def _before(self, *_: Any) -> None:
-        # Any optimizer: the one that steps may hold copies of the weights, which are written back afterwards.
-        for lazy in list(self.keep.values()):
-            if any(call.is_trained for call in lazy._state.calls):
-                with contextlib.suppress(StaleLogitsError):  # whoever reads them gets it, the step does not
-                    lazy._make_real()
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self.count += 1
@@ -241,8 +227,3 @@ _steps = _Steps()
 def watch_optimizers() -> None:
     """Note optimizer steps, after which lazy logits can no longer be computed."""
     _steps.watch()
-
-
-def keep_until_read(lazy: Any) -> None:
-    """Compute these lazy logits before the next optimizer step, if they are referenced then."""
-    _steps.keep[id(lazy)] = lazy

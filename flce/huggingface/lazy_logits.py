@@ -39,7 +39,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from flce.callers import caller
 from flce.huggingface import lazy_ops
 from flce.huggingface.frames import is_transformed, never_compiled
-from flce.huggingface.head_call import HeadCall, add_hook, keep_until_read, pass_gradient, watch_gradient, weights_of
+from flce.huggingface.head_call import HeadCall, add_hook, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
 from flce.huggingface.lazy_state import LazyState, StackState, State
 from flce.huggingface.staleness import versions_of
@@ -470,10 +470,7 @@ def make_lazy(state: State, source: Any = None, shadow: Tensor | None = None) ->
         state = state.detach()
     if torch.compiler.is_compiling():
         return TracedLazyLogits._wrap(state, source)  # no shadow: graphs have no writes that would show
-    lazy = LazyLogits._wrap(state, source, shadow)
-    if state.settings.keep_logits and lazy._viewed_source() is None:
-        keep_until_read(lazy)
-    return lazy
+    return LazyLogits._wrap(state, source, shadow)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ class Settings:
 
     options: ChunkOptions | None = None
     on_materialize: OnMaterialize = "warn"
-    keep_logits: bool = False
 
 
 @dataclass(frozen=True)

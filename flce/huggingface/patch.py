@@ -274,7 +274,6 @@ def patch_model(
     *,
     options: ChunkOptions | None = None,
     on_materialize: OnMaterialize = "warn",
-    keep_logits: bool = False,
 ) -> ModelT:
     """Compute a model's cross-entropy loss without its logits. The model is changed in place.
 
@@ -293,22 +292,18 @@ def patch_model(
             "warn": a `flce.huggingface.MaterializedLogitsWarning` names the operation and the line that called
             it. "ignore": nothing. "raise": a `flce.huggingface.MaterializedLogitsError` does instead, and also
             where the head would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
-        keep_logits: logits may be read after an optimizer step, by default an error. Right before each step the logits
-            of outputs that are still referenced are computed, which takes their product and memory of (N, V) entries.
 
     Returns:
         ``model``. Patching a patched model only replaces its options.
 
     Raises:
-        TypeError: no model has an output embedding, or all are quantised or not linear; ``keep_logits`` is no bool.
+        TypeError: no model has an output embedding, or all are quantised or not linear.
         ValueError: another ``on_materialize``.
     """
     check_options(options)
     if on_materialize not in get_args(OnMaterialize):
         raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {on_materialize!r}")
-    if not isinstance(keep_logits, bool):
-        raise TypeError(f"keep_logits must be True or False, got {keep_logits!r}")
-    settings = Settings(options, on_materialize, keep_logits)
+    settings = Settings(options, on_materialize)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
     watch_optimizers()

@@ -16,8 +16,7 @@ from torch import Tensor
 _SAMPLE = 64
 
 _REMEDY = (
-    "Read them before that, call outputs.logits.materialize() before it, or use patch_model(..., keep_logits=True), "
-    "which computes the logits of outputs that are still referenced right before each optimizer step."
+    "Read them before that, or call outputs.logits.materialize() before it, for example in a forward hook of the model."
 )
 
 

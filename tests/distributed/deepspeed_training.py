@@ -50,19 +50,6 @@ def _train(model: Any, loss: str, stage: int, accumulation: int, direct: bool) -
     return losses, [weight.detach().clone() for weight in weights]
 
 
-def kept(stage: int) -> None:
-    """DeepSpeed's optimizer steps with copies of the weights."""
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock), keep_logits=True)
-    ids = batch(dist.get_rank(), 0)
-    want = stock(input_ids=ids).logits.argmax(-1)
-    engine = _engine(patched, stage, 1)
-    outputs = engine(input_ids=ids, labels=ids)
-    engine.backward(outputs.loss)
-    engine.step()
-    assert torch.equal(outputs.logits.argmax(-1), want)
-
-
 def compare(stage: int, loss: str, accumulation: int, direct: bool) -> Any:
     """Patched beside stock, both with DeepSpeed."""
     stock = tiny_llama()

@@ -34,10 +34,6 @@ def test_zero_up_to_2_is_fused(pair: World, stage: int, loss: str, direct: bool)
         assert not warned
 
 
-def test_keep_logits(pair: World) -> None:
-    pair.run(deepspeed_training.kept, 1)
-
-
 @pytest.mark.parametrize("loss", ["labels", "own loss"])
 def test_zero_3_runs_stock_and_says_so(pair: World, loss: str) -> None:
     for report, warned in pair.run(deepspeed_training.compare, 3, loss, ACCUMULATION, loss == "labels"):

@@ -96,10 +96,9 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
-@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "DDP"])
-def test_late_reads(pair: World, wrapping: str, keep: bool) -> None:
-    pair.run(training.late_reads, wrapping, keep)
+def test_late_reads(pair: World, wrapping: str) -> None:
+    pair.run(training.late_reads, wrapping)
 
 
 def test_evaluation_in_a_wrapper(pair: World) -> None:

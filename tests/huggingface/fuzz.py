@@ -520,6 +520,7 @@ class Head(nn.Module):
     """The least that is a language model."""
 
     hidden: Tensor
+    head: Any
 
     def __init__(self, setup: Setup, seed: int) -> None:
         super().__init__()
@@ -535,7 +536,7 @@ class Head(nn.Module):
             parameter.requires_grad_(name != setup.frozen)
         self.trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         if setup.adapter:
-            self.head: Any = Adapted(self.head, seed + 4, setup.dtype)
+            self.head = Adapted(self.head, seed + 4, setup.dtype)
             self.trained = {name.replace("head.", "head.base.") for name in self.trained}
 
     def get_output_embeddings(self) -> nn.Module:

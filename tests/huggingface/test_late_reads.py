@@ -14,7 +14,7 @@ from torch import Tensor
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model
 
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
-STALE = "no longer be computed: the output embedding was changed .* since the model ran.*keep_logits=True"
+STALE = "no longer be computed: the output embedding was changed .* since the model ran.*in a forward hook of the model"
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": lambda logits: logits.argmax(-1),
@@ -137,36 +137,10 @@ def test_a_frozen_head_does_not_change(build: Callable[..., Any]) -> None:
     assert torch.equal(logits.argmax(-1), forward(stock).argmax(-1))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_keep_logits(build: Callable[..., Any], fused: bool) -> None:
-    """Outputs that are still referenced can be read after the step; the others cost nothing."""
-    stock = build("Llama")
-    model = patch_model(copy.deepcopy(stock), keep_logits=True, on_materialize="raise")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    want = forward(stock)
-    logits = trained(model)
-    trained(model)  # dropped
-    cast = forward(model).float()[:, 1:]
-    optimizer.step()
-    assert torch.equal(logits.argmax(-1), want.argmax(-1))
-    torch.testing.assert_close(logits.softmax(-1), want.softmax(-1))
-    torch.testing.assert_close(cast.exp(), want[:, 1:].exp())
-    assert not torch.equal(forward(model).argmax(-1), want.argmax(-1)) or fused is None
-
-
-def test_keep_logits_leaves_errors_to_whoever_reads(build: Callable[..., Any]) -> None:
-    """A step does not fail for logits that nobody reads."""
-    model = patch_model(build("Llama"), keep_logits=True)
-    logits = trained(model)
-    copy_over(model)
-    torch.optim.AdamW(model.parameters(), fused=True).step()
-    with pytest.raises(RuntimeError, match=STALE):
-        logits.argmax(-1)
-
-
-def test_keep_logits_is_a_bool(build: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="keep_logits must be True or False, got 'yes'"):
-        patch_model(build("Llama"), keep_logits="yes")  # type: ignore[arg-type]
+def keep(model: Any, args: Any, outputs: Any) -> None:
+    """A forward hook, as docs/troubleshooting.md has it."""
+    if torch.is_grad_enabled():
+        outputs.logits.materialize()
 
 
 def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path: Any) -> None:
@@ -181,7 +155,7 @@ def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             self.seen.append(self.logits.argmax(-1))
 
-    def train(*callbacks: Any) -> list[Tensor]:
+    def train(model: Any, *callbacks: Any) -> list[Tensor]:
         accuracy = Accuracy()
         accuracy.seen = []
 
@@ -196,14 +170,16 @@ def test_trainer_callback_that_reads_logits(build: Callable[..., Any], tmp_path:
             disable_tqdm=True, logging_strategy="no", save_strategy="no", per_device_train_batch_size=2,
         )  # fmt: skip
         data = [{"input_ids": row, "labels": row} for row in IDS]
-        Keeping(build("Llama"), arguments, train_dataset=data, callbacks=[accuracy, *callbacks]).train()
+        Keeping(model, arguments, train_dataset=data, callbacks=[accuracy, *callbacks]).train()
         return accuracy.seen
 
-    want = train()
-    got = train(FlceCallback(keep_logits=True))
+    want = train(build("Llama"))
+    model = build("Llama")
+    model.register_forward_hook(keep)
+    got = train(model, FlceCallback(on_materialize="raise"))
     assert all(map(torch.equal, got, want))
     with pytest.raises(RuntimeError, match=STALE):
-        train(FlceCallback())
+        train(build("Llama"), FlceCallback())
 
 
 def test_reading_before_the_step_is_as_ever(build: Callable[..., Any]) -> None:
