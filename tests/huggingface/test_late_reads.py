@@ -392,3 +392,18 @@ def test_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[
     torch.optim.AdamW(model.parameters(), fused=True).step()
     with pytest.raises(RuntimeError, match=STALE):
         outputs.logits.logsumexp(-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.parametrize("change", [rescaled, through_data])
+def test_hidden_states_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, change: Callable[[Tensor], None]) -> None:
+    """Reading values waits for the device in any case, and compares."""
+    monkeypatch.delenv("FLCE_BACKEND")
+    model = patch_model(build("Llama").cuda()).eval()
+    for read in ("argmax", "softmax"):
+        with torch.inference_mode():
+            outputs = model(input_ids=IDS.cuda(), labels=IDS.cuda(), output_hidden_states=True)
+            change(outputs.hidden_states[-1])
+            with pytest.raises(RuntimeError, match=HIDDEN_STALE):
+                READS[read](outputs.logits)
