@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce.callers import caller
+from flce.frames import graph_may_end, never_compiled, not_compiled
 from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
-from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
