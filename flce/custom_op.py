@@ -9,6 +9,8 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 
 import torch
 
+from flce.frames import never_compiled
+
 T = TypeVar("T")
 
 _SCALARS = {str: "str", int: "int", float: "float", bool: "bool", torch.dtype: "ScalarType"}
@@ -28,7 +30,7 @@ def define(
     torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
     torch.library.register_fake(f"flce::{name}", fake)
     if backward is not None:
-        torch.library.register_autograd(f"flce::{name}", backward, setup_context=setup_context)
+        torch.library.register_autograd(f"flce::{name}", never_compiled(backward), setup_context=setup_context)
 
 
 @dataclass(frozen=True)

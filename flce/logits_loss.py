@@ -32,6 +32,7 @@ from flce.backends.state import empty_shard
 from flce.batching import is_batched, register_loop
 from flce.custom_op import define
 from flce.distributed import Shard
+from flce.frames import never_compiled
 from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
 from flce.problem import SPEC, LossSpec, accumulation_dtype
 
@@ -242,6 +243,7 @@ class _InPlace(torch.autograd.Function):
         return (logits, *out.flat) if rebase else out.flat
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         if ctx.rebase:
             grad_logits, *grads = grads  # type: ignore[assignment]

@@ -30,6 +30,7 @@ from flce.batching import for_each, is_batched, register_loop
 from flce.callers import caller
 from flce.case import Case
 from flce.custom_op import Flat, define
+from flce.frames import never_compiled
 from flce.options import ChunkOptions
 from flce.planning import make_plan
 from flce.plans import ChunkPlan
@@ -400,6 +401,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         return (*rows[:2], rows.normalizer if problem.spec.stats else None, *rows[3:])
 
     @staticmethod
+    @never_compiled
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
         *of_terms, bias_grad = _wanted(ctx, grad_loss)
         return (None, None, *of_terms, None, bias_grad, None, None, None)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from flce.arguments import autocast_dtype
-from flce.huggingface.frames import is_transformed
+from flce.frames import is_transformed
 from flce.huggingface.staleness import StaleLogitsError, Watched
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint

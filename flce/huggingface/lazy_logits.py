@@ -37,8 +37,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flce.callers import caller
+from flce.frames import is_transformed, never_compiled
 from flce.huggingface import lazy_ops
-from flce.huggingface.frames import is_transformed, never_compiled
 from flce.huggingface.head_call import HeadCall, add_hook, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
 from flce.huggingface.lazy_state import LazyState, StackState, State

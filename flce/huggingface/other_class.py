@@ -31,9 +31,10 @@ def _set_class(module: Any, replaced: Callable[[Any], Any]) -> None:
     kind: Any = type(module)
     if nn.utils.parametrize.is_parametrized(module) and any(name in vars(kind) for name in module.parametrizations):
         # A class that holds the parametrisations, and that their removal takes away: ours has to be below it.
-        module.__class__ = type(kind.__name__, (replaced(kind.__bases__[0]),), dict(vars(kind)))
+        other = type(kind.__name__, (replaced(kind.__bases__[0]),), dict(vars(kind)))
     else:
-        module.__class__ = replaced(kind)
+        other = replaced(kind)
+    object.__setattr__(module, "__class__", other)  # Lightning Fabric's modules set attributes of what they wrap
     # Accelerate's hooks keep the method they replaced on the instance, out of reach of the class.
     kept = module.__dict__.get("_old_forward")
     if getattr(kept, "__func__", None) is kind.forward:

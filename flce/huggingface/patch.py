@@ -11,12 +11,13 @@ is evaluated with labels computes the fused loss, and a training loop that compu
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -24,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce.callers import caller
+from flce.frames import graph_may_end, never_compiled, not_compiled
 from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
-from flce.huggingface.frames import graph_may_end, never_compiled, not_compiled
 from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
 from flce.huggingface.lazy_logits import make_lazy
 from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
@@ -52,6 +53,12 @@ class _Patch:
     """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
+        """A model's copy has a patch of its own. A layer that is copied by itself stays with its model: PEFT trains one
+        in the place of the original (``modules_to_save``)."""
+        root = next(iter(memo.values()), None)  # what the copy began with
+        return self if isinstance(root, nn.Linear) else replace(self, usage=copy.deepcopy(self.usage, memo))
 
     def count_forward(self, below: nn.Module, args: Any) -> None:
         """Before a forward of what is below the head, which is called also where a trainer goes round the head."""
@@ -373,7 +380,7 @@ def _change(modules: Iterable[Any], methods: Methods, patch: _Patch) -> None:
     for module in modules:
         if "_flce" not in module.__dict__:
             give_class(module, methods)
-            module._flce = patch
+        module.__dict__["_flce"] = patch  # also of a layer that comes from another patched model
 
 
 def _patches(model: nn.Module) -> dict[str, _Patch]:

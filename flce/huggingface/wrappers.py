@@ -1,8 +1,8 @@
 """What the wrappers of distributed training do to a model, as far as lazy logits have to take part in it.
 
-FSDP and DeepSpeed register hooks on a model's outputs, to be told that backward begins; DDP puts an autograd function
-behind them; FSDP and DeepSpeed free a weight after its layer's forward. All of them are recognised by identity, and
-only where their module has been imported.
+FSDP, DeepSpeed and Lightning Fabric register hooks on a model's outputs, to be told that backward begins; DDP puts an
+autograd function behind them; FSDP and DeepSpeed free a weight after its layer's forward. All of them are recognised by
+identity, and only where their module has been imported.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ from torch.utils.checkpoint import CheckpointFunction
 
 Hook = Callable[[Tensor], Tensor | None]
 
+# Functions that are hooks once their first arguments are given: of FSDP1, and of Lightning Fabric in both its packages.
+_HOOKS = (
+    ("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook"),
+    ("lightning.fabric.wrappers", "_backward_hook"),
+    ("lightning_fabric.wrappers", "_backward_hook"),
+)
+
 
 def _imported(module: str, name: str) -> Any:
     """An attribute of a module, None where nothing has imported it."""
@@ -37,7 +44,7 @@ def is_wrapper_hook(hook: Any) -> bool:
     Such a hook does not look at the gradient's values. It returns the gradient, or a multiple of it, so it may be given
     the gradient of a loss in place of that of the logits.
     """
-    return _fsdp2_state(hook) is not None or _is_fsdp1_hook(hook) or _is_deepspeed_hook(hook)
+    return _fsdp2_state(hook) is not None or _is_partial_hook(hook) or _is_deepspeed_hook(hook)
 
 
 def asks_for_wrapper() -> bool:
@@ -55,9 +62,8 @@ def _fsdp2_state(hook: Any) -> Any:
     return owner if state is not None and isinstance(owner, state) else None
 
 
-def _is_fsdp1_hook(hook: Any) -> bool:
-    function = _imported("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook")
-    return function is not None and isinstance(hook, functools.partial) and hook.func is function
+def _is_partial_hook(hook: Any) -> bool:
+    return isinstance(hook, functools.partial) and any(hook.func is _imported(*place) for place in _HOOKS)
 
 
 def _is_deepspeed_hook(hook: Any) -> bool:

@@ -91,6 +91,13 @@ def test_accelerate(pair: World, precision: str, loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", CALLS)
+@pytest.mark.parametrize("order", ["patched, set up", "set up, patched"])
+def test_lightning_fabric(pair: World, order: str, loss: str) -> None:
+    pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
+    pair.run(training.fabric, loss, order)
+
+
+@pytest.mark.parametrize("loss", CALLS)
 def test_transformers(pair: World, loss: str) -> None:
     pytest.importorskip("transformers", minversion="5.20")
     pair.run(training.transformers_fsdp, loss)

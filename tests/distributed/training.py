@@ -396,6 +396,37 @@ def accelerated(loss: str, precision: str) -> None:
     assert not report.stock, report
 
 
+def fabric(loss: str, order: str) -> None:
+    """Lightning Fabric's DDP: two micro-batches a step, the first without communication."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator=device().type, devices=2, strategy="ddp")
+    fabric.launch()
+    results = []
+    for kind in ("stock", "patched"):
+        model = tiny_llama()
+        if kind == "patched" and order == "patched, set up":
+            flce.patch_model(model, on_materialize="raise")
+        wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if kind == "patched" and order == "set up, patched":
+            flce.patch_model(wrapped, on_materialize="raise")
+        values = []
+        for step in range(STEPS):
+            for micro in range(2):
+                with fabric.no_backward_sync(wrapped, enabled=micro == 0):
+                    value = LOSSES[loss](wrapped, batch(dist.get_rank(), 2 * step + micro)) / 2
+                    fabric.backward(value)
+                values.append(value.detach())
+            values += [full(p.grad) for p in model.parameters() if step == 0 and p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    report = flce.report(wrapped)
+    assert report.fused == 2 * STEPS, report
+    assert not report.stock, report
+
+
 def transformers_fsdp(loss: str) -> None:
     """As Transformers itself shards a model that is loaded with a ``DistributedConfig``."""
     import tempfile

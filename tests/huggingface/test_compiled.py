@@ -135,6 +135,25 @@ def test_a_step_in_one_graph(models: tuple[Any, Any], fused_calls: list[Any]) ->
     assert len(fused_calls) == 1
 
 
+@pytest.mark.parametrize("loss", ["own", "labels"])
+def test_a_step_with_its_backward(loss: str, models: tuple[Any, Any]) -> None:
+    """Nothing of flce's backward becomes a graph, which the compiler would warn of."""
+    stock, patched = models
+    counts = []
+    for model in (stock, patched):
+
+        def step(model: Any = model) -> Tensor:
+            value = LOSSES[loss](model)
+            value.backward()
+            return value.detach()
+
+        torch._dynamo.utils.counters.clear()
+        counts.append((torch.compile(step, backend="eager")(), *(p.grad for p in model.parameters())))
+        reasons = " ".join(torch._dynamo.utils.counters["graph_break"])
+        assert "builtin" not in reasons, reasons
+    torch.testing.assert_close(counts[1], counts[0])
+
+
 class Around(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, is_patched, patch_model, unpatch_model
+from flce.huggingface.lazy_logits import is_lazy
 from tests.helpers import pairs, relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -249,6 +250,32 @@ def test_copies_of_the_head_switched(when: str, build: Build, fused_calls: Calls
         assert list(head_gradients(patched)) == [f"modules_to_save.{active}.weight"]
     with stock.disable_adapter(), patched.disable_adapter():
         assert_same_step(stock, patched, fused_calls)
+
+
+def test_a_copy_of_a_patched_head_is_the_models(build: Build) -> None:
+    """PEFT copies the layer, which patch_model has changed, to train the copy."""
+    patched = patched_model(lambda: build("Llama"), "before", CONFIGS["modules_to_save"]())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flce.huggingface.NotFusedWarning)
+        for _ in range(4):
+            step(patched)
+    assert flce.report(patched).fused == 4
+    assert patched.get_base_model()._flce.watch_products is False
+    patch_model(patched, on_materialize="raise")
+    with pytest.raises(flce.huggingface.MaterializedLogitsError):
+        patched(**batch()).logits.softmax(-1)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_copied_head_in_a_compiled_evaluation(fullgraph: bool, build: Build) -> None:
+    stock, patched = (model.eval() for model in pair(build, "Llama", "before", CONFIGS["modules_to_save"]()))
+    wanted = step(stock)
+    torch.compiler.reset()
+    outputs = step(torch.compile(patched, backend="eager", fullgraph=fullgraph))
+    assert is_lazy(outputs.logits)
+    assert not outputs.logits.is_materialized
+    torch.testing.assert_close(outputs.loss, wanted.loss, **TOLERANCE)
+    assert_same_gradients(stock, patched)
 
 
 @pytest.mark.parametrize("when", WHEN)

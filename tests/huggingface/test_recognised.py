@@ -103,6 +103,36 @@ def test_mixed_precision_by_accelerate(order: str, build: Build, fused_calls: Ca
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.parametrize("order", ["patched, set up", "set up, patched"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_fabric(precision: Any, order: str, build: Build, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hook of every output runs once a backward, as on real logits."""
+    lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
+    ran: list[bool] = []
+    monkeypatch.setattr(lightning.wrappers, "_backward_hook", lambda required, grad: ran.append(required))
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    stock, patched = fabric.setup(build("Llama")), build("Llama")
+    for change in order.split(", "):
+        patched = fabric.setup(patched) if change == "set up" else patch_model(patched, on_materialize="raise")
+    tolerance = 1e-5 if precision == "32-true" else 2e-2
+    assert_same(stock, patched, loss, tolerance)
+    ran.clear()
+    assert_same(stock, patched, lambda model: F.cross_entropy(model(input_ids=IDS).logits[0], IDS[0]), tolerance)
+    assert len(ran) == len(fused_calls) == 2
+    unpatch_model(patched)
+    assert type(patched) is type(stock)
+    assert_same(stock, patched, loss)
+
+
+def test_fabric_insists_on_its_own_backward(build: Build) -> None:
+    lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    for model in (build("Llama"), patch_model(build("Llama"))):
+        logits = fabric.setup(model)(input_ids=IDS).logits
+        with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+            F.cross_entropy(logits[0], IDS[0]).backward()
+
+
 # -------------------------------------------------------------------------------------------------- checkpointing
 
 

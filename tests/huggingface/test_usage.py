@@ -166,6 +166,20 @@ def test_copies_count_for_themselves(build: Callable[..., Any]) -> None:
     assert (flce.report(model).forwards, flce.report(model).fused) == (0, 0)
 
 
+def test_a_head_of_another_model_counts_for_the_one_it_is_in(build: Callable[..., Any]) -> None:
+    other, model = patch_model(build("Llama")), patch_model(build("Llama"))
+    model.lm_head = copy.deepcopy(other.lm_head)
+    own_loss(model).backward()
+    assert (flce.report(model).fused, flce.report(other).fused) == (1, 0)
+    assert model._flce.watch_products is False
+
+
+def test_a_copy_that_meets_the_head_before_the_model(build: Callable[..., Any]) -> None:
+    model = patch_model(build("Llama"))
+    head, other = copy.deepcopy([model.lm_head, model])
+    assert head._flce is other._flce is not model._flce
+
+
 def test_unpatching_leaves_no_hook(build: Callable[..., Any]) -> None:
     model = patch_model(build("Llama"))
     flce.unpatch_model(model)
