@@ -514,7 +514,10 @@ def _gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fa
         return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
     if count != 1 or not state.folded.normalised:
         index = index.movedim(state.class_dim, -1)
-        return _values(state, lambda logits: logits.picked(index)).movedim(-1, state.class_dim)
+        values = _values(state, lambda logits: logits.picked(index))
+        if count == 1:
+            return _tokens(state, values.squeeze(-1), keepdim=True)
+        return values.movedim(-1, state.class_dim).contiguous()
     target = index.squeeze(state.class_dim)
     loss = state.cross_entropy(target, reduction="none")
     return _tokens(state, (loss * -state.folded.factor).to(state.dtype), keepdim=True)

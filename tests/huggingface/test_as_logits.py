@@ -1016,6 +1016,8 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "new axis": lambda x: x.unsqueeze(1).transpose(1, 3),
     "log_softmax of transposed": lambda x: x.transpose(1, 2).log_softmax(1),
     "tanh of transposed": lambda x: torch.tanh(x.mT),
+    "one class of each, class second": lambda x: x.mT.gather(1, IDS[:, None]),
+    "two classes of each, class second": lambda x: x.mT.gather(1, torch.stack([IDS, IDS], 1)),
 }
 
 
