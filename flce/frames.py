@@ -8,6 +8,7 @@ import torch
 
 # What torch.compiler.disable and torch._dynamo do in the end, without the second that importing those takes.
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.autograd import forward_ad
 
 FunctionT = TypeVar("FunctionT", bound=Any)
 
@@ -43,5 +44,10 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-for _function in (graph_may_end, is_transformed):
+def is_differentiated_forward() -> bool:
+    """Whether this code runs within ``torch.autograd.forward_ad.dual_level()``."""
+    return bool(getattr(forward_ad, "_current_level", -1) >= 0)
+
+
+for _function in (graph_may_end, is_transformed, is_differentiated_forward):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.arguments import autocast_dtype
-from flce.frames import is_transformed
+from flce.frames import is_differentiated_forward, is_transformed
 from flce.huggingface.staleness import StaleLogitsError, Watched
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
@@ -41,6 +41,8 @@ def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     same_dtype = hidden.dtype == weight.dtype and (bias is None or bias.dtype == weight.dtype)
     if not same_dtype and autocast_dtype(hidden.device.type) is None:
         return f"hidden states are {hidden.dtype}, the head is {weight.dtype}, and autocast is off"
+    if is_differentiated_forward():
+        return "the model is differentiated in forward mode"
     # A transform could not replay our objects.
     return "the model runs in a transform of torch.func" if is_transformed() else None
 
@@ -183,7 +185,7 @@ def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
 def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """Run the wrappers' hooks when a gradient arrives at ``value``, which was made from lazy logits."""
     if calls and value.requires_grad:
-        value.register_hook(lambda grad: pass_gradient(grad, calls))
+        value.register_hook(unserializable_hook(lambda grad: pass_gradient(grad, calls)))
     return value
 
 

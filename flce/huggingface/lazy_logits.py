@@ -29,7 +29,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from flce.callers import caller
-from flce.frames import is_transformed, never_compiled
+from flce.frames import is_differentiated_forward, is_transformed, never_compiled
 from flce.huggingface import lazy_ops
 from flce.huggingface.head_call import HeadCall, add_hook, pass_gradient, watch_gradient, weights_of
 from flce.huggingface.lazy_ops import Operation
@@ -49,24 +49,96 @@ from flce.huggingface.wrappers import asks_for_wrapper, ddp_hook, is_wrapper_hoo
 # -------------------------------------------------------------------------------------------------- classes
 
 
-class _Source(NamedTuple):
+class _Source:
     """What lazy logits come from.
 
-    Attributes:
+    Args:
         lazy: other lazy logits.
         repeat: makes these logits' real ones of real ones of `lazy`.
-        is_view: they share their memory; else a copy, of what `lazy` was at the time.
-        state: of `lazy` at the time.
+        is_view: they share their memory; else a copy, of what `lazy` is now.
     """
 
-    lazy: LazyBase
-    repeat: Callable[[Tensor], Tensor]
-    is_view: bool
-    state: State
+    def __init__(self, lazy: LazyBase, repeat: Callable[[Tensor], Tensor], is_view: bool) -> None:
+        self.lazy, self.repeat, self.is_view, self._state = lazy, repeat, is_view, lazy._state
+        self._given: Tensor | None = None
 
-    def is_unchanged(self, memory: Tensor) -> bool:
+    def is_followed(self) -> bool:
+        """Whether these logits are made of those of `lazy` as soon as they exist."""
+        return self.is_view or self.lazy._is_awaited()
+
+    def is_unchanged(self) -> bool:
         lazy = self.lazy
-        return lazy._is_awaited() and lazy._state is self.state and lazy._made_as == versions_of(memory)
+        return lazy._state is self._state and (lazy._real is None or lazy._made_as == versions_of(lazy._real))
+
+    def give(self) -> Tensor | None:
+        """The real logits, if they can be made of `lazy`'s."""
+        memory = self.lazy._real
+        if self._given is None and memory is not None and (self.is_view or self.is_unchanged()):
+            self._given = self.repeat(memory)
+        return self._given
+
+    def _existing(self) -> Tensor | None:
+        self.lazy._existing()
+        return self.give()
+
+
+class _Family:
+    """The views of one memory, and the copies of what is in it.
+
+    Args:
+        width: of a row of the memory.
+
+    Attributes:
+        waiting: those that are not real yet, and have to be before the memory is written to. A view without gradients
+            is known by its source: `torch.utils.swap_tensors(x, logits.detach())` takes no tensor with weak references.
+        views: those that are real, and the part of the memory that each lies in.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self.waiting: list[weakref.ref[LazyLogits | _Source]] = []
+        self.views: list[tuple[weakref.ref[LazyLogits], _Box]] = []
+
+    def add_view(self, view: LazyLogits, real: Tensor) -> None:
+        self.views.append((weakref.ref(view), _box(real, self._width)))
+
+    def make_real(self) -> None:
+        """Make those that wait real, if the memory exists."""
+        if not self.waiting:
+            return
+        waiting, self.waiting = self.waiting, []
+        self.views = [view for view in self.views if view[0]() is not None]
+        for ref in waiting:
+            one = ref()
+            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows, for whoever uses it
+                if one is not None and one._existing() is None and _may_come(one):
+                    self.waiting.append(ref)
+
+    def overlapping(self, real: Tensor) -> list[LazyLogits]:
+        """The views that may have elements of ``real``."""
+        first, end, left, right = _box(real, self._width)
+        near = [ref() for ref, (f, e, lo, hi) in self.views if f < end and first < e and lo < right and left < hi]
+        return [lazy for lazy in near if isinstance(lazy, LazyLogits)]  # PyTorch may have swapped it for another tensor
+
+
+def _may_come(one: LazyLogits | _Source) -> bool:
+    """Whether this can still be made of what it comes from."""
+    source = one if isinstance(one, _Source) else one._source
+    return source is not None and (source.is_view or source.is_unchanged())
+
+
+_Box = tuple[int, int, int, int]
+
+
+def _box(real: Tensor, width: int) -> _Box:
+    """The elements of its memory that a tensor lies between, and the columns, if a row has ``width`` elements."""
+    start, width = int(real.storage_offset()), max(width, 1)
+    if not real.numel():
+        return start, start, 0, 0
+    steps = [(int((size - 1) * stride), stride) for size, stride in zip(real.shape, real.stride(), strict=True)]
+    left = start % width
+    right = left + 1 + sum(length for length, stride in steps if stride % width)
+    return start, start + 1 + sum(length for length, _ in steps), *((left, right) if right <= width else (0, width))
 
 
 class LazyBase:
@@ -85,7 +157,7 @@ class LazyBase:
     _values: Tensor | None
     _viewed: bool  # has views
     _asked: bool  # for its place in the autograd graph, where gradients of copies have to pass then
-    _family: list[weakref.ref[LazyLogits]]  # the root, all its views, and copies of them
+    _family: _Family  # shared by a root and all its views
     # Of the shape and strides that stock's logits would have, without data: tells views from copies.
     _shadow: Tensor | None
     _made_as: Any  # the version of the real logits when their memory was made
@@ -94,13 +166,20 @@ class LazyBase:
         self._state, self._source, self._shadow = state, source, shadow
         self._real, self._values, self._viewed, self._asked = None, None, False, False
         root = self._viewed_source()
-        self._family = [] if root is None else root._family
+        self._family = _Family(state.shape[-1]) if root is None else root._family
         if root is not None:
             root._viewed = True
 
     def _viewed_source(self) -> LazyBase | None:
         """What this is a view of; None: it has memory of its own."""
         return self._source.lazy if self._source is not None and self._source.is_view else None
+
+    def _root(self) -> LazyBase:
+        """What this is a view of, or a view of a view; itself, if it has memory of its own."""
+        root: LazyBase = self
+        while (viewed := root._viewed_source()) is not None:
+            root = viewed
+        return root
 
     def _become(self, state: State) -> None:
         """Change in place."""
@@ -131,30 +210,40 @@ class LazyBase:
 
     def _is_awaited(self) -> bool:
         """Whether somebody waits for gradients here, or at what this comes from."""
-        return self._asked or (self._source is not None and self._source.lazy._is_awaited())
+        lazy: LazyBase = self
+        while not lazy._asked and lazy._source is not None:
+            lazy = lazy._source.lazy
+        return lazy._asked
 
     def _existing(self) -> Tensor | None:
-        if self._real is None and self._source is not None:
-            source = self._source
-            memory = source.lazy._existing()
-            if memory is not None and (source.is_view or source.is_unchanged(memory)):
-                self._set_real(source.repeat(memory))
+        behind: list[LazyBase] = []
+        lazy: LazyBase = self
+        while lazy._real is None and lazy._source is not None and lazy._source.is_followed():
+            behind.append(lazy)
+            lazy = lazy._source.lazy
+        lazy._look_around()
+        for lazy in reversed(behind):
+            source = lazy._source
+            real = None if source is None else source.give()
+            if source is not None and real is not None:
+                lazy._set_real(real)
                 if source.is_view:
-                    self._made_as = source.lazy._made_as
+                    lazy._made_as = source.lazy._made_as
+            lazy._look_around()
         return self._real
+
+    def _look_around(self) -> None:
+        """Notice what was done to this object by code that asks no object."""
 
     def _set_real(self, real: Tensor) -> None:
         self._real, self._values, self._made_as = real, None, versions_of(real)
 
     def _make_real(self) -> Tensor:
         if self._existing() is None:
-            root = self._viewed_source()
-            if root is None:
-                self._set_real(self._compute())
-                if self._source is not None:  # a copy, not made from what it is a copy of
-                    _note_passing(self._state.calls, self._state)
-            else:
-                root._make_real()
+            root = self._root()
+            root._set_real(root._compute())
+            if root._source is not None:  # a copy, not made from what it is a copy of
+                _note_passing(root._state.calls, root._state)
         real = self._existing()
         assert real is not None
         return real
@@ -177,9 +266,7 @@ class LazyBase:
 
     def _is_small(self) -> bool:
         """Whether this is a view of so few logits that reading is no reason to compute all."""
-        root: LazyBase = self
-        while (viewed := root._viewed_source()) is not None:
-            root = viewed
+        root = self._root()
         # Nobody sees what a graph does not use: there all views are made by themselves.
         return root is not self and (self._shadow is None or 4 * self._shadow.numel() <= math.prod(root._state.shape))
 
@@ -219,9 +306,10 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
         lazy._init(state, source, shadow)
         lazy._node, lazy._version_seen = lazy._place(), None
-        lazy._family.append(weakref.ref(lazy))
-        if source is not None and not source.is_view:
-            source.lazy._family.append(weakref.ref(lazy))
+        if source is not None and lazy._node is not None:
+            source.lazy._family.waiting.append(weakref.ref(lazy))
+        elif source is not None and source.is_view:
+            source.lazy._family.waiting.append(weakref.ref(source))
         return lazy
 
     def _become(self, state: State) -> None:
@@ -230,10 +318,15 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
                 _InGraph.apply(self, state, None, *state.tensors)
         self._state, self._node, self._source = state, self._place(), None
 
-    def _existing(self) -> Tensor | None:
-        real, place = LazyBase._existing(self), self._place()
+    def _set_real(self, real: Tensor) -> None:
+        LazyBase._set_real(self, real)
+        if self._viewed_source() is not None:
+            self._family.add_view(self, real)
+
+    def _look_around(self) -> None:
+        real, place = self._real, self._place()
         if place is self._node or self._adopt(place):
-            return real
+            return
         # An autograd.Function, which does not ask __torch_function__, has returned this tensor.
         if real is None:
             _say_materialized(self._state, "an autograd.Function")
@@ -247,14 +340,15 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
                 real.copy_(memory)
             self._version_seen = versions_of(real)
         self._node = place
-        return self._real
 
     def _relatives(self) -> list[tuple[LazyLogits, Tensor]]:
-        """All views and copies of the same memory, this tensor among them, with their real logits."""
+        """What shares some of this tensor's memory, itself among them, with their real logits."""
+        self._family.make_real()
         found = []
-        for lazy in [ref() for ref in self._family]:
+        assert self._real is not None
+        for lazy in [self._root(), *self._family.overlapping(self._real)]:
             with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows, for whoever uses it
-                if lazy is not None and (real := lazy._existing()) is not None:
+                if isinstance(lazy, LazyLogits) and (real := lazy._existing()) is not None:
                     found.append((lazy, real))
         return found
 
@@ -267,8 +361,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     def _follow(self, func: Any) -> None:
         """After ``func``, for C++ code: this tensor and its views stand where the real ones do, if that has changed."""
         for lazy, real in self._relatives():
-            asked = func in lazy_ops.GRAPH and lazy._family is self._family
-            if asked or lazy._moved() or (lazy._node is not None) != real.requires_grad:
+            if func in lazy_ops.GRAPH or lazy._moved() or (lazy._node is not None) != real.requires_grad:
                 # What a Function saved is as it was, if nothing was written.
                 unmoved = not lazy._moved() and real.requires_grad
                 lazy._version_seen = versions_of(real)
@@ -302,6 +395,10 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         if self._state.calls:
             add_hook(hook, self._state.calls)
         return True
+
+    def as_subclass(self, cls: Any) -> Any:
+        """What it is of the real logits: PyTorch does not ask ``__torch_function__`` here."""
+        return _dispatch(torch.Tensor.as_subclass, (self, cls), {})
 
     @classmethod
     @never_compiled
@@ -385,10 +482,9 @@ class TracedLazyLogits(LazyBase):
     def _become(self, state: State) -> None:
         self._state, self._source = state, None
 
-    def _existing(self) -> Tensor | None:
+    def _look_around(self) -> None:
         if not torch.compiler.is_compiling() and self._state.requires_grad and not torch.is_grad_enabled():
             self._check_caller()
-        return LazyBase._existing(self)
 
     def _check_caller(self) -> None:
         """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""
@@ -405,6 +501,10 @@ class TracedLazyLogits(LazyBase):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatch(func, args, kwargs or {})
+
+    @property
+    def mT(self) -> Any:
+        return self.transpose(-2, -1)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -492,7 +592,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with temporarily_clear_interpreter_stack():  # real logits are no part of the transform
             args, kwargs = _realise(args, func), _realise(kwargs, func)
         return func(*args, **kwargs)
-    operation = lazy_ops.OPERATIONS.get(func)
+    operation = None if is_differentiated_forward() else lazy_ops.OPERATIONS.get(func)
     if operation is not None and operation.kind == "join":
         result = _join(operation, *args, **kwargs)
     elif args and is_lazy(args[0]):
@@ -632,8 +732,15 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
         if any(part is NotImplemented for part in result):
             return NotImplemented
 
+        last: list[Any] = [None, ()]
+
         def piece(i: int) -> Callable[[Tensor], Tensor]:
-            return lambda real: func(real, *args, **kwargs)[i]
+            def of(real: Tensor) -> Tensor:
+                if last[0] is not real:  # all pieces are cut at once
+                    last[:] = real, func(real, *args, **kwargs)
+                return last[1][i]
+
+            return of
 
         return tuple(_view(lazy, part, piece(i)) for i, part in enumerate(result))
     if not isinstance(result, (LazyState, StackState)):
@@ -667,14 +774,14 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
 def _source(lazy: LazyBase, repeat: Callable[[Tensor], Tensor], is_view: bool) -> _Source:
     """With ``repeat`` in today's grad mode."""
     if torch.compiler.is_compiling():
-        return _Source(lazy, repeat, is_view, lazy._state)
+        return _Source(lazy, repeat, is_view)
     mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def repeated(real: Tensor) -> Tensor:
         with _mode(*mode):
             return repeat(real)
 
-    return _Source(lazy, repeated, is_view, lazy._state)
+    return _Source(lazy, repeated, is_view)
 
 
 def _view(lazy: LazyBase, state: State, repeat: Callable[[Tensor], Tensor]) -> Any:

@@ -282,6 +282,7 @@ def _fit(sizes: tuple[int, ...], rows: int) -> bool:
 def _rearranged(name: str) -> Callable[..., Any]:
     """A method that rearranges dimensions, told no sizes: done to the hidden states as it would be to the logits."""
     method = getattr(Tensor, name)
+    method = method if callable(method) else method.__get__
 
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
         def shape(size: int) -> list[int]:
@@ -294,6 +295,8 @@ def _rearranged(name: str) -> Callable[..., Any]:
         if len(grown) != 1 or now[grown[0]] != state.vocab_size:
             return NotImplemented  # tokens and classes are in one dimension, or classes in none
         result = state.with_hidden(lambda hidden: method(hidden, *args, **kwargs), grown[0])
+        if result.head.hidden is state.head.hidden:
+            return state  # there was nothing to do
         same = result.ndim == len(now) and result.shape == torch.Size(now)
         return result if same else NotImplemented  # a hidden size of 1 may be squeezed away
 
@@ -409,7 +412,7 @@ def _values(state: LazyState, take: Callable[[LazyState], Tensor]) -> Tensor:
     """What ``take`` makes of logits, classes last. Log-probabilities are those less their logsumexp."""
     names = [name for name, _ in state.ops]
     if "log_softmax" not in names:
-        return take(state)
+        return take(state.copied())
     at = names.index("log_softmax")
     logits = replace(state, ops=state.ops[:at])
     with logits.weights():
@@ -511,10 +514,23 @@ def _gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fa
         return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
     if count != 1 or not state.folded.normalised:
         index = index.movedim(state.class_dim, -1)
-        return _values(state, lambda logits: logits.picked(index)).movedim(-1, state.class_dim)
+        values = _values(state, lambda logits: logits.picked(index))
+        if count == 1:
+            return _tokens(state, values.squeeze(-1), keepdim=True)
+        return values.movedim(-1, state.class_dim).contiguous()
     target = index.squeeze(state.class_dim)
     loss = state.cross_entropy(target, reduction="none")
     return _tokens(state, (loss * -state.folded.factor).to(state.dtype), keepdim=True)
+
+
+def _take_along_dim(state: LazyState, indices: Tensor, dim: int | None = None) -> Any:
+    """``gather`` of indices that are broadcast over the tokens."""
+    if dim is None or not isinstance(indices, Tensor) or indices.dim() != state.ndim:
+        return NotImplemented
+    sizes = [-1 if at == _dim(state, dim) else size for at, size in enumerate(state.shape)]
+    if any(given not in (1, size) for given, size in zip(indices.shape, sizes, strict=True) if size != -1):
+        return NotImplemented
+    return _gather(state, dim, indices.expand(sizes))
 
 
 def _sum(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
@@ -770,6 +786,7 @@ _TABLE: dict[str, Operation] = {
     "argmax": Operation(_argmax),
     "logsumexp": Operation(_logsumexp),
     "gather": Operation(_gather),
+    "take_along_dim": Operation(_take_along_dim),
     "sum": Operation(_sum),
     "cross_entropy": Operation(_cross_entropy),
     "nll_loss": Operation(_nll_loss),
@@ -785,7 +802,7 @@ _TABLE: dict[str, Operation] = {
     "tanh_": Operation(_tanh, None, "in place"),
 }
 
-for _name in ("flatten", "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze"):
+for _name in "flatten permute transpose mT swapaxes swapdims movedim moveaxis squeeze unsqueeze".split():  # noqa: SIM905
     _TABLE[_name] = Operation(_rearranged(_name), None, "view")
 
 OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import math
 import multiprocessing
 import pickle
@@ -26,7 +27,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
 from operator import itemgetter
 from types import CodeType
 from typing import Any
@@ -35,10 +35,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import flce
 
-HIDDEN, CLASSES, WORDS = 5, 13, 9
+WORDS = 9
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # By the coarsest dtype that a program has met.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
@@ -66,6 +67,7 @@ VIEWS = """
 {y} = {x}.reshape(-1, {x}.shape[-1])
 {y} = {x}.reshape(-1)
 {y} = {x}.flatten(0, -2)
+note({g}.flatten(0, -2) is {g})
 {y} = {x}.flatten()
 {y} = {x}.unflatten(0, (1, -1))
 {y} = {x}.transpose({d}, {e})
@@ -135,6 +137,7 @@ COPIES = """
 {y} = {x}.roll(1, {d})
 {y} = copy.deepcopy({x}.detach())
 {y} = copy.copy({x})
+{y} = {x}.as_subclass(torch.Tensor)
 {y} = pickle.loads(pickle.dumps({x}.detach()))
 {y} = torch.tensor({x}.tolist(), dtype={x}.dtype)
 {y} = torch.empty_like({x}).copy_({x})
@@ -220,6 +223,8 @@ REDUCTIONS = """
 {y} = {x}.gather(-1, chosen({x})).squeeze(-1)
 {y} = {x}.log_softmax(-1).gather(-1, chosen({x})).squeeze(-1)
 {y} = {x}.take_along_dim(chosen({x}), -1)
+{y} = torch.take_along_dim({x}.log_softmax(-1), chosen({x})[:1], -1)
+{y} = {g}.mT.take_along_dim(chosen({g}).mT, -2)
 {y} = {x}.isnan()
 {y} = {x} > 0
 {y} = {x} == {x}
@@ -298,6 +303,10 @@ WRITES = """
 note({x}.mul_({n}) is {x})
 {y} = {x}.mul_({n})
 {y} = {x}.mul_({n})
+{y} = {x}.tanh()[..., index({x}, -1)].mul_({n})
+{y} = {x}.gather(-1, chosen({x})).mul_({n})
+{y} = {x}.tanh().gather(-1, chosen({x})).mul_({n})
+{y} = {g}.log_softmax(-1)[:, -1, [0, -1]].mul_({n})
 {x}.mul_(noise({x}.shape[-1:]))
 {y} = {x}.div_({n})
 {x}.div_({n})
@@ -343,6 +352,8 @@ RARE = """
 torch.mul({x}.detach(), {n}, out={x}.detach())
 {x}.detach().numpy().fill({n})
 {y} = F.dropout({x}, 0.5, training=False)
+{y} = functools.reduce(lambda x, _: x * 1.01, range(500), {x})
+{y} = noise(1); torch.utils.swap_tensors({y}, {x}.detach())
 {y} = torch.utils.checkpoint.checkpoint(lambda part: part.tanh() * 2, {x}, use_reentrant=False)
 """
 
@@ -367,6 +378,7 @@ note({x}.shape, {x}.size(-1), {x}.ndim, {x}.numel(), {x}.dtype, {x}.nbytes)
 note({x}.is_floating_point(), torch.is_tensor({x}), isinstance({x}, torch.Tensor), {x}.layout, {x}.is_sparse)
 note({x}[..., 0].flatten()[0].item())
 note({x}.grad_fn is None)
+note(tangent({x}))
 note(repr({x}.isfinite()))
 """
 
@@ -466,6 +478,7 @@ class Setup:
     bias: bool = True
     shape: tuple[int, ...] = (2, 4)
     max_workspace_bytes: int | None = None
+    head: tuple[int, int] = (13, 5)  # classes, and the hidden size
     frozen: str = ""  # the name of a parameter
     tied: bool = False
     adapter: bool = False  # on the head
@@ -506,9 +519,9 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, seed: int, dtype: str) -> None:
         super().__init__()
         self.base, self.out_features, self.enabled = base, base.out_features, True
-        self.down = nn.Linear(HIDDEN, 2, bias=False, device="meta")
+        self.down = nn.Linear(base.in_features, 2, bias=False, device="meta")
         self.up = nn.Linear(2, base.out_features, bias=False, device="meta")
-        self.down.weight = nn.Parameter(values((2, HIDDEN), seed, dtype))
+        self.down.weight = nn.Parameter(values((2, base.in_features), seed, dtype))
         self.up.weight = nn.Parameter(values((base.out_features, 2), seed + 1, dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -524,14 +537,15 @@ class Head(nn.Module):
 
     def __init__(self, setup: Setup, seed: int) -> None:
         super().__init__()
-        words = CLASSES if setup.tied else WORDS
-        self.embedding = nn.Embedding(words, HIDDEN, _weight=values((words, HIDDEN), seed, setup.dtype))
-        self.trunk = nn.Parameter(values((HIDDEN, HIDDEN), seed + 1, setup.dtype))
-        self.head = nn.Linear(HIDDEN, CLASSES, bias=setup.bias, device="meta", dtype=DTYPES[setup.dtype])
-        weight = values((CLASSES, HIDDEN), seed + 2, setup.dtype)
+        classes, hidden = setup.head
+        words = classes if setup.tied else WORDS
+        self.embedding = nn.Embedding(words, hidden, _weight=values((words, hidden), seed, setup.dtype))
+        self.trunk = nn.Parameter(values((hidden, hidden), seed + 1, setup.dtype))
+        self.head = nn.Linear(hidden, classes, bias=setup.bias, device="meta", dtype=DTYPES[setup.dtype])
+        weight = values((classes, hidden), seed + 2, setup.dtype)
         self.head.weight = self.embedding.weight if setup.tied else nn.Parameter(weight)
         if setup.bias:
-            self.head.bias = nn.Parameter(values((CLASSES,), seed + 3, setup.dtype))
+            self.head.bias = nn.Parameter(values((classes,), seed + 3, setup.dtype))
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(name != setup.frozen)
         self.trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
@@ -548,7 +562,7 @@ class Head(nn.Module):
         return logits
 
 
-@cache
+@functools.cache
 def _drawn(shape: tuple[int, ...], seed: int, dtype: str) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[dtype])
@@ -616,7 +630,7 @@ def total(x: Tensor) -> Tensor:
     return (x.nan_to_num(0.0, 0.0, 0.0) * weights).sum().double()
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def compiled(step: str) -> CodeType:
     return compile(step, "<step>", "exec")
 
@@ -782,6 +796,13 @@ def chosen(x: Tensor) -> Tensor:
     return labels(x).clamp_min(0).unsqueeze(-1)
 
 
+def tangent(x: Tensor) -> float:
+    """Of a sum, in the direction of a factor."""
+    with forward_ad.dual_level():
+        factor = forward_ad.make_dual(torch.tensor(2.0, dtype=x.dtype), torch.tensor(1.0, dtype=x.dtype))
+        return float(forward_ad.unpack_dual((x * factor).tanh().sum()).tangent)
+
+
 def picked(x: Tensor) -> Tensor:
     return x.log_softmax(-1).gather(-1, chosen(x)).squeeze(-1)
 
@@ -803,6 +824,8 @@ TOOLS: dict[str, Any] = {
     "labels": labels,
     "chosen": chosen,
     "picked": picked,
+    "tangent": tangent,
+    "functools": functools,
 }
 
 # ---------------------------------------------------------------------------------------------------- comparing
@@ -1113,6 +1136,7 @@ def _draw_setup(rng: random.Random) -> Setup:
         bias=bias,
         shape=rng.choices([(2, 4), (8,), (3, 1), (1, 5), (2, 2, 2)], [70, 10, 5, 10, 5])[0],
         max_workspace_bytes=rng.choice([None, 3000]),
+        head=(13, 5) if tied else rng.choices([(13, 5), (5, 5), (13, 1), (5, 1), (1, 5)], [80, 8, 5, 4, 3])[0],
         frozen=rng.choice(names) if not tied and rng.random() < 0.15 else "",
         tied=tied,
         adapter=rng.random() < 0.2,
@@ -1277,7 +1301,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(arguments.start, arguments.start + arguments.count)
-    checked = partial(_checked, layout=arguments.layout)
+    checked = functools.partial(_checked, layout=arguments.layout)
     started, found = time.perf_counter(), 0
     with contextlib.ExitStack() as stack:
         findings: Iterable[Finding | None] = map(checked, seeds)

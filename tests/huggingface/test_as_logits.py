@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -233,6 +235,78 @@ def test_copies_of_log_probabilities_are_changed_alone(program: Program, read: b
     assert_same(models, change_the_copy)
 
 
+def some_of_all(values: Any) -> Any:
+    return values[:, -1, [3, 4]]
+
+
+def some_of_each(values: Any) -> Any:
+    return values.gather(-1, IDS[..., None])
+
+
+def one_of_a_row(values: Any) -> Any:
+    return values[[1], :, 5]
+
+
+@named(some_of_all, some_of_each, one_of_a_row)
+@pytest.mark.parametrize("function", [torch.tanh, lambda x: x.log_softmax(-1)], ids=["tanh", "log_softmax"])
+def test_picked_values_are_changed_alone(function: Program, program: Program, models: tuple[Any, Any]) -> None:
+    def change_what_was_picked(model: Any) -> Any:
+        picked = program(function(logits_of(model)))
+        picked.mul_(2.0)
+        return picked.square()
+
+    assert_same(models, change_what_was_picked)
+
+
+# ------------------------------------------------------------------------------- long chains, many views
+
+
+def many_products(logits: Any) -> Any:
+    for _ in range(500):
+        logits = logits * 1.001
+    return logits
+
+
+def many_views(logits: Any) -> Any:
+    for _ in range(250):
+        logits = logits.view(-1, V)[:, :]
+    return logits.view(2, 9, V)
+
+
+def many_written_views(logits: Any) -> Any:
+    rows = [logits[i, j] for i in range(2) for j in range(9)]
+    columns = [logits[..., i] for i in range(V)]
+    block = logits[1:, 2:5, 3:50]
+    for factor, view in enumerate((*rows, *columns, block, logits.mT)):
+        view.mul_(1 + factor / 100)
+    return rows[3].sum() + columns[7].sum() + block.sum() + logits
+
+
+@pytest.mark.parametrize("read", ["not", "before", "after"])
+@named(many_products, many_views, many_written_views)
+def test_many(program: Program, read: str, models: tuple[Any, Any]) -> None:
+    def run(model: Any) -> Any:
+        logits = logits_of(model)
+        if read == "before":
+            logits.register_hook(lambda gradient: gradient * 3)
+        result = program(logits)
+        if read == "after":
+            logits.register_hook(lambda gradient: gradient * 3)
+        return loss_of(result), loss_of(logits)
+
+    assert_same(models, run)
+
+
+def written_parts_of_a_view(model: Any) -> Any:
+    """Functions of PyTorch's C++ code find each view where the last write to its memory has left it."""
+    logits = logits_of(model)
+    whole, row, other, part, column = logits[:], logits[0], logits[1], logits[:, 2:5], logits[..., 7]
+    row.mul_(2.0)
+    other[3].mul_(3.0)
+    column.fill_(1.0)
+    return tuple(Plain.apply(view).square() for view in (whole, row, other, part, column, logits))
+
+
 # ----------------------------------------------------------------------------------- whose function it is
 
 CLASS_WEIGHT = torch.linspace(0.5, 1.5, V, dtype=torch.float64)
@@ -333,6 +407,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "narrow": (0, 0, 1),
     "index_select": (0, torch.tensor([0])),
     "gather": (0, torch.tensor([[0]])),
+    "take_along_dim": (torch.tensor([[0]]), 0),
     "to type": (torch.float64,),
     "type_as": (torch.ones(1),),
     "masked_fill masked_fill_": (torch.tensor(True), 0.0),
@@ -464,6 +539,7 @@ def after_a_write_that_stays_lazy(model: Any) -> Any:
     of_a_product,
     after_a_write,
     after_a_write_to_a_view,
+    written_parts_of_a_view,
     after_a_write_that_stays_lazy,
 )
 def test_autograd_functions(program: Program, models: tuple[Any, Any]) -> None:
@@ -631,7 +707,48 @@ def as_parameter(model: Any) -> Any:
     return parameter.detach(), parameter.grad, logits * FIRST
 
 
-@named(as_dlpack, as_numpy_by_dlpack, as_numpy, as_parameter)
+class Sub(Tensor):
+    """A class of the user."""
+
+
+def as_subclass(model: Any) -> Any:
+    other = logits_of(model).as_subclass(Sub)
+    assert type(other) is Sub
+    return loss_of(other).as_subclass(Tensor)
+
+
+def swapped(model: Any) -> Any:
+    logits, other = logits_of(model), torch.ones(1)
+    torch.utils.swap_tensors(other, logits.detach())
+    other.mul_(3.0)
+    return loss_of(logits), other.sum()
+
+
+def swapped_whole(model: Any) -> Any:
+    logits, other = logits_of(model), torch.ones(2, 9, V, dtype=torch.float64)
+    torch.utils.swap_tensors(other, logits)
+    assert logits.sum() == logits.numel()
+    return loss_of(other), other[0].square()
+
+
+def exchanged(model: Any) -> Any:
+    logits = logits_of(model)
+    detached, view = logits.detach(), logits[0]
+    logits.data = torch.ones_like(logits)
+    return detached[0].square(), view.square(), loss_of(logits)
+
+
+def copied(model: Any) -> Any:
+    logits = logits_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", MaterializedLogitsWarning)
+        other = copy.copy(logits)
+    other.detach().mul_(2.0)
+    return loss_of(other), logits.detach().sum()
+
+
+@named(as_dlpack, as_numpy_by_dlpack, as_numpy, as_parameter, as_subclass, swapped, swapped_whole, exchanged, copied)
 def test_other_owners(program: Program, models: tuple[Any, Any]) -> None:
     assert_same(models, program)
 
@@ -689,6 +806,52 @@ def test_batched_gradients(reduction: str, models: tuple[Any, Any]) -> None:
         return torch.autograd.grad(loss, list(model.parameters()), outside, is_grads_batched=True)
 
     assert_same(models, batched)
+
+
+# ------------------------------------------------------------------------------------- forward-mode AD
+
+
+def tangent_of_a_factor(model: Any) -> Any:
+    logits = logits_of(model)
+    return lambda dual: (logits * dual(TWO)).log_softmax(-1).gather(-1, IDS[..., None])
+
+
+def tangent_of_a_bias(model: Any) -> Any:
+    logits = logits_of(model)
+    return lambda dual: loss_of(logits + dual(CLASS_WEIGHT))
+
+
+def tangent_of_what_was_added(model: Any) -> Any:
+    logits, bias = logits_of(model), CLASS_WEIGHT
+    view = logits.view(-1, V)
+    return lambda dual: logits.add_(dual(bias)).square().sum() + view.sum()
+
+
+def tangent_of_logits(model: Any) -> Any:
+    logits = logits_of(model)
+    return lambda dual: dual(logits).sum()
+
+
+def tangent_of_the_weight(model: Any) -> Any:
+    def outputs(dual: Callable[[Tensor], Tensor]) -> Any:
+        weights = {"lm_head.weight": dual(model.lm_head.weight)}
+        return torch.func.functional_call(model, weights, (), {"input_ids": IDS, "labels": IDS}).loss
+
+    return outputs
+
+
+@named(tangent_of_a_factor, tangent_of_a_bias, tangent_of_what_was_added, tangent_of_logits, tangent_of_the_weight)
+def test_forward_mode(program: Program, models: tuple[Any, Any]) -> None:
+    def value_and_tangent(model: Any) -> Any:
+        function = program(model)
+        with forward_ad.dual_level():
+            value, tangent = forward_ad.unpack_dual(
+                function(lambda x: forward_ad.make_dual(x, torch.ones(x.shape).to(x)))
+            )
+            assert tangent is not None
+            return value.detach(), tangent.detach().clone()
+
+    assert_same(models, value_and_tangent)
 
 
 # ------------------------------------------------------------------------------------- arguments and errors
@@ -813,6 +976,20 @@ def test_a_read_without_gradients_before_the_loss(mode: Any, whole: bool, models
 # ----------------------------------------------------------------------------------------------- as objects
 
 
+def test_where_there_is_nothing_to_do(models: tuple[Any, Any]) -> None:
+    """Stock returns the object itself: a hook on it is one on the logits."""
+
+    def hook_on_flat_logits(model: Any) -> Any:
+        logits = logits_of(model).view(-1, V)
+        copied = logits * 2
+        flat = logits.flatten(0, -2)
+        assert flat is logits
+        flat.register_hook(lambda gradient: gradient * 3)
+        return copied.square()
+
+    assert_same(models, hook_on_flat_logits)
+
+
 def test_the_hash_is_stable(models: tuple[Any, Any]) -> None:
     logits = logits_of(models[1])
     before, names = hash(logits), {logits: "logits"}
@@ -839,6 +1016,8 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "new axis": lambda x: x.unsqueeze(1).transpose(1, 3),
     "log_softmax of transposed": lambda x: x.transpose(1, 2).log_softmax(1),
     "tanh of transposed": lambda x: torch.tanh(x.mT),
+    "one class of each, class second": lambda x: x.mT.gather(1, IDS[:, None]),
+    "two classes of each, class second": lambda x: x.mT.gather(1, torch.stack([IDS, IDS], 1)),
 }
 
 

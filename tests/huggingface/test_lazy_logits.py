@@ -112,6 +112,7 @@ STAYS_LAZY: dict[str, Callable[[Any], Any]] = {
     "flatten": lambda x: x.flatten(0, 1),
     "flatten negative": lambda x: x.flatten(0, -2),
     "transpose": lambda x: x.transpose(1, 2),
+    "mT": lambda x: x.mT,
     "transpose twice": lambda x: x.transpose(0, 1).transpose(-1, 0).transpose(0, -1),
     "permute": lambda x: x.permute(2, 0, 1),
     "movedim": lambda x: torch.movedim(x, -1, 1),
@@ -178,6 +179,9 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "gather, class second": lambda x: torch.gather(torch.tanh(x).transpose(1, 2), 1, PICK.transpose(1, 2)),
     "gather of log_softmax": lambda x: x.log_softmax(-1).gather(dim=-1, index=PICK).squeeze(-1),
     "gather of negative log_softmax": lambda x: (-F.log_softmax(x, dim=-1)).gather(-1, PICK),
+    "take_along_dim": lambda x: torch.take_along_dim(x.log_softmax(-1), PICK, -1),
+    "take_along_dim, class second": lambda x: x.mT.tanh().take_along_dim(indices=PICK.mT, dim=1),
+    "take_along_dim, the same for all": lambda x: x.take_along_dim(PICK[:1, :1], 2),
     "sum of log_softmax": lambda x: (-F.log_softmax(x, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32),
     "log-probability by hand": lambda x: x.gather(-1, PICK)[..., 0] - x.logsumexp(-1),
     "few classes": lambda x: x[..., [7, -2]],
@@ -299,6 +303,8 @@ def test_many_classes_take_all_logits() -> None:
     for function in (
         lambda x: x[..., list(range(4))],
         lambda x: x.index_select(-1, torch.arange(V)),
+        lambda x: torch.take_along_dim(x, PICK),
+        lambda x: x.take_along_dim(PICK % T, 1),
         lambda x: x.gather(-1, PICK.repeat(1, 1, 2)),  # two copies of 8 elements for each token's 11 logits
         lambda x: x[torch.arange(B), torch.tensor([0, 1]), torch.tensor([3, 4])],
     ):
@@ -652,7 +658,6 @@ BECOMES_REAL: dict[str, Callable[[Any], Any]] = {
     "view mixed": lambda x: x.view(B, T * V),
     "flatten all": lambda x: x.flatten(),
     "T": lambda x: x[0].T,
-    "mT": lambda x: x.mT,
     "expand": lambda x: x.unsqueeze(0).expand(3, B, T, V),
     "mean": lambda x: x.mean(),
     "item": lambda x: x.sum().item(),
@@ -700,7 +705,7 @@ def test_one_warning_names_operation_and_line() -> None:
     assert (warning.filename, warning.lineno) == (__file__, line)
     for call, name in (
         (lambda x: F.softmax(x, -1), "torch.nn.functional.softmax"),
-        (lambda x: x.mT, "torch.Tensor.mT"),
+        (lambda x: x.mH, "torch.Tensor.mH"),
         (lambda x: torch.sin(x), "torch.sin"),
     ):
         with pytest.warns(MaterializedLogitsWarning, match=name.replace(".", r"\.")):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -73,6 +74,24 @@ def test_head_and_own_loss() -> None:
     assert python_calls(step) - operators_calls(labels[0]) <= 385
     assert python_calls(shifting_step) - operators_calls(labels[0, 1:]) <= 535
     assert flce.report(model).fused == 6
+
+
+@pytest.mark.parametrize("cut", [lambda x, i: x[i], lambda x, i: x[:, i]], ids=["rows", "columns"])
+def test_writes_to_many_views(cut: Callable[[Any, int], Any]) -> None:
+    """Each costs the same, however many there are."""
+    model = flce.patch_model(Head(), on_materialize="ignore")
+
+    def calls(rows: int) -> int:
+        hidden = torch.randn(rows, HIDDEN, requires_grad=True)
+
+        def step() -> None:
+            logits = model(hidden)
+            for view in [cut(logits, i) for i in range(rows)]:
+                view.mul_(2)
+
+        return python_calls(step)
+
+    assert calls(64) <= 2.2 * calls(32)
 
 
 def test_labelled_step(build: Callable[..., Any]) -> None:
