@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flce.bench.cases import DTYPES, Case, Effort
+from flce.bench.cases import BenchCase, Effort
 from flce.bench.measure import Prepared, compete
-from flce.bench.results import SCHEMA, Entry, Result, Run
+from flce.bench.results import SCHEMA, BenchResult, Entry, Run
 from flce.bench.tables import Table
+from flce.machine import DTYPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gi
 Plan = list[tuple[Any, Effort]]
 
 
-def planned(cases: Iterable[Case], rounds: int, seconds: float) -> Plan:
+def planned(cases: Iterable[BenchCase], rounds: int, seconds: float) -> Plan:
     return [(case, Effort(rounds, seconds)) for case in cases]
 
 
@@ -89,6 +90,6 @@ class Benchmark:
             raise ValueError(f"{path} holds no results of {self.noun}")
         run = Run(self.kind, {name: document[name] for name in HEAD})
         for entry in self.entries(document):
-            results = [Result.from_dict(result) for result in entry["results"]]
+            results = [BenchResult.from_dict(result) for result in entry["results"]]
             run.cases.append(Entry(self.case_type.from_dict(entry["case"]), results))
         return run

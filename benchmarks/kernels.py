@@ -15,16 +15,17 @@ from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.reports import overview
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.bench.cases import DTYPES, Case, Contender, Effort
+from flce.bench.cases import BenchCase, Contender, Effort
 from flce.bench.measure import Entrant, Meter, Prepared, release
-from flce.bench.results import NOBODY, Entry, Result
+from flce.bench.results import NOBODY, BenchResult, Entry
 from flce.bench.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.gemm import padded_cols
+from flce.machine import DTYPES
 from flce.problem import LossSpec, accumulation_dtype
 
 
 @dataclass(frozen=True)
-class KernelCase(Case):
+class KernelCase(BenchCase):
     """One tile of logits, in a buffer as the engine has it."""
 
     tokens: int
@@ -139,7 +140,7 @@ def prepare(case: KernelCase, device: torch.device) -> Prepared:
     problem = Tiles(case, device)
     meter = Meter(device, problem.restore)
 
-    def enter(contender: KernelContender, result: Result) -> Entrant:
+    def enter(contender: KernelContender, result: BenchResult) -> Entrant:
         result.moved_bytes = contender.bytes(case)
         step = functools.partial(contender.step, problem)
         meter.warm_up(step)
@@ -162,7 +163,7 @@ def table(entry: Entry) -> Table:
     return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
 
-def cell(entry: Entry, result: Result) -> str:
+def cell(entry: Entry, result: BenchResult) -> str:
     if result.median_ms is None:
         return NONE
     copied = entry.by_name("copy")

@@ -29,16 +29,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import reports, verdicts
+from benchmarks import reports
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.row_calls import Calls, make_region
-from benchmarks.verdicts import Check, Verdict
+from benchmarks.targets import MISSED, NEARLY, VERDICTS, Finding, judge, middle, tally
 from flce.bench import tables
-from flce.bench.cases import DTYPES, MIB, Case, Contender, Effort, needs_cuda, needs_package
+from flce.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
 from flce.bench.measure import Entrant, Meter, Prepared, nothing, release
 from flce.bench.plots import Panel, Series, draw
-from flce.bench.results import Entry, Result, Run
+from flce.bench.results import BenchResult, Entry, Run
 from flce.bench.tables import Table
+from flce.machine import DTYPES, MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,7 +73,7 @@ COPY_ENTRIES = 2
 
 
 @dataclass(frozen=True)
-class RowCase(Case):
+class RowCase(BenchCase):
     """A matrix of rows, and what is done with it."""
 
     rows: int
@@ -333,9 +334,8 @@ def wanted_share(case: RowCase) -> float | None:
     return ON_CHIP_SHARE if case.on_chip else BEYOND_SHARE
 
 
-def checks_of(entry: Entry) -> list[Check]:
-    ours = entry.by_name(OURS)
-    checks = []
+def findings_of(entry: Entry) -> list[Finding]:
+    ours, found = entry.by_name(OURS), []
     for other in entry.results:
         at_least = other.contender == COPY
         limit = wanted_share(entry.case) if at_least else MOST_TIMES
@@ -345,13 +345,14 @@ def checks_of(entry: Entry) -> list[Check]:
         value = None
         if ours.median_ms is not None and other.median_ms is not None:
             value = ours.share_of(other) if at_least else ours.median_ms / other.median_ms
-        checks.append(Check(Promise(entry.case, other.contender, other.title), value, limit, at_least))
-    return checks
+        key = Promise(entry.case, other.contender, other.title)
+        found.append(Finding(key, value, judge(value, limit, at_least), at_least=at_least))
+    return found
 
 
-def check_rows(runs: Sequence[Run]) -> list[Check]:
+def check_rows(runs: Sequence[Run]) -> list[Finding]:
     """In the median of the runs."""
-    return verdicts.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
+    return middle([[finding for entry in run.cases for finding in findings_of(entry)] for run in runs])
 
 
 # --- tables ---
@@ -372,13 +373,13 @@ def with_rows(group: str, entries: Sequence[Entry]) -> str:
     return f"{group}, {' or '.join(map(str, sorted({entry.case.rows for entry in entries})))} rows"
 
 
-def tried(entries: Sequence[Entry]) -> dict[str, Result]:
+def tried(entries: Sequence[Entry]) -> dict[str, BenchResult]:
     """Of each contender a result that says its title and family."""
     results = [result for entry in entries for result in entry.results]
     return {result.contender: result for result in results if result.status != "unavailable"}
 
 
-def speed(entry: Entry, result: Result) -> str:
+def speed(entry: Entry, result: BenchResult) -> str:
     """GB/s, and of the copy's; marked where the host took part."""
     share = "" if result.contender == COPY else f", {tables.percent(result.share_of(entry.by_name(COPY)))}"
     marked = share + ("" if result.note is None else LAUNCHED)
@@ -413,18 +414,17 @@ def counts_table(runs: Sequence[Run]) -> Table:
     rows = []
     for group in (*grouped(runs[0]), "all"):
         about = [check for check in checks if group in (check.key.case.group, "all")]
-        counts = [verdicts.tally([check for check in about if check.key.against == name]) for name in against]
+        counts = [tally([check for check in about if check.key.against == name]) for name in against]
         rows.append([group, *counts])
     notes = [
         "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
         "others: flce not slower by more than 5%, any number of columns",
-        *reports.median_note(runs),
         tables.spread_note([entry for run in runs for entry in run.cases]),
     ]
-    return Table(f"Rows, met: {verdicts.tally(checks)}", ["", *against.values()], rows, notes)
+    return Table(f"Rows, met: {tally(checks)}", ["", *against.values()], rows, notes)
 
 
-def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Check]) -> Table:
+def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Finding]) -> Table:
     """What is promised at every size, and whether it is kept."""
     about = [check for check in checks if check.key.case.group == group]
     compared = {check.key.against for check in about} - {COPY}
@@ -434,14 +434,14 @@ def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Check]) 
         mine = {check.key.against: check for check in about if check.key.case == entry.case}
         # Where nothing is wanted, the share of the first run.
         share = mine[COPY].value if COPY in mine else entry.by_name(OURS).share_of(entry.by_name(COPY))
-        verdict = verdicts.worst(check.verdict for check in mine.values())
-        names = ", ".join(check.key.title for check in mine.values() if check.verdict is verdict)
-        short = f": {names}" if verdict in (Verdict.missed, Verdict.nearly) else ""
+        verdict = max((check.verdict for check in mine.values()), key=VERDICTS.index, default=VERDICTS[-1])
+        names = ", ".join(check.key.title for check in mine.values() if check.verdict == verdict)
+        short = f": {names}" if verdict in (MISSED, NEARLY) else ""
         shares = tables.percent(share), tables.percent(wanted_share(entry.case))
         times = [tables.ratio(mine[name].value) if name in mine else tables.NONE for name in others]
-        rows.append([str(entry.case.columns), *shares, *times, verdict.value + short])
+        rows.append([str(entry.case.columns), *shares, *times, verdict + short])
     columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
-    title = f"{with_rows(group, entries)}, met: {verdicts.tally(about)}"
+    title = f"{with_rows(group, entries)}, met: {tally(about)}"
     return Table(title, columns, rows, [tables.spread_note(entries)])
 
 
@@ -497,7 +497,7 @@ def prepare(case: RowCase, device: torch.device) -> Prepared:
     release(everything=False)
     problem, meter = RowProblem(case, device), Meter(device)
 
-    def enter(contender: RowContender, result: Result) -> Entrant:
+    def enter(contender: RowContender, result: BenchResult) -> Entrant:
         """Warms up; says how it is timed."""
         result.moved_bytes, result.calls = contender.bytes(case), len(problem.x)
         region = make_region(make_calls(contender, problem), device)

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from tests.helpers import REDUCTIONS, TOLERANCE, assert_near
+from flce.testing.tolerances import TOLERANCE
+from tests.helpers import REDUCTIONS, assert_near
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migrate.md").read_text()
 TORCH = "torch.nn.functional.linear_cross_entropy"

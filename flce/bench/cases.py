@@ -16,14 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from typing_extensions import Self
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-
-MIB = 1 << 20
-GIB = 1 << 30
-
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One problem. Its fields are what a result file has of it, and one of them is its `dtype`."""
 
     @property
@@ -70,7 +65,7 @@ class Effort:
 AGAIN = "-again"
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What a call returned whose gradients are no part of its workspace."""
 
     loss: torch.Tensor | None

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flce.check import tolerances
-from flce.check.machine import has_float64
-from flce.check.outcome import Measurement, Results, compared
-from flce.check.problem import IGNORED
+from flce.check.figures import Measurement, Results, compared
+from flce.machine import has_float64
+from flce.testing import tolerances
+from flce.testing.problem import IGNORED
 
 VOCAB, BATCH, TOKENS = 1000, 2, 32
 SIZES: Mapping[str, Any] = {

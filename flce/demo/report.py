@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from flce.memory_picture import COLOURS, MIB
+from flce.machine import MIB
+from flce.memory_picture import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -117,37 +117,6 @@ def test_curves_that_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tex
     assert facts["patched"]["losses"][2] == (1.001 if last == 1.001 else None)
 
 
-@pytest.mark.parametrize("option", ["--output", "--memory-picture"])
-def test_a_picture_that_cannot_be_drawn(
-    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
-) -> None:
-    """Is refused before the training."""
-    monkeypatch.setenv("COLUMNS", "200")
-    done = answer(monkeypatch, tmp_path, text, run_of(1.0, peak=1), option, str(tmp_path / "d.xyz"))
-    assert done.exit_code == 2
-    assert "no picture can be drawn as .xyz" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--text", "nowhere"], "'nowhere' does not exist"),
-        (["--steps", "0"], "Invalid value for '--steps'"),
-        (["--vocab-size", "-5"], "Invalid value for '--vocab-size'"),
-        (["--text", "."], "no text to train on"),
-    ],
-)
-def test_wrong_usage(
-    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "empty").mkdir()
-    done = answer(monkeypatch, tmp_path / "empty", text, run_of(1.0, peak=1), *options)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not done.stdout
-
-
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
     for name in ("transformers", "tokenizers"):
         monkeypatch.setitem(sys.modules, name, None)

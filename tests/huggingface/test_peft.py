@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, is_patched, patch_model, unpatch_model
-from tests.helpers import pairs, relative_error
+from flce.testing.problem import relative_error
+from tests.helpers import pairs
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
