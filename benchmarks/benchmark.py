@@ -67,8 +67,6 @@ class Benchmark:
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
     # What takes long and can be done for all cases at once, in so many seconds; says what was done.
     build_ahead: Callable[[Sequence[Any], torch.device, float], str | None] = lambda *ignored: None
-    # Cases and results of a file, as they are written today.
-    entries: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda document: document["cases"]
 
     def check(self, case: Any) -> None:
         """Raises a ValueError where the case asks for what there is not."""
@@ -89,7 +87,7 @@ class Benchmark:
         if document["kind"] != self.kind:
             raise ValueError(f"{path} holds no results of {self.noun}")
         run = Run(self.kind, {name: document[name] for name in HEAD})
-        for entry in self.entries(document):
+        for entry in document["cases"]:
             results = [BenchResult.from_dict(result) for result in entry["results"]]
             run.cases.append(Entry(self.case_type.from_dict(entry["case"]), results))
         return run

@@ -24,7 +24,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks import reports
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.row_calls import Calls, make_region
-from benchmarks.targets import MISSED, NEARLY, VERDICTS, Finding, judge, middle, tally
+from benchmarks.targets import Finding, judge, middle, tally, verdict_table
 from flce.bench import tables
 from flce.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
 from flce.bench.measure import Entrant, Meter, Prepared, nothing, release
@@ -320,14 +320,6 @@ LEAST_COLUMNS = 2048
 MOST_TIMES = 1.05
 
 
-class Promise(NamedTuple):
-    """Of flce: its share of the bandwidth of a copy, or its time over that of somebody else."""
-
-    case: RowCase
-    against: str  # a contender
-    title: str  # of it
-
-
 def wanted_share(case: RowCase) -> float | None:
     if case.columns < LEAST_COLUMNS:
         return None
@@ -345,8 +337,15 @@ def findings_of(entry: Entry) -> list[Finding]:
         value = None
         if ours.median_ms is not None and other.median_ms is not None:
             value = ours.share_of(other) if at_least else ours.median_ms / other.median_ms
-        key = Promise(entry.case, other.contender, other.title)
-        found.append(Finding(key, value, judge(value, limit, at_least), at_least=at_least))
+        show = tables.percent if at_least else tables.ratio
+        cells = {
+            "columns": str(entry.case.columns),
+            "beside": other.title,
+            "of copy, or times": show(value),
+            "wanted": show(limit),
+        }
+        key, verdict = (entry.case, other.contender), judge(value, limit, at_least)
+        found.append(Finding(key, value, verdict, cells, at_least))
     return found
 
 
@@ -395,54 +394,28 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
             notes[f"{who.title} ran at {', '.join(results)} columns only"] = []
         for columns, result in results.items():
             if result.note is not None:
-                reason = f"{LAUNCHED} {who.title} {result.method}, not captured: {result.note}"
-                notes.setdefault(reason, []).append(columns)
+                notes.setdefault(f"{LAUNCHED} {who.title} launched, not captured: {result.note}", []).append(columns)
             if result.status != "ok":
                 notes.setdefault(f"{who.title} {result.status}: {result.reason}", []).append(columns)
-    lines = [
-        reason + (f" ({', '.join(sizes)} columns)" if 0 < len(sizes) < len(entries) else "")
-        for reason, sizes in notes.items()
-    ]
+    lines = [f"{reason} ({', '.join(sizes)} columns)" if sizes else reason for reason, sizes in notes.items()]
     table = reports.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
     return replace(table, notes=[*lines, *table.notes])
 
 
 def counts_table(runs: Sequence[Run]) -> Table:
     """How many promises are kept: tasks x who they are about."""
-    checks = check_rows(runs)
-    against = {check.key.against: check.key.title for check in sorted(checks, key=lambda c: c.key.against != COPY)}
+    findings = check_rows(runs)
+    against = {finding.key[1]: finding.cells["beside"] for finding in findings}
     rows = []
     for group in (*grouped(runs[0]), "all"):
-        about = [check for check in checks if group in (check.key.case.group, "all")]
-        counts = [tally([check for check in about if check.key.against == name]) for name in against]
-        rows.append([group, *counts])
+        about = [finding for finding in findings if group in (finding.key[0].group, "all")]
+        rows.append([group, *(tally([finding for finding in about if finding.key[1] == name]) for name in against)])
     notes = [
         "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
         "others: flce not slower by more than 5%, any number of columns",
         tables.spread_note([entry for run in runs for entry in run.cases]),
     ]
-    return Table(f"Rows, met: {tally(checks)}", ["", *against.values()], rows, notes)
-
-
-def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Finding]) -> Table:
-    """What is promised at every size, and whether it is kept."""
-    about = [check for check in checks if check.key.case.group == group]
-    compared = {check.key.against for check in about} - {COPY}
-    others = {name: result.title for name, result in tried(entries).items() if name in compared}
-    rows = []
-    for entry in entries:
-        mine = {check.key.against: check for check in about if check.key.case == entry.case}
-        # Where nothing is wanted, the share of the first run.
-        share = mine[COPY].value if COPY in mine else entry.by_name(OURS).share_of(entry.by_name(COPY))
-        verdict = max((check.verdict for check in mine.values()), key=VERDICTS.index, default=VERDICTS[-1])
-        names = ", ".join(check.key.title for check in mine.values() if check.verdict == verdict)
-        short = f": {names}" if verdict in (MISSED, NEARLY) else ""
-        shares = tables.percent(share), tables.percent(wanted_share(entry.case))
-        times = [tables.ratio(mine[name].value) if name in mine else tables.NONE for name in others]
-        rows.append([str(entry.case.columns), *shares, *times, verdict + short])
-    columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
-    title = f"{with_rows(group, entries)}, met: {tally(about)}"
-    return Table(title, columns, rows, [tables.spread_note(entries)])
+    return Table(f"Rows, met: {tally(findings)}", ["", *against.values()], rows, notes)
 
 
 def panel(group: str, entries: Sequence[Entry]) -> Panel:
@@ -456,16 +429,6 @@ def panel(group: str, entries: Sequence[Entry]) -> Panel:
             series.append(Series(who.title, who.family, [*speeds], [*speeds.values()], line))
     edge = ON_CHIP_BYTES / DTYPES[entries[0].case.dtype].itemsize
     return Panel(group, [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
-
-
-def entries(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """In older files a case is all tasks of one matrix."""
-    found: dict[str, dict[str, Any]] = {}
-    for entry in document["cases"]:
-        for result in entry["results"]:
-            case = entry["case"] | {name: result[name] for name in ("operation", "direction") if name in result}
-            found.setdefault(str(case), {"case": case, "results": []})["results"].append(result)
-    return list(found.values())
 
 
 def build_ahead(cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
@@ -514,8 +477,12 @@ def whole(run: Run, brief: bool) -> list[Table]:
 
 def targets(runs: Sequence[Run], brief: bool) -> list[Table]:
     """First the counts, then, unless `brief`, all sizes that the first run has."""
-    groups, checks = {} if brief else grouped(runs[0]), check_rows(runs)
-    return [counts_table(runs), *(target_table(*group, checks) for group in groups.items())]
+    groups = {} if brief else grouped(runs[0])
+    found, findings = [counts_table(runs)], check_rows(runs)
+    for group, entries in groups.items():
+        about = [finding for finding in findings if finding.key[0].group == group]
+        found.append(verdict_table(f"{with_rows(group, entries)}, met", about, runs, [tables.spread_note(entries)]))
+    return found
 
 
 def figure(run: Run) -> Figure:
@@ -543,5 +510,4 @@ ROWS = Benchmark(
     targets=targets,
     defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),
     build_ahead=build_ahead,
-    entries=entries,
 )

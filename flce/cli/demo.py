@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from rich.console import Console
 
-    from flce.demo.report import Run
+    from flce.demo.report import TrainingRun
     from flce.demo.training import Settings
 
-PACKAGES = ("matplotlib", "numpy", "psutil", "tokenizers", "transformers")
+PACKAGES = ("matplotlib", "numpy", "tokenizers", "transformers")
 
 
 def demo(
@@ -69,7 +69,7 @@ def demo(
         typer.echo(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'", err=True)
         raise typer.Exit(2)
 
-    from flce.demo.report import Comparison, can_draw, draw, show
+    from flce.demo.report import TrainingComparison, can_draw, draw, show
 
     for picture in (output, memory_picture):
         if not can_draw(picture):
@@ -78,6 +78,8 @@ def demo(
         if picture.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise typer.BadParameter(f"{picture} cannot be written: give another file")
 
+    # The profiler of PyTorch 2.13 says on stderr that it begins and ends, in the progress bars.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
     from transformers import AutoTokenizer
 
@@ -123,7 +125,7 @@ def demo(
         f"{batch_size} x {settings.seq_len:,} tokens per step, "
         f"{'bfloat16 autocast' if gpu else 'float32'} on {where}"
     )
-    comparison = Comparison(title, **runs, tolerance=1e-2 if gpu else 1e-4)
+    comparison = TrainingComparison(title, **runs, tolerance=1e-2 if gpu else 1e-4)
     draw(output, comparison)
     curves = {name: run.memory for name, run in runs.items()}
     MemoryProfile.plot_side_by_side(curves, memory_picture, f"Memory of one training step\n{title}")
@@ -142,8 +144,8 @@ def cache() -> Path:
 
 def train_both(
     console: Console, settings: Settings, batches: npt.NDArray[np.int64], take_turns: bool
-) -> dict[str, Run]:
-    from flce.demo.training import train_in_processes
+) -> dict[str, TrainingRun]:
+    from flce.demo.training import train_in_turn
 
     columns = (
         TextColumn("{task.description:8}"),
@@ -162,11 +164,11 @@ def train_both(
         def on_step(name: str, loss: float) -> None:
             progress.update(tasks[name], advance=1, state=f"loss {loss:.4f}")
 
-        runs: dict[str, Run] = {}
+        runs: dict[str, TrainingRun] = {}
         rounds = [["stock", "patched"]] if take_turns else [["stock"], ["patched"]]
         for names in rounds:
             for name in names:
                 progress.start_task(tasks[name])
                 progress.update(tasks[name], state="starting")
-            runs |= train_in_processes(settings, batches, names, on_step)
+            runs |= train_in_turn(settings, batches, names, on_step)
     return runs

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
 pytest.importorskip("matplotlib", reason="the pictures")
-pytest.importorskip("psutil", reason="the peak memory")
 pytest.importorskip("tokenizers", reason="the tokenizer")
 pytest.importorskip("transformers", reason="the model")
 
@@ -23,7 +22,7 @@ from typer.testing import CliRunner
 
 import flce
 from flce.cli import demo
-from flce.demo.report import Run
+from flce.demo.report import TrainingRun
 
 ROOT = Path(flce.__file__).parents[1]
 # The command by itself.
@@ -71,12 +70,12 @@ def test_stock_and_patched_runs_agree_and_are_drawn(text: Path, tmp_path: Path) 
 # ------------------------------------------------------------------------------------------- without the training
 
 
-def run_of(*losses: float, peak: int) -> Run:
+def run_of(*losses: float, peak: int) -> TrainingRun:
     profile = flce.MemoryProfile("cpu", ((0.0, 0), (0.1, peak // 2), (0.2, 0)))
-    return Run("A model", list(losses), [0.2, 0.1, 0.3], peak, profile)
+    return TrainingRun("A model", list(losses), [0.2, 0.1, 0.3], peak, profile)
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, folder: Path, text: Path, patched: Run, *options: str) -> Any:
+def answer(monkeypatch: pytest.MonkeyPatch, folder: Path, text: Path, patched: TrainingRun, *options: str) -> Any:
     stock = run_of(3.0, 2.0, 1.0, peak=400)
     monkeypatch.setattr(demo, "train_both", lambda *_, **__: {"stock": stock, "patched": patched})
     monkeypatch.chdir(folder)
