@@ -28,7 +28,9 @@ from flce.backends import backend_name
 from flce.backends.eager import TorchBackend
 from flce.check import run, suite
 from flce.check.figures import Figure, compared
+from flce.check.inputs import stock, truth
 from flce.cli.check import check
+from flce.testing.problem import relative_error
 from flce.testing.tolerances import RESULTS
 
 ROOT = Path(flce.__file__).parents[1]
@@ -252,6 +254,16 @@ def test_what_is_not_a_number_is_off() -> None:
     assert figure.share == float("inf")
     one = {"loss": torch.ones(())}
     assert not compared(one, one, one, RESULTS[torch.float64])[0].off
+
+
+@pytest.mark.parametrize("regime", suite.REGIMES, ids=lambda regime: regime.title)
+def test_stock_in_float64_is_the_truth(regime: suite.Regime) -> None:
+    """Else what is measured beside it would allow anything."""
+    inputs = regime.check(suite.TINY, torch.float64, CPU, "torch").inputs
+    beside, right = stock(inputs), truth(inputs)
+    assert beside.keys() == right.keys()
+    for name, value in beside.items():
+        assert relative_error(value, right[name]) < 1e-12, name
 
 
 def test_the_full_suite_has_more() -> None:
