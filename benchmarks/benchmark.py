@@ -65,7 +65,7 @@ class Benchmark:
     dominance: Callable[[Sequence[Run]], Table] | None = None  # the peers, and whether each is beaten
     choices: Mapping[str, Collection[str]] = field(default_factory=dict)  # fields of a case, and what they may be
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
-    # What takes long and can be done for all cases at once, in so many seconds; says what was done.
+    # What takes long and can be done for all cases at once, within these seconds; says what was done.
     build_ahead: Callable[[Sequence[Any], torch.device, float], str | None] = lambda *ignored: None
 
     def check(self, case: Any) -> None:
@@ -78,7 +78,7 @@ class Benchmark:
     def measure(
         self, case: Any, device: torch.device, effort: Effort, contenders: Sequence[Any] | None = None
     ) -> Entry:
-        """Of all contenders, or of these."""
+        """The figures of all contenders, or of these."""
         chosen = self.contenders(case) if contenders is None else contenders
         return compete(case, chosen, self.prepare(case, device), effort)
 

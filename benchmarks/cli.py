@@ -43,7 +43,7 @@ def measure(
     out: Annotated[
         Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")
     ] = None,
-    # Of the cases only these: several times for several, and a wrong name lists all.
+    # Only these cases: several times for several, and a wrong name lists all.
     dtype: Annotated[list[str] | None, option(help="float32, say.")] = None,
     mode: Annotated[list[str] | None, option(help="operator: what a call does.")] = None,
     model: Annotated[list[str] | None, option(help="model: whose training step.")] = None,
@@ -124,7 +124,7 @@ def chosen(
     preset: str | None,
     shapes: Sequence[str] | None,
 ) -> Plan:
-    """Of the preset those that are wanted, or all that are wanted of the shapes; with these fields changed."""
+    """The cases that are wanted of the preset, or of the shapes; with these fields changed."""
     foreign = {*only, *changes} - {field.name for field in fields(benchmark.case_type)}
     if foreign:
         raise typer.BadParameter(f"{benchmark.noun}: no such thing as {', '.join(sorted(foreign))}")

@@ -1,4 +1,4 @@
-"""The pass over the logits by itself, beside a copy of as many bytes: its measure is the bandwidth of the copy.
+"""The pass over the logits by itself, beside a copy of the same bytes: its measure is the bandwidth of the copy.
 
 A case is a line of a preset, a contender a method of `Tiles` and a line in `CONTENDERS`.
 """
@@ -17,7 +17,7 @@ from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
 from flce.bench.cases import BenchCase, Contender, Effort
 from flce.bench.measure import Entrant, Meter, Prepared, release
-from flce.bench.results import NOBODY, BenchResult, Entry
+from flce.bench.results import NO_RESULT, BenchResult, Entry
 from flce.bench.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.gemm import padded_cols
 from flce.machine import DTYPES
@@ -82,7 +82,7 @@ class Tiles:
         self.logits, self.grad = self.buffer[:, :columns], grad[:, :columns]
         target = torch.randint(case.vocab, (tokens,), device=device, generator=generator)
         constants = torch.tensor([1.0 / tokens, 1.0 / tokens, case.vocab], dtype=accum, device=device)
-        # Of a part of the vocabulary the statistics are unfinished: for its gradient these are the normalizers.
+        # A part of the vocabulary leaves the statistics unfinished: for its gradient these are the normalizers.
         z = self.source[:, :columns]
         largest = z.amax(1).to(accum)
         lse = torch.cat([part.to(accum).logsumexp(1) for part in z.split(1024)])
@@ -167,7 +167,7 @@ def cell(entry: Entry, result: BenchResult) -> str:
     if result.median_ms is None:
         return NONE
     copied = entry.by_name("copy")
-    share = "" if copied in (NOBODY, result) else f", {percent(result.share_of(copied))}"
+    share = "" if copied in (NO_RESULT, result) else f", {percent(result.share_of(copied))}"
     return f"{result.median_ms:.3g}{share}"
 
 

@@ -290,7 +290,7 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     kind: Any = OPTIMIZERS[case.optimizer]
     optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
     if optimizer is not None:
-        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to nobody's step
+        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
     meter = Meter(device)
 
     def enter(contender: ModelContender, result: BenchResult) -> Entrant:

@@ -38,7 +38,7 @@ def summary(
 def overview(
     title: str, first: str, cell: Callable[[Entry, BenchResult], str], table: Callable[[Entry], Table]
 ) -> Callable[[Run, bool], list[Table]]:
-    """Of a whole run the summary, and unless that is all the table of each case."""
+    """The summary of a whole run, and unless that is all the table of each case."""
 
     def tables(run: Run, brief: bool) -> list[Table]:
         found = [summary(title, first, run.cases, cell)] if brief or len(run.cases) > 1 else []

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 ON_CHIP_BYTES = 128 * 1024  # of a row: half of the registers of a multiprocessor (256 KiB), so that two rows fit
 CPU_CACHE_BYTES = 8 * MIB  # PyTorch does not tell that of a CPU
 CACHES = 4  # the inputs of one timed region are more than this many times the cache
-# On a GPU as many calls are timed as one that they take a tenth of a millisecond or more, beside which the
+# On a GPU a number of calls is timed as one, so that they take a tenth of a millisecond or more, beside which the
 # microseconds between an event and the first of them count little.
 REGION_BYTES = 512 * MIB
 ENOUGH_CALLS = 256
@@ -82,7 +82,7 @@ class RowCase(BenchCase):
     operation: Operation = "cross_entropy"
     direction: Direction = "forward"
     compiled: bool = False  # also by torch.compile, which takes seconds to compile each task
-    calls: int | None = None  # in one timed region; None: so many that the cache cannot hold their inputs
+    calls: int | None = None  # in one timed region; None: more than the cache can hold the inputs of
 
     @property
     def asked(self) -> bool:
@@ -152,7 +152,7 @@ class RowContender(Contender):
 
 
 class Produced(torch.autograd.Function):
-    """Logits as a layer makes them: not a leaf, whose value nobody may overwrite. Costs nothing and saves nothing."""
+    """Logits as a layer makes them: not a leaf, whose value may not be overwritten. Costs nothing and saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, layer: Tensor, logits: Tensor, arrived: list[Tensor]) -> Tensor:
@@ -331,7 +331,7 @@ def findings_of(entry: Entry) -> list[Finding]:
     for other in entry.results:
         at_least = other.contender == COPY
         limit = wanted_share(entry.case) if at_least else MOST_TIMES
-        # Without a copy the promise is not measured; without somebody else's figure there is nothing to compare.
+        # Without a copy the promise is not measured; without the other's figure there is nothing to compare.
         if other.family in ("ours", "repeat") or limit is None or (other.median_ms is None and not at_least):
             continue
         value = None
@@ -373,7 +373,7 @@ def with_rows(group: str, entries: Sequence[Entry]) -> str:
 
 
 def tried(entries: Sequence[Entry]) -> dict[str, BenchResult]:
-    """Of each contender a result that says its title and family."""
+    """A result of each contender, which says its title and family."""
     results = [result for entry in entries for result in entry.results]
     return {result.contender: result for result in results if result.status != "unavailable"}
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flce.bench import tables
 from flce.bench.contenders import BOUNDED, budget_name, sums_in_bfloat16
 from flce.bench.problem import Mode, OperatorCase, Shape
-from flce.bench.results import NOBODY, BenchResult, Entry, Run
+from flce.bench.results import NO_RESULT, BenchResult, Entry, Run
 from flce.bench.tables import Table
 from flce.machine import MIB
 
@@ -26,7 +26,7 @@ class Target:
 
     call: str  # in words, how the operator is called
     shape: Shape
-    # Of the time, in multiples of that of `reference`; or how that follows from the time of `reference`.
+    # A bound of the time, in multiples of that of `reference`; or how that follows from the time of `reference`.
     limit: float | Callable[[float], float] | None = None
     contender: str = "ours"
     reference: str = "floor"
@@ -58,8 +58,8 @@ def on_heads(target: Target, narrow: float) -> list[Target]:
     return [replace(target, shape=shape) for shape in HEADS] + [replace(target, shape=NARROW, limit=narrow)]
 
 
-# Of a call with no label ignored. One that keeps the ignored rows multiplies zeros instead, which takes less power and,
-# where that is the limit, less time.
+# Beside a call with no label ignored. One that keeps the ignored rows multiplies zeros instead, which takes less power
+# and, where that is the limit, less time.
 HALF_IGNORED = Target(
     "half of the labels ignored", MAIN, 0.54, "ours-skipping", "ours-full", ignored=0.5, beside=("ours-keeping",)
 )
@@ -101,7 +101,7 @@ LONG_PRODUCTS_MS = 3.9  # 4, less what a GPU that runs cooler needs less
 
 
 def of_calls(shape: Shape) -> list[Target]:
-    """The host at most 1.2 ms or 1.2 times torch.compile's; nobody faster as called; alone beside the bare products."""
+    """The host at most 1.2 ms or 1.2 times torch.compile's; none faster as called; alone beside the bare products."""
     host = Target("host", shape, lambda ms: max(1.2, LEAST_HOST_MS / ms), reference="torch-compile", figure="host_ms")
     called = [Target("as called", shape, 1.0, reference=name) for name in ("torch-compile", "stock")]
     alone = Target("alone", shape, lambda ms: 1.15 if ms >= LONG_PRODUCTS_MS else 1.30, figure="alone_ms")
@@ -113,7 +113,7 @@ CALL_TARGETS.append(Target("alone", MAIN, 1.05, calls=True, figure="alone_ms")) 
 
 
 def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
-    """The cases that the targets need, each with nobody but the contenders that are compared on it."""
+    """The cases that the targets need, each with only the contenders that are compared on it."""
     contenders: dict[OperatorCase, list[str]] = {}
     for target in targets:
         contenders.setdefault(target.case, []).extend(target.contenders)
@@ -230,7 +230,7 @@ def find(run: Run, target: Target) -> tuple[BenchResult, BenchResult]:
             results = [entry.by_name(name) for name in target.contenders]
             if all(result.samples_ms for result in results):
                 return results[-1], results[0]
-    return NOBODY, NOBODY
+    return NO_RESULT, NO_RESULT
 
 
 def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Finding]:
@@ -295,7 +295,7 @@ def best(entry: Entry, rule: Rule) -> BenchResult:
         and result.workspace_bytes is not None
         and result.workspace_bytes <= limit
     ]
-    return min(settings, key=lambda result: result.median_ms or 0.0, default=NOBODY)
+    return min(settings, key=lambda result: result.median_ms or 0.0, default=NO_RESULT)
 
 
 def figures(result: BenchResult) -> str:

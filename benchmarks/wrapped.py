@@ -48,7 +48,7 @@ def prepared(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
 
 
 def keep(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
-    """Of the last step the loss; of all the most memory."""
+    """The loss of the last step, and the most memory of all."""
     result.loss = None if step.loss is None else float(step.loss)
     if sample.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)

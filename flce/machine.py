@@ -34,7 +34,7 @@ VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "TRITON_INTERPRET", "CUDA
 
 
 def parse_bytes(text: str) -> int:
-    """Of "256MiB" or "1.5 GB".
+    """The bytes of "256MiB" or "1.5 GB".
 
     Raises:
         ValueError: it is no size.
@@ -46,7 +46,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
-    """A number for each of the names: of "4096,2048,32000", or with an x in place of each comma.
+    """A number for each of the names, in "4096,2048,32000" or with an x in place of each comma.
 
     Raises:
         ValueError: these are no such numbers.

@@ -160,7 +160,7 @@ def _on_cuda(fn: Callable[[], object], index: int) -> MemoryProfile:
 
 
 def _profile(device: str, start: int, end: int, records: Iterable[tuple[int, int]]) -> MemoryProfile:
-    """Of (time, bytes) in their order, times in nanoseconds since the epoch."""
+    """Records are (time, bytes) in their order, times in nanoseconds since the epoch."""
     held, samples = 0, [(0.0, 0)]
     for at, size in records:
         held += size

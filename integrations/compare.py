@@ -150,7 +150,7 @@ def max_difference(stock: Curve, patched: Curve) -> float:
 
 
 def say(text: str) -> None:
-    """Of the processes that a launcher started, the first speaks."""
+    """The first of the processes that a launcher started speaks."""
     if os.environ.get("RANK", "0") == "0":
         typer.echo(text)
 

@@ -190,7 +190,7 @@ def test_records_of_the_cuda_allocator(made_up: Device) -> None:
     assert not made_up.recording
 
 
-def test_somebody_else_records(made_up: Device) -> None:
+def test_something_else_records(made_up: Device) -> None:
     made_up.recording = True
     with pytest.raises(RuntimeError, match=r"is being recorded already: .*_record_memory_history\(None\)"):
         flce.profile_memory(made_up.does(("alloc", MIB)), device="cuda")

@@ -211,7 +211,7 @@ def placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def outcome(call: Callable[..., Any], case: Case, arguments: Arguments, device: torch.device) -> dict[str, Any]:
-    """Of ``call(input, weight, target, bias, **arguments)``: the loss, all gradients, and what it returned."""
+    """What ``call(input, weight, target, bias, **arguments)`` makes: the loss, all gradients, and what it returned."""
     x, w, y, b = (placed(t, device, case.dtype) for t in (INPUT, case.head, case.target, case.head_bias))
     tensors = {"input": x, "weight": w} | ({} if b is None else {"bias": b})
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
@@ -439,7 +439,7 @@ def test_where_liger_differs(device: torch.device) -> None:
 
 # ----------------------------------------------------------------------------------------- Cut Cross-Entropy
 
-# Of sequences: CCE shifts along the last dimension of the targets.
+# For sequences: CCE shifts along the last dimension of the targets.
 CCE_CASES = {
     "defaults": same(),
     "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),

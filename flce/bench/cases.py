@@ -1,4 +1,4 @@
-"""Cases and contenders: a problem, how long it is measured, and somebody who solves it or says why not here.
+"""Cases and contenders: a problem, how long it is measured, and a way to solve it or the reason why not here.
 
 Every benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
 """
@@ -75,8 +75,8 @@ class StepOutcome(NamedTuple):
 
 Step = Callable[[], object]  # does the work once
 
-Unavailable = Callable[[torch.device], str | None]  # why somebody cannot run on this device, if so
-Condition = Callable[[Any, torch.device], bool]  # of a case: whether somebody is measured on it
+Unavailable = Callable[[torch.device], str | None]  # why a contender cannot run on this device, if so
+Condition = Callable[[Any, torch.device], bool]  # of a case: whether a contender is measured on it
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flce.bench.contenders import OperatorContender, in_budget, sums_in_bfloat16
 from flce.bench.measure import Entrant, Meter, Prepared, release
 from flce.bench.plots import Panel, Series, compared, draw, points
 from flce.bench.problem import OperatorCase, OperatorProblem, Shape, exactness, make_oracle
-from flce.bench.results import NOBODY, BenchResult, Entry, Run
+from flce.bench.results import NO_RESULT, BenchResult, Entry, Run
 from flce.bench.tables import Columns, Table
 from flce.machine import DTYPES, GIB, MIB, memory_of
 from flce.testing.tolerances import of_one_call
@@ -58,7 +58,7 @@ def prepare(case: OperatorCase, device: torch.device, meter: Meter | None = None
 
 # --- what a case takes ---
 
-# Of the products of the right answer, which are float64: about three seconds of a CPU, or of a GPU half a second where
+# The float64 products of the right answer: about three seconds of a CPU, or of a GPU half a second where
 # it is made for float64 and a quarter of a minute where it is not.
 CHEAP_FLOPS = {"cpu": 2e11, "cuda": 2e13}
 CHEAP_SHARE = 0.25  # of the memory
@@ -122,7 +122,7 @@ NO_EXACTNESS = "not compared with float64 (--errors does)"
 
 def products_ms(entry: Entry) -> float | None:
     """What the bare products take of the device."""
-    floor = next((r for r in entry.results if r.contender in FLOORS), NOBODY)
+    floor = next((r for r in entry.results if r.contender in FLOORS), NO_RESULT)
     return floor.alone_ms or floor.median_ms
 
 

@@ -30,11 +30,11 @@ LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 @dataclass(frozen=True)
 class OperatorContender(Contender):
     prepare: Callable[[OperatorProblem], Step]
-    # Of ours: the workspace that `flce.plan` says it takes.
+    # The workspace that `flce.plan` says ours takes.
     planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
 
 
-# On what somebody is measured who is not measured everywhere: where it would mean something, and repeat nobody else.
+# Where a contender is measured that is not measured everywhere: where it means something and repeats no other.
 ONLY: dict[str, Condition] = {
     "": lambda case, device: True,
     "half precision": lambda case, device: case.dtype in ("float16", "bfloat16"),
@@ -196,7 +196,7 @@ QUACK_CHUNK = 4096  # tokens; the default of its function
 
 
 def library_loss(module: str, function: str, **options: Any) -> LossFunction:
-    """Of libraries whose function takes (input, weight, target, reduction=...)."""
+    """The loss of a library whose function takes (input, weight, target, reduction=...)."""
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
         call = getattr(importlib.import_module(module), function)

@@ -102,7 +102,7 @@ class Meter:
 
 
 def release(everything: bool = True) -> None:
-    """Gives back what nobody refers to any more, to the device as well; with `everything` also what `compete`
+    """Gives back what is no longer referred to, to the device as well; with `everything` also what `compete`
     had kept from the collector, which takes a while."""
     if everything:
         gc.unfreeze()
@@ -167,7 +167,7 @@ def interleave(
     """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
 
     A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
-    therefore random, so that nobody always follows the same one; the first is in the given order, for the deadline.
+    therefore random, so that none always follows the same one; the first is in the given order, for the deadline.
     """
     order = random.Random(0)
     for _ in range(effort.rounds):

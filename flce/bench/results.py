@@ -33,18 +33,18 @@ class BenchResult:
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
     workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
     note: str | None = None  # why it could not be captured in a CUDA graph
-    # Of calls from an idle device, beside the time until it has finished.
+    # Calls from an idle device, beside the time until it has finished.
     host_samples_ms: list[float] = field(default_factory=list)  # until the call returned
     alone_samples_ms: list[float] = field(default_factory=list)  # of replays
-    # Of the operator.
+    # The operator's.
     planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
     errors: dict[str, float] | None = None  # relative, against float64
-    # Of models: all that was allocated, until the loss was there, and what the allocator took from the device.
+    # A model's: all that was allocated, until the loss was there, and what the allocator took from the device.
     peak_bytes: int | None = None
     forward_peak_bytes: int | None = None
     reserved_bytes: int | None = None
     loss: float | None = None
-    # Of passes over memory.
+    # Those of passes over memory.
     moved_bytes: int | None = None  # what a call has to read and write
     calls: int = 1  # made one after the other, whose time is one sample
     method: str | None = None  # how they were timed, see `row_calls`
@@ -98,7 +98,7 @@ class BenchResult:
         return result
 
 
-NOBODY = BenchResult("", "", "")  # without any figure: in the place of one that was not measured
+NO_RESULT = BenchResult("", "", "")  # without any figure: in the place of one that was not measured
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Entry:
     results: list[BenchResult] = field(default_factory=list)
 
     def by_name(self, contender: str) -> BenchResult:
-        return next((result for result in self.results if result.contender == contender), NOBODY)
+        return next((result for result in self.results if result.contender == contender), NO_RESULT)
 
     def repeats(self) -> Iterator[tuple[BenchResult, BenchResult]]:
         """What was measured under two names, where both have figures."""

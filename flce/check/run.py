@@ -103,7 +103,7 @@ class Todo:
 
 
 def todo(device: torch.device | None, quick: bool) -> Todo:
-    """Of a device, or of one of each kind that this machine has."""
+    """The checks of a device, or of one of each kind that this machine has."""
     tasks: list[Task] = []
     missing: list[Missing] = []
     where, same = ([device], {}) if device is not None else devices_of_a_kind()

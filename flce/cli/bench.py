@@ -250,7 +250,7 @@ def _draw(run: Run, path: Path, console: Console) -> None:
 
     try:
         picture = figure(run)
-    except ValueError as error:  # nobody has figures
+    except ValueError as error:  # there are no figures
         _say(console, f"no picture: {error}")
         return
     picture.savefig(path, dpi=110)

@@ -25,17 +25,17 @@ class Bound:
 @dataclass(frozen=True)
 class Tolerance:
     loss: Bound
-    """Of losses and of statistics of each token."""
+    """For losses, and for statistics of each token."""
     gradient: Bound
-    """Of gradients, and of the results of `flce.softmax`."""
+    """For gradients, and for the results of `flce.softmax`."""
 
 
 def _same(factor: float, slack: float) -> Tolerance:
     return Tolerance(Bound(factor, slack), Bound(factor, slack))
 
 
-# Of results: no further than stock's. The slack of half precision is what another order of summation within a logit,
-# which a vendor's product is free to choose, does to a loss. That of float32 and float64 is a few roundings.
+# Results may be no further off than stock's. The slack of half precision is what another order of summation within a
+# logit, which a vendor's product is free to choose, does to a loss. That of float32 and float64 is a few roundings.
 RESULTS = {
     torch.float64: _same(1.05, 1e-12),
     torch.float32: _same(1.05, 3e-6),
@@ -49,7 +49,7 @@ INTERPRETED = {torch.bfloat16: Tolerance(Bound(1.05, 1e-4), Bound(1.05, 2.5e-3))
 # A model makes roundings of its own, before the head and behind it, which are others with other gradients.
 MODELS = {torch.float32: _same(1.05, 1e-5), torch.bfloat16: _same(1.05, 5e-3)}
 
-# Of the largest element, in results whose arithmetic is that of the oracle.
+# Shares of the largest element, for results whose arithmetic is that of the oracle.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 

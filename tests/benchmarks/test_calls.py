@@ -183,7 +183,7 @@ def test_the_times_of_a_call_on_cuda():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["ours", "torch-compile", "stock"])
 def test_a_replay_makes_the_gradients(name):
-    """Of what the operands hold then, not of what they held when the step was captured."""
+    """They are of what the operands hold then, not of what they held when the step was captured."""
     problem = OperatorProblem(OperatorCase(256, 64, 1000), CUDA)
     (contender,) = select([name])
     solve = contender.prepare(problem)

@@ -137,7 +137,7 @@ def test_what_liger_changes_is_put_back(monkeypatch):
 
 @pytest.mark.gpu
 def test_every_contender_runs_on_cuda():
-    """Of the peers those that are installed may fail."""
+    """Peers that are installed may fail."""
     for warm_up in (None, 64):
         case = ModelCase("tiny-llama", 2, 128, budgets_mib=(1,), warm_up_sequence=warm_up)
         entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0))

@@ -167,7 +167,7 @@ def test_a_share_of_the_bandwidth_of_a_copy(columns, dtype, share, met):
     assert check.value == pytest.approx(share)
 
 
-def test_nobody_is_faster_by_more_than_five_percent():
+def test_no_other_is_faster_by_more_than_five_percent():
     """At any size; the share of a copy is wanted from 2048 columns on."""
     case = RowCase(4096, 1000, direction="in-place forward+backward")
     results = [figure("copy", 4000, case), figure("ours", 1000, case)]
@@ -185,7 +185,7 @@ def test_nobody_is_faster_by_more_than_five_percent():
     assert "- * Liger launched, not captured: waits" in speeds
 
 
-def test_where_somebody_did_not_run_is_said():
+def test_where_a_contender_did_not_run_is_said():
     entries = []
     for columns in (4096, 2048):
         case = RowCase(4096, columns, operation="softmax")

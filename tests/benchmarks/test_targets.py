@@ -250,7 +250,7 @@ def test_the_workspace_is_the_planned_one(planned, mib, name, kept, tmp_path):
 
 
 def test_the_plan_is_recorded():
-    """Of the call that is measured: of its budget, its mode and its options."""
+    """It is that of the call that is measured: its budget, its mode and its options."""
     import flce
 
     case = OperatorCase(2000, 32, 500, dtype="float32", mode="frozen-head")

@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _as_a_user_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU the Triton backend is looked at only if somebody asks for its interpreter."""
+    """On a CPU the Triton backend is looked at only with its interpreter."""
     for name in ("TRITON_INTERPRET", "FLCE_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "120")
@@ -276,7 +276,7 @@ def test_the_full_suite_has_more() -> None:
 
 
 def test_what_there_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one with 80 GiB and of a small and old one. Nothing runs."""
+    """The checks of one with 80 GiB, and of a small and old one. Nothing runs."""
     cuda = torch.device("cuda", 0)
     free, bf16 = 80 << 30, True
     monkeypatch.setattr(suite, "why_no_backend", lambda device, backend: None)

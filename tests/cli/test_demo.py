@@ -39,7 +39,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is trained once, not in the home of whoever tests."""
+    """The tokenizer is trained once, not in the home of the user who tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(ROOT / ".cache"))
 
 

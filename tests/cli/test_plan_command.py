@@ -174,7 +174,7 @@ def test_parts_add_up_to_the_peak() -> None:
 
 
 def test_attention_without_probabilities() -> None:
-    """Of SDPA memory is linear in the length, of plain attention it is not."""
+    """The memory of SDPA is linear in the length, that of plain attention is not."""
 
     def growth(attention: str) -> float:
         steps = rehearsed(BFLOAT16(1), attn_implementation=attention)
