@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import os
 import sys
 from dataclasses import replace
 from enum import Enum
@@ -20,7 +18,7 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from flce.cli.output import Dtype, Json, given, print_json, stderr, stdout
+from flce.cli.output import Dtype, Json, check_picture, given, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +39,6 @@ CallMode = Enum(
     },
 )
 ROUNDS = 50  # over the contenders, where these are not slow
-PICTURES = (".png", ".pdf", ".svg")
 option = typer.Option
 
 
@@ -82,7 +79,7 @@ def bench(
     from flce.machine import find_device
 
     if plot is not None:
-        _check_picture(plot)
+        check_picture("--plot", plot)
     where = given("--device", find_device, device, ("cuda", "cpu"))
     modes = [each.value for each in mode or [CallMode["forward+backward"]]]
     cases = _cases(where, shape or [], dtype and dtype.value, modes, budget or [], contender or [], errors)
@@ -158,17 +155,6 @@ def _check_fits(case: OperatorCase, where: torch.device) -> None:
         raise _wrong("--shape", f"{case.title}: operands and gradients take {figures}: give smaller sizes")
     for contender in contenders:
         given("--budget", contender.planned_bytes, case, where)
-
-
-def _check_picture(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise _wrong("--plot", "a picture needs matplotlib: pip install 'flce[cli]'")
-    if path.suffix not in PICTURES:
-        raise _wrong("--plot", f"{path.name!r} is no picture: give a name that ends in {', '.join(PICTURES)}")
-    if not path.parent.is_dir():
-        raise _wrong("--plot", f"there is no folder {str(path.parent)!r}: make it, or give another")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise _wrong("--plot", f"{str(path)!r} cannot be written: give another file")
 
 
 # --- what is measured ---
@@ -253,5 +239,6 @@ def _draw(run: Run, path: Path, console: Console) -> None:
     except ValueError as error:  # there are no figures
         _say(console, f"no picture: {error}")
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path, dpi=110)
     _say(console, f"wrote {path}")

@@ -20,7 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from flce.cli.output import Json, print_json, stderr, stdout
+from flce.cli.output import Json, check_picture, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,15 +69,10 @@ def demo(
         typer.echo(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'", err=True)
         raise typer.Exit(2)
 
-    from flce.demo.report import TrainingComparison, can_draw, draw, show
+    from flce.demo.report import TrainingComparison, draw, show
 
-    for picture in (output, memory_picture):
-        if not can_draw(picture):
-            raise typer.BadParameter(f"no picture can be drawn as {picture.suffix}: take .png, .svg or .pdf")
-        folder = next(parent for parent in picture.absolute().parents if parent.exists())  # the rest will be made
-        if picture.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise typer.BadParameter(f"{picture} cannot be written: give another file")
-
+    check_picture("--output", output)
+    check_picture("--memory-picture", memory_picture)
     # The profiler of PyTorch 2.13 says on stderr that it begins and ends, in the progress bars.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch

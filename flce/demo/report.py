@@ -131,13 +131,6 @@ def show(console: Console, comparison: TrainingComparison) -> None:
         )
 
 
-def can_draw(file: Path) -> bool:
-    """Whether the format that the file's name ends with is known; without an ending it is PNG."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    return not file.suffix or file.suffix[1:].lower() in FigureCanvasBase.get_supported_filetypes()
-
-
 def draw(file: Path, comparison: TrainingComparison) -> None:
     from matplotlib.figure import Figure
 
