@@ -70,7 +70,7 @@ def plan(
         str | None, typer.Option(metavar="80GiB", help="Memory of the GPU; by default that of its kind.")
     ] = None,
     device_kind: Annotated[str, typer.Option(help="Kind of the GPU, such as H100 or A100-80GB, or sm_90.")] = "H100",
-    optimizer: Annotated[Optimizer, typer.Option()] = Optimizer["adamw"],
+    optimizer: Annotated[Optimizer, typer.Option(help="What ends a step.")] = Optimizer["adamw"],
     checkpointing: Annotated[
         bool | None,
         typer.Option("--checkpointing/--no-checkpointing", help="Only with gradient checkpointing, or only without."),
