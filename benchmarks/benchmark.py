@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flce.bench.cases import DTYPES, Case, Effort
+from flce.bench.cases import BenchCase, Effort
 from flce.bench.measure import Prepared, compete
-from flce.bench.results import SCHEMA, Entry, Result, Run
+from flce.bench.results import SCHEMA, BenchResult, Entry, Run
 from flce.bench.tables import Table
+from flce.machine import DTYPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +26,7 @@ HEAD = ("date", "command", "commit", "versions", "device")  # what `describe` gi
 Plan = list[tuple[Any, Effort]]
 
 
-def planned(cases: Iterable[Case], rounds: int, seconds: float) -> Plan:
+def planned(cases: Iterable[BenchCase], rounds: int, seconds: float) -> Plan:
     return [(case, Effort(rounds, seconds)) for case in cases]
 
 
@@ -64,10 +65,8 @@ class Benchmark:
     dominance: Callable[[Sequence[Run]], Table] | None = None  # the peers, and whether each is beaten
     choices: Mapping[str, Collection[str]] = field(default_factory=dict)  # fields of a case, and what they may be
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
-    # What takes long and can be done for all cases at once, in so many seconds; says what was done.
+    # What takes long and can be done for all cases at once, within these seconds; says what was done.
     build_ahead: Callable[[Sequence[Any], torch.device, float], str | None] = lambda *ignored: None
-    # Cases and results of a file, as they are written today.
-    entries: Callable[[dict[str, Any]], list[dict[str, Any]]] = lambda document: document["cases"]
 
     def check(self, case: Any) -> None:
         """Raises a ValueError where the case asks for what there is not."""
@@ -79,7 +78,7 @@ class Benchmark:
     def measure(
         self, case: Any, device: torch.device, effort: Effort, contenders: Sequence[Any] | None = None
     ) -> Entry:
-        """Of all contenders, or of these."""
+        """The figures of all contenders, or of these."""
         chosen = self.contenders(case) if contenders is None else contenders
         return compete(case, chosen, self.prepare(case, device), effort)
 
@@ -88,7 +87,7 @@ class Benchmark:
         if document["kind"] != self.kind:
             raise ValueError(f"{path} holds no results of {self.noun}")
         run = Run(self.kind, {name: document[name] for name in HEAD})
-        for entry in self.entries(document):
-            results = [Result.from_dict(result) for result in entry["results"]]
+        for entry in document["cases"]:
+            results = [BenchResult.from_dict(result) for result in entry["results"]]
             run.cases.append(Entry(self.case_type.from_dict(entry["case"]), results))
         return run

@@ -5,7 +5,7 @@
 * Alone: what the GPU needs by itself. One call is captured in a CUDA graph, and its replays are timed. Who waits for
   the device cannot be captured and has no such figure; the reason is in the result.
 
-An untimed call comes before, since a capture, of whomever, empties the cache of the allocator. On a CPU there is only
+An untimed call comes before, since any capture empties the cache of the allocator. On a CPU there is only
 the first.
 """
 
@@ -27,7 +27,7 @@ REPLAYED_MS, LEAST_REPLAYS, MOST_REPLAYS = 10.0, 3, 20
 
 @dataclass
 class CallMeter(Meter):
-    # Of a step that was captured the replay, and how many are timed as one.
+    # The replay of each step that was captured, and how many are timed as one.
     replays: dict[Step, tuple[Step, int]] = field(default_factory=dict)
 
     def capture(self, step: Step) -> str | None:

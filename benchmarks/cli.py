@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from benchmarks.benchmark import Benchmark, Plan, read, save
@@ -19,8 +18,10 @@ from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.reports import markdown, shortfalls
 from benchmarks.rows import ROWS
-from flce.bench.results import Run, describe
+from flce.bench.results import Run
 from flce.bench.tables import absences
+from flce.cli.output import given
+from flce.machine import described_run, find_device, parse_sizes
 
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, KERNELS, ROWS)}
 
@@ -33,7 +34,7 @@ def measure(
     context: typer.Context,
     preset: Annotated[str | None, option(help="Cases and effort together; a wrong name lists them.")] = None,
     shape: Annotated[list[str] | None, option(help="Sizes with commas; several times for several.")] = None,
-    device: Annotated[str, option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str | None, option(help="cpu or cuda; cuda where there is one.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
     seconds: Annotated[
         float | None, option(help="Timed seconds for each contender and case, after which it sits out.")
@@ -42,7 +43,7 @@ def measure(
     out: Annotated[
         Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")
     ] = None,
-    # Of the cases only these: several times for several, and a wrong name lists all.
+    # Only these cases: several times for several, and a wrong name lists all.
     dtype: Annotated[list[str] | None, option(help="float32, say.")] = None,
     mode: Annotated[list[str] | None, option(help="operator: what a call does.")] = None,
     model: Annotated[list[str] | None, option(help="model: whose training step.")] = None,
@@ -59,7 +60,7 @@ def measure(
     compiled: Annotated[bool | None, option("--compile/--no-compile", help="rows: torch.compile, everywhere.")] = None,
 ) -> None:
     """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
-    started, where = time.monotonic(), resolve_device(device)
+    started, where = time.monotonic(), given("--device", find_device, device, ("cuda", "cpu"))
     benchmark = BENCHMARKS[str(context.info_name)]
     only = {"dtype": dtype, "mode": mode, "model": model, "operation": operation}
     changes = {
@@ -75,10 +76,10 @@ def measure(
     # The cases of the operator say where there are errors to be had; the others have none.
     if errors != (benchmark is OPERATOR):
         changes["errors"] = errors
-    cases = chosen(benchmark, given(only), given(changes), preset, shape)
+    cases = chosen(benchmark, asked_for(only), asked_for(changes), preset, shape)
     until = None if deadline is None else started + deadline
     out = out or Path("results") / f"{benchmark.kind}.json"
-    run = Run(benchmark.kind, describe(where, "python -m benchmarks", sys.argv[1:]))
+    run = Run(benchmark.kind, described_run(where, "python -m benchmarks", sys.argv[1:]))
 
     def say(text: str) -> None:
         typer.echo(f"[{time.monotonic() - started:.0f} s] {text}", err=True)
@@ -87,7 +88,7 @@ def measure(
     built = benchmark.build_ahead([case for case, _ in cases], where, 120.0 if deadline is None else deadline / 2)
     say(built or f"{len(cases)} cases")
     for index, (case, effort) in enumerate(cases):
-        effort = replace(effort, **given({"rounds": rounds, "seconds": seconds, "until": until}))
+        effort = replace(effort, **asked_for({"rounds": rounds, "seconds": seconds, "until": until}))
         if effort.expired():
             names = "; ".join(left.title for left, _ in cases[index:])
             say(f"The deadline of {deadline:g} s has passed; not measured: {names}")
@@ -112,7 +113,7 @@ for each in BENCHMARKS.values():
     app.command(each.kind, help=each.about)(measure)
 
 
-def given(options: dict[str, Any]) -> dict[str, Any]:
+def asked_for(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, [], ())}
 
 
@@ -123,19 +124,20 @@ def chosen(
     preset: str | None,
     shapes: Sequence[str] | None,
 ) -> Plan:
-    """Of the preset those that are wanted, or all that are wanted of the shapes; with these fields changed."""
+    """The cases that are wanted of the preset, or of the shapes; with these fields changed."""
     foreign = {*only, *changes} - {field.name for field in fields(benchmark.case_type)}
     if foreign:
         raise typer.BadParameter(f"{benchmark.noun}: no such thing as {', '.join(sorted(foreign))}")
     if (preset is None) == (not shapes):
         raise typer.BadParameter("give --preset or --shape" + (", not both" if shapes else ""))
+    names = benchmark.sizes.split(",")
     if preset is None:
+        parsed = [given("--shape", parse_sizes, text, benchmark.sizes) for text in shapes or ()]
+        which = [dict(zip(only, values, strict=True)) for values in itertools.product(*only.values())]
         made = [
-            benchmark.case_type(
-                **parse_sizes(text, benchmark.sizes), **{**more, **dict(zip(only, values, strict=True))}
-            )
-            for text in shapes or ()
-            for values in itertools.product(*only.values())
+            benchmark.case_type(**dict(zip(names, sizes, strict=True)), **{**more, **values})
+            for sizes in parsed
+            for values in which
             for more in benchmark.defaults
         ]
         plan = [(case, benchmark.effort) for case in dict.fromkeys(made)]
@@ -153,21 +155,6 @@ def chosen(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     return found
-
-
-def parse_sizes(text: str, names: str) -> dict[str, int]:
-    found = [int(part) if part.strip().isdecimal() else 0 for part in text.replace("x", ",").split(",")]
-    if len(found) != len(names.split(",")) or 0 in found:
-        raise typer.BadParameter(f"{text!r}: give {names} as positive numbers")
-    return dict(zip(names.split(","), found, strict=True))
-
-
-def resolve_device(name: str) -> torch.device:
-    there = torch.cuda.is_available()
-    found = ("cuda" if there else "cpu") if name == "auto" else name
-    if found != "cpu" and not (there and found.startswith("cuda")):
-        raise typer.BadParameter(f"device {name!r}: auto, cpu or cuda, where there is one")
-    return torch.device(found)
 
 
 def load(path: Path) -> tuple[Benchmark, Run]:

@@ -1,4 +1,4 @@
-"""The pass over the logits by itself, beside a copy of as many bytes: its measure is the bandwidth of the copy.
+"""The pass over the logits by itself, beside a copy of the same bytes: its measure is the bandwidth of the copy.
 
 A case is a line of a preset, a contender a method of `Tiles` and a line in `CONTENDERS`.
 """
@@ -15,16 +15,17 @@ from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.reports import overview
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.bench.cases import DTYPES, Case, Contender, Effort
+from flce.bench.cases import BenchCase, Contender, Effort
 from flce.bench.measure import Entrant, Meter, Prepared, release
-from flce.bench.results import NOBODY, Entry, Result
+from flce.bench.results import NO_RESULT, BenchResult, Entry
 from flce.bench.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.gemm import padded_cols
+from flce.machine import DTYPES
 from flce.problem import LossSpec, accumulation_dtype
 
 
 @dataclass(frozen=True)
-class KernelCase(Case):
+class KernelCase(BenchCase):
     """One tile of logits, in a buffer as the engine has it."""
 
     tokens: int
@@ -81,7 +82,7 @@ class Tiles:
         self.logits, self.grad = self.buffer[:, :columns], grad[:, :columns]
         target = torch.randint(case.vocab, (tokens,), device=device, generator=generator)
         constants = torch.tensor([1.0 / tokens, 1.0 / tokens, case.vocab], dtype=accum, device=device)
-        # Of a part of the vocabulary the statistics are unfinished: for its gradient these are the normalizers.
+        # A part of the vocabulary leaves the statistics unfinished: for its gradient these are the normalizers.
         z = self.source[:, :columns]
         largest = z.amax(1).to(accum)
         lse = torch.cat([part.to(accum).logsumexp(1) for part in z.split(1024)])
@@ -139,7 +140,7 @@ def prepare(case: KernelCase, device: torch.device) -> Prepared:
     problem = Tiles(case, device)
     meter = Meter(device, problem.restore)
 
-    def enter(contender: KernelContender, result: Result) -> Entrant:
+    def enter(contender: KernelContender, result: BenchResult) -> Entrant:
         result.moved_bytes = contender.bytes(case)
         step = functools.partial(contender.step, problem)
         meter.warm_up(step)
@@ -162,11 +163,11 @@ def table(entry: Entry) -> Table:
     return table_of(entry, [result for result in entry.results if result.samples_ms], columns)
 
 
-def cell(entry: Entry, result: Result) -> str:
+def cell(entry: Entry, result: BenchResult) -> str:
     if result.median_ms is None:
         return NONE
     copied = entry.by_name("copy")
-    share = "" if copied in (NOBODY, result) else f", {percent(result.share_of(copied))}"
+    share = "" if copied in (NO_RESULT, result) else f", {percent(result.share_of(copied))}"
     return f"{result.median_ms:.3g}{share}"
 
 

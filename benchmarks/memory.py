@@ -17,7 +17,7 @@ import torch
 
 import flce
 from benchmarks.models import SHORT, TrainingStep, build, make_batch, ours
-from flce.bench.results import describe
+from flce.machine import described_run
 
 
 def main(picture: Path) -> None:
@@ -32,7 +32,7 @@ def main(picture: Path) -> None:
     title = f"{SHORT.title}, gradient checkpointing, {torch.cuda.get_device_name()}"
     flce.MemoryProfile.plot_side_by_side(profiles, picture, title)
     peaks = {name: profile.peak for name, profile in profiles.items()}
-    head = describe(device, "python -m benchmarks.memory", sys.argv[1:])
+    head = described_run(device, "python -m benchmarks.memory", sys.argv[1:])
     print(json.dumps({**head, "case": SHORT.to_dict(), "peak_bytes": peaks}, indent=1))
 
 

@@ -23,11 +23,12 @@ from torch import nn
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.reports import overview
-from flce.bench.cases import DTYPES, GIB, MIB, Case, Contender, Effort, known, needs_package
+from flce.bench.cases import BenchCase, Contender, Effort, known, needs_package
 from flce.bench.measure import Entrant, Meter, Prepared, Sample, release
 from flce.bench.plots import Panel, Series, compared, draw, points
-from flce.bench.results import Entry, Result, Run
+from flce.bench.results import BenchResult, Entry, Run
 from flce.bench.tables import NONE, Columns, Table, gibibytes, ratio, table_of
+from flce.machine import DTYPES, GIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +63,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
 
 
 @dataclass(frozen=True)
-class ModelCase(Case):
+class ModelCase(BenchCase):
     """One model at one batch shape."""
 
     model: str
@@ -244,7 +245,7 @@ class TrainingStep:
             self.model.zero_grad(set_to_none=True)
 
 
-def take(step: TrainingStep, result: Result, sample: Sample) -> None:
+def take(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
     """Loss and memory of a step."""
     if step.loss is not None:
         result.loss = float(step.loss)
@@ -262,12 +263,12 @@ def take(step: TrainingStep, result: Result, sample: Sample) -> None:
 # --- tables and the picture ---
 
 
-def speed(result: Result, case: ModelCase) -> float | None:
+def speed(result: BenchResult, case: ModelCase) -> float | None:
     """Tokens a second."""
     return None if result.median_ms is None else 1e3 * case.tokens / result.median_ms
 
 
-def rate(result: Result, case: ModelCase) -> str:
+def rate(result: BenchResult, case: ModelCase) -> str:
     """Tokens a second, or why there is no such figure."""
     value = speed(result, case)
     if value is None:
@@ -289,10 +290,10 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     kind: Any = OPTIMIZERS[case.optimizer]
     optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
     if optimizer is not None:
-        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to nobody's step
+        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
     meter = Meter(device)
 
-    def enter(contender: ModelContender, result: Result) -> Entrant:
+    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
         """Warms up, with whole steps unless they take too long."""
         step = TrainingStep(model, optimizer, batch, contender.call)
         keep = functools.partial(take, step, result)
@@ -337,7 +338,7 @@ def table(entry: Entry) -> Table:
     return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)
 
 
-def cell(entry: Entry, result: Result) -> str:
+def cell(entry: Entry, result: BenchResult) -> str:
     memory = "" if result.peak_bytes is None or not result.samples_ms else f", {gibibytes(result.peak_bytes)}"
     return rate(result, entry.case) + memory
 

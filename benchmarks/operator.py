@@ -14,15 +14,26 @@ import torch
 from benchmarks import reports
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.call_meter import CallMeter
-from benchmarks.dominance import SHAPES, dominance_table, duels, figures, peer_case
-from benchmarks.targets import HEADS, MAIN, NARROW, SMALL, plan_tables, target_cases, target_tables
+from benchmarks.targets import (
+    HEADS,
+    MAIN,
+    NARROW,
+    PEERS,
+    PEERS_LABEL,
+    SMALL,
+    dominance_table,
+    figures,
+    plan_tables,
+    target_cases,
+    target_tables,
+)
 from flce.bench import comparison, tables
 from flce.bench.cases import Effort
 from flce.bench.comparison import HEAD_START, error_columns, figure, products_ms
 from flce.bench.contenders import OperatorContender, budget_name, select
 from flce.bench.measure import Entrant, Prepared
 from flce.bench.problem import CALLS, Mode, OperatorCase, Shape
-from flce.bench.results import Entry, Result, Run
+from flce.bench.results import BenchResult, Entry, Run
 from flce.bench.tables import Columns, Table
 
 # --- cases ---
@@ -30,6 +41,20 @@ from flce.bench.tables import Columns, Table
 TINY = (96, 64, 500)
 EXACTNESS = OperatorCase(32768, 1024, 32000, time=False, errors=True)
 EXACT = [EXACTNESS, replace(EXACTNESS, dtype="float16", upstream=2.0**16)]  # float16 as under a GradScaler
+
+
+# 592: half of a MiB less than the float32 sums of a head of 151936 x 1024, what Liger's take there.
+BUDGETS_MIB = (64, 128, 256, 592, 768, 1024, 1536, 2048)
+# 60: blocks of 3,584 classes, whose products fill the device more evenly than those of 3,840.
+BFLOAT16_BUDGETS_MIB = (60, 64)
+CURVE = ("ours", *map(budget_name, BUDGETS_MIB), *(budget_name(mib, "bf16") for mib in BFLOAT16_BUDGETS_MIB))
+SHAPES: list[Shape] = [MAIN, NARROW, HEADS[1], HEADS[3], HEADS[2], (16384, 768, 50257)]
+
+
+def peer_case(shape: Shape, curve: Sequence[str] = CURVE) -> OperatorCase:
+    """A problem with our settings and everybody else."""
+    names = ("floor", "floor-aligned", *curve, "stock", *PEERS)
+    return OperatorCase(*shape, contenders=names, label=PEERS_LABEL)
 
 
 def call_case(shape: Shape) -> OperatorCase:
@@ -78,13 +103,13 @@ def budgets() -> Plan:
 CPU = [OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dtype in ("float32", "bfloat16")]
 PROMISED = planned(target_cases(), rounds=24, seconds=0.8)
 EXACTLY = planned(EXACT, rounds=1, seconds=0.0)
-PEERS = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
+BESIDE_PEERS = planned([peer_case(shape) for shape in SHAPES], rounds=9, seconds=0.45)
 PRESETS: dict[str, Callable[[], Plan]] = {
     "tiny": tiny,
     "cpu": lambda: planned(CPU, rounds=9, seconds=15.0),
     "targets": lambda: PROMISED + EXACTLY,
-    "peers": lambda: EXACTLY + PEERS,
-    "h200": lambda: PROMISED + EXACTLY + PEERS,
+    "peers": lambda: EXACTLY + BESIDE_PEERS,
+    "h200": lambda: PROMISED + EXACTLY + BESIDE_PEERS,
     "h200-budgets": budgets,
     # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
     "h200-small": lambda: planned(map(call_case, SMALL), 25, 0.5) + planned([call_case(MAIN)], 25, 1.2),
@@ -97,7 +122,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     meter = CallMeter(device, head_start=HEAD_START)
     _, enter = comparison.prepare(case, device, meter)
 
-    def enter_captured(contender: OperatorContender, result: Result) -> Entrant:
+    def enter_captured(contender: OperatorContender, result: BenchResult) -> Entrant:
         entrant = enter(contender, result)
         result.note = meter.capture(entrant.step)
         return entrant
@@ -105,7 +130,7 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
     return meter, enter_captured
 
 
-def three_times(entry: Entry, result: Result) -> str:
+def three_times(entry: Entry, result: BenchResult) -> str:
     if result.family == "floor" or result.host_ms is None:
         return tables.milliseconds(result.alone_ms or result.median_ms)
     parts = [tables.ratio(ms, products_ms(entry)) for ms in (result.median_ms, result.alone_ms)]
@@ -150,14 +175,13 @@ def error_table(entry: Entry) -> Table:
 
 
 def case_tables(entry: Entry) -> list[Table]:
-    times = [time_table(entry)] if entry.case.time else []
-    return times + ([error_table(entry)] if entry.case.errors else [])
+    return [time_table(entry)] * entry.case.time + [error_table(entry)] * entry.case.errors
 
 
 def whole(run: Run, brief: bool) -> list[Table]:
     """First targets, peers and plans, those that the run has figures of."""
     found = [table for table in target_tables([run]) if table.rows]
-    found += [dominance_table([run])] if duels([run]) else []
+    found += [table for table in [dominance_table([run])] if table.rows]
     found += plan_tables([run])
     timed = [entry for entry in run.cases if entry.case.time]
     called, others = ([entry for entry in timed if entry.case.calls is calls] for calls in (True, False))

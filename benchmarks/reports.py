@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flce.bench.results import Entry, Result, Run
+from flce.bench.results import BenchResult, Entry, Run
 from flce.bench.tables import NONE, Table, absences, spread_note
 
 
-def median_note(runs: Sequence[Run]) -> list[str]:
-    return [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
-
-
-def shortfalls(run: Run) -> list[Result]:
+def shortfalls(run: Run) -> list[BenchResult]:
     """Results without figures of contenders that can run anywhere; peers may be missing or fail.
 
     That stock runs out of memory is a finding. Of flce it would be a shortfall.
@@ -26,7 +22,7 @@ def shortfalls(run: Run) -> list[Result]:
 
 
 def summary(
-    title: str, first: str, entries: Sequence[Entry], cell: Callable[[Entry, Result], str], line: str = "title"
+    title: str, first: str, entries: Sequence[Entry], cell: Callable[[Entry, BenchResult], str], line: str = "title"
 ) -> Table:
     """One line for each case, named by this attribute, with a column for every contender that was tried on any."""
     tried = [r for entry in entries for r in entry.results if r.samples_ms or r.status == "oom"]
@@ -40,9 +36,9 @@ def summary(
 
 
 def overview(
-    title: str, first: str, cell: Callable[[Entry, Result], str], table: Callable[[Entry], Table]
+    title: str, first: str, cell: Callable[[Entry, BenchResult], str], table: Callable[[Entry], Table]
 ) -> Callable[[Run, bool], list[Table]]:
-    """Of a whole run the summary, and unless that is all the table of each case."""
+    """The summary of a whole run, and unless that is all the table of each case."""
 
     def tables(run: Run, brief: bool) -> list[Table]:
         found = [summary(title, first, run.cases, cell)] if brief or len(run.cases) > 1 else []

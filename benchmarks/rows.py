@@ -24,21 +24,22 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks import reports, verdicts
+from benchmarks import reports
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.row_calls import Calls, make_region
-from benchmarks.verdicts import Check, Verdict
+from benchmarks.targets import Finding, judge, middle, tally, verdict_table
 from flce.bench import tables
-from flce.bench.cases import DTYPES, MIB, Case, Contender, Effort, needs_cuda, needs_package
+from flce.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
 from flce.bench.measure import Entrant, Meter, Prepared, nothing, release
 from flce.bench.plots import Panel, Series, draw
-from flce.bench.results import Entry, Result, Run
+from flce.bench.results import BenchResult, Entry, Run
 from flce.bench.tables import Table
+from flce.machine import DTYPES, MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 ON_CHIP_BYTES = 128 * 1024  # of a row: half of the registers of a multiprocessor (256 KiB), so that two rows fit
 CPU_CACHE_BYTES = 8 * MIB  # PyTorch does not tell that of a CPU
 CACHES = 4  # the inputs of one timed region are more than this many times the cache
-# On a GPU as many calls are timed as one that they take a tenth of a millisecond or more, beside which the
+# On a GPU a number of calls is timed as one, so that they take a tenth of a millisecond or more, beside which the
 # microseconds between an event and the first of them count little.
 REGION_BYTES = 512 * MIB
 ENOUGH_CALLS = 256
@@ -72,7 +73,7 @@ COPY_ENTRIES = 2
 
 
 @dataclass(frozen=True)
-class RowCase(Case):
+class RowCase(BenchCase):
     """A matrix of rows, and what is done with it."""
 
     rows: int
@@ -81,7 +82,7 @@ class RowCase(Case):
     operation: Operation = "cross_entropy"
     direction: Direction = "forward"
     compiled: bool = False  # also by torch.compile, which takes seconds to compile each task
-    calls: int | None = None  # in one timed region; None: so many that the cache cannot hold their inputs
+    calls: int | None = None  # in one timed region; None: more than the cache can hold the inputs of
 
     @property
     def asked(self) -> bool:
@@ -151,7 +152,7 @@ class RowContender(Contender):
 
 
 class Produced(torch.autograd.Function):
-    """Logits as a layer makes them: not a leaf, whose value nobody may overwrite. Costs nothing and saves nothing."""
+    """Logits as a layer makes them: not a leaf, whose value may not be overwritten. Costs nothing and saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, layer: Tensor, logits: Tensor, arrived: list[Tensor]) -> Tensor:
@@ -319,39 +320,38 @@ LEAST_COLUMNS = 2048
 MOST_TIMES = 1.05
 
 
-class Promise(NamedTuple):
-    """Of flce: its share of the bandwidth of a copy, or its time over that of somebody else."""
-
-    case: RowCase
-    against: str  # a contender
-    title: str  # of it
-
-
 def wanted_share(case: RowCase) -> float | None:
     if case.columns < LEAST_COLUMNS:
         return None
     return ON_CHIP_SHARE if case.on_chip else BEYOND_SHARE
 
 
-def checks_of(entry: Entry) -> list[Check]:
-    ours = entry.by_name(OURS)
-    checks = []
+def findings_of(entry: Entry) -> list[Finding]:
+    ours, found = entry.by_name(OURS), []
     for other in entry.results:
         at_least = other.contender == COPY
         limit = wanted_share(entry.case) if at_least else MOST_TIMES
-        # Without a copy the promise is not measured; without somebody else's figure there is nothing to compare.
+        # Without a copy the promise is not measured; without the other's figure there is nothing to compare.
         if other.family in ("ours", "repeat") or limit is None or (other.median_ms is None and not at_least):
             continue
         value = None
         if ours.median_ms is not None and other.median_ms is not None:
             value = ours.share_of(other) if at_least else ours.median_ms / other.median_ms
-        checks.append(Check(Promise(entry.case, other.contender, other.title), value, limit, at_least))
-    return checks
+        show = tables.percent if at_least else tables.ratio
+        cells = {
+            "columns": str(entry.case.columns),
+            "beside": other.title,
+            "of copy, or times": show(value),
+            "wanted": show(limit),
+        }
+        key, verdict = (entry.case, other.contender), judge(value, limit, at_least)
+        found.append(Finding(key, value, verdict, cells, at_least))
+    return found
 
 
-def check_rows(runs: Sequence[Run]) -> list[Check]:
+def check_rows(runs: Sequence[Run]) -> list[Finding]:
     """In the median of the runs."""
-    return verdicts.middle([[check for entry in run.cases for check in checks_of(entry)] for run in runs])
+    return middle([[finding for entry in run.cases for finding in findings_of(entry)] for run in runs])
 
 
 # --- tables ---
@@ -372,13 +372,13 @@ def with_rows(group: str, entries: Sequence[Entry]) -> str:
     return f"{group}, {' or '.join(map(str, sorted({entry.case.rows for entry in entries})))} rows"
 
 
-def tried(entries: Sequence[Entry]) -> dict[str, Result]:
-    """Of each contender a result that says its title and family."""
+def tried(entries: Sequence[Entry]) -> dict[str, BenchResult]:
+    """A result of each contender, which says its title and family."""
     results = [result for entry in entries for result in entry.results]
     return {result.contender: result for result in results if result.status != "unavailable"}
 
 
-def speed(entry: Entry, result: Result) -> str:
+def speed(entry: Entry, result: BenchResult) -> str:
     """GB/s, and of the copy's; marked where the host took part."""
     share = "" if result.contender == COPY else f", {tables.percent(result.share_of(entry.by_name(COPY)))}"
     marked = share + ("" if result.note is None else LAUNCHED)
@@ -394,55 +394,28 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
             notes[f"{who.title} ran at {', '.join(results)} columns only"] = []
         for columns, result in results.items():
             if result.note is not None:
-                reason = f"{LAUNCHED} {who.title} {result.method}, not captured: {result.note}"
-                notes.setdefault(reason, []).append(columns)
+                notes.setdefault(f"{LAUNCHED} {who.title} launched, not captured: {result.note}", []).append(columns)
             if result.status != "ok":
                 notes.setdefault(f"{who.title} {result.status}: {result.reason}", []).append(columns)
-    lines = [
-        reason + (f" ({', '.join(sizes)} columns)" if 0 < len(sizes) < len(entries) else "")
-        for reason, sizes in notes.items()
-    ]
+    lines = [f"{reason} ({', '.join(sizes)} columns)" if sizes else reason for reason, sizes in notes.items()]
     table = reports.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
     return replace(table, notes=[*lines, *table.notes])
 
 
 def counts_table(runs: Sequence[Run]) -> Table:
     """How many promises are kept: tasks x who they are about."""
-    checks = check_rows(runs)
-    against = {check.key.against: check.key.title for check in sorted(checks, key=lambda c: c.key.against != COPY)}
+    findings = check_rows(runs)
+    against = {finding.key[1]: finding.cells["beside"] for finding in findings}
     rows = []
     for group in (*grouped(runs[0]), "all"):
-        about = [check for check in checks if group in (check.key.case.group, "all")]
-        counts = [verdicts.tally([check for check in about if check.key.against == name]) for name in against]
-        rows.append([group, *counts])
+        about = [finding for finding in findings if group in (finding.key[0].group, "all")]
+        rows.append([group, *(tally([finding for finding in about if finding.key[1] == name]) for name in against)])
     notes = [
         "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
         "others: flce not slower by more than 5%, any number of columns",
-        *reports.median_note(runs),
         tables.spread_note([entry for run in runs for entry in run.cases]),
     ]
-    return Table(f"Rows, met: {verdicts.tally(checks)}", ["", *against.values()], rows, notes)
-
-
-def target_table(group: str, entries: Sequence[Entry], checks: Sequence[Check]) -> Table:
-    """What is promised at every size, and whether it is kept."""
-    about = [check for check in checks if check.key.case.group == group]
-    compared = {check.key.against for check in about} - {COPY}
-    others = {name: result.title for name, result in tried(entries).items() if name in compared}
-    rows = []
-    for entry in entries:
-        mine = {check.key.against: check for check in about if check.key.case == entry.case}
-        # Where nothing is wanted, the share of the first run.
-        share = mine[COPY].value if COPY in mine else entry.by_name(OURS).share_of(entry.by_name(COPY))
-        verdict = verdicts.worst(check.verdict for check in mine.values())
-        names = ", ".join(check.key.title for check in mine.values() if check.verdict is verdict)
-        short = f": {names}" if verdict in (Verdict.missed, Verdict.nearly) else ""
-        shares = tables.percent(share), tables.percent(wanted_share(entry.case))
-        times = [tables.ratio(mine[name].value) if name in mine else tables.NONE for name in others]
-        rows.append([str(entry.case.columns), *shares, *times, verdict.value + short])
-    columns = ["columns", "of copy", "wanted", *(f"time / {title}" for title in others.values()), "verdict"]
-    title = f"{with_rows(group, entries)}, met: {verdicts.tally(about)}"
-    return Table(title, columns, rows, [tables.spread_note(entries)])
+    return Table(f"Rows, met: {tally(findings)}", ["", *against.values()], rows, notes)
 
 
 def panel(group: str, entries: Sequence[Entry]) -> Panel:
@@ -456,16 +429,6 @@ def panel(group: str, entries: Sequence[Entry]) -> Panel:
             series.append(Series(who.title, who.family, [*speeds], [*speeds.values()], line))
     edge = ON_CHIP_BYTES / DTYPES[entries[0].case.dtype].itemsize
     return Panel(group, [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
-
-
-def entries(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """In older files a case is all tasks of one matrix."""
-    found: dict[str, dict[str, Any]] = {}
-    for entry in document["cases"]:
-        for result in entry["results"]:
-            case = entry["case"] | {name: result[name] for name in ("operation", "direction") if name in result}
-            found.setdefault(str(case), {"case": case, "results": []})["results"].append(result)
-    return list(found.values())
 
 
 def build_ahead(cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
@@ -497,7 +460,7 @@ def prepare(case: RowCase, device: torch.device) -> Prepared:
     release(everything=False)
     problem, meter = RowProblem(case, device), Meter(device)
 
-    def enter(contender: RowContender, result: Result) -> Entrant:
+    def enter(contender: RowContender, result: BenchResult) -> Entrant:
         """Warms up; says how it is timed."""
         result.moved_bytes, result.calls = contender.bytes(case), len(problem.x)
         region = make_region(make_calls(contender, problem), device)
@@ -514,8 +477,12 @@ def whole(run: Run, brief: bool) -> list[Table]:
 
 def targets(runs: Sequence[Run], brief: bool) -> list[Table]:
     """First the counts, then, unless `brief`, all sizes that the first run has."""
-    groups, checks = {} if brief else grouped(runs[0]), check_rows(runs)
-    return [counts_table(runs), *(target_table(*group, checks) for group in groups.items())]
+    groups = {} if brief else grouped(runs[0])
+    found, findings = [counts_table(runs)], check_rows(runs)
+    for group, entries in groups.items():
+        about = [finding for finding in findings if finding.key[0].group == group]
+        found.append(verdict_table(f"{with_rows(group, entries)}, met", about, runs, [tables.spread_note(entries)]))
+    return found
 
 
 def figure(run: Run) -> Figure:
@@ -543,5 +510,4 @@ ROWS = Benchmark(
     targets=targets,
     defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),
     build_ahead=build_ahead,
-    entries=entries,
 )

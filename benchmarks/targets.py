@@ -1,23 +1,23 @@
-"""What flce promises of its speed and memory on one H200 in bfloat16, and whether runs keep it.
+"""What flce promises of its speed and memory on one H200 in bfloat16, and what runs say of it.
 
-A speed is a multiple of the bare matrix products of the same run, or of another call; medians. `tables` says when a
-target counts as met. Workspace has no tolerance.
+A speed is a multiple of the bare matrix products of the same run, or of another call; medians. A promise is kept by the
+median of the runs, within 2% of the limit. Workspace has no tolerance.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from benchmarks import reports, verdicts
-from benchmarks.verdicts import Check, Verdict
 from flce.bench import tables
-from flce.bench.cases import MIB
-from flce.bench.contenders import BOUNDED, budget_name
+from flce.bench.contenders import BOUNDED, budget_name, sums_in_bfloat16
 from flce.bench.problem import Mode, OperatorCase, Shape
-from flce.bench.results import NOBODY, Result, Run
+from flce.bench.results import NO_RESULT, BenchResult, Entry, Run
 from flce.bench.tables import Table
+from flce.machine import MIB
+
+# --- what is promised of calls ---
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,13 @@ class Target:
 
     call: str  # in words, how the operator is called
     shape: Shape
-    # Of the time, in multiples of that of `reference`; or how that follows from the time of `reference`.
+    # A bound of the time, in multiples of that of `reference`; or how that follows from the time of `reference`.
     limit: float | Callable[[float], float] | None = None
     contender: str = "ours"
     reference: str = "floor"
     mode: Mode = "forward+backward"
     ignored: float = 0.0
     workspace_mib: int | None = None
-    workspace_shape: Shape | None = None  # whose workspace is not to be exceeded
     beside: tuple[str, ...] = ()  # who is measured with them, for the reader
     calls: bool = False  # as `call_meter` times them
     figure: str = "median_ms"  # of a result: its time
@@ -52,7 +51,6 @@ HEADS: list[Shape] = [(8192, 4096, 128256), (4096, 4096, 128256), (8192, 3584, 1
 # The logits weigh most beside products of few columns: a pass over them costs a larger part of the time.
 NARROW: Shape = (16384, 1024, 151936)
 MAIN = HEADS[0]
-LONG: list[Shape] = [(16384, 2048, 128256), (131072, 2048, 128256)]
 
 
 def on_heads(target: Target, narrow: float) -> list[Target]:
@@ -60,8 +58,8 @@ def on_heads(target: Target, narrow: float) -> list[Target]:
     return [replace(target, shape=shape) for shape in HEADS] + [replace(target, shape=NARROW, limit=narrow)]
 
 
-# Of a call with no label ignored. One that keeps the ignored rows multiplies zeros instead, which takes less power and,
-# where that is the limit, less time.
+# Beside a call with no label ignored. One that keeps the ignored rows multiplies zeros instead, which takes less power
+# and, where that is the limit, less time.
 HALF_IGNORED = Target(
     "half of the labels ignored", MAIN, 0.54, "ours-skipping", "ours-full", ignored=0.5, beside=("ours-keeping",)
 )
@@ -85,7 +83,7 @@ TARGETS = [
     *on_heads(Target("frozen head", MAIN, 1.07, mode="frozen-head"), narrow=1.20),
     *on_heads(Target('reduction="none"', MAIN, 1.08, mode="reduction-none"), narrow=1.18),
     *[replace(HALF_IGNORED, shape=shape) for shape in HEADS],
-    Target("workspace as of fewer tokens", LONG[1], workspace_shape=LONG[0]),
+    Target("workspace as of 16,384 tokens", (131072, 2048, 128256), workspace_mib=4137),
 ]
 
 SMALL: list[Shape] = [
@@ -102,20 +100,12 @@ LEAST_HOST_MS = 1.2
 LONG_PRODUCTS_MS = 3.9  # 4, less what a GPU that runs cooler needs less
 
 
-def host_limit(compiled_ms: float) -> float:
-    """1.2 ms, or 1.2 times torch.compile, whichever is more."""
-    return max(1.2, LEAST_HOST_MS / compiled_ms)
-
-
-def alone_limit(products_ms: float) -> float:
-    return 1.15 if products_ms >= LONG_PRODUCTS_MS else 1.30
-
-
 def of_calls(shape: Shape) -> list[Target]:
-    of = functools.partial(Target, shape=shape, calls=True)
-    called = [of("as called", limit=1.0, reference=name) for name in ("torch-compile", "stock")]
-    alone = of("alone", limit=alone_limit, figure="alone_ms")
-    return [of("host", limit=host_limit, reference="torch-compile", figure="host_ms"), *called, alone]
+    """The host at most 1.2 ms or 1.2 times torch.compile's; none faster as called; alone beside the bare products."""
+    host = Target("host", shape, lambda ms: max(1.2, LEAST_HOST_MS / ms), reference="torch-compile", figure="host_ms")
+    called = [Target("as called", shape, 1.0, reference=name) for name in ("torch-compile", "stock")]
+    alone = Target("alone", shape, lambda ms: 1.15 if ms >= LONG_PRODUCTS_MS else 1.30, figure="alone_ms")
+    return [replace(target, calls=True) for target in (host, *called, alone)]
 
 
 CALL_TARGETS = [target for shape in SMALL for target in of_calls(shape)]
@@ -123,32 +113,101 @@ CALL_TARGETS.append(Target("alone", MAIN, 1.05, calls=True, figure="alone_ms")) 
 
 
 def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
-    """The cases that the targets need, each with nobody but the contenders that are compared on it."""
+    """The cases that the targets need, each with only the contenders that are compared on it."""
     contenders: dict[OperatorCase, list[str]] = {}
     for target in targets:
         contenders.setdefault(target.case, []).extend(target.contenders)
-        if target.workspace_shape is not None:
-            contenders.setdefault(replace(target, shape=target.workspace_shape).case, []).append(target.contender)
     return [replace(case, contenders=tuple(dict.fromkeys(names))) for case, names in contenders.items()]
 
 
-def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Check]:
-    """All targets in the median of the runs, also those that the runs have nothing about."""
-    return verdicts.middle([[check(run, target) for target in targets] for run in runs])
+# --- what is promised beside peers ---
 
 
-def check(run: Run, target: Target) -> Check:
+@dataclass(frozen=True)
+class Rule:
+    """Beside a peer: the fastest of our settings in its workspace is so much faster."""
+
+    peer: str
+    factor: float = 1.1
+    least_mib: int = 64  # workspace that we may take even where the peer takes less
+    bfloat16_sums: bool = False  # in ours; float32 otherwise
+
+
+RULES = [
+    Rule("torch-compile", 1.0),
+    Rule("quack", 1.0),
+    # Liger's default sums the weight gradient in bfloat16.
+    Rule("liger", bfloat16_sums=True),
+    Rule("liger", 1.0, least_mib=256),
+    *map(Rule, ("liger-float32-8x", "cce", "cce-unfiltered", "cce-exact", "trl", "fla", "torch-chunked")),
+]
+PEERS = tuple(dict.fromkeys(rule.peer for rule in RULES))
+PEERS_LABEL = "peers"
+SAME_BYTES = 1 * MIB  # peaks this close are the same: they differ by a few vectors with an entry per token
+
+
+# --- whether it is kept ---
+
+TOLERANCE = 0.02  # equal calls differ by as much
+VERDICTS = MET, NEARLY, MISSED, UNMEASURED = "met", "met within 2%", "MISSED", "not measured"
+
+
+class Finding(NamedTuple):
+    """A promise, and the figure that was measured of it; None where nothing was."""
+
+    key: Any  # which promise it is: the same in every run
+    value: float | None
+    verdict: str
+    cells: Mapping[str, str] = {}  # what its line of a table says, by column
+    at_least: bool = False  # whether the limit is the least instead of the most
+
+
+def judge(value: float | None, limit: float | None, at_least: bool = False, tolerance: float = TOLERANCE) -> str:
+    if value is None or limit is None:
+        return UNMEASURED
+    excess = limit - value if at_least else value - limit
+    return MET if excess <= 0 else NEARLY if excess <= tolerance * limit else MISSED
+
+
+def middle(runs: Iterable[Iterable[Finding]]) -> list[Finding]:
+    """For every promise the finding that is the median of the runs that measured it; of two the worse."""
+    groups: dict[Any, list[Finding]] = {}
+    for finding in (finding for findings in runs for finding in findings):
+        groups.setdefault(finding.key, []).append(finding)
+    found = []
+    for group in groups.values():
+        measured = [finding for finding in group if finding.value is not None]
+        measured.sort(key=lambda finding: finding.value or 0.0, reverse=group[0].at_least)
+        found.append(measured[len(measured) // 2] if measured else group[0])
+    return found
+
+
+def tally(findings: Sequence[Finding]) -> str:
+    """How many are kept, and how many of these by the tolerance alone."""
+    verdicts = [finding.verdict for finding in findings]
+    nearly = verdicts.count(NEARLY)
+    kept = f"{verdicts.count(MET) + nearly} of {len(verdicts)}" if verdicts else "-"
+    return kept + (f" ({nearly} within 2%)" if nearly else "")
+
+
+def verdict_table(title: str, findings: Sequence[Finding], runs: Sequence[Run], notes: Sequence[str]) -> Table:
+    """A line for each promise, of cells that all of them have; no line where not one was measured."""
+    if all(finding.verdict == UNMEASURED for finding in findings):
+        return Table(title, ["Not one of them was measured."], [])
+    rows = [[*finding.cells.values(), finding.verdict] for finding in findings]
+    several = [f"the median of {len(runs)} runs"] if len(runs) > 1 else []
+    return Table(f"{title}: {tally(findings)}", [*findings[0].cells, "verdict"], rows, [*several, *notes])
+
+
+def check(run: Run, target: Target) -> Finding:
     """Its value is the time in multiples of the reference's."""
-    ours, reference = find(run, target) or (NOBODY, NOBODY)
-    room = None if target.workspace_mib is None else target.workspace_mib * MIB
-    if target.workspace_shape is not None:
-        other = find(run, replace(target, shape=target.workspace_shape))
-        room = None if other is None else other[0].workspace_bytes
+    ours, reference = find(run, target)
     time, base = getattr(ours, target.figure), getattr(reference, target.figure)
     times = time / base if time and base else None
     limit = target.limit if not callable(target.limit) else target.limit(base) if base else None
-    bounded = target.workspace_mib is not None or target.workspace_shape is not None
-    others = (verdicts.judge(ours.workspace_bytes, room, tolerance=0.0),) if bounded else ()
+    room = None if target.workspace_mib is None else target.workspace_mib * MIB
+    asked = [] if target.limit is None else [judge(times, limit)]
+    asked += [] if room is None else [judge(ours.workspace_bytes, room, tolerance=0.0)]
     cells = {
         "": target.call,
         "tokens x hidden x vocabulary": " x ".join(map(str, target.shape)),
@@ -158,38 +217,106 @@ def check(run: Run, target: Target) -> Check:
         "MiB": tables.mebibytes(ours.workspace_bytes),
         "limit MiB": tables.mebibytes(room),
     }
-    return Check(target, times, limit, others=others, cells=cells)
+    return Finding(target, times, max(asked, key=VERDICTS.index), cells)
 
 
 SAME = ("shape", "dtype", "mode", "ignored", "calls")
 
 
-def find(run: Run, target: Target) -> tuple[Result, Result] | None:
+def find(run: Run, target: Target) -> tuple[BenchResult, BenchResult]:
     """The contender and the reference of a target, of one case: only then did they take turns."""
-    wanted = target.case
     for entry in run.cases:
-        if all(getattr(entry.case, name) == getattr(wanted, name) for name in SAME):
+        if all(getattr(entry.case, name) == getattr(target.case, name) for name in SAME):
             results = [entry.by_name(name) for name in target.contenders]
             if all(result.samples_ms for result in results):
                 return results[-1], results[0]
-    return None
+    return NO_RESULT, NO_RESULT
+
+
+def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> list[Finding]:
+    """All targets, also those that the runs have nothing about."""
+    return middle([[check(run, target) for target in targets] for run in runs])
 
 
 def target_tables(runs: Sequence[Run]) -> list[Table]:
     """One of the device and one of calls; of these two those that the runs have figures of."""
-    found = [target_table(runs), target_table(runs, CALL_TARGETS)]
+    found = []
+    for title, targets in (("Targets met", TARGETS), ("Targets of calls met", CALL_TARGETS)):
+        calls = targets is CALL_TARGETS
+        spread = tables.spread_note(
+            [e for run in runs for e in run.cases if not e.case.label and e.case.calls == calls]
+        )
+        found.append(verdict_table(title, check_targets(runs, targets), runs, [spread]))
     return [table for table in found if table.rows] or found[:1]
 
 
-def target_table(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> Table:
-    """Every target, its figure, and whether it is met; none at all where the runs are about something else."""
-    checks, calls = check_targets(runs, targets), targets[0].calls
-    if all(check.verdict is Verdict.unmeasured for check in checks):
-        return Table("Targets", ["Not one of them was measured."], [])
-    entries = [entry for run in runs for entry in run.cases if not entry.case.label and entry.case.calls == calls]
-    title = "Targets of calls met" if calls else "Targets met"
-    return verdicts.verdict_table(title, checks, [*reports.median_note(runs), tables.spread_note(entries)])
+def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Finding]:
+    """Every rule on every case of bfloat16 training on which its peer was measured.
 
+    The value is the time of the peer over ours.
+    """
+    return middle(
+        [
+            duel(entry, rule)
+            for entry in run.cases
+            if (entry.case.mode, entry.case.dtype, entry.case.calls) == ("forward+backward", "bfloat16", False)
+            for rule in rules
+            if entry.by_name(rule.peer).samples_ms and entry.by_name(rule.peer).workspace_bytes is not None
+        ]
+        for run in runs
+    )
+
+
+def duel(entry: Entry, rule: Rule) -> Finding:
+    peer, ours = entry.by_name(rule.peer), best(entry, rule)
+    # Without a setting of ours the peer is not beaten.
+    times = (peer.median_ms or 0.0) / ours.median_ms if ours.median_ms else 0.0
+    cells = {
+        "tokens x hidden x vocabulary": " x ".join(map(str, entry.case.shape)),
+        "peer": peer.title,
+        "ms, MiB": figures(peer),
+        "flce": ours.title or tables.NONE,
+        "its ms, MiB": figures(ours),
+        "times": tables.ratio(times or None),
+        "wanted": f"{rule.factor:.1f}, {rule.least_mib} MiB",
+    }
+    return Finding((entry.case, rule), times, judge(times, rule.factor, at_least=True), cells, at_least=True)
+
+
+def best(entry: Entry, rule: Rule) -> BenchResult:
+    """Not the repeat of one: the better of two figures of one setting is not its figure."""
+    limit = max((entry.by_name(rule.peer).workspace_bytes or 0) + SAME_BYTES, rule.least_mib * MIB)
+    settings = [
+        result
+        for result in entry.results
+        if result.family == "ours"
+        and result.samples_ms
+        and sums_in_bfloat16(result.contender) == rule.bfloat16_sums
+        and result.workspace_bytes is not None
+        and result.workspace_bytes <= limit
+    ]
+    return min(settings, key=lambda result: result.median_ms or 0.0, default=NO_RESULT)
+
+
+def figures(result: BenchResult) -> str:
+    """Time and workspace."""
+    if not result.samples_ms:
+        return tables.NONE
+    workspace = "" if result.workspace_bytes is None else f", {tables.mebibytes(result.workspace_bytes)}"
+    return tables.milliseconds(result.median_ms) + workspace
+
+
+def dominance_table(runs: Sequence[Run]) -> Table:
+    """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
+    notes = [
+        "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",
+        "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
+        tables.spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
+    ]
+    return verdict_table("No peer dominates, met", duels(runs), runs, notes)
+
+
+# --- whether a workspace is as planned ---
 
 # The allocator counts blocks in whole 512 bytes, and a call has vectors with an entry per token.
 PLAN_SHARE, PLAN_BYTES = 0.01, 1 * MIB
@@ -198,22 +325,21 @@ PLAN_SHARE, PLAN_BYTES = 0.01, 1 * MIB
 def plan_tables(runs: Sequence[Run]) -> list[Table]:
     """The figures of ours whose measured workspace is not the planned one; none where nothing was planned.
 
-    Where ignored labels are skipped, which nobody knows beforehand, a plan is an upper bound. On a CPU PyTorch's
+    Where ignored labels are skipped, which nothing tells beforehand, a plan is an upper bound. On a CPU PyTorch's
     products take memory of their own, which is no part of a plan.
     """
-    entries = [entry for run in runs if run.head["device"]["type"] == "cuda" for entry in run.cases]
-    planned = 0
-    rows = []
-    for case, result in ((entry.case, result) for entry in entries for result in entry.results):
-        expected, measured = result.planned_bytes, result.workspace_bytes
-        if expected is None or measured is None:
-            continue
-        planned += 1
-        bounded = case.ignored and result.contender.startswith(BOUNDED)
-        apart = measured - expected if bounded else abs(measured - expected)
-        if apart > PLAN_SHARE * expected + PLAN_BYTES:
-            figures = tables.mebibytes(expected), tables.mebibytes(measured)
-            rows.append([case.title, result.title, *figures, Verdict.missed.value])
+    planned, rows = 0, []
+    for entry in (entry for run in runs if run.head["device"]["type"] == "cuda" for entry in run.cases):
+        for result in entry.results:
+            expected, measured = result.planned_bytes, result.workspace_bytes
+            if expected is None or measured is None:
+                continue
+            planned += 1
+            bounded = entry.case.ignored and result.contender.startswith(BOUNDED)
+            apart = measured - expected if bounded else abs(measured - expected)
+            if apart > PLAN_SHARE * expected + PLAN_BYTES:
+                both = tables.mebibytes(expected), tables.mebibytes(measured)
+                rows.append([entry.case.title, result.title, *both, MISSED])
     title = f"Workspace as planned: {planned - len(rows)} of {planned}"
     columns = ["", "call", "planned MiB", "measured MiB", "verdict"] if rows else ["All are."]
     notes = ["within 1% and 1 MiB; where ignored labels are skipped no more than that"]

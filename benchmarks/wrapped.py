@@ -25,7 +25,8 @@ from benchmarks.benchmark import save
 from benchmarks.models import MODEL, SHORT, TINY, ModelContender, TrainingStep, build, entrants, make_batch, table
 from flce.bench.cases import Effort
 from flce.bench.measure import Entrant, Meter, Sample, compete
-from flce.bench.results import Result, Run, describe
+from flce.bench.results import BenchResult, Run
+from flce.machine import described_run
 
 ROUNDS = 6
 NAMES = ("ours", "liger-loss", "stock")
@@ -46,8 +47,8 @@ def prepared(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     return TrainingStep(sharded, optimizer, batch, backward=accelerator.backward)
 
 
-def keep(step: TrainingStep, result: Result, sample: Sample) -> None:
-    """Of the last step the loss; of all the most memory."""
+def keep(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
+    """The loss of the last step, and the most memory of all."""
     result.loss = None if step.loss is None else float(step.loss)
     if sample.workspace_bytes is not None:
         result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
@@ -66,7 +67,7 @@ def main(out: Annotated[Path, typer.Option(help="Result file.")] = Path("results
     meter = Meter(device, dist.barrier)
     with contextlib.ExitStack() as changes:
 
-        def enter(contender: ModelContender, result: Result) -> Entrant:
+        def enter(contender: ModelContender, result: BenchResult) -> Entrant:
             model = build(case, device)
             changes.enter_context(contender.applied(model))
             step = prepared(model, tokens)
@@ -78,7 +79,7 @@ def main(out: Annotated[Path, typer.Option(help="Result file.")] = Path("results
         entry = compete(case, entrants(case), (meter, enter), Effort(ROUNDS, math.inf))
         if rank == 0:
             command = f"python -m torch.distributed.run --nproc-per-node {world} -m benchmarks.wrapped"
-            save(Run(MODEL.kind, describe(device, command, []), [entry]), out)
+            save(Run(MODEL.kind, described_run(device, command, []), [entry]), out)
             print(table(entry).markdown())
     dist.destroy_process_group()
 

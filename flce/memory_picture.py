@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from flce.machine import GIB, MIB, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from flce.memory_profile import MemoryProfile
-
-MIB, GIB = 2**20, 2**30
+Samples = Sequence[tuple[float, int]]  # seconds, and bytes from then on
 # Told apart by the colour-blind too.
 COLOURS = ("#d08a2e", "#1f5fa8", "#3a9a7a", "#a8508a", "#6b6b6b")
 
 
-def draw(profiles: Mapping[str, MemoryProfile], path: str | os.PathLike[str], title: str) -> None:
+def draw(profiles: Mapping[str, Samples], path: str | os.PathLike[str], title: str) -> None:
     """See `MemoryProfile.plot_side_by_side`."""
     if not profiles:
         raise ValueError("there is no profile to draw: give at least one, under its name")
@@ -31,11 +31,11 @@ def draw(profiles: Mapping[str, MemoryProfile], path: str | os.PathLike[str], ti
     if title:
         figure.suptitle(title, fontsize=9)  # it may be long
     panels = figure.subplots(1, len(profiles), sharex=True, sharey=True, squeeze=False)[0]
-    peak = max(profile.peak for profile in profiles.values())
-    lowest = min(held for profile in profiles.values() for _, held in profile.samples)
+    sizes = [held for samples in profiles.values() for _, held in samples]
+    peak, lowest = max(sizes), min(sizes)
     unit = GIB if peak >= GIB else MIB
-    for number, (axes, (name, profile)) in enumerate(zip(panels, profiles.items(), strict=True)):
-        _panel(axes, profile, unit, COLOURS[number % len(COLOURS)])
+    for number, (axes, (name, samples)) in enumerate(zip(panels, profiles.items(), strict=True)):
+        _panel(axes, samples, unit, COLOURS[number % len(COLOURS)])
         axes.set_title(name, fontsize=12)
     panels[0].set_ylabel(f"allocated since the start, {'GiB' if unit == GIB else 'MiB'}", fontsize=11)
     room = 0.16 * max(peak - lowest, 1)  # for what is written over the peak
@@ -46,17 +46,18 @@ def draw(profiles: Mapping[str, MemoryProfile], path: str | os.PathLike[str], ti
     figure.savefig(file)
 
 
-def _panel(axes: Axes, profile: MemoryProfile, unit: int, colour: str) -> None:
-    milliseconds = [1e3 * seconds for seconds, _ in profile.samples]
-    held = [size / unit for _, size in profile.samples]
+def _panel(axes: Axes, samples: Samples, unit: int, colour: str) -> None:
+    milliseconds = [1e3 * seconds for seconds, _ in samples]
+    held = [size / unit for _, size in samples]
     axes.fill_between(milliseconds, held, step="post", color=colour, alpha=0.3, linewidth=0)
     axes.step(milliseconds, held, where="post", color=colour, linewidth=1.4)
-    at, peak = 1e3 * profile.peak_seconds, profile.peak / unit
+    seconds, most = max(samples, key=lambda sample: sample[1])
+    at, peak = 1e3 * seconds, most / unit
     axes.axhline(peak, color=colour, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.plot([at], [peak], "o", color=colour, markersize=6, clip_on=False, zorder=3)
     late = at > milliseconds[-1] / 2
     axes.annotate(
-        f"peak {_size(profile.peak)}",
+        f"peak {size_text(most)}",
         (at, peak),
         xytext=(-2 if late else 2, 7),
         textcoords="offset points",
@@ -72,10 +73,3 @@ def _panel(axes: Axes, profile: MemoryProfile, unit: int, colour: str) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _size(size: int) -> str:
-    """As in "823 MiB", "7.84 GiB"."""
-    if size >= GIB:
-        return f"{size / GIB:.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
-    return f"{size / MIB:,.0f} MiB" if size >= 10 * MIB else f"{size / MIB:.2f} MiB"

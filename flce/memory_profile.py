@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch._C._autograd import DeviceType, _profiler_enabled
 
+from flce import memory_picture
+from flce.machine import find_device
+
 
 @dataclass(frozen=True)
 class MemoryProfile:
@@ -64,9 +67,7 @@ class MemoryProfile:
         Raises:
             ImportError, ValueError: as in :meth:`plot`; ValueError also if there is no profile.
         """
-        from flce import memory_picture
-
-        memory_picture.draw(profiles, path, title)
+        memory_picture.draw({name: profile.samples for name, profile in profiles.items()}, path, title)
 
 
 def profile_memory(fn: Callable[[], object], *, device: str | torch.device | None = None) -> MemoryProfile:
@@ -107,20 +108,9 @@ def profile_memory(fn: Callable[[], object], *, device: str | torch.device | Non
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function without arguments, got {type(fn).__name__}")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpus = torch.cuda.device_count()
-    try:
-        where = torch.device(device)
-        known = where.type == "cpu" or (where.type == "cuda" and (where.index or 0) < gpus)
-    except RuntimeError:  # a name or a number that PyTorch does not know
-        known = False
-    if not known:
-        raise ValueError(f"device must be a CPU or one of the {gpus} CUDA devices that PyTorch sees, got '{device}'")
+    where = find_device(device, ("cuda", "cpu"))
     gc.collect()  # what is garbage by now would be freed at some time, and lower the curve
-    if where.type == "cpu":
-        return _on_cpu(fn)
-    return _on_cuda(fn, torch.cuda.current_device() if where.index is None else where.index)
+    return _on_cpu(fn) if where.type == "cpu" else _on_cuda(fn, where.index)
 
 
 def _on_cpu(fn: Callable[[], object]) -> MemoryProfile:
@@ -170,7 +160,7 @@ def _on_cuda(fn: Callable[[], object], index: int) -> MemoryProfile:
 
 
 def _profile(device: str, start: int, end: int, records: Iterable[tuple[int, int]]) -> MemoryProfile:
-    """Of (time, bytes) in their order, times in nanoseconds since the epoch."""
+    """Records are (time, bytes) in their order, times in nanoseconds since the epoch."""
     held, samples = 0, [(0.0, 0)]
     for at, size in records:
         held += size

@@ -7,29 +7,29 @@ It trains the same small model stock and patched, and ends with status 1 if the 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compare import Curve, compare, examples, has_gpu, tiny_model
+from compare import Curve, compare, examples, has_gpu
+from flce.testing.models import tiny_model
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
-def train(patched: bool, steps: int, gradient_accumulation: int = 1, mixed_precision: str = "no") -> Curve:
+def train_with(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
     # These take seconds to import: here, so that --help does not wait for them.
     import torch
-    from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
     import flce
 
-    accelerator = Accelerator(
-        cpu=not has_gpu(), gradient_accumulation_steps=gradient_accumulation, mixed_precision=mixed_precision
-    )
     model = tiny_model().train()
     if patched:
         flce.patch_model(model)  # all that is different
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = DataLoader(examples(4 * steps), batch_size=4)
+    batches = DataLoader(examples(4 * steps * accelerator.num_processes), batch_size=4)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 
     curve = Curve()
@@ -43,6 +43,15 @@ def train(patched: bool, steps: int, gradient_accumulation: int = 1, mixed_preci
             optimizer.zero_grad()
     accelerator.free_memory()
     return curve
+
+
+def train(patched: bool, steps: int, gradient_accumulation: int = 1, mixed_precision: str = "no") -> Curve:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(
+        cpu=not has_gpu(), gradient_accumulation_steps=gradient_accumulation, mixed_precision=mixed_precision
+    )
+    return train_with(accelerator, patched, steps)
 
 
 def main(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import flce
-from compare import Curve, tiny_model
+from compare import Curve
+from flce.testing.models import tiny_model
 
 
 class CausalLM(lightning.LightningModule):

@@ -1,4 +1,4 @@
-"""What the trainers' scripts share: a tiny model, real text for it, and the comparison of a stock and a patched run.
+"""What the trainers' scripts share: real text for a tiny model, and the comparison of a stock and a patched run.
 
 What takes seconds to import is imported by the functions that use it, so that the scripts' --help does not wait for it.
 """
@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from flce.demo.corpus import byte_level_tokenizer, read_documents, token_batches
+from flce.testing.models import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
-VOCAB_SIZE = 1000
 
 
 def has_gpu() -> bool:
@@ -52,26 +53,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
     tokenizer = byte_level_tokenizer(VOCAB_SIZE, CACHE)
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def tiny_model(seed: int = 0, **config: Any) -> Any:
-    """A Qwen3 of two layers without dropout, in float32: with one seed the same model on every call."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "use_cache": False,
-    }
-    return AutoModelForCausalLM.from_config(Qwen3Config(**{**sizes, **config}))
 
 
 @functools.cache
@@ -141,6 +122,14 @@ def keeping_losses(trainer: Any) -> Any:
     return CurveTrainer
 
 
+def curve_of(make_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
+    """Trains with a trainer that keeps its losses, made in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(patched, folder, **arguments)
+        trainer.train()
+        return trainer.curve
+
+
 def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
     """What all trainers made of Transformers' are called with."""
     return {
@@ -161,7 +150,7 @@ def max_difference(stock: Curve, patched: Curve) -> float:
 
 
 def say(text: str) -> None:
-    """Of the processes that a launcher started, the first speaks."""
+    """The first of the processes that a launcher started speaks."""
     if os.environ.get("RANK", "0") == "0":
         typer.echo(text)
 

@@ -19,7 +19,8 @@ from typing import Annotated
 
 import typer
 
-from compare import Curve, compare, examples, need, tiny_model
+from compare import Curve, compare, examples, need
+from flce.testing.models import tiny_model
 from processes import in_two_processes, of_all_processes
 
 

@@ -11,22 +11,18 @@ more than 1e-4: Liger's layers round otherwise than Transformers'.
 
 from __future__ import annotations
 
-import tempfile
 from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, cannot_run, compare, has_gpu, need
+from compare import Curve, cannot_run, compare, curve_of, has_gpu, need
 from trainer import make_trainer
 
 LAYERS: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
 
 
 def train(patched: bool, **arguments: Any) -> Curve:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(patched, folder, **(LAYERS if patched else {}), **arguments)
-        trainer.train()
-        return trainer.curve
+    return curve_of(make_trainer, patched, **(LAYERS if patched else {}), **arguments)
 
 
 def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:

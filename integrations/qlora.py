@@ -16,7 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, has_gpu, need, tiny_model
+from compare import Curve, compare, curve_of, has_gpu, need
+from flce.testing.models import tiny_model
 from trainer import make_trainer
 
 
@@ -51,10 +52,7 @@ def quantized_model(adapt_head: bool) -> Any:
 
 
 def train(patched: bool, *, adapt_head: bool = False, **arguments: Any) -> Curve:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(patched, folder, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
-        trainer.train()
-        return trainer.curve
+    return curve_of(make_trainer, patched, model=quantized_model(adapt_head), learning_rate=3e-3, **arguments)
 
 
 def main(

@@ -36,7 +36,7 @@ def commands(folder: Path) -> list[list[str]]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScriptOutcome:
     """How a command ended.
 
     Attributes:
@@ -50,7 +50,7 @@ class Outcome:
     seconds: float
 
 
-def run(command: list[str]) -> Outcome:
+def run(command: list[str]) -> ScriptOutcome:
     """Runs a script, whose output goes where this one's goes.
 
     A script that cannot run here says so and ends with status 2 (`compare.cannot_run`). Status 2 alone is wrong usage,
@@ -68,8 +68,8 @@ def run(command: list[str]) -> Outcome:
     seconds = time.monotonic() - begin
     _, refuses, reason = last.partition(" cannot run here: ")
     if process.returncode == 2 and refuses:
-        return Outcome(name, f"cannot run here: {reason}", seconds)
-    return Outcome(name, "FAILED" if process.returncode else "ok", seconds)
+        return ScriptOutcome(name, f"cannot run here: {reason}", seconds)
+    return ScriptOutcome(name, "FAILED" if process.returncode else "ok", seconds)
 
 
 def run_all(every: Iterable[list[str]]) -> int:

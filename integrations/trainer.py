@@ -8,12 +8,12 @@ It trains the same small model with and without the callback, and ends with stat
 
 from __future__ import annotations
 
-import tempfile
 from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, examples, keeping_losses, tiny_model, trainer_settings
+from compare import Curve, compare, curve_of, examples, keeping_losses, trainer_settings
+from flce.testing.models import tiny_model
 
 
 def make_trainer(
@@ -42,10 +42,7 @@ def make_trainer(
 
 
 def train(patched: bool, **arguments: Any) -> Curve:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(patched, folder, **arguments)
-        trainer.train()
-        return trainer.curve
+    return curve_of(make_trainer, patched, **arguments)
 
 
 def main(

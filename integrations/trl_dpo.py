@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, keeping_losses, need, tiny_model, tiny_tokenizer, trainer_settings
+from compare import Curve, compare, excerpts, keeping_losses, need, tiny_tokenizer, trainer_settings
+from flce.testing.models import tiny_model
 
 if TYPE_CHECKING:
     from datasets import Dataset

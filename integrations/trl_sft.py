@@ -12,12 +12,12 @@ It trains the same small model with TRL's kernel and with flce, and ends with st
 
 from __future__ import annotations
 
-import tempfile
 from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, keeping_losses, need, tiny_model, tiny_tokenizer, trainer_settings
+from compare import Curve, compare, curve_of, excerpts, keeping_losses, need, tiny_tokenizer, trainer_settings
+from flce.testing.models import tiny_model
 
 
 def make_trainer(
@@ -45,10 +45,7 @@ def make_trainer(
 
 
 def train(patched: bool, **arguments: Any) -> Curve:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(patched, folder, **arguments)
-        trainer.train()
-        return trainer.curve
+    return curve_of(make_trainer, patched, **arguments)
 
 
 def main(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import VOCAB_SIZE, Curve, compare, examples, excerpts, has_gpu, need
+from compare import Curve, compare, examples, excerpts, has_gpu, need
+from flce.testing.models import VOCAB_SIZE
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,4 +1,4 @@
-"""Building a problem, running it through flce, the oracle and the stock path, and comparing."""
+"""Comparing a call of `flce.testing.problem` with the oracle; plans and budgets of a problem; tables of cases."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import itertools
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import flce
@@ -19,168 +18,15 @@ from flce.backends import backend_name, has_product, total_memory
 from flce.case import Case
 from flce.planning import make_plan
 from flce.problem import LossSpec, Needs
-from tests.oracle import OracleResult, dense_logits, oracle
+from flce.testing.oracle import OracleResult, dense_logits
+from flce.testing.problem import ALL_GRADS, CallResult, Problem, run_fused, run_oracle
+from flce.testing.tolerances import TOLERANCE
 
 STATS = ("lse", "logprob", "entropy", "argmax", "correct")
-# Which gradients: of the input, the weight, the bias, and of the first and second tensors of all adapters.
-ALL_GRADS = "xwbaB"
 FLOAT_STATS = ("lse", "logprob", "entropy")
 BACKENDS = ("torch", "triton")
 STRATEGIES = ("tokens", "vocab")
 REDUCTIONS = ("mean", "sum", "none")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The tensors and the keyword arguments of one call, without ``options`` and ``stats``."""
-
-    input: Tensor
-    linear_weight: Tensor
-    target: Tensor
-    linear_bias: Tensor | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    adapters: tuple[tuple[Tensor, Tensor], ...] = ()
-
-    def with_(self, **kwargs: Any) -> Problem:
-        return replace(self, kwargs={**self.kwargs, **kwargs})
-
-
-@dataclass(frozen=True)
-class Outcome:
-    loss: Tensor
-    grad_input: Tensor | None
-    grad_weight: Tensor | None
-    grad_bias: Tensor | None
-    grad_adapters: list[tuple[Tensor | None, Tensor | None]] = field(default_factory=list)
-    output: Any = None
-
-
-def make_problem(
-    leading: Sequence[int] = (37,),
-    hidden: int = 16,
-    vocab: int = 71,
-    *,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-    bias: bool = False,
-    class_weight: bool = False,
-    token_weight: bool = False,
-    adapter_ranks: Sequence[int] = (),
-    ignored: float = 0.0,
-    target_dtype: torch.dtype = torch.int64,
-    std: float = 2.0,
-    seed: int = 0,
-    **kwargs: Any,
-) -> Problem:
-    """A random problem whose logits have about the standard deviation ``std``."""
-    g = torch.Generator().manual_seed(seed)
-    shape = tuple(leading)
-    x = torch.randn(*shape, hidden, generator=g, dtype=torch.float64)
-    w = torch.randn(vocab, hidden, generator=g, dtype=torch.float64) * (std / max(hidden, 1) ** 0.5)
-    y = torch.randint(0, vocab, shape, generator=g)
-    ignore_index = kwargs.get("ignore_index", -100)
-    if ignored:
-        drop = torch.rand(shape, generator=g) < ignored
-        y = torch.where(drop, torch.full_like(y, ignore_index), y)
-    b = torch.randn(vocab, generator=g, dtype=torch.float64) if bias else None
-    if class_weight:
-        kwargs["weight"] = (torch.rand(vocab, generator=g, dtype=torch.float64) + 0.25).to(device, dtype)
-    if token_weight:
-        kwargs["token_weight"] = torch.rand(shape, generator=g, dtype=torch.float64).to(device, dtype) * 2
-    adapters = []
-    for rank in adapter_ranks:
-        a = torch.randn(*shape, rank, generator=g, dtype=torch.float64)
-        up = torch.randn(vocab, rank, generator=g, dtype=torch.float64) * (std / 2 / rank**0.5)
-        adapters.append((a.to(device, dtype), up.to(device, dtype)))
-    return Problem(
-        input=x.to(device, dtype),
-        linear_weight=w.to(device, dtype),
-        target=y.to(device, target_dtype),
-        linear_bias=None if b is None else b.to(device, dtype),
-        kwargs=kwargs,
-        adapters=tuple(adapters),
-    )
-
-
-def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
-    if t.data_ptr() % 16:  # where it begins is what matters, which a copy would not keep
-        return t.detach().requires_grad_(requires_grad)
-    return t.detach().clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
-
-
-def run_fused(
-    problem: Problem,
-    *,
-    options: flce.ChunkOptions | None = None,
-    stats: Sequence[str] = (),
-    grads: str = ALL_GRADS,
-    grad_output: Tensor | float | None = None,
-) -> Outcome:
-    """One forward and, if any of ``grads`` is wanted, one backward of flce."""
-    x = _leaf(problem.input, "x" in grads)
-    w = _leaf(problem.linear_weight, "w" in grads)
-    b = None if problem.linear_bias is None else _leaf(problem.linear_bias, "b" in grads)
-    adapters = [(_leaf(a, "a" in grads), _leaf(up, "B" in grads)) for a, up in problem.adapters]
-    output: Any = flce.fused_linear_cross_entropy(
-        x, w, problem.target, linear_bias=b, adapters=adapters, options=options, stats=tuple(stats), **problem.kwargs
-    )
-    loss = output.loss if stats else output
-    assert isinstance(loss, Tensor)
-    every = (x, w, b, *(t for pair in adapters for t in pair))
-    wanted = [t for t in every if t is not None and t.requires_grad]
-    assert loss.requires_grad == bool(wanted)
-    if wanted:
-        upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
-        loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
-    grad_adapters = [(a.grad, up.grad) for a, up in adapters]
-    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad, grad_adapters, output)
-
-
-def run_oracle(problem: Problem, grad_output: Tensor | float | None = None) -> OracleResult:
-    return oracle(
-        problem.input,
-        problem.linear_weight,
-        problem.target,
-        linear_bias=problem.linear_bias,
-        adapters=problem.adapters,
-        grad_output=grad_output,
-        **problem.kwargs,
-    )
-
-
-def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> Outcome:
-    """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on float32 logits."""
-    x, w = _leaf(problem.input, True), _leaf(problem.linear_weight, True)
-    b = None if problem.linear_bias is None else _leaf(problem.linear_bias, True)
-    adapters = [(_leaf(a, True), _leaf(up, True)) for a, up in problem.adapters]
-    kwargs = dict(problem.kwargs)
-    z = F.linear(x, w, b)
-    for a, up in adapters:
-        z = z + F.linear(a, up)
-    z = z.float() * kwargs.pop("logit_scale", 1.0)
-    softcap = kwargs.pop("softcap", None)
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    z = z / kwargs.pop("temperature", 1.0)
-    if kwargs.get("weight") is not None:
-        kwargs["weight"] = kwargs["weight"].float()
-    loss = F.cross_entropy(z.reshape(-1, z.shape[-1]), problem.target.reshape(-1).long(), **kwargs)
-    if loss.dim():
-        loss = loss.reshape(problem.target.shape)
-    upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
-    loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
-    grad_adapters = [(a.grad, up.grad) for a, up in adapters]
-    return Outcome(loss.detach(), x.grad, w.grad, None if b is None else b.grad, grad_adapters)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what was expected."""
-    a, e = actual.detach().double(), expected.detach().double()
-    assert a.shape == e.shape, (a.shape, e.shape)
-    norm = float(e.norm())
-    difference = float((a - e).norm())
-    return difference / norm if norm else difference
 
 
 def assert_near(actual: Tensor | None, expected: Tensor, tolerance: float, what: str) -> None:
@@ -201,7 +47,7 @@ def assert_near(actual: Tensor | None, expected: Tensor, tolerance: float, what:
 
 
 def assert_outcome(
-    outcome: Outcome,
+    outcome: CallResult,
     expected: OracleResult,
     problem: Problem,
     *,
@@ -264,7 +110,7 @@ def check(
     grads: str = ALL_GRADS,
     grad_output: Tensor | float | None = None,
     tolerance: float | None = None,
-) -> Outcome:
+) -> CallResult:
     """Runs flce and the oracle and compares them."""
     outcome = run_fused(problem, options=options, stats=stats, grads=grads, grad_output=grad_output)
     expected = run_oracle(problem, grad_output=grad_output)

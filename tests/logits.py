@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.helpers import Problem
+from flce.testing.problem import Problem
 
 # Shape of the memory for (b, s, v), the view of it, and whether its gradient can be written in place.
 Shape = Callable[[int, int, int], tuple[int, ...]]

@@ -12,20 +12,9 @@ from torch import Tensor
 
 import flce
 from flce.gemm import matmul
-from tests.helpers import (
-    ALL_GRADS,
-    BACKENDS,
-    STATS,
-    TOLERANCE,
-    allpairs,
-    assert_near,
-    check,
-    combinations,
-    make_problem,
-    pairs,
-    run_fused,
-    several_blocks,
-)
+from flce.testing.problem import ALL_GRADS, make_problem, run_fused
+from flce.testing.tolerances import TOLERANCE
+from tests.helpers import BACKENDS, STATS, allpairs, assert_near, check, combinations, pairs, several_blocks
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

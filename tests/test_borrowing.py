@@ -28,17 +28,9 @@ from flce.schedules.blocks import Apart, Blocks, BlocksAroundSum
 from flce.schedules.chunks import Chunks, DeferredChunks
 from flce.selection import Selection
 from flce.stage import Stage
+from flce.testing.problem import ALL_GRADS, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
-from tests.helpers import (
-    ALL_GRADS,
-    check,
-    make_problem,
-    num_blocks,
-    plan_for,
-    relative_error,
-    run_fused,
-    run_oracle,
-)
+from tests.helpers import check, num_blocks, plan_for
 
 SHAPE: dict[str, Any] = {"leading": (3, 5), "hidden": 64, "vocab": 1003}
 VOCAB = flce.ChunkOptions(strategy="vocab", skip_ignored=False)

@@ -21,20 +21,18 @@ from torch.utils.checkpoint import checkpoint
 import flce
 from flce.backends import eager
 from flce.layout import may_overlap, row_order
+from flce.testing.problem import CallResult, Problem, run_oracle
+from flce.testing.tolerances import TOLERANCE
 from tests.helpers import (
     BACKENDS,
     BATCHED,
     REDUCTIONS,
     STATS,
-    TOLERANCE,
-    Outcome,
-    Problem,
     allpairs,
     assert_near,
     assert_outcome,
     batched_gradients,
     pairs,
-    run_oracle,
 )
 from tests.logits import LAYOUTS, make, placed
 from tests.test_custom_op import BackwardRecorder, Recorder, fresh
@@ -59,7 +57,7 @@ def run(
     grad: bool = True,
     grad_output: Tensor | float | None = None,
     **kwargs: Any,
-) -> Outcome:
+) -> CallResult:
     memory, view = placed(p.input, layout) if p.input.dim() == 3 else (p.input.clone(), lambda x: x)
     memory.requires_grad_(grad)
     logits = view(memory * 1)
@@ -77,10 +75,10 @@ def run(
         assert memory.grad is not None
         # What is not of the view has no gradient.
         assert memory.grad.count_nonzero() == view(memory.grad).count_nonzero()
-    return Outcome(loss.detach(), view(memory.grad) if memory.grad is not None else None, None, None, output=output)
+    return CallResult(loss.detach(), view(memory.grad) if memory.grad is not None else None, None, None, output=output)
 
 
-def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> Outcome:
+def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> CallResult:
     outcome = run(p, layout, **how)
     expected = run_oracle(p, grad_output=how.get("grad_output"))
     allowed = TOLERANCE[p.input.dtype] if tolerance is None else tolerance
@@ -183,7 +181,7 @@ def test_rows_in_another_order(inplace: bool, backend: str, device: torch.device
     out: Any = flce.cross_entropy(logits, p.target, stats=STATS, inplace=inplace, **p.kwargs)
     out.loss.backward(upstream)
     assert memory.grad is not None
-    outcome = Outcome(out.loss.detach(), memory.grad.permute(1, 2, 0, 3), None, None, output=out)
+    outcome = CallResult(out.loss.detach(), memory.grad.permute(1, 2, 0, 3), None, None, output=out)
     expected = run_oracle(p, grad_output=upstream)
     assert_outcome(outcome, expected, p, tolerance=1e-10, grads="x", stats=STATS)
 

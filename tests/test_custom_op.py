@@ -27,10 +27,10 @@ from flce import engine, operators
 from flce.backends import get_backend
 from flce.custom_op import Flat
 from flce.problem import SPEC, LossSpec
+from flce.testing.problem import ALL_GRADS, make_problem, run_fused
 from tests import forced
 from tests.forced import force
 from tests.helpers import (
-    ALL_GRADS,
     BACKENDS,
     BATCHED,
     REDUCTIONS,
@@ -39,10 +39,8 @@ from tests.helpers import (
     batched_gradients,
     combinations,
     counted_flops,
-    make_problem,
     pairs,
     plan_for,
-    run_fused,
 )
 
 
@@ -695,7 +693,7 @@ def test_dtypes_of_gradients_that_backward_makes(
 LITTLE_MEMORY = """
     import gc, sys, warnings
     import torch, flce
-    from tests.helpers import make_problem, relative_error, run_fused
+    from flce.testing.problem import make_problem, relative_error, run_fused
 
     p = make_problem((8192,), 512, 128256, dtype=torch.bfloat16, device="cuda", reduction=sys.argv[1])
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=8192)  # 2 GiB of logits

@@ -29,19 +29,10 @@ from flce.schedules.chunks import Chunks, DeferredChunks
 from flce.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.selection import Selection
 from flce.stage import Stage
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests import forced, interpreted_bfloat16
 from tests.forced import force
-from tests.helpers import (
-    Problem,
-    check,
-    make_problem,
-    pairs,
-    plan_for,
-    relative_error,
-    run_fused,
-    run_oracle,
-    run_stock,
-)
+from tests.helpers import check, pairs, plan_for
 from tests.hopper import as_on_hopper, case_on_hopper
 
 CUDA = torch.cuda.is_available()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,18 @@ print(json.dumps(said))
     without, of_torch, unknown = python(code)
     assert without == of_torch == "nothing"
     assert "fortran" in unknown
+
+
+TOOLS = ("flce.bench", "flce.check", "flce.cli", "flce.demo", "flce.testing")
+
+
+def test_the_package_knows_nothing_of_its_tools() -> None:
+    """And these know nothing of the project's own measurements, nor, but for the command line, of Typer and Rich."""
+    package = ROOT / "flce"
+    for file in {*package.rglob("*.py")} - {package / "__main__.py"}:
+        floor = ".".join(["flce", *file.relative_to(package).parts])
+        others: tuple[str, ...] = ("benchmarks", "integrations", "tests") if floor.startswith(TOOLS) else TOOLS
+        if not floor.startswith(("flce.cli", "flce.demo")):
+            others += ("typer", "rich", "flce.cli")
+        found = re.findall(r"^ *(?:from|import) ([\w.]+)", file.read_text(), re.M)
+        assert not [name for name in found if name.startswith(others)], file

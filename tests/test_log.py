@@ -22,7 +22,7 @@ import flce
 from flce import callers, engine, log
 from flce.backends.contract import unknown_to_products
 from flce.problem import LossSpec
-from tests.helpers import make_problem
+from flce.testing.problem import make_problem
 
 ROOT = Path(flce.__file__).resolve().parents[1]
 _sizes = itertools.count(1201)  # plans are told once a process: each test has shapes of its own

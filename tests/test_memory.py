@@ -24,7 +24,8 @@ from flce.schedules.schedule import NONE, up_to
 from flce.schedules.unnormalized import Recomputed, Unnormalized
 from flce.stage import Stage
 from flce.sums import ChunkSum
-from tests.helpers import check, make_problem
+from flce.testing.problem import make_problem
+from tests.helpers import check
 from tests.test_plan import plan_on_h200
 
 MIB = 1 << 20

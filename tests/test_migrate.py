@@ -16,7 +16,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from tests.helpers import REDUCTIONS, TOLERANCE, assert_near
+from tests.helpers import REDUCTIONS, assert_near
 
 TEXT = (Path(__file__).parents[1] / "docs" / "migrate.md").read_text()
 TORCH = "torch.nn.functional.linear_cross_entropy"
@@ -39,6 +39,7 @@ CCE = "cut_cross_entropy.linear_cross_entropy"
 CCE_MODELS = "cut_cross_entropy.transformers.cce_patch"
 
 Arguments = dict[str, Any]
+needs_gpu = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
@@ -143,11 +144,6 @@ def test_every_argument_has_a_row(path: str) -> None:
     assert {name for row in rows if not row.in_git for name in row.arguments} <= there
 
 
-def test_arguments_of_the_module_of_cce() -> None:
-    module = original("cut_cross_entropy.LinearCrossEntropy")
-    assert parameters(module) <= parameters(original(CCE)) - {"e", "c", "targets", "bias"}
-
-
 @pytest.mark.parametrize("path", TABLES)
 def test_what_replaces_it_exists(path: str) -> None:
     """The second column: arguments of ours, by name or with a value, or calls of ours."""
@@ -210,7 +206,7 @@ def placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def outcome(call: Callable[..., Any], case: Case, arguments: Arguments, device: torch.device) -> dict[str, Any]:
-    """Of ``call(input, weight, target, bias, **arguments)``: the loss, all gradients, and what it returned."""
+    """What ``call(input, weight, target, bias, **arguments)`` makes: the loss, all gradients, and what it returned."""
     x, w, y, b = (placed(t, device, case.dtype) for t in (INPUT, case.head, case.target, case.head_bias))
     tensors = {"input": x, "weight": w} | ({} if b is None else {"bias": b})
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
@@ -233,57 +229,161 @@ def fused(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **arguments:
     return flce.fused_linear_cross_entropy(x, w, y, linear_bias=b, **arguments)
 
 
-def assert_all_are_run(path: str, cases: dict[str, Any], *always: str) -> None:
-    """Every argument of the original that has a counterpart and is in the wheel is in a case."""
-    _, rows = TABLES[path]
-    mapped = {name for row in rows if row.ours != "none" and not row.in_git for name in row.arguments}
-    assert mapped <= set(always) | {name for case in cases.values() for name in case.theirs}
+@dataclass(frozen=True)
+class Library:
+    """A loss, what replaces it, and the arguments that both are called with."""
 
-
-PYTORCH = {
-    "defaults": same(),
-    "no bias": Case({}, {}, head_bias=None),
-    "class weights": same(weight=CLASS_WEIGHT, label_smoothing=0.1),
-    "sum": same(reduction="sum"),
-    "none": same(reduction="none"),
-    "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
-    "ignore_index=None": same(ignore_index=None),
-    "label_smoothing": same(label_smoothing=0.2),
-    "probabilities": Case({}, {}, PROBABILITIES),
-    "K-dimensional": Case({}, {}, K_TARGET, K_WEIGHT, K_BIAS),
-    "options=None": same(options=None),
-}
-# Those of PyTorch and of flce are of two classes.
-PYTORCH_OPTIONS = {
-    "defaults": Case({}, {}),
-    "batch_chunk_size": Case({"batch_chunk_size": 4}, {"chunk_rows": 4}),
-    "chunking_method": Case({"chunking_method": "aspect_ratio"}, {"max_workspace_bytes": 1 << 20}),
-    "acc_policy": Case({"acc_policy": "accurate"}, {"logits_dtype": torch.float32}),
-    "acc_dtype": Case({"acc_dtype": torch.float32}, {"accum_dtype": torch.float32}),
-}
+    theirs: Callable[..., Any]
+    ours: Callable[..., Any]
+    cases: dict[str, Case]
+    always: tuple[str, ...] = ()
+    """Arguments of the original that every case has."""
+    on_a_gpu: tuple[str, ...] = ()
+    """Cases that need one."""
+    how: Arguments = field(default_factory=dict)
+    """Further arguments of the original."""
 
 
 def pytorch(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
     return original(TORCH)(x, w, y, linear_bias=b, **arguments)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", PYTORCH)
-def test_pytorch(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    case = replace(PYTORCH[name], dtype=dtype)
-    theirs, ours = (outcome(call, case, case.theirs, device) for call in (pytorch, fused))
-    assert theirs["loss"].dtype == ours["loss"].dtype == dtype
-    assert_same(theirs, ours, TOLERANCE[dtype])
+def pytorch_in_chunks(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, reduction: str, **options: Any) -> Any:
+    return pytorch(x, w, y, b, reduction=reduction, options=original(TORCH_OPTIONS)(**options))
 
 
+def fused_in_chunks(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, reduction: str, **options: Any) -> Any:
+    return fused(x, w, y, b, reduction=reduction, options=flce.ChunkOptions(**options))
+
+
+def liger(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    return original(LIGER)(**arguments)(w, x, y, b)
+
+
+def fused_module(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    return flce.FusedLinearCrossEntropyLoss(**arguments)(x, w, y, b)
+
+
+def cce(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    """Of sequences: CCE shifts along the last dimension of the targets."""
+    missing = arguments.keys() - parameters(original(CCE))
+    if missing:
+        assert missing <= {name for row in TABLES[CCE][1] if row.in_git for name in row.arguments}
+        pytest.skip(f"the wheel's function has no {', '.join(missing)}")
+    return original(CCE)(x.view(2, 7, H), w, y.view(2, 7), **arguments)
+
+
+def fused_sequences(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    loss: Any = flce.fused_linear_cross_entropy(x.view(2, 7, H), w, y.view(2, 7), **arguments)
+    # What CCE leaves out.
+    return loss[:, :-1] if loss.dim() and "shift" in arguments else loss
+
+
+def no_bias(theirs: Arguments, ours: Arguments, target: Tensor = TARGET) -> Case:
+    return Case(theirs, ours, target, head_bias=None)
+
+
+LIBRARIES = {
+    TORCH: Library(
+        pytorch,
+        fused,
+        {
+            "defaults": same(),
+            "no bias": no_bias({}, {}),
+            "class weights": same(weight=CLASS_WEIGHT, label_smoothing=0.1),
+            "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
+            "ignore_index=None": same(ignore_index=None),
+            "label_smoothing": same(label_smoothing=0.2),
+            "probabilities": Case({}, {}, PROBABILITIES),
+            "K-dimensional": Case({}, {}, K_TARGET, K_WEIGHT, K_BIAS),
+            "options=None": same(options=None),
+        },
+        ("input", "linear_weight", "target", "linear_bias", "reduction"),
+    ),
+    TORCH_OPTIONS: Library(
+        pytorch_in_chunks,
+        fused_in_chunks,
+        {
+            "defaults": Case({}, {}),
+            "batch_chunk_size": Case({"batch_chunk_size": 4}, {"chunk_rows": 4}),
+            "chunking_method": Case({"chunking_method": "aspect_ratio"}, {"max_workspace_bytes": 1 << 20}),
+            "acc_policy": Case({"acc_policy": "accurate"}, {"logits_dtype": torch.float32}),
+            "acc_dtype": Case({"acc_dtype": torch.float32}, {"accum_dtype": torch.float32}),
+        },
+    ),
+    LIGER: Library(
+        liger,
+        fused_module,
+        {
+            "defaults": same(),
+            "no bias": no_bias({}, {}),
+            "ce_weight": Case({"ce_weight": CLASS_WEIGHT}, {"weight": CLASS_WEIGHT}),
+            "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
+            "lse_square_scale": Case({"lse_square_scale": 0.1}, {"z_loss": 0.1}),
+            "label_smoothing": same(label_smoothing=0.2),
+            "softcap": same(softcap=2.0),
+            "accum_dtype": Case(
+                {"accum_dtype": torch.float32}, {"options": flce.ChunkOptions(accum_dtype=torch.float32, chunk_rows=4)}
+            ),
+            "all": Case(
+                {"ce_weight": CLASS_WEIGHT, "lse_square_scale": 0.1, "label_smoothing": 0.2},
+                {"weight": CLASS_WEIGHT, "z_loss": 0.1, "label_smoothing": 0.2},
+            ),
+        },
+        # `test_what_liger_returns` runs the last three.
+        (
+            "reduction",
+            "use_token_scaling",
+            "return_z_loss",
+            "return_token_accuracy",
+            "return_predicted_tokens",
+        ),
+        on_a_gpu=("softcap", "ce_weight", "all"),  # a function of CUDA's library, and methods of numbers
+    ),
+    CCE: Library(
+        cce,
+        fused_sequences,
+        {
+            "defaults": no_bias({}, {}),
+            "ignore_index": no_bias({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
+            "softcap": no_bias({"softcap": 2.0}, {"softcap": 2.0}),
+            "shift": no_bias({"shift": True}, {"shift": 1}),
+            "bias": no_bias({"bias": BIAS}, {"linear_bias": BIAS}),
+        },
+        ("e", "c", "targets", "reduction"),
+        how={"impl": "torch_compile"},
+    ),
+}
+
+
+def arguments_of_all() -> list[Any]:
+    found = []
+    for path, library in LIBRARIES.items():
+        for name in library.cases:
+            marks = needs_gpu if name in library.on_a_gpu else ()
+            found.append(pytest.param(path, name, id=f"{path.rpartition('.')[2]}-{name}", marks=marks))
+    return found
+
+
+@pytest.mark.usefixtures("not_compiled")
 @pytest.mark.filterwarnings("ignore:linear_cross_entropy")
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", PYTORCH_OPTIONS)
-def test_options_of_pytorch(name: str, reduction: str, device: torch.device) -> None:
-    case = PYTORCH_OPTIONS[name]
-    theirs = {"options": original(TORCH_OPTIONS)(**case.theirs), "reduction": reduction}
-    ours = {"options": flce.ChunkOptions(**case.ours), "reduction": reduction}
-    assert_same(outcome(pytorch, case, theirs, device), outcome(fused, case, ours, device), case.tolerance)
+@pytest.mark.parametrize("path, name", arguments_of_all())
+def test_an_argument(path: str, name: str, reduction: str, device: torch.device) -> None:
+    library = LIBRARIES[path]
+    case = library.cases[name]
+    theirs = outcome(library.theirs, case, {**case.theirs, "reduction": reduction, **library.how}, device)
+    ours = outcome(library.ours, case, {**case.ours, "reduction": reduction}, device)
+    assert ours["loss"].dtype == torch.float32
+    assert_same(theirs, ours, case.tolerance)
+
+
+@pytest.mark.parametrize("path", LIBRARIES)
+def test_every_argument_is_run(path: str) -> None:
+    """Every one of the original that has a counterpart and is in the wheel is in a case."""
+    library, (_, rows) = LIBRARIES[path], TABLES[path]
+    mapped = {name for row in rows if row.ours != "none" and not row.in_git for name in row.arguments}
+    assert mapped <= set(library.always) | {name for case in library.cases.values() for name in case.theirs}
 
 
 def test_module_of_pytorch(device: torch.device) -> None:
@@ -297,7 +397,8 @@ def test_module_of_pytorch(device: torch.device) -> None:
         "ignore_index": 3,
         "label_smoothing": 0.1,
     }
-    assert_all_are_run(TORCH_MODULE, {"": Case(arguments, {})}, "in_features", "num_classes", "options")
+    mapped = {name for row in TABLES[TORCH_MODULE][1] if row.ours != "none" for name in row.arguments}
+    assert mapped <= {*arguments, "in_features", "num_classes", "options"}
     theirs = original(TORCH_MODULE)(H, V, options=None, **arguments)
     ours = flce.LinearCrossEntropyLoss(H, V, options=flce.ChunkOptions(), **arguments)
     ours.load_state_dict(theirs.state_dict())
@@ -310,15 +411,10 @@ def test_module_of_pytorch(device: torch.device) -> None:
     torch.testing.assert_close(ours.linear.bias.grad, theirs.linear.bias.grad)
 
 
-def test_every_argument_of_pytorch_is_run() -> None:
-    assert_all_are_run(TORCH, PYTORCH, "input", "linear_weight", "target", "linear_bias", "reduction")
-    assert_all_are_run(TORCH_OPTIONS, PYTORCH_OPTIONS)
-
-
 def test_where_pytorch_differs(device: torch.device) -> None:
     """The rows of the first table that say so."""
     function, options = original(TORCH), original(TORCH_OPTIONS)()
-    half, nothing = replace(PYTORCH["defaults"], dtype=torch.bfloat16), torch.full_like(TARGET, -100)
+    half, nothing = replace(LIBRARIES[TORCH].cases["defaults"], dtype=torch.bfloat16), torch.full_like(TARGET, -100)
     assert outcome(pytorch, half, {}, device)["loss"].dtype == torch.bfloat16
     assert outcome(fused, half, {}, device)["loss"].dtype == torch.float32
     empty = Case({}, {}, nothing)
@@ -338,46 +434,6 @@ def test_where_pytorch_differs(device: torch.device) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- Liger
-
-needs_gpu = pytest.mark.gpu
-LIGER_CASES = {
-    "defaults": same(),
-    "no bias": Case({}, {}, head_bias=None),
-    "ce_weight": Case({"ce_weight": CLASS_WEIGHT}, {"weight": CLASS_WEIGHT}),
-    "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
-    "lse_square_scale": Case({"lse_square_scale": 0.1}, {"z_loss": 0.1}),
-    "label_smoothing": same(label_smoothing=0.2),
-    "softcap": same(softcap=2.0),
-    "accum_dtype": Case(
-        {"accum_dtype": torch.float32}, {"options": flce.ChunkOptions(accum_dtype=torch.float32, chunk_rows=4)}
-    ),
-    "all": Case(
-        {"ce_weight": CLASS_WEIGHT, "lse_square_scale": 0.1, "label_smoothing": 0.2},
-        {"weight": CLASS_WEIGHT, "z_loss": 0.1, "label_smoothing": 0.2},
-    ),
-}
-
-NOT_INTERPRETED = ("softcap", "ce_weight", "all")  # a function of CUDA's library, and methods of numbers
-
-
-def liger(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
-    return original(LIGER)(**arguments)(w, x, y, b)
-
-
-def fused_module(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
-    return flce.FusedLinearCrossEntropyLoss(**arguments)(x, w, y, b)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_gpu if name in NOT_INTERPRETED else ()) for name in LIGER_CASES]
-)
-def test_liger(name: str, reduction: str, device: torch.device) -> None:
-    case = LIGER_CASES[name]
-    theirs = outcome(liger, case, case.theirs | {"reduction": reduction}, device)
-    ours = outcome(fused_module, case, case.ours | {"reduction": reduction}, device)
-    assert theirs["loss"].dtype == ours["loss"].dtype == torch.float32
-    assert_same(theirs, ours, case.tolerance)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -401,11 +457,6 @@ def test_what_liger_returns(reduction: str, device: torch.device) -> None:
         accuracy = got.correct.sum() / (target != -100).sum()
         assert 0.4 < accuracy < 0.9
     torch.testing.assert_close(accuracy, want.token_accuracy)
-
-
-def test_every_argument_of_liger_is_run() -> None:
-    returned = ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
-    assert_all_are_run(LIGER, LIGER_CASES, "reduction", "use_token_scaling", *returned)
 
 
 def test_where_liger_differs(device: torch.device) -> None:
@@ -438,25 +489,6 @@ def test_where_liger_differs(device: torch.device) -> None:
 
 # ----------------------------------------------------------------------------------------- Cut Cross-Entropy
 
-# Of sequences: CCE shifts along the last dimension of the targets.
-CCE_CASES = {
-    "defaults": same(),
-    "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
-    "softcap": same(softcap=2.0),
-    "shift": Case({"shift": True}, {"shift": 1}),
-    "bias": Case({"bias": BIAS}, {"linear_bias": BIAS}),
-}
-
-
-def cce(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
-    return original(CCE)(x.view(2, 7, H), w, y.view(2, 7), **arguments)
-
-
-def fused_sequences(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
-    loss: Any = flce.fused_linear_cross_entropy(x.view(2, 7, H), w, y.view(2, 7), **arguments)
-    # What CCE leaves out.
-    return loss[:, :-1] if loss.dim() and "shift" in arguments else loss
-
 
 @pytest.fixture
 def not_compiled() -> Iterator[None]:
@@ -466,33 +498,17 @@ def not_compiled() -> Iterator[None]:
     torch.compiler.set_stance("default")
 
 
-@pytest.mark.usefixtures("not_compiled")
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", CCE_CASES)
-def test_cut_cross_entropy(name: str, reduction: str, device: torch.device) -> None:
-    check_cut_cross_entropy(replace(CCE_CASES[name], head_bias=None), reduction, device, impl="torch_compile")
-
-
 @needs_gpu
 @pytest.mark.parametrize("filter_eps", [None, "high"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("name", CCE_CASES)
+@pytest.mark.parametrize("name", LIBRARIES[CCE].cases)
 def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str | None, device: torch.device) -> None:
     """In bfloat16, whose rounding of the gradients is what the two may differ by."""
-    case = replace(CCE_CASES[name], head_bias=None, dtype=torch.bfloat16, tolerance=2e-2)
+    case = replace(LIBRARIES[CCE].cases[name], dtype=torch.bfloat16)
     # Under a softcap the kernel of 25.1.1 counts the classes that fill up its last block: -inf becomes -softcap.
-    impl = "torch_compile" if "softcap" in case.theirs else "cce"
-    check_cut_cross_entropy(case, reduction, device, impl=impl, filter_eps=filter_eps)
-
-
-def check_cut_cross_entropy(case: Case, reduction: str, device: torch.device, **how: Any) -> None:
-    missing = set(case.theirs) - parameters(original(CCE))
-    if missing:
-        assert missing <= {name for row in TABLES[CCE][1] if row.in_git for name in row.arguments}
-        pytest.skip(f"the wheel's function has no {', '.join(missing)}")
-    theirs = outcome(cce, case, case.theirs | {"reduction": reduction} | how, device)
-    ours = outcome(fused_sequences, case, case.ours | {"reduction": reduction}, device)
-    assert_same(theirs, ours, case.tolerance)
+    how = {"impl": "torch_compile" if "softcap" in case.theirs else "cce", "filter_eps": filter_eps}
+    theirs = outcome(cce, case, {**case.theirs, "reduction": reduction, **how}, device)
+    assert_same(theirs, outcome(fused_sequences, case, {**case.ours, "reduction": reduction}, device), 2e-2)
 
 
 @pytest.mark.usefixtures("not_compiled")
@@ -506,10 +522,6 @@ def test_lse_of_cut_cross_entropy(device: torch.device) -> None:
     torch.testing.assert_close(ours.loss, loss, check_dtype=False)
     counted = y != -100
     torch.testing.assert_close(ours.lse[counted], lse[counted], check_dtype=False)
-
-
-def test_every_argument_of_cut_cross_entropy_is_run() -> None:
-    assert_all_are_run(CCE, CCE_CASES, "e", "c", "targets", "reduction")
 
 
 @pytest.mark.usefixtures("not_compiled")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import flce
-from tests.helpers import STATS, make_problem
+from flce.testing.problem import make_problem
+from tests.helpers import STATS
 
 LOSS_ARGUMENTS: list[dict[str, Any]] = [
     {},

@@ -11,29 +11,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import flce
 from flce.schedules import SCHEDULES
+from flce.testing.problem import Problem, make_problem, run_fused
 from tests.forced import force
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
     STATS,
     STRATEGIES,
-    Problem,
     allpairs,
     check,
     combinations,
     least_for,
-    make_problem,
     num_blocks,
     pairs,
     plan_for,
-    run_fused,
-    run_oracle,
 )
-from tests.oracle import oracle
 
 INTERPRETED = not torch.cuda.is_available()
 TRANSFORMS: dict[str, dict[str, float]] = {
@@ -194,48 +189,6 @@ def test_only_the_gradients_asked_for(
     problem = make_problem((13,), 8, 70, bias=True, reduction=reduction, device=device)
     options = flce.ChunkOptions(strategy=strategy, chunk_rows=5 if strategy == "tokens" else None)  # type: ignore[arg-type]
     check(problem, options=options, grads=grads)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("smoothing", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("class_weight", [False, True])
-def test_oracle_agrees_with_torch(reduction: str, smoothing: float, class_weight: bool) -> None:
-    """The oracle itself: where PyTorch has the option, the two must be the same to the last digits."""
-    p = make_problem((21,), 8, 33, bias=True, class_weight=class_weight, ignored=0.3, reduction=reduction)
-    p = p.with_(label_smoothing=smoothing)
-    upstream = torch.randn(21 if reduction == "none" else (), dtype=torch.float64)
-    ours = run_oracle(p, grad_output=upstream)
-    leaves = [t.detach().clone().requires_grad_() for t in (p.input, p.linear_weight, p.linear_bias)]  # type: ignore[union-attr]
-    loss = F.cross_entropy(F.linear(*leaves), p.target, **p.kwargs)
-    grads = torch.autograd.grad(loss, leaves, upstream)
-    torch.testing.assert_close(ours.loss, loss.detach(), rtol=1e-13, atol=1e-14)
-    for mine, theirs in zip((ours.grad_input, ours.grad_weight, ours.grad_bias), grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
-
-
-def test_oracle_statistics() -> None:
-    """The statistics of the oracle against ``torch.distributions`` and direct formulas."""
-    p = make_problem((4, 6), 8, 19, bias=True, softcap=3.0, temperature=1.3)
-    out = run_oracle(p)
-    x, w, b = p.input, p.linear_weight, p.linear_bias
-    assert b is not None
-    z = 3.0 * torch.tanh((x @ w.t() + b) / 3.0) / 1.3
-    categorical = torch.distributions.Categorical(logits=z)
-    torch.testing.assert_close(out.entropy, categorical.entropy())
-    torch.testing.assert_close(out.logprob, categorical.log_prob(p.target))
-    torch.testing.assert_close(out.lse, z.exp().sum(-1).log())
-    assert torch.equal(out.argmax, z.argmax(-1))
-    assert torch.equal(out.correct, z.argmax(-1) == p.target)
-
-
-def test_oracle_shift_is_slicing() -> None:
-    p = make_problem((3, 7), 8, 19, ignored=0.2, reduction="sum")
-    shifted = oracle(p.input, p.linear_weight, p.target, reduction="sum", shift=2)
-    sliced = oracle(p.input[:, :-2], p.linear_weight, p.target[:, 2:], reduction="sum")
-    torch.testing.assert_close(shifted.loss, sliced.loss)
-    torch.testing.assert_close(shifted.grad_weight, sliced.grad_weight)
-    torch.testing.assert_close(shifted.grad_input[:, :-2], sliced.grad_input)
-    assert not shifted.grad_input[:, -2:].any()
 
 
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])

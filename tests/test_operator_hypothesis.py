@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flce
-from tests.helpers import ALL_GRADS, STATS, check, least_for, make_problem, run_fused
+from flce.testing.problem import ALL_GRADS, make_problem, run_fused
+from tests.helpers import STATS, check, least_for
 
 # Multiplied up by HYPOTHESIS_PROFILE=search.
 EXAMPLES = settings.default.max_examples if settings.default else 40

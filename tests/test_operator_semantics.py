@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce.problem import NUMBERS
+from flce.testing.problem import make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
     BACKENDS,
     REDUCTIONS,
@@ -23,12 +24,7 @@ from tests.helpers import (
     check,
     combinations,
     least_for,
-    make_problem,
     pairs,
-    relative_error,
-    run_fused,
-    run_oracle,
-    run_stock,
     several_blocks,
 )
 
@@ -915,7 +911,7 @@ def test_weight_beyond_two_to_the_31_elements() -> None:
 
 
 def make_problem_from(x: Tensor, w: Tensor, y: Tensor) -> Any:
-    from tests.helpers import Problem
+    from flce.testing.problem import Problem
 
     return Problem(x.detach(), w.detach(), y, None, {"reduction": "sum"})
 

@@ -23,8 +23,9 @@ from flce.schedules.blocks import Blocks
 from flce.schedules.chunks import DeferredChunks
 from flce.schedules.statistics import ProductStatistics
 from flce.schedules.unnormalized import Borrowed, Unnormalized
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
-from tests.helpers import Problem, case_of, check, make_problem, plan_for, relative_error, run_fused, run_oracle
+from tests.helpers import case_of, check, plan_for
 from tests.hopper import as_on_hopper
 
 CUDA = torch.cuda.is_available()

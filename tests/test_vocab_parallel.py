@@ -26,8 +26,9 @@ from flce.backends.state import empty_shard, merge_shards, used_slots
 from flce.distributed import bounds
 from flce.logits_loss import CrossEntropyProblem
 from flce.problem import LossSpec
+from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
-from tests.helpers import STATS, Outcome, assert_outcome, run_oracle
+from tests.helpers import STATS, assert_outcome
 from tests.logits import make
 
 if not dist.is_available():
@@ -131,7 +132,7 @@ def one_case(
         # The other processes' columns, which no test here can see, as they should be.
         whole = expected.grad_input.clone()
         whole[..., start:stop] = memory.grad
-        outcome = Outcome(out.loss.detach(), whole, None, None, output=out)
+        outcome = CallResult(out.loss.detach(), whole, None, None, output=out)
         assert_outcome(outcome, expected, p, tolerance=tolerance, grads="x", stats=STATS)
     torch.testing.assert_close(memory.grad.double(), expected.grad_input[..., start:stop], rtol=tolerance, atol=1e-3)
 

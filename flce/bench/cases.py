@@ -1,4 +1,4 @@
-"""Cases and contenders: a problem, how long it is measured, and somebody who solves it or says why not here.
+"""Cases and contenders: a problem, how long it is measured, and a way to solve it or the reason why not here.
 
 Every benchmark has one table of contenders. Optional packages are imported when a contender is prepared.
 """
@@ -16,14 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from typing_extensions import Self
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-
-MIB = 1 << 20
-GIB = 1 << 30
-
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One problem. Its fields are what a result file has of it, and one of them is its `dtype`."""
 
     @property
@@ -70,7 +65,7 @@ class Effort:
 AGAIN = "-again"
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What a call returned whose gradients are no part of its workspace."""
 
     loss: torch.Tensor | None
@@ -80,8 +75,8 @@ class Outcome(NamedTuple):
 
 Step = Callable[[], object]  # does the work once
 
-Unavailable = Callable[[torch.device], str | None]  # why somebody cannot run on this device, if so
-Condition = Callable[[Any, torch.device], bool]  # of a case: whether somebody is measured on it
+Unavailable = Callable[[torch.device], str | None]  # why a contender cannot run on this device, if so
+Condition = Callable[[Any, torch.device], bool]  # of a case: whether a contender is measured on it
 
 
 @dataclass(frozen=True)

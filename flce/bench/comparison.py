@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from flce.bench import tables
-from flce.bench.cases import DTYPES, GIB, MIB
 from flce.bench.contenders import OperatorContender, in_budget, sums_in_bfloat16
 from flce.bench.measure import Entrant, Meter, Prepared, release
 from flce.bench.plots import Panel, Series, compared, draw, points
-from flce.bench.problem import OperatorCase, Problem, Shape, exactness, make_oracle
-from flce.bench.results import NOBODY, Entry, Result, Run
+from flce.bench.problem import OperatorCase, OperatorProblem, Shape, exactness, make_oracle
+from flce.bench.results import NO_RESULT, BenchResult, Entry, Run
 from flce.bench.tables import Columns, Table
+from flce.machine import DTYPES, GIB, MIB, memory_of
+from flce.testing.tolerances import of_one_call
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,11 +39,11 @@ OTHERS = (
 def prepare(case: OperatorCase, device: torch.device, meter: Meter | None = None) -> Prepared:
     """The operands of the case, and its right answer if errors are asked for. The meter is one of the device's time."""
     release()  # what other cases left in the cache
-    problem = Problem(case, device)
+    problem = OperatorProblem(case, device)
     oracle = make_oracle(problem) if case.errors else None
     meter = meter or Meter(device, head_start=HEAD_START)
 
-    def enter(contender: OperatorContender, result: Result) -> Entrant:
+    def enter(contender: OperatorContender, result: BenchResult) -> Entrant:
         step = contender.prepare(problem)
         outcome, sample = meter.warm_up(step)
         if contender.family != "floor":  # whose buffers are an artefact of how it is measured
@@ -57,19 +58,10 @@ def prepare(case: OperatorCase, device: torch.device, meter: Meter | None = None
 
 # --- what a case takes ---
 
-# Of the products of the right answer, which are float64: about three seconds of a CPU, or of a GPU half a second where
+# The float64 products of the right answer: about three seconds of a CPU, or of a GPU half a second where
 # it is made for float64 and a quarter of a minute where it is not.
 CHEAP_FLOPS = {"cpu": 2e11, "cuda": 2e13}
 CHEAP_SHARE = 0.25  # of the memory
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of the device; of a CPU those of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    import psutil
-
-    return psutil.virtual_memory().total
 
 
 def default_shape(device: torch.device) -> Shape:
@@ -92,9 +84,6 @@ def exactness_is_cheap(case: OperatorCase, device: torch.device) -> bool:
 
 
 # --- what was found ---
-
-FURTHER = 1.25  # times stock's error: where both round alike, the one or the other is a little further off
-FEW_ROUNDINGS = {"float64": 1e-12}  # what sums in another order differ by, relatively; 1e-6 in the other dtypes
 
 
 def faults(entry: Entry) -> list[str]:
@@ -119,11 +108,8 @@ NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
 
 def may_be_off(case: OperatorCase, name: str, stock: float) -> float:
     """The most that a result of ours may be from float64, where stock's is so far."""
-    few = FEW_ROUNDINGS.get(case.dtype, 1e-6)
-    if name == "loss":
-        # One number: the roundings of all tokens cancel in it as chance has it, stock's and ours.
-        few += torch.finfo(DTYPES[case.dtype]).eps / (4 * math.sqrt(case.tokens))
-    return FURTHER * stock + few
+    tolerance = of_one_call(case.torch_dtype, case.tokens)
+    return (tolerance.loss if name == "loss" else tolerance.gradient).allowed(stock)
 
 
 # --- what is shown ---
@@ -136,12 +122,12 @@ NO_EXACTNESS = "not compared with float64 (--errors does)"
 
 def products_ms(entry: Entry) -> float | None:
     """What the bare products take of the device."""
-    floor = next((r for r in entry.results if r.contender in FLOORS), NOBODY)
+    floor = next((r for r in entry.results if r.contender in FLOORS), NO_RESULT)
     return floor.alone_ms or floor.median_ms
 
 
 def error_columns() -> Columns:
-    def show(name: str) -> Callable[[Result], str]:
+    def show(name: str) -> Callable[[BenchResult], str]:
         return lambda result: tables.relative((result.errors or {}).get(name))
 
     return {title: show(name) for name, title in NAMES.items()}

@@ -19,27 +19,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.bench.cases import MIB, Condition, Contender, Outcome, Step, Unavailable, known, needs_cuda, needs_package
-from flce.bench.problem import (
-    IGNORE_INDEX,
-    INPUT_GRAD,
-    LOGITS,
-    WEIGHT_GRAD,
-    OperatorCase,
-    Problem,
-)
+from flce.bench.cases import Condition, Contender, Step, StepOutcome, Unavailable, known, needs_cuda, needs_package
+from flce.bench.problem import INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
+from flce.machine import MIB
+from flce.testing.problem import IGNORED
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
 
 @dataclass(frozen=True)
 class OperatorContender(Contender):
-    prepare: Callable[[Problem], Step]
-    # Of ours: the workspace that `flce.plan` says it takes.
+    prepare: Callable[[OperatorProblem], Step]
+    # The workspace that `flce.plan` says ours takes.
     planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
 
 
-# On what somebody is measured who is not measured everywhere: where it would mean something, and repeat nobody else.
+# Where a contender is measured that is not measured everywhere: where it means something and repeats no other.
 ONLY: dict[str, Condition] = {
     "": lambda case, device: True,
     "half precision": lambda case, device: case.dtype in ("float16", "bfloat16"),
@@ -53,18 +48,18 @@ ONLY: dict[str, Condition] = {
 }
 
 
-def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
+def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Step:
     """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
     x, w, y, call = problem.input, problem.weight, problem.target, problem.case.call
     plain = problem.case.upstream == 1 and call.reduction != "none"
 
-    def step() -> Outcome:
+    def step() -> StepOutcome:
         try:
             with torch.set_grad_enabled(call.input_grad):
                 loss = loss_function(x, w, y, call.reduction)
             if call.input_grad:
                 loss.backward(None if plain else problem.upstream.to(loss.dtype))
-            return Outcome(loss.detach(), x.grad, w.grad)
+            return StepOutcome(loss.detach(), x.grad, w.grad)
         finally:
             x.grad = w.grad = None
 
@@ -74,7 +69,7 @@ def autograd_step(problem: Problem, loss_function: LossFunction) -> Step:
 # --- the floor: the matrix products alone ---
 
 
-def floor_step(problem: Problem, again: Sequence[str] = ()) -> Step:
+def floor_step(problem: OperatorProblem, again: Sequence[str] = ()) -> Step:
     """The products that the call cannot do without; `again` what is made a second time.
 
     They are made on the operands of the problem, into memory made beforehand, in the layouts that flce has. The
@@ -96,8 +91,8 @@ def floor_step(problem: Problem, again: Sequence[str] = ()) -> Step:
     return step
 
 
-def aligned_floor_step(problem: Problem) -> Step:
-    return floor_step(Problem(problem.case.aligned(), problem.input.device))
+def aligned_floor_step(problem: OperatorProblem) -> Step:
+    return floor_step(OperatorProblem(problem.case.aligned(), problem.input.device))
 
 
 # --- flce ---
@@ -116,7 +111,7 @@ def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorConte
         tokens, hidden, classes = case.shape
         return flce.plan(tokens, hidden, classes, case.torch_dtype, **how).workspace_bytes
 
-    def prepare(problem: Problem) -> Step:
+    def prepare(problem: OperatorProblem) -> Step:
         return autograd_step(problem, our_loss(chunking(problem.case)))
 
     return OperatorContender(name, title, "ours", prepare, applies=ONLY[only], planned_bytes=planned)
@@ -129,7 +124,7 @@ def our_loss(options: flce.ChunkOptions) -> LossFunction:
     return loss
 
 
-def ours_full_step(problem: Problem) -> Step:
+def ours_full_step(problem: OperatorProblem) -> Step:
     """For its time only: the results, which are not returned, are those of another problem."""
     full = copy.copy(problem)
     full.target = problem.full_target
@@ -177,7 +172,7 @@ def stock_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     return F.cross_entropy(F.linear(x, w).float(), y, reduction=reduction)
 
 
-def compiled_step(problem: Problem) -> Step:
+def compiled_step(problem: OperatorProblem) -> Step:
     torch.compiler.reset()
     return autograd_step(problem, torch.compile(stock_loss, dynamic=False))
 
@@ -201,7 +196,7 @@ QUACK_CHUNK = 4096  # tokens; the default of its function
 
 
 def library_loss(module: str, function: str, **options: Any) -> LossFunction:
-    """Of libraries whose function takes (input, weight, target, reduction=...)."""
+    """The loss of a library whose function takes (input, weight, target, reduction=...)."""
 
     def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
         call = getattr(importlib.import_module(module), function)
@@ -214,7 +209,7 @@ def library_loss(module: str, function: str, **options: Any) -> LossFunction:
 def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
     """The head of TRL's trainers, without the statistics that they log."""
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    valid = y != IGNORE_INDEX
+    valid = y != IGNORED
     temperature, softcap, logit_scale, outputs = 1.0, None, 1.0, ()
     logprob, *_ = function.apply(x, w, None, y.clamp(min=0), temperature, TRL_CHUNK, softcap, logit_scale, outputs)
     losses: Tensor = -logprob.masked_fill(~valid, 0.0)

@@ -1,9 +1,8 @@
 """Time and peak memory of one call; and interleaved rounds over contenders (A, B, C, B, A, C, ...).
 
 Workspace is the peak above what was allocated before the call and above the gradients that the call returns.
-On CUDA it is the caching allocator's peak, read at every timed call. On a CPU it comes from the profiler's
-record of PyTorch's allocations and frees, taken in a call of its own since recording costs time. What a
-vendor library allocates by itself on a CPU is not seen.
+On CUDA it is the caching allocator's peak, read at every timed call. On a CPU it is that of `flce.profile_memory`, of a
+call of its own since recording costs time. What a vendor library allocates by itself on a CPU is not seen.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from flce.bench.cases import Case, ContenderT, Effort, Outcome, Step, with_repeat
-from flce.bench.results import Entry, Result
+from flce.bench.cases import BenchCase, ContenderT, Effort, Step, StepOutcome, with_repeat
+from flce.bench.results import BenchResult, Entry
+from flce.memory_profile import profile_memory
 
 T = TypeVar("T")
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
@@ -44,7 +42,7 @@ class Sample:
 
 
 def gradient_bytes(outcome: object) -> int:
-    gradients = (outcome.input_grad, outcome.weight_grad) if isinstance(outcome, Outcome) else ()
+    gradients = (outcome.input_grad, outcome.weight_grad) if isinstance(outcome, StepOutcome) else ()
     return sum(g.numel() * g.element_size() for g in gradients if g is not None)
 
 
@@ -54,20 +52,6 @@ def nothing(*ignored: object) -> None:
 
 def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
-
-
-def recorded_peak(profiler: Any) -> int:
-    """The highest sum of the allocations and frees that the profiler saw on the CPU, in their order."""
-    events = [
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
-    ]
-    peak = held = 0
-    for _, size in sorted(events, key=lambda event: event[0]):
-        held += size
-        peak = max(peak, held)
-    return peak
 
 
 @dataclass
@@ -87,9 +71,9 @@ class Meter:
         if self.device.type == "cuda":
             step()  # kernels are built and libraries take their buffers in the first
             return self.on_cuda(step)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            outcome = step()
-        return outcome, Sample(0.0, recorded_peak(profiler) - gradient_bytes(outcome))
+        returned: list[object] = []
+        peak = profile_memory(lambda: returned.append(step()), device="cpu").peak
+        return returned[0], Sample(0.0, peak - gradient_bytes(returned[0]))
 
     def sample(self, step: Step) -> Sample:
         if self.device.type == "cuda":
@@ -118,7 +102,7 @@ class Meter:
 
 
 def release(everything: bool = True) -> None:
-    """Gives back what nobody refers to any more, to the device as well; with `everything` also what `compete`
+    """Gives back what is no longer referred to, to the device as well; with `everything` also what `compete`
     had kept from the collector, which takes a while."""
     if everything:
         gc.unfreeze()
@@ -141,19 +125,19 @@ class Entrant:
 
 
 # The meter of a case; and what warms a contender up.
-Prepared = tuple[Meter, Callable[[Any, Result], Entrant]]
+Prepared = tuple[Meter, Callable[[Any, BenchResult], Entrant]]
 Progress = Callable[[str, float], object]  # what goes on, and the share that is done of all
 
 
 def compete(
-    case: Case, contenders: Sequence[ContenderT], prepared: Prepared, effort: Effort, progress: Progress = nothing
+    case: BenchCase, contenders: Sequence[ContenderT], prepared: Prepared, effort: Effort, progress: Progress = nothing
 ) -> Entry:
     """Warms up all that apply and times them in turn, the first of ours twice. Failures become part of the results."""
     meter, enter = prepared
     contenders = [contender for contender in contenders if contender.applies(case, meter.device)]
     contenders = with_repeat(contenders) if case.timed else contenders
-    results = [Result.of(contender) for contender in contenders]
-    entrants: list[tuple[Result, Entrant]] = []
+    results = [BenchResult.of(contender) for contender in contenders]
+    entrants: list[tuple[BenchResult, Entrant]] = []
     for index, (contender, result) in enumerate(zip(contenders, results, strict=True)):
         progress(f"first call of {contender.title}", WARM_UP * index / len(contenders))
         if effort.expired():
@@ -178,12 +162,12 @@ WARM_UP = 0.5  # the share of all that first calls are taken for: kernels are bu
 
 
 def interleave(
-    entrants: list[tuple[Result, Entrant]], meter: Meter, effort: Effort, progress: Progress = nothing
+    entrants: list[tuple[BenchResult, Entrant]], meter: Meter, effort: Effort, progress: Progress = nothing
 ) -> None:
     """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
 
     A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
-    therefore random, so that nobody always follows the same one; the first is in the given order, for the deadline.
+    therefore random, so that none always follows the same one; the first is in the given order, for the deadline.
     """
     order = random.Random(0)
     for _ in range(effort.rounds):
@@ -197,7 +181,7 @@ def interleave(
         order.shuffle(entrants)
 
 
-def done(entrants: list[tuple[Result, Entrant]], effort: Effort) -> float:
+def done(entrants: list[tuple[BenchResult, Entrant]], effort: Effort) -> float:
     """The share of the timed calls: of the rounds, or of the seconds where these are over first."""
     shares = [
         max(len(result.samples_ms) / effort.rounds, entrant.spent / effort.seconds if effort.seconds else 0.0)
@@ -206,7 +190,7 @@ def done(entrants: list[tuple[Result, Entrant]], effort: Effort) -> float:
     return sum(min(share, 1.0) for share in shares) / len(shares)
 
 
-def take_sample(result: Result, entrant: Entrant, meter: Meter) -> None:
+def take_sample(result: BenchResult, entrant: Entrant, meter: Meter) -> None:
     def measure() -> Sample:
         with entrant.turn():
             gc.collect()  # garbage goes before a timed call, not during it
@@ -236,7 +220,7 @@ def take_sample(result: Result, entrant: Entrant, meter: Meter) -> None:
         result.workspace_bytes = max(result.workspace_bytes, sample.workspace_bytes)
 
 
-def attempt(result: Result, work: Callable[[], T]) -> T | None:
+def attempt(result: BenchResult, work: Callable[[], T]) -> T | None:
     """What `work` returns; or None, where an exception of it became part of the result."""
     try:
         return work()

@@ -6,13 +6,15 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from flce.bench.cases import DTYPES, MIB, Case, Outcome
+from flce.bench.cases import BenchCase, StepOutcome
+from flce.machine import DTYPES, MIB
+from flce.testing.oracle import oracle
+from flce.testing.problem import IGNORED, LOGITS_STD, make_problem, relative_error
 
-IGNORE_INDEX = -100
 Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
 
 
@@ -40,7 +42,7 @@ CALLS: dict[Mode, Call] = {
 
 
 @dataclass(frozen=True)
-class OperatorCase(Case):
+class OperatorCase(BenchCase):
     """`time` and `errors` say what is asked of it."""
 
     tokens: int
@@ -49,7 +51,7 @@ class OperatorCase(Case):
     dtype: str = "bfloat16"
     mode: Mode = "forward+backward"
     ignored: float = 0.0  # share of the labels that are ignore_index
-    logits_std: float = 4.0  # standard deviation of the logits; about that of a trained model
+    logits_std: float = LOGITS_STD  # standard deviation of the logits
     upstream: float = 1.0  # gradient that arrives at the loss, as a GradScaler's scale would
     budget_mib: int = 256  # workspace budget of our memory-saving contender
     time: bool = True
@@ -92,7 +94,7 @@ class OperatorCase(Case):
         return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
 
 
-class Problem:
+class OperatorProblem:
     """Hidden states, head and labels of a case, and the gradient that arrives at the loss.
 
     Hidden states and weights are normal, scaled so that the logits have the standard deviation of the case.
@@ -100,20 +102,16 @@ class Problem:
 
     def __init__(self, case: OperatorCase, device: torch.device, seed: int = 0) -> None:
         generator = torch.Generator(device).manual_seed(seed)
-
-        def normal(rows: int, columns: int, std: float) -> torch.Tensor:
-            values = torch.randn(rows, columns, device=device, generator=generator)
-            return values.mul_(std).to(case.torch_dtype)
-
+        sizes = {"dtype": case.torch_dtype, "device": device, "std": case.logits_std}
+        made = make_problem((case.tokens,), case.hidden, case.vocab, **sizes, generator=generator)  # type: ignore[arg-type]
         self.case = case
-        self.input = normal(case.tokens, case.hidden, 1.0).requires_grad_(case.call.input_grad)
-        weight = normal(case.vocab, case.hidden, case.logits_std / math.sqrt(case.hidden))
-        self.weight = weight.requires_grad_(case.call.weight_grad)
-        self.full_target = torch.randint(case.vocab, (case.tokens,), device=device, generator=generator)
-        self.target = self.full_target.clone()
+        self.input = made.input.requires_grad_(case.call.input_grad)
+        self.weight = made.linear_weight.requires_grad_(case.call.weight_grad)
+        self.full_target = made.target
+        self.target = made.target.clone()
         if case.ignored:
             order = torch.rand(case.tokens, device=device, generator=generator).argsort()
-            self.target[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
+            self.target[order[: round(case.tokens * case.ignored)]] = IGNORED
         self.upstream = torch.tensor(case.upstream, device=device)  # in float32; with reduction "none" for each token
         if case.call.reduction == "none":
             self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
@@ -127,7 +125,7 @@ class Problem:
             probabilities = torch.softmax((x[rows] @ w.T).float(), dim=-1)
             labels = y[rows].clamp(min=0)
             probabilities[torch.arange(len(labels), device=x.device), labels] -= 1
-            gradient[rows] = probabilities.masked_fill_((y[rows] == IGNORE_INDEX)[:, None], 0)
+            gradient[rows] = probabilities.masked_fill_((y[rows] == IGNORED)[:, None], 0)
         return gradient
 
 
@@ -139,44 +137,23 @@ def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterato
         yield slice(start, min(start + rows, tokens))
 
 
-@torch.no_grad()
-def make_oracle(problem: Problem) -> Outcome:
+def make_oracle(problem: OperatorProblem) -> StepOutcome:
     """The right answer, in float64, for an upstream gradient as the problem has it."""
-    x, w, y, call = problem.input, problem.weight.double(), problem.target, problem.case.call
-    valid = y != IGNORE_INDEX
-    losses = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    dx = torch.zeros(x.shape, dtype=torch.float64, device=x.device) if call.input_grad else None
-    dw = torch.zeros_like(w) if call.weight_grad else None
-
-    share = problem.upstream.double()  # of each token's loss in what is differentiated
-    if call.reduction == "mean":
-        share = share / valid.sum()
-    share = torch.where(valid, share, 0.0)
-
-    for rows in row_chunks(len(x), 8 * len(w), x.device):
-        x_rows = x[rows].double()
-        logits = x_rows @ w.T
-        labels = y[rows].clamp(min=0)[:, None]
-        lse = logits.logsumexp(dim=-1, keepdim=True)
-        losses[rows] = torch.where(valid[rows], (lse - logits.gather(1, labels))[:, 0], 0.0)
-        if dx is None:
-            continue
-        gradient = logits.sub_(lse).exp_()
-        gradient.scatter_add_(1, labels, torch.full_like(lse, -1.0))
-        gradient *= share[rows, None]
-        dx[rows] = gradient @ w
-        if dw is not None:
-            dw.addmm_(gradient.T, x_rows)
-    return Outcome(losses if call.reduction == "none" else losses.sum() / valid.sum(), dx, dw)
+    call = problem.case.call
+    how: dict[str, Any] = {"reduction": call.reduction, "grad_output": problem.upstream}
+    right = oracle(problem.input, problem.weight, problem.target, **how)
+    return StepOutcome(
+        right.loss, right.grad_input if call.input_grad else None, right.grad_weight if call.weight_grad else None
+    )
 
 
-def exactness(outcome: object, oracle: Outcome) -> dict[str, float] | None:
-    """Relative Frobenius errors of what the call returned; infinity rather than NaN where a value is not finite."""
-    if not isinstance(outcome, Outcome):
+def exactness(outcome: object, right: StepOutcome) -> dict[str, float] | None:
+    """Relative errors of what the call returned; infinity rather than NaN where a value is not finite."""
+    if not isinstance(outcome, StepOutcome):
         return None
     errors = {}
-    for name, value, truth in zip(Outcome._fields, outcome, oracle, strict=True):
+    for name, value, truth in zip(StepOutcome._fields, outcome, right, strict=True):
         if value is not None and truth is not None:
-            error = float((value.double() - truth).norm() / truth.norm())
+            error = relative_error(value, truth)
             errors[name] = error if math.isfinite(error) else math.inf
     return errors

@@ -5,22 +5,12 @@ It says what was measured on and with: enough to judge it later, nothing that na
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
-import platform
 import statistics
-import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime, timezone
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import flce
 from flce.bench.cases import AGAIN, Contender
 
 SCHEMA = 1
@@ -31,7 +21,7 @@ def median(samples: list[float]) -> float | None:
 
 
 @dataclass
-class Result:
+class BenchResult:
     """One contender on one case. Each benchmark has figures of its own; what is None is not in the file."""
 
     contender: str
@@ -43,24 +33,24 @@ class Result:
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
     workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
     note: str | None = None  # why it could not be captured in a CUDA graph
-    # Of calls from an idle device, beside the time until it has finished.
+    # Calls from an idle device, beside the time until it has finished.
     host_samples_ms: list[float] = field(default_factory=list)  # until the call returned
     alone_samples_ms: list[float] = field(default_factory=list)  # of replays
-    # Of the operator.
+    # The operator's.
     planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
     errors: dict[str, float] | None = None  # relative, against float64
-    # Of models: all that was allocated, until the loss was there, and what the allocator took from the device.
+    # A model's: all that was allocated, until the loss was there, and what the allocator took from the device.
     peak_bytes: int | None = None
     forward_peak_bytes: int | None = None
     reserved_bytes: int | None = None
     loss: float | None = None
-    # Of passes over memory.
+    # Those of passes over memory.
     moved_bytes: int | None = None  # what a call has to read and write
     calls: int = 1  # made one after the other, whose time is one sample
     method: str | None = None  # how they were timed, see `row_calls`
 
     @classmethod
-    def of(cls, contender: Contender, **figures: Any) -> Result:
+    def of(cls, contender: Contender, **figures: Any) -> BenchResult:
         return cls(contender.name, contender.title, contender.family, **figures)
 
     @property
@@ -85,7 +75,7 @@ class Result:
             return None
         return self.moved_bytes * self.calls / self.median_ms / 1e6
 
-    def share_of(self, other: Result) -> float | None:
+    def share_of(self, other: BenchResult) -> float | None:
         """Its bandwidth, of that of another."""
         speed, whole = self.gigabytes_per_second, other.gigabytes_per_second
         return None if speed is None or whole is None else speed / whole
@@ -100,7 +90,7 @@ class Result:
         return {name: value for name, value in document.items() if value is not None}
 
     @classmethod
-    def from_dict(cls, document: dict[str, Any]) -> Result:
+    def from_dict(cls, document: dict[str, Any]) -> BenchResult:
         known = {field.name for field in fields(cls)}
         result = cls(**{name: value for name, value in document.items() if name in known})
         if result.errors is not None:
@@ -108,7 +98,7 @@ class Result:
         return result
 
 
-NOBODY = Result("", "", "")  # without any figure: in the place of one that was not measured
+NO_RESULT = BenchResult("", "", "")  # without any figure: in the place of one that was not measured
 
 
 @dataclass
@@ -116,12 +106,12 @@ class Entry:
     """All contenders on one case."""
 
     case: Any
-    results: list[Result] = field(default_factory=list)
+    results: list[BenchResult] = field(default_factory=list)
 
-    def by_name(self, contender: str) -> Result:
-        return next((result for result in self.results if result.contender == contender), NOBODY)
+    def by_name(self, contender: str) -> BenchResult:
+        return next((result for result in self.results if result.contender == contender), NO_RESULT)
 
-    def repeats(self) -> Iterator[tuple[Result, Result]]:
+    def repeats(self) -> Iterator[tuple[BenchResult, BenchResult]]:
         """What was measured under two names, where both have figures."""
         for result in self.results:
             if result.family == "repeat" and result.samples_ms:
@@ -135,7 +125,7 @@ class Run:
     """All cases, and what they were measured on."""
 
     kind: str  # the benchmark
-    head: dict[str, Any]  # date, command, versions, device: see `describe`
+    head: dict[str, Any]  # date, command, versions, device: see `flce.machine.described_run`
     cases: list[Entry] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -144,63 +134,3 @@ class Run:
             for entry in self.cases
         ]
         return {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}
-
-
-# --- what it was measured on and with ---
-
-PACKAGES = ["triton", "transformers", "numpy", "liger-kernel", "cut-cross-entropy", "trl", "fla-core", "quack-kernels"]
-
-
-def describe(device: torch.device, program: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """The head of a run. Of absolute paths in the command only the last part is kept."""
-    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "flce": flce.__version__}
-    for package in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    cpu = cpu_name()
-    facts: dict[str, Any] = {
-        "type": device.type,
-        "name": cpu,
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-    if hasattr(os, "getloadavg"):
-        facts["load_at_start"] = round(os.getloadavg()[0], 2)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        versions["cuda"] = str(torch.version.cuda)
-        facts |= {
-            "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}",
-            "memory_mib": properties.total_memory >> 20,
-            "multiprocessors": properties.multi_processor_count,
-            "l2_cache_mib": properties.L2_cache_size >> 20,
-        }
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join([program, *shown]),
-        "commit": source_version(),
-        "versions": versions,
-        "device": facts,
-    }
-
-
-def source_version() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it; None of a package that is installed."""
-    folder = Path(flce.__file__).parents[1]
-    if not (folder / ".git").exists():  # git would look further up, and find the repository of somebody else
-        return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
-    return None
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

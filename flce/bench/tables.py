@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from flce.bench.cases import GIB, MIB
-from flce.bench.results import Entry, Result, Run
+from flce.bench.results import BenchResult, Entry, Run
+from flce.machine import GIB, MIB
 
 NONE = "-"
-Columns = dict[str, Callable[[Result], str]]
+Columns = dict[str, Callable[[BenchResult], str]]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Table:
         return "\n".join([f"**{self.title}**", "", head, rule, *body, *notes]) + "\n"
 
 
-def tabulate(title: str, results: Iterable[Result], columns: Columns, notes: list[str]) -> Table:
+def tabulate(title: str, results: Iterable[BenchResult], columns: Columns, notes: list[str]) -> Table:
     """A line for each result."""
     return Table(title, list(columns), [[show(result) for show in columns.values()] for result in results], notes)
 
 
-def table_of(entry: Entry, results: Iterable[Result], columns: Columns) -> Table:
+def table_of(entry: Entry, results: Iterable[BenchResult], columns: Columns) -> Table:
     """The lines of one case."""
     return tabulate(entry.case.title, results, columns, [*failure_notes(entry), spread_note([entry])])
 

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from flce.check import tolerances
-from flce.check.machine import has_float64
-from flce.check.outcome import Measurement, Results, compared
-from flce.check.problem import IGNORED
+from flce.check.figures import Measurement, Results, compared
+from flce.machine import has_float64
+from flce.testing import tolerances
+from flce.testing.models import VOCAB_SIZE, tiny_model
+from flce.testing.problem import IGNORED
 
-VOCAB, BATCH, TOKENS = 1000, 2, 32
-SIZES: Mapping[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "use_cache": False,
-}
+BATCH, TOKENS = 2, 32
 
 
 @dataclass(frozen=True)
@@ -69,13 +57,7 @@ class ModelCheck:
 
 @functools.lru_cache(maxsize=1)
 def _weights(architecture: str, tied: bool) -> Any:
-    """A model in float32 on the CPU."""
-    import transformers
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{architecture}Config")(**SIZES, tie_word_embeddings=tied)
-        return getattr(transformers, f"{architecture}ForCausalLM")(config)
+    return tiny_model(architecture, tie_word_embeddings=tied, initializer_range=0.1)
 
 
 def _build(m: Model) -> Any:
@@ -86,7 +68,7 @@ def _build(m: Model) -> Any:
 def _step(model: Any, m: Model) -> Results:
     """One forward and backward pass; the gradients of all parameters as one vector, and that of the head."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(VOCAB, (BATCH, TOKENS), generator=generator).to(model.device)
+    ids = torch.randint(VOCAB_SIZE, (BATCH, TOKENS), generator=generator).to(model.device)
     labels = ids.clone()
     labels[:, : TOKENS // 4] = IGNORED
     model.train()

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from flce.check import reference, tolerances
-from flce.check.machine import interpreted, repeatable
-from flce.check.outcome import Measurement, Results, compared, differing
-from flce.check.problem import Problem, Tensors, make_tensors
-from flce.check.tolerances import Tolerance
-from flce.functional import fused_linear_cross_entropy, plan
+from flce.check.figures import Measurement, Results, compared, differing, named
+from flce.check.inputs import Inputs, problem_of, stock, truth
+from flce.functional import plan
+from flce.machine import interpreted, repeatable
 from flce.options import ChunkOptions
 from flce.plans import ChunkPlan
+from flce.testing import tolerances
+from flce.testing.problem import ALL_GRADS, run_fused
+from flce.testing.tolerances import Tolerance
 
 _DEFAULT = ChunkOptions()
 
@@ -26,7 +26,7 @@ class OperatorCheck:
     """Losses, statistics and gradients of a call, and that a second one has the same bits."""
 
     title: str
-    problem: Problem
+    inputs: Inputs
     backend: str
     options: ChunkOptions = _DEFAULT
     least_memory: bool = False
@@ -39,41 +39,30 @@ class OperatorCheck:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.problem.dtype
+        return self.inputs.dtype
 
     def measure(self) -> Measurement:
         options = near_the_least(self.options, self._plan) if self.least_memory else self.options
-        tensors = make_tensors(self.problem)
-        ours = self._call(tensors, options)
-        again = self._call(tensors, options) if repeatable(self.problem.device, self.backend) else None
-        stock, truth = reference.stock(self.problem), reference.truth(self.problem)
-        figures = compared(ours, stock, truth, self._tolerance())
+        ours = self._call(options)
+        again = self._call(options) if repeatable(self.inputs.device, self.backend) else None
+        figures = compared(ours, stock(self.inputs), truth(self.inputs), self._tolerance())
         return Measurement(figures, differing(ours, again), str(self._plan(options)))
 
-    def _call(self, tensors: Tensors, options: ChunkOptions) -> Results:
-        t = tensors.leaves()
-        assert t.weight is not None
-        t.weight.requires_grad_(self.weight_grad)
-        with contextlib.nullcontext() if self.grad else torch.no_grad():
-            out: Any = fused_linear_cross_entropy(
-                t.input,
-                t.weight,
-                t.target,
-                linear_bias=t.bias,
-                adapters=t.adapters,
-                stats=self.stats,
-                options=options,
-                **self.problem.loss.arguments(),
-            )
-        loss = out.loss if self.stats else out
-        if self.grad:
-            loss.backward(t.upstream)
-        return {"loss": loss.detach(), **{name: getattr(out, name) for name in self.stats}, **t.gradients()}
+    def _call(self, options: ChunkOptions) -> Results:
+        grads = (ALL_GRADS if self.weight_grad else ALL_GRADS.replace("w", "")) if self.grad else ""
+        upstream = self.inputs.grad_output
+        return named(
+            run_fused(problem_of(self.inputs), options=options, stats=self.stats, grads=grads, grad_output=upstream)
+        )
 
     def _plan(self, options: ChunkOptions) -> ChunkPlan:
-        p = self.problem
+        p = self.inputs
+        tokens, hidden, vocab = p.shape
+        assert hidden is not None
         return plan(
-            *p.shape,
+            tokens,
+            hidden,
+            vocab,
             p.dtype,
             device=p.device,
             reduction=p.loss.reduction,
@@ -90,7 +79,7 @@ class OperatorCheck:
 
     def _tolerance(self) -> Tolerance:
         usual = tolerances.RESULTS[self.dtype]
-        if interpreted(self.problem.device, self.backend):
+        if interpreted(self.inputs.device, self.backend):
             return tolerances.INTERPRETED.get(self.dtype, usual)
         if self.options.logits_dtype == torch.float32:
             return tolerances.EXACT_LOGITS.get(self.dtype, usual)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flce.check.outcome import Figure
-from flce.check.run import Report, Result
+from flce.check.figures import Figure
+from flce.check.run import CheckReport, CheckResult
 
 MOST = 20  # of the wrong checks in a bug report
 
 
-def bug_report(report: Report, machine: Sequence[str], command: str) -> str:
+def bug_report(report: CheckReport, machine: Sequence[str], command: str) -> str:
     """Within a fence. `machine`: lines that describe it; `command`: what was run."""
     wrong = report.wrong
     lines = [f"$ {command}", *machine, report.verdict, *(line for result in wrong[:MOST] for line in _of(result))]
@@ -23,7 +23,7 @@ def bug_report(report: Report, machine: Sequence[str], command: str) -> str:
     return "\n".join(["```", *lines, "```"])
 
 
-def as_json(report: Report, environment: dict[str, Any], command: str) -> dict[str, Any]:
+def as_json(report: CheckReport, environment: dict[str, Any], command: str) -> dict[str, Any]:
     """``right`` and ``verdict`` first, then all that they are made of."""
     return {
         "right": report.right,
@@ -47,6 +47,6 @@ def _figure(figure: Figure) -> dict[str, Any]:
     return {**values, "off": figure.off}
 
 
-def _of(result: Result) -> list[str]:
+def _of(result: CheckResult) -> list[str]:
     lines = [f"{result.status}: {result.name}", *(f"  {sentence}" for sentence in result.wrong)]
     return [*lines, f"  {result.plan}"] if result.plan else lines

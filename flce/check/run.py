@@ -14,10 +14,10 @@ import torch
 
 import flce
 from flce.case import dtype_text
-from flce.check import reference
-from flce.check.machine import BACKENDS, chosen, devices_of_a_kind, threads
-from flce.check.outcome import Check, Figure, Measurement
+from flce.check.figures import ExactnessCheck, Figure, Measurement
+from flce.check.inputs import forget
 from flce.check.suite import Missing, suite
+from flce.machine import BACKENDS, chosen, devices_of_a_kind, threads
 
 # For the checks of a device, and for the quick ones. What is not begun by then is not checked.
 SECONDS, QUICK_SECONDS = 50.0, 15.0
@@ -25,7 +25,7 @@ Status = Literal["right", "off", "failed"]
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What a check found."""
 
     device: str
@@ -51,14 +51,14 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
-    results: tuple[Result, ...]
+class CheckReport:
+    results: tuple[CheckResult, ...]
     missing: tuple[Missing, ...]
     late: tuple[str, ...] = ()
     """Checks that there was no time for."""
 
     @property
-    def wrong(self) -> tuple[Result, ...]:
+    def wrong(self) -> tuple[CheckResult, ...]:
         return tuple(result for result in self.results if result.status != "right")
 
     @property
@@ -87,7 +87,7 @@ class Task:
 
     device: torch.device
     backend: str
-    check: Check
+    check: ExactnessCheck
 
     def __str__(self) -> str:
         return f"{self.device} {self.backend} {dtype_text(self.check.dtype)} {self.check.title}"
@@ -103,7 +103,7 @@ class Todo:
 
 
 def todo(device: torch.device | None, quick: bool) -> Todo:
-    """Of a device, or of one of each kind that this machine has."""
+    """The checks of a device, or of one of each kind that this machine has."""
     tasks: list[Task] = []
     missing: list[Missing] = []
     where, same = ([device], {}) if device is not None else devices_of_a_kind()
@@ -116,9 +116,9 @@ def todo(device: torch.device | None, quick: bool) -> Todo:
     return Todo(tuple(tasks), tuple(missing), quick)
 
 
-def run(what: Todo, begun: Callable[[Task], None]) -> Report:
+def run(what: Todo, begun: Callable[[Task], None]) -> CheckReport:
     """Every check in turn. `begun` is called before each."""
-    results: list[Result] = []
+    results: list[CheckResult] = []
     late: list[str] = []
     started: dict[torch.device, float] = {}
     seconds = QUICK_SECONDS if what.quick else SECONDS
@@ -132,11 +132,11 @@ def run(what: Todo, begun: Callable[[Task], None]) -> Report:
                 late.append(str(task))
             else:
                 results.append(run_one(task))
-    reference.forget()
-    return Report(tuple(results), what.missing, tuple(late))
+    forget()
+    return CheckReport(tuple(results), what.missing, tuple(late))
 
 
-def run_one(task: Task) -> Result:
+def run_one(task: Task) -> CheckResult:
     """An exception is a failed check."""
     began = time.monotonic()
     status: Status = "right"
@@ -148,7 +148,7 @@ def run_one(task: Task) -> Result:
             status = "off"
     except Exception as error:
         found, wrong, status = Measurement(()), [_said(error)], "failed"
-    return Result(
+    return CheckResult(
         device=str(task.device),
         backend=task.backend,
         title=task.check.title,

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from flce.case import dtype_text
+from flce.check.figures import ExactnessCheck
+from flce.check.inputs import PLAIN, Inputs, Loss, Shape
 from flce.check.logits import LogitsCheck, SoftmaxCheck
-from flce.check.machine import BACKENDS, DTYPES, interpreted, why_no_backend, why_no_dtype
 from flce.check.model import Model, ModelCheck
 from flce.check.operator import OperatorCheck
-from flce.check.outcome import Check
-from flce.check.problem import PLAIN, Loss, Problem, Shape
+from flce.machine import BACKENDS, DTYPES, interpreted, why_no_backend, why_no_dtype
 from flce.options import ChunkOptions
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -28,7 +28,7 @@ TINY = Shape(48, 48, 384)  # in Triton's interpreter
 LARGE = Shape(8192, 2048, 33000)
 LARGE_BYTES = 16 << 30  # of stock's results and those in float64, with room
 # Logits that exist: rows of an odd length, and as long as those of a model.
-ROWS, LONG_ROWS, TINY_ROWS = Shape(64, 0, 2049), Shape(64, 0, 50257), Shape(8, 0, 151)
+ROWS, LONG_ROWS, TINY_ROWS = Shape(64, None, 2049), Shape(64, None, 50257), Shape(8, None, 151)
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,23 @@ class Regime:
 
     title: str
     loss: Loss = PLAIN
-    problem: dict[str, Any] = field(default_factory=dict)
-    """Further fields of `Problem`."""
+    inputs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of `Inputs`."""
     how: dict[str, Any] = field(default_factory=dict)
     """Further fields of `OperatorCheck`."""
-    dtypes: tuple[torch.dtype, ...] = DTYPES
+    dtypes: tuple[torch.dtype, ...] = tuple(DTYPES.values())
 
     def check(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, backend: str, prefix: str = ""
     ) -> OperatorCheck:
-        problem = Problem(shape, dtype, device, self.loss, **self.problem)
-        return OperatorCheck(prefix + self.title, problem, backend, **self.how)
+        inputs = Inputs(shape, dtype, device, self.loss, **self.inputs)
+        return OperatorCheck(prefix + self.title, inputs, backend, **self.how)
 
 
 DEFAULT = Regime("default")
 NONE = Regime("reduction none", Loss(reduction="none"))
 FROZEN = Regime("frozen head", how={"weight_grad": False})
-IGNORED = Regime("ignored labels", problem={"ignored": 0.5}, how={"options": ChunkOptions(skip_ignored=True)})
+IGNORED = Regime("ignored labels", inputs={"ignored": 0.5}, how={"options": ChunkOptions(skip_ignored=True)})
 NO_GRADIENTS = Regime("no gradients", how={"grad": False, "stats": ("lse", "logprob")})
 REGIMES = (
     DEFAULT,
@@ -64,8 +64,8 @@ REGIMES = (
     Regime("chunks of tokens", how={"options": ChunkOptions(strategy="tokens", chunk_rows=100)}),
     FROZEN,
     IGNORED,
-    Regime("shift and bias", Loss(shift=1), problem={"bias": True, "ignored": 0.2}),
-    Regime("adapters", problem={"adapter_ranks": (3, 16)}),
+    Regime("shift and bias", Loss(shift=1), inputs={"bias": True, "ignored": 0.2}),
+    Regime("adapters", inputs={"adapter_ranks": (3, 16)}),
     Regime("float32 logits", how={"options": ChunkOptions(logits_dtype=F32)}, dtypes=(BF16, F16)),
     Regime("statistics", how={"stats": ("lse", "logprob", "entropy")}),
     NO_GRADIENTS,
@@ -103,7 +103,7 @@ class Missing:
 class Suite:
     """The checks of a device and a backend, and what it has no checks of."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[ExactnessCheck, ...]
     missing: tuple[Missing, ...]
 
 
@@ -139,13 +139,15 @@ def suite(device: torch.device, backend: str, quick: bool) -> Suite:
     return Suite((*first, *(_only(rest, QUICK) if quick and compiled else rest)), tuple(missing))
 
 
-def _only(checks: tuple[Check, ...], titles: Mapping[torch.dtype, tuple[str, ...]]) -> tuple[Check, ...]:
+def _only(
+    checks: tuple[ExactnessCheck, ...], titles: Mapping[torch.dtype, tuple[str, ...]]
+) -> tuple[ExactnessCheck, ...]:
     return tuple(check for check in checks if check.title in titles.get(check.dtype, ()))
 
 
 def _of_regimes(
     shape: Shape, regimes: Sequence[Regime], dtypes: Sequence[torch.dtype], device: torch.device, backend: str
-) -> Iterator[Check]:
+) -> Iterator[ExactnessCheck]:
     for regime, dtype in itertools.product(regimes, dtypes):
         if dtype in regime.dtypes:
             yield regime.check(shape, dtype, device, backend)
@@ -153,9 +155,9 @@ def _of_regimes(
 
 def _of_rows(
     shape: Shape, dtypes: Sequence[torch.dtype], device: torch.device, backend: str, prefix: str = ""
-) -> Iterator[Check]:
+) -> Iterator[ExactnessCheck]:
     for dtype in dtypes:
-        plain = Problem(shape, dtype, device)
+        plain = Inputs(shape, dtype, device)
         yield LogitsCheck(prefix + "cross_entropy", plain, backend)
         yield SoftmaxCheck(prefix + "softmax", plain, backend, log=False)
         yield LogitsCheck(prefix + "cross_entropy in place", plain, backend, inplace=True)
@@ -165,7 +167,7 @@ def _of_rows(
         yield SoftmaxCheck(prefix + "log_softmax", plain, backend, log=True)
 
 
-def _of_models(dtypes: Sequence[torch.dtype], device: torch.device, quick: bool) -> Iterator[Check]:
+def _of_models(dtypes: Sequence[torch.dtype], device: torch.device, quick: bool) -> Iterator[ExactnessCheck]:
     if quick:
         yield ModelCheck("Llama, labels", Model("Llama", F32, device, own_loss=False))
         return
@@ -175,7 +177,7 @@ def _of_models(dtypes: Sequence[torch.dtype], device: torch.device, quick: bool)
             yield ModelCheck(title, Model(architecture, dtype, device, own_loss, tied=architecture == "Qwen3"))
 
 
-def _of_large(device: torch.device, backend: str, quick: bool) -> Iterator[Check]:
+def _of_large(device: torch.device, backend: str, quick: bool) -> Iterator[ExactnessCheck]:
     for regime in LARGE_REGIMES[:1] if quick else LARGE_REGIMES:
         yield regime.check(LARGE, BF16, device, backend, "large: ")
     if not quick:

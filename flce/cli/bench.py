@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import os
-import re
 import sys
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +18,7 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from flce.cli.output import Json, print_json, stderr, stdout
+from flce.cli.output import Dtype, Json, check_picture, given, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +28,17 @@ if TYPE_CHECKING:
     from flce.bench.results import Run
     from flce.bench.tables import Table
 
+# Which part of a training step a call stands for: the keys of `flce.bench.problem.CALLS`.
+CallMode = Enum(
+    "CallMode",
+    {
+        "forward+backward": "forward+backward",
+        "forward": "forward",
+        "frozen-head": "frozen-head",
+        "reduction-none": "reduction-none",
+    },
+)
 ROUNDS = 50  # over the contenders, where these are not slow
-PICTURES = (".png", ".pdf", ".svg")
 option = typer.Option
 
 
@@ -40,19 +47,13 @@ def bench(
         list[str] | None,
         option(metavar="N,H,V", help="Tokens, hidden size, vocabulary; may be given again. (default: by device)"),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        option(metavar="NAME", help="float16, bfloat16, float32 or float64. (default: bfloat16; on a CPU float32)"),
-    ] = None,
+    dtype: Annotated[Dtype | None, option(show_default="bfloat16; on a CPU float32")] = None,
     device: Annotated[
         str | None, option(metavar="NAME", help="cuda, cuda:1 or cpu. (default: cuda where there is one)")
     ] = None,
-    mode: Annotated[
-        list[str] | None,
-        option(metavar="NAME", help="forward+backward (default), forward, frozen-head or reduction-none."),
-    ] = None,
+    mode: Annotated[list[CallMode] | None, option(show_default="forward+backward")] = None,
     budget: Annotated[
-        list[str] | None, option(metavar="SIZE", help="Also flce with so much workspace at most: 256MiB or 1GiB, say.")
+        list[str] | None, option(metavar="SIZE", help="Also flce with at most this workspace: 256MiB or 1GiB, say.")
     ] = None,
     contender: Annotated[
         list[str] | None, option(metavar="NAME", help="Only this one and the bare products; a wrong name lists all.")
@@ -75,11 +76,13 @@ def bench(
     """
     from flce.bench.cases import Effort
     from flce.bench.comparison import faults
+    from flce.machine import find_device
 
     if plot is not None:
-        _check_picture(plot)
-    where = _device(device)
-    cases = _cases(where, shape or [], dtype, mode or ["forward+backward"], budget or [], contender or [], errors)
+        check_picture("--plot", plot)
+    where = given("--device", find_device, device, ("cuda", "cpu"))
+    modes = [each.value for each in mode or [CallMode["forward+backward"]]]
+    cases = _cases(where, shape or [], dtype and dtype.value, modes, budget or [], contender or [], errors)
     run = _measured(cases, where, Effort(ROUNDS, seconds))
     wrong = [fault for entry in run.cases for fault in faults(entry)]
     if json:
@@ -95,20 +98,6 @@ def bench(
 # --- what was asked for ---
 
 
-def _wrong(option: str, message: str) -> typer.BadParameter:
-    return typer.BadParameter(message, param_hint=f"'{option}'")
-
-
-def _device(name: str | None) -> torch.device:
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = [*(["cuda"] if gpus else []), *(f"cuda:{index}" for index in range(gpus)), "cpu"]
-    if name is not None and name not in there:
-        raise _wrong("--device", f"{name!r} is not a device of this machine: give {_either(there)}")
-    return torch.device(name or there[0])
-
-
 def _cases(
     where: torch.device,
     shapes: list[str],
@@ -119,23 +108,20 @@ def _cases(
     errors: bool | None,
 ) -> list[OperatorCase]:
     """One for each shape and mode. Whatever can be checked before a measurement is."""
-    from flce.bench.cases import DTYPES
     from flce.bench.comparison import FLOORS, OTHERS, OURS, default_shape, exactness_is_cheap
     from flce.bench.contenders import budget_name
-    from flce.bench.problem import CALLS, OperatorCase
+    from flce.bench.problem import OperatorCase
+    from flce.machine import parse_sizes
 
     dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
-    _one_of(DTYPES, dtype, "--dtype")
-    for name in modes:
-        _one_of(CALLS, name, "--mode")
-    bounded = [budget_name(_mebibytes(text)) for text in budgets]
+    bounded = [budget_name(given("--budget", _mebibytes, text)) for text in budgets]
     names = (*FLOORS, *(contenders or [OURS]), *bounded, *([] if contenders else OTHERS))
-    sizes = [_shape(text) for text in shapes] or [default_shape(where)]
+    sizes: list[Any] = [given("--shape", parse_sizes, text) for text in shapes] or [default_shape(where)]
     found = []
-    for size in dict.fromkeys(sizes):
+    for tokens, hidden, vocab in dict.fromkeys(sizes):
         for each in dict.fromkeys(modes):
             how: dict[str, Any] = {"dtype": dtype, "mode": each, "contenders": tuple(dict.fromkeys(names))}
-            case = OperatorCase(*size, **how, errors=bool(errors))
+            case = OperatorCase(tokens, hidden, vocab, **how, errors=bool(errors))
             _check_fits(case, where)
             if errors is None:
                 case = replace(case, errors=exactness_is_cheap(case, where))
@@ -143,61 +129,32 @@ def _cases(
     return found
 
 
-def _one_of(known: Any, given: str, option: str) -> None:
-    if given not in known:
-        raise _wrong(option, f"{given!r} is not known: give {_either([*known])}")
-
-
-def _either(names: list[str]) -> str:
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    parts = text.replace("x", ",").split(",")
-    sizes = [int(part) if part.strip().isdecimal() else 0 for part in parts]
-    if len(sizes) != 3 or 0 in sizes:
-        message = f"{text!r} is not a shape: give tokens, hidden size and vocabulary, such as 4096,2048,32000"
-        raise _wrong("--shape", message)
-    tokens, hidden, vocab = sizes
-    return tokens, hidden, vocab
-
-
 def _mebibytes(text: str) -> int:
-    match = re.fullmatch(r"([1-9]\d*)\s*([MG])iB", text.strip())
-    if match is None:
-        raise _wrong("--budget", f"{text!r} is not a size: give whole MiB or GiB, such as 256MiB")
-    return int(match[1]) * (1024 if match[2] == "G" else 1)
+    from flce.machine import MIB, parse_bytes
+
+    size = parse_bytes(text)
+    if size % MIB:
+        raise ValueError(f"expected whole MiB or GiB, such as 256MiB, got {text!r}")
+    return size // MIB
+
+
+def _wrong(option: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=f"'{option}'")
 
 
 def _check_fits(case: OperatorCase, where: torch.device) -> None:
     """That the contenders exist, that a budget can be kept, and that there is memory for the operands."""
-    from flce.bench.comparison import memory_of, operand_bytes
+    from flce.bench.comparison import operand_bytes
     from flce.bench.contenders import select
+    from flce.machine import memory_of, size_text
 
-    try:
-        contenders = select(case.contenders)
-    except ValueError as error:
-        raise _wrong("--contender", f"{error}.") from None
+    contenders = given("--contender", select, case.contenders)
     needed, there = operand_bytes(case), memory_of(where)
     if needed > there:
-        figures = f"{needed / 2**30:.1f} GiB, and {where} has {there / 2**30:.1f} GiB"
+        figures = f"{size_text(needed)}, and {where} has {size_text(there)}"
         raise _wrong("--shape", f"{case.title}: operands and gradients take {figures}: give smaller sizes")
     for contender in contenders:
-        try:
-            contender.planned_bytes(case, where)
-        except ValueError as error:
-            raise _wrong("--budget", f"{case.title}: {error}") from None
-
-
-def _check_picture(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise _wrong("--plot", "a picture needs matplotlib: pip install 'flce[cli]'")
-    if path.suffix not in PICTURES:
-        raise _wrong("--plot", f"{path.name!r} is no picture: give a name that ends in {_either([*PICTURES])}")
-    if not path.parent.is_dir():
-        raise _wrong("--plot", f"there is no folder {str(path.parent)!r}: make it, or give another")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise _wrong("--plot", f"{str(path)!r} cannot be written: give another file")
+        given("--budget", contender.planned_bytes, case, where)
 
 
 # --- what is measured ---
@@ -209,9 +166,10 @@ def _measured(cases: list[OperatorCase], where: torch.device, effort: Effort) ->
     from flce.bench import comparison
     from flce.bench.contenders import select
     from flce.bench.measure import compete
-    from flce.bench.results import Run, describe
+    from flce.bench.results import Run
+    from flce.machine import described_run
 
-    run = Run(comparison.KIND, describe(where, "flce", sys.argv[1:]))
+    run = Run(comparison.KIND, described_run(where, "flce", sys.argv[1:]))
     current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), _bar() as bar, current:  # what libraries print is no result
         for case in cases:
@@ -278,8 +236,9 @@ def _draw(run: Run, path: Path, console: Console) -> None:
 
     try:
         picture = figure(run)
-    except ValueError as error:  # nobody has figures
+    except ValueError as error:  # there are no figures
         _say(console, f"no picture: {error}")
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(path, dpi=110)
     _say(console, f"wrote {path}")

@@ -12,13 +12,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flce.cli.environment import environment
-from flce.cli.output import Json, print_json, stderr, stdout
+from flce.cli.output import Json, given, print_json, stderr, stdout
 
 if TYPE_CHECKING:
-    import torch
-
-    from flce.check.run import Report, Result, Task
+    from flce.check.run import CheckReport, CheckResult, Task
 
 
 def check(
@@ -40,8 +37,9 @@ def check(
     """
     from flce.check.report import as_json, bug_report
     from flce.check.run import run, todo
+    from flce.machine import environment, find_device
 
-    one = None if device is None else _device(device)
+    one = None if device is None else given("--device", find_device, device)
     words = ["flce", "check", *(["--quick"] if quick else []), *(["--device", device] if device else [])]
     command, facts = shlex.join(words), environment()
     what = todo(one, quick)
@@ -55,25 +53,6 @@ def check(
         print(f"\n{heading}:\n\n{bug_report(report, _described(facts), command)}")
     if not report.right:
         raise typer.Exit(1)
-
-
-def _device(name: str) -> torch.device:
-    """Raises typer.BadParameter if there is none of this name."""
-    import torch
-
-    from flce.check.machine import devices
-
-    there = devices()
-    try:
-        wanted = torch.device(name)
-    except RuntimeError:
-        wanted = torch.device("meta")  # which is none of them
-    for found in there:
-        # "cuda" is the first of them, "cpu:0" the CPU.
-        if (found.type, found.index or 0) == (wanted.type, wanted.index or 0):
-            return found
-    names = ", ".join(map(str, there))
-    raise typer.BadParameter(f"there is no device {name!r} here: give one of {names}.", param_hint="--device")
 
 
 @contextlib.contextmanager
@@ -91,10 +70,10 @@ def _progress(total: int) -> Iterator[Callable[[Task], None]]:
         yield begun
 
 
-def _show(report: Report) -> None:
+def _show(report: CheckReport) -> None:
     """A table for each device and backend, what was wrong, what was not checked, and the verdict."""
     console = stdout()
-    places: dict[str, list[Result]] = {}
+    places: dict[str, list[CheckResult]] = {}
     for result in report.results:
         places.setdefault(f"{result.device}, {result.backend} backend", []).append(result)
     for place, results in places.items():
@@ -111,7 +90,7 @@ def _show(report: Report) -> None:
     console.print(f"[bold {'green' if report.right else 'red'}]{escape(report.verdict)}[/]", soft_wrap=True)
 
 
-def _table(title: str, results: list[Result]) -> Table:
+def _table(title: str, results: list[CheckResult]) -> Table:
     """Checks down, dtypes across."""
     dtypes = list(dict.fromkeys(result.dtype for result in results))
     cells = {(result.title, result.dtype): _cell(result) for result in results}
@@ -124,7 +103,7 @@ def _table(title: str, results: list[Result]) -> Table:
     return table
 
 
-def _cell(result: Result) -> str:
+def _cell(result: CheckResult) -> str:
     """The figure that takes most of what is allowed to it."""
     worst = result.worst
     if worst is None:
@@ -140,13 +119,15 @@ def _short(value: float) -> str:
 
 def _described(facts: dict[str, Any]) -> list[str]:
     """What `environment` returned, in lines for a bug report."""
+    from flce.machine import size_text
+
     packages = [f"{name} {found}" for name, found in facts["packages"].items() if found is not None]
     lines = [
         ", ".join([f"flce {facts['flce']}", *packages]),
         f"Python {facts['python']}, {facts['platform']}, CUDA {facts['cuda'] or 'none'}",
     ]
     for device in facts["devices"]:
-        size = f"{device['memory'] / 2**30:.1f} GiB, capability {device['capability']}" if "memory" in device else ""
+        size = f"{size_text(device['memory'])}, capability {device['capability']}" if "memory" in device else ""
         about = [device["name"], size or f"{device['cores']} cores", f"backend {device['backend']} ({device['why']})"]
         lines.append(f"{device['device']}: {', '.join(about)}")
     return lines + [f"{name}={value}" for name, value in facts["variables"].items()]

@@ -20,17 +20,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from flce.cli.output import Json, print_json, stderr, stdout
+from flce.cli.output import Json, check_picture, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     from rich.console import Console
 
-    from flce.demo.report import Run
+    from flce.demo.report import TrainingRun
     from flce.demo.training import Settings
 
-PACKAGES = ("matplotlib", "numpy", "psutil", "tokenizers", "transformers")
+PACKAGES = ("matplotlib", "numpy", "tokenizers", "transformers")
 
 
 def demo(
@@ -69,15 +69,12 @@ def demo(
         typer.echo(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'", err=True)
         raise typer.Exit(2)
 
-    from flce.demo.report import Comparison, can_draw, draw, show
+    from flce.demo.report import TrainingComparison, draw, show
 
-    for picture in (output, memory_picture):
-        if not can_draw(picture):
-            raise typer.BadParameter(f"no picture can be drawn as {picture.suffix}: take .png, .svg or .pdf")
-        folder = next(parent for parent in picture.absolute().parents if parent.exists())  # the rest will be made
-        if picture.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise typer.BadParameter(f"{picture} cannot be written: give another file")
-
+    check_picture("--output", output)
+    check_picture("--memory-picture", memory_picture)
+    # The profiler of PyTorch 2.13 says on stderr that it begins and ends, in the progress bars.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
     from transformers import AutoTokenizer
 
@@ -123,7 +120,7 @@ def demo(
         f"{batch_size} x {settings.seq_len:,} tokens per step, "
         f"{'bfloat16 autocast' if gpu else 'float32'} on {where}"
     )
-    comparison = Comparison(title, **runs, tolerance=1e-2 if gpu else 1e-4)
+    comparison = TrainingComparison(title, **runs, tolerance=1e-2 if gpu else 1e-4)
     draw(output, comparison)
     curves = {name: run.memory for name, run in runs.items()}
     MemoryProfile.plot_side_by_side(curves, memory_picture, f"Memory of one training step\n{title}")
@@ -142,8 +139,8 @@ def cache() -> Path:
 
 def train_both(
     console: Console, settings: Settings, batches: npt.NDArray[np.int64], take_turns: bool
-) -> dict[str, Run]:
-    from flce.demo.training import train_in_processes
+) -> dict[str, TrainingRun]:
+    from flce.demo.training import train_in_turn
 
     columns = (
         TextColumn("{task.description:8}"),
@@ -162,11 +159,11 @@ def train_both(
         def on_step(name: str, loss: float) -> None:
             progress.update(tasks[name], advance=1, state=f"loss {loss:.4f}")
 
-        runs: dict[str, Run] = {}
+        runs: dict[str, TrainingRun] = {}
         rounds = [["stock", "patched"]] if take_turns else [["stock"], ["patched"]]
         for names in rounds:
             for name in names:
                 progress.start_task(tasks[name])
                 progress.update(tasks[name], state="starting")
-            runs |= train_in_processes(settings, batches, names, on_step)
+            runs |= train_in_turn(settings, batches, names, on_step)
     return runs

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Any
 
 from rich.table import Table
 
-from flce.cli.environment import environment, known_problems
 from flce.cli.output import Json, print_json, stdout
 
 
@@ -15,6 +16,8 @@ def info(json: Json = False) -> None:
 
     Example: flce info
     """
+    from flce.machine import environment
+
     facts = environment()
     problems = known_problems(facts)
     if json:
@@ -41,10 +44,12 @@ def _versions(facts: dict[str, Any]) -> Table:
 
 
 def _device(facts: dict[str, Any]) -> Table:
+    from flce.machine import size_text
+
     table = Table("", facts["device"])
     table.add_row("name", facts["name"])
     if "memory" in facts:
-        table.add_row("memory", f"{facts['memory'] / 2**30:.1f} GiB")
+        table.add_row("memory", size_text(facts["memory"]))
         table.add_row("compute capability", facts["capability"])
     else:
         table.add_row("cores", str(facts["cores"]))
@@ -55,3 +60,50 @@ def _device(facts: dict[str, Any]) -> Table:
     in_registers = "yes" if facts["logits_in_registers"] else "no: its kernels are for NVIDIA GPUs of capability 9"
     table.add_row("logits in registers", in_registers)
     return table
+
+
+def known_problems(facts: dict[str, Any]) -> list[str]:
+    """A sentence for each problem of the combination that `flce.machine.environment` tells."""
+    gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
+    installed = {name: _numbers(found) for name, found in facts["packages"].items() if found is not None}
+    found = [f"{device['device']}: {device['why']}" for device in facts["devices"] if device["backend"] is None]
+    for name, oldest in (("torch", (2, 8)), ("triton", (3, 4)), ("transformers", (4, 56))):
+        if installed.get(name, oldest) < oldest:
+            found.append(
+                f"{name} {facts['packages'][name]} is older than flce supports: install {name} "
+                f"{'.'.join(map(str, oldest))} or newer."
+            )
+    if any(device["backend"] == "torch" for device in gpus):
+        found.append("A GPU runs PyTorch's operators in place of the Triton kernels, which is slower: see why above.")
+    if any(device["backend"] == "triton" and not device["logits_in_registers"] for device in gpus):
+        found.append(
+            "The kernels that keep logits in registers are for compute capability 9 (H100, H200). Other GPUs make the "
+            "logits of a chunk in memory: exact, and slower."
+        )
+    interpreted = facts["variables"].get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        found.append("TRITON_INTERPRET=1 is for tests: kernels take a thousand times longer.")
+    if interpreted and installed.get("triton", (3, 7)) < (3, 7) and installed.get("numpy", (0,)) >= (2, 4):
+        found.append("The interpreter of Triton before 3.7 does not work with NumPy 2.4 or newer: install numpy<2.4.")
+    if gpus and installed.get("triton", (3, 7)) < (3, 7) and not _c_compiler():
+        found.append("Triton before 3.7 needs a C compiler for its first launch, and none was found: install gcc.")
+    if installed.get("trl", (0,)) >= (1, 16):
+        found.append(
+            "TRL 1.16 and newer multiplies by the head's weight in a kernel of its own, so its trainers do not use a "
+            "patched head. docs/trainers.md has the subclass of SFTTrainer that does."
+        )
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (2, 11, 0) of "2.11.0+cu130"."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _c_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))

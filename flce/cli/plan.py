@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from flce.cli.output import Json, print_json, stderr, stdout
+from flce.cli.output import Json, given, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +22,19 @@ if TYPE_CHECKING:
     from flce.huggingface.training_memory import Training
     from flce.options import ChunkOptions
 
-UNITS = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-DTYPES = ("bfloat16", "float16", "float32")
+WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
+# The keys of `flce.huggingface.training_memory.OPTIMIZERS`.
+Optimizer = Enum(
+    "Optimizer",
+    {
+        "adamw": "adamw",
+        "adamw-foreach": "adamw-foreach",
+        "adamw-8bit": "adamw-8bit",
+        "sgd": "sgd",
+        "sgd-momentum": "sgd-momentum",
+        "none": "none",
+    },
+)
 COLOURS = {
     "weights": "blue",
     "gradients": "green",
@@ -31,7 +43,6 @@ COLOURS = {
     "loss": "red",
     "temporary": "cyan",
 }
-MOST_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
 BAR = 60  # characters of the longest bar
 NOTE = (
     "A peak is the most that is allocated at one time of a step: weights + gradients + the optimizer's state + "
@@ -49,19 +60,17 @@ def plan(
     shape: Annotated[
         str | None, typer.Option(metavar="N,H,V", help="In place of a model: tokens, hidden size, classes of the loss.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", show_default=True)] = 4096,
-    batch_size: Annotated[int, typer.Option(help="Sequences of a step on one GPU.")] = 1,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.", show_default=True)] = 4096,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a step on one GPU.")] = 1,
+    dtype: Annotated[WeightDtype, typer.Option(help="Of the weights.")] = WeightDtype.bfloat16,
     autocast: Annotated[
-        str | None, typer.Option(help="Dtype of matrix products under autocast, with --dtype float32.")
+        WeightDtype | None, typer.Option(help="Dtype of matrix products under autocast, with --dtype float32.")
     ] = None,
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="80GiB", help="Memory of the GPU; by default that of its kind.")
     ] = None,
     device_kind: Annotated[str, typer.Option(help="Kind of the GPU, such as H100 or A100-80GB, or sm_90.")] = "H100",
-    optimizer: Annotated[
-        str, typer.Option(help="adamw, adamw-foreach, adamw-8bit, sgd, sgd-momentum, or none.")
-    ] = "adamw",
+    optimizer: Annotated[Optimizer, typer.Option(help="What ends a step.")] = Optimizer["adamw"],
     checkpointing: Annotated[
         bool | None,
         typer.Option("--checkpointing/--no-checkpointing", help="Only with gradient checkpointing, or only without."),
@@ -80,33 +89,26 @@ def plan(
     import torch
 
     from flce.devices import described
-    from flce.huggingface.training_memory import MOST_TOKENS, OPTIMIZERS, Training
+    from flce.huggingface.training_memory import MOST_TOKENS, Training
+    from flce.machine import parse_bytes, parse_sizes
     from flce.options import ChunkOptions
 
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either --model or --shape")
-    for name, value in (("--seq-len", seq_len), ("--batch-size", batch_size)):
-        if value < 1:
-            raise typer.BadParameter(f"expected a positive number, got {value}", param_hint=name)
-    weights, products = _dtype(dtype, "--dtype"), _dtype(autocast, "--autocast") if autocast is not None else None
+    weights: torch.dtype = getattr(torch, dtype.value)
+    products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
-        raise typer.BadParameter(f"goes with --dtype float32, got {dtype}", param_hint="--autocast")
-    memory = _bytes(gpu_memory, "--gpu-memory") if gpu_memory is not None else None
-    try:
-        device = described(torch.device("cuda"), device_kind, memory)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--device-kind") from None
+        raise typer.BadParameter(f"goes with --dtype float32, got {dtype.value}", param_hint="--autocast")
+    memory = given("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
+    device = given("--device-kind", described, torch.device("cuda"), device_kind, memory)
     if device.memory is None:
         raise typer.BadParameter(f"is needed: the memory of a {device_kind} is not known", param_hint="--gpu-memory")
-    options = ChunkOptions(max_workspace_bytes=_bytes(budget, "--budget")) if budget is not None else None
+    most = given("--budget", parse_bytes, budget) if budget is not None else None
+    options = ChunkOptions(max_workspace_bytes=most) if most is not None else None
     told: dict[str, Any] = {"device": {"kind": device_kind, "memory_bytes": device.memory}}
     gpu = _Gpu(device_kind, device)
-    if optimizer not in OPTIMIZERS:
-        raise typer.BadParameter(
-            f"expected one of {', '.join(OPTIMIZERS)}, got {optimizer!r}", param_hint="--optimizer"
-        )
     if shape is not None:
-        tokens, hidden, vocab = _shape(shape)
+        tokens, hidden, vocab = given("--shape", parse_sizes, shape)
         told["loss"] = _loss(tokens, hidden, vocab, products or weights, gpu, frozen_head, options)
     else:
         if seq_len * batch_size > MOST_TOKENS:
@@ -115,7 +117,7 @@ def plan(
                 param_hint="--seq-len",
             )
         assert model is not None
-        training = Training(batch_size, weights, products, optimizer, frozen_head, accumulation, options)
+        training = Training(batch_size, weights, products, optimizer.value, frozen_head, accumulation, options)
         told |= _steps(model, seq_len, training, gpu, checkpointing)
     if json:
         print_json(told)
@@ -139,33 +141,6 @@ class _Gpu:
 # ------------------------------------------------------------------------------------------------- what was given
 
 
-def _dtype(name: str, option: str) -> torch.dtype:
-    import torch
-
-    if name not in DTYPES:
-        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {name!r}", param_hint=option)
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _bytes(text: str, option: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
-        raise typer.BadParameter(f"expected a size such as 80GiB, 80GB or 256MiB, got {text!r}", param_hint=option)
-    return int(float(match[1]) * UNITS[match[2]])
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    match = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*", text)
-    if match is None or not all(0 < int(size) <= MOST_SIZE for size in match.groups()):
-        raise typer.BadParameter(
-            f"expected three positive numbers such as 8192,4096,128256, at most {MOST_SIZE}, got {text!r}",
-            param_hint="--shape",
-        )
-    tokens, hidden, vocab = map(int, match.groups())
-    return tokens, hidden, vocab
-
-
 # ------------------------------------------------------------------------------------------------- what is planned
 
 
@@ -178,23 +153,13 @@ def _loss(
     frozen_head: bool,
     options: ChunkOptions | None,
 ) -> dict[str, Any]:
-    """The loss alone, of so many tokens."""
+    """The loss alone."""
     import flce
     from flce.huggingface.training_memory import stock_loss_bytes
 
-    try:
-        planned = flce.plan(
-            tokens,
-            hidden,
-            vocab,
-            dtype,
-            device_kind=gpu.kind,
-            device_memory=gpu.memory,
-            weight_grad=not frozen_head,
-            options=options,
-        )
-    except ValueError as error:  # no plan keeps the budget
-        raise typer.BadParameter(str(error), param_hint="--budget") from None
+    how = {"device_kind": gpu.kind, "device_memory": gpu.memory, "weight_grad": not frozen_head, "options": options}
+    # No plan may keep the budget.
+    planned = given("--budget", functools.partial(flce.plan, **how), tokens, hidden, vocab, dtype)  # type: ignore[arg-type]
     return {
         "tokens": tokens,
         "hidden_size": hidden,
@@ -217,10 +182,7 @@ def _steps(path: Path, seq_len: int, training: Training, gpu: _Gpu, checkpointin
     from flce.huggingface.rehearsal import ValuesNeededError
     from flce.huggingface.training_memory import CONTEXT, LIBRARIES, VARIANTS, TrainingMemory, fits, load_config
 
-    try:
-        measured = TrainingMemory(load_config(path), training, gpu.device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from None
+    measured = given("--model", lambda: TrainingMemory(load_config(path), training, gpu.device))
     vocab, hidden = measured.head_shape
     products = training.autocast or training.dtype
     tokens = training.batch_size * seq_len
@@ -271,16 +233,14 @@ def _steps(path: Path, seq_len: int, training: Training, gpu: _Gpu, checkpointin
 # --------------------------------------------------------------------------------------------------- what is shown
 
 
-def _size(number: float) -> str:
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
-
-
 def _show(told: dict[str, Any]) -> None:
+    from flce.machine import size_text
+
     console, loss, device = stdout(), told["loss"], told["device"]
-    console.print(f"{device['kind']}, {_size(device['memory_bytes'])}")
+    console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
     table = Table("", "memory beside inputs and gradients", title=f"The loss of {loss['tokens']:,} tokens")
-    table.add_row("stock", _size(loss["stock_bytes"]))
-    table.add_row("flce", _size(loss["flce_bytes"]))
+    table.add_row("stock", size_text(loss["stock_bytes"]))
+    table.add_row("flce", size_text(loss["flce_bytes"]))
     console.print(table)
     console.print(loss["plan"], soft_wrap=True)
     if "steps" not in told:
@@ -305,12 +265,14 @@ def _name(step: dict[str, Any]) -> str:
 
 
 def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
+    from flce.machine import size_text
+
     table = Table("", *(_name(step) for step in steps), title="A training step")
     for column in table.columns[1:]:
         column.justify = "right"
-    table.add_row("peak", *(_size(step["peak_bytes"]) for step in steps))
+    table.add_row("peak", *(size_text(step["peak_bytes"]) for step in steps))
     for part in COLOURS:
-        table.add_row(f"  {part}", *(_size(step["parts"][part]) for step in steps))
+        table.add_row(f"  {part}", *(size_text(step["parts"][part]) for step in steps))
     table.add_row("fits", *("yes" if step["fits"] else "no" for step in steps))
     sequences = f"{batch_size} sequence{'s' if batch_size > 1 else ''}"
     table.add_row(f"longest, {sequences}", *(f"{step['longest_sequence']:,} tokens" for step in steps))
@@ -318,7 +280,7 @@ def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
 
 
 def _chart(steps: list[dict[str, Any]], memory: int) -> list[Text]:
-    """A bar for each step, of as many letters of a part as it takes, and one for the memory that there is."""
+    """A bar for each step, whose letters are its parts, and one for the memory that there is."""
     scale = BAR / max(memory, *(step["peak_bytes"] for step in steps))
     width = max(len(_name(step)) for step in steps)
     lines = []

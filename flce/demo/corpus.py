@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
-# Parts of the standard library that are tests, tables, or installed by somebody else.
+# Parts of the standard library that are tests, tables, or installed by other packages.
 NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from flce.memory_picture import COLOURS, MIB
+from flce.machine import MIB
+from flce.memory_picture import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,14 +23,14 @@ STOCK, PATCHED = COLOURS[:2]
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What one run of the training leaves behind."""
 
     model: str  # in words
     losses: list[float]
     seconds: list[float]  # of each step
-    peak_bytes: int  # above the loaded model
-    memory: MemoryProfile  # of one step more
+    peak_bytes: int  # of a step, above the loaded model
+    memory: MemoryProfile  # of that step
 
     @property
     def step_seconds(self) -> float:
@@ -46,7 +47,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrainingComparison:
     """Both runs, and whether their curves are the same.
 
     The mean difference decides: in bfloat16 every rounding that falls otherwise grows from step to step, and a single
@@ -54,8 +55,8 @@ class Comparison:
     """
 
     title: str  # what was trained, in words
-    stock: Run
-    patched: Run
+    stock: TrainingRun
+    patched: TrainingRun
     tolerance: float
 
     @property
@@ -87,7 +88,7 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def show(console: Console, comparison: Comparison) -> None:
+def show(console: Console, comparison: TrainingComparison) -> None:
     """Prints the table and the verdict."""
     stock, patched, difference = comparison.stock, comparison.patched, comparison.mean_difference
     table = Table()
@@ -130,14 +131,7 @@ def show(console: Console, comparison: Comparison) -> None:
         )
 
 
-def can_draw(file: Path) -> bool:
-    """Whether the format that the file's name ends with is known; without an ending it is PNG."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    return not file.suffix or file.suffix[1:].lower() in FigureCanvasBase.get_supported_filetypes()
-
-
-def draw(file: Path, comparison: Comparison) -> None:
+def draw(file: Path, comparison: TrainingComparison) -> None:
     from matplotlib.figure import Figure
 
     stock, patched = comparison.stock, comparison.patched

@@ -1,18 +1,17 @@
-"""One model, trained twice from one seed on the same batches: stock and patched, each in a process of its own."""
+"""One model, trained twice from one seed on the same batches: stock and patched."""
 
 from __future__ import annotations
 
+import gc
 import itertools
-import multiprocessing
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from flce.demo.peak_memory import PeakMemory
-from flce.demo.report import Run
+import flce
+from flce.demo.report import TrainingRun
+from flce.testing.models import tiny_model
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,41 +34,33 @@ class Settings:
 
 def build_model(settings: Settings) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM
 
     if settings.model is not None:
         return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-    config = Qwen3Config(
+    heads = settings.hidden_size // 64
+    return tiny_model(
+        seed=settings.seed,
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=3 * settings.hidden_size,
         num_hidden_layers=settings.layers,
-        num_attention_heads=settings.hidden_size // 64,
-        num_key_value_heads=settings.hidden_size // 64,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         head_dim=64,
         max_position_embeddings=settings.seq_len,
         tie_word_embeddings=True,
     )
-    return AutoModelForCausalLM.from_config(config)
 
 
-def train(
-    settings: Settings,
-    batches: Iterable[npt.NDArray[np.int64]],
-    steps: int,
-    patched: bool,
-    on_step: Callable[[float], None],
-) -> Run:
-    """Trains for as many steps. One more batch is for a step whose memory is recorded: recording takes time."""
+def train(settings: Settings, batches: npt.NDArray[np.int64], patched: bool) -> Iterator[float | TrainingRun]:
+    """The loss of each step, and at the end the run. The last batch is trained on once more: recording takes time."""
     import torch
-
-    import flce
 
     torch.manual_seed(settings.seed)
     device = torch.device(settings.device)
     model = build_model(settings).to(device).train()
     size = sum(parameter.numel() for parameter in model.parameters())
-    description = f"{type(model).__name__}, {size / 1e6:,.1f} M parameters"
     if patched:
         flce.patch_model(model)  # all that is different
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, fused=True)
@@ -83,57 +74,38 @@ def train(
         optimizer.zero_grad()
         return float(loss.item())  # waits for the device
 
-    memory = PeakMemory(device)
     losses, seconds = [], []
-    waiting = iter(batches)
-    for batch in itertools.islice(waiting, steps):
+    for batch in batches:
         start = time.perf_counter()
         losses.append(step(batch))
         seconds.append(time.perf_counter() - start)
-        on_step(losses[-1])
-    peak = memory.peak()
-    last = next(waiting)
-    return Run(description, losses, seconds, peak, flce.profile_memory(lambda: step(last), device=device))
+        yield losses[-1]
+    memory = flce.profile_memory(lambda: step(batches[-1]), device=device)
+    states = (value for state in optimizer.state.values() for value in state.values())
+    held = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    description = f"{type(model).__name__}, {size / 1e6:,.1f} M parameters"
+    yield TrainingRun(description, losses, seconds, held + memory.peak, memory)
 
 
-def train_in_processes(
+def train_in_turn(
     settings: Settings,
     batches: npt.NDArray[np.int64],
     names: Sequence[str],
     on_step: Callable[[str, float], None],
-) -> dict[str, Run]:
-    """`train`, "stock" or "patched", in a process each, so that no run's memory is counted with another's.
+) -> dict[str, TrainingRun]:
+    """`train`, "stock" or "patched", step by step in turn: what else the machine does then weighs on all alike."""
+    import torch
 
-    The processes take turns, step by step: what else the machine does then weighs on all of them alike.
-    """
-    context = multiprocessing.get_context("spawn")
-    connections = {}
-    for name in names:
-        connections[name], theirs = context.Pipe()
-        arguments = (settings, batches, name == "patched", theirs)
-        context.Process(target=_work, args=arguments, daemon=True).start()
-        theirs.close()
-    runs = {}
-    try:
-        for _ in batches:
-            for name, connection in connections.items():
-                connection.send("your turn")
-                on_step(name, connection.recv())
-        for name, connection in connections.items():
-            connection.send("your turn")  # to record a step
-            runs[name] = connection.recv()
-    except (EOFError, OSError):
-        raise SystemExit(f"The {name} run broke off: its own error stands above.") from None
+    runs: dict[str, TrainingRun] = {}
+    trainings = {name: train(settings, batches, name == "patched") for name in names}
+    for _, (name, training) in itertools.product(range(len(batches) + 1), trainings.items()):
+        found = next(training)
+        if isinstance(found, TrainingRun):
+            runs[name] = found
+        else:
+            on_step(name, found)
+    trainings.clear()  # and the models with them
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return runs
-
-
-def _work(settings: Settings, batches: npt.NDArray[np.int64], patched: bool, connection: Connection) -> None:
-    # Before PyTorch is imported: the profiler of 2.13 says on stderr that it begins and ends, in the progress bars.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-
-    def in_turn() -> Iterator[npt.NDArray[np.int64]]:
-        for batch in (*batches, batches[-1]):
-            connection.recv()
-            yield batch
-
-    connection.send(train(settings, in_turn(), len(batches), patched, on_step=connection.send))

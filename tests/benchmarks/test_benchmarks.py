@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import runpy
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,81 +20,103 @@ from typer.testing import CliRunner
 
 from benchmarks.benchmark import save
 from benchmarks.cli import BENCHMARKS, app
-from benchmarks.operator import OPERATOR, PRESETS, time_table
+from benchmarks.operator import OPERATOR, time_table
 from benchmarks.reports import markdown, shortfalls
-from flce.bench.cases import MIB, Effort, Outcome, needs_package
-from flce.bench.contenders import CONTENDERS, OperatorContender, autograd_step, budget_name, select, stock_loss
+from flce.bench.cases import Effort, StepOutcome, needs_package
+from flce.bench.contenders import CONTENDERS, OperatorContender, budget_name, select
 from flce.bench.measure import Meter
-from flce.bench.problem import CALLS, IGNORE_INDEX, OperatorCase, Problem, exactness, make_oracle
-from flce.bench.results import Entry, Result, Run
-from flce.bench.tables import absences, spread_note
+from flce.bench.problem import CALLS, OperatorCase, OperatorProblem
+from flce.bench.results import Entry, Run
+from flce.bench.tables import spread_note
+from flce.machine import MIB
+from flce.testing.problem import IGNORED
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-PEERS = {"liger", "liger-float32-8x", "cce", "cce-unfiltered", "cce-exact", "trl", "fla", "quack"}
+# --- a small run of each kind ---
+
+SHOWN = {
+    "operator": ["| flce |", "median ms", "relative error against float64", "spread: "],
+    "model": ["| flce, 1 MiB budget |", "tokens/s", "x stock", "| loss |"],
+    "kernels": ["| statistics and gradient |", "| GB/s | of copy |"],
+    "rows": ["GB/s, of copy: softmax forward, float32, 8 rows", "| columns | copy | flce | eager | flce, again |"],
+}
+EVERYWHERE = ("ours", "repeat", "stock")
 
 
-# Neither the peers nor, in half precision, the bare products are measured on a CPU.
-CUDA_ONLY = {*PEERS, "torch-compile", "torch-chunked", "floor", "floor-aligned"}
-
-
-@pytest.fixture(scope="module")
-def result_file(tmp_path_factory):
-    """One tiny run of `operator`, on the CPU."""
-    path = tmp_path_factory.mktemp("benchmarks") / "operator.json"
-    arguments = ["operator", "--preset", "tiny", "--device", "cpu", "--errors", "--rounds", "2", "--out", str(path)]
+@pytest.fixture(scope="module", params=SHOWN)
+def small_run(request, tmp_path_factory):
+    """The benchmark, and the file of its tiny preset, on the CPU."""
+    if request.param == "model":
+        pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("benchmarks") / "run.json"
+    arguments = [request.param, "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--out", str(path)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
-        done = CliRunner().invoke(app, arguments)
+        done = CliRunner().invoke(app, [*arguments, *(["--errors"] if request.param == "operator" else [])])
     assert done.exit_code == 0, done.output
-    return path
+    return BENCHMARKS[request.param], path
 
 
-def test_every_case_of_the_preset_is_measured(result_file):
-    run = OPERATOR.load(result_file)
-    assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
+def test_every_case_of_the_preset_is_measured(small_run):
+    """What cannot run here is named, with the reason; no other benchmark reads the file."""
+    benchmark, path = small_run
+    document, run = json.loads(path.read_text()), benchmark.load(path)
+    assert (document["schema"], document["kind"], document["date"][-1]) == (1, benchmark.kind, "Z")
+    assert {"python", "torch", "flce"} <= set(document["versions"])
+    assert {"type", "name", "cores", "threads"} <= set(document["device"])
+    assert [entry.case for entry in run.cases] == [case for case, _ in benchmark.presets["tiny"]()]
     for entry in run.cases:
-        first = "ours-full" if entry.case.ignored else "ours"
-        for name in (*(entry.case.contenders or ("ours", "ours-vocab", "stock")), f"{first}-again"):
-            if name in CUDA_ONLY:
-                continue
-            result = entry.by_name(name)
-            assert result.status == "ok", result.reason
-            assert len(result.samples_ms) == 2
-            assert result.workspace_bytes is not None
-            assert bool(result.errors) == (entry.case.errors and "ours-full" not in name)  # of another problem
+        names = [result.contender for result in entry.results]
+        applying = [
+            contender.name for contender in benchmark.contenders(entry.case) if contender.applies(entry.case, CPU)
+        ]
+        first = next(result.contender for result in entry.results if result.family == "ours")
+        assert names == [*applying, f"{first}-again"]
+        for result in entry.results:
+            assert result.status == ("ok" if result.samples_ms else "unavailable"), result.reason
+            assert result.samples_ms or (result.family == "peer" and result.reason)
+            assert len(result.samples_ms) == 2 or result.family not in EVERYWHERE
+    for other in BENCHMARKS.values():
+        if other is not benchmark:
+            with pytest.raises(ValueError, match=f"no results of {other.noun}"):
+                other.load(path)
 
 
-def test_schema(result_file):
-    document = json.loads(result_file.read_text())
-    assert document["schema"] == 1
-    assert document["kind"] == "operator"
-    assert document["date"].endswith("Z")
-    assert document["command"].startswith("python -m benchmarks")
-    assert {"python", "torch"} <= set(document["versions"])
-    assert {"type", "name", "threads"} <= set(document["device"])
-    for entry in document["cases"]:
-        assert set(entry) == {"case", "results"}
-        assert {"tokens", "hidden", "vocab", "dtype", "mode", "ignored", "upstream"} <= set(entry["case"])
-        for result in entry["results"]:
-            assert {"contender", "title", "family", "status", "samples_ms", "cpu_samples_ms"} <= set(result)
-            assert set(result) <= {field.name for field in fields(Result)} | {"median_ms"}
-            assert result["status"] in ("ok", "unavailable", "failed")
-            assert ("reason" in result) == (result["status"] != "ok") == ("median_ms" not in result)
+def test_what_a_run_has_is_shown(small_run, tmp_path):
+    benchmark, path = small_run
+    whole = CliRunner().invoke(app, ["table", str(path)])
+    assert whole.exit_code == 0, whole.output
+    for said in SHOWN[benchmark.kind]:
+        assert said in whole.output
+    assert benchmark.kind == "kernels" or "(liger" in whole.output.partition("Not measured: ")[2]
+    out = tmp_path / "sub" / "brief.md"
+    assert CliRunner().invoke(app, ["table", str(path), "--brief", "--out", str(out)]).exit_code == 0
+    assert len(out.read_text()) < len(whole.output)
+    for option, found in (("--targets", benchmark.targets), ("--dominance", benchmark.dominance)):
+        done = CliRunner().invoke(app, ["table", str(path), option])
+        assert done.exit_code == (2 if found is None else 0), done.output
 
 
-def test_missing_peers_are_named(result_file):
-    run = OPERATOR.load(result_file)
-    for entry in run.cases:
-        some = {"fla", "quack"} if entry.case.mode == "reduction-none" else set()  # have no per-token losses
-        for name in PEERS - some if entry.case.contenders is None else PEERS & {*entry.case.contenders}:
-            result = entry.by_name(name)
-            assert result.status == "unavailable", f"{name} was dropped in silence"
-            assert result.reason
-    assert any("(liger)" in line for line in absences(run))
-    assert any("(cce)" in line for line in absences(run))
+def test_figures_of_a_small_run(small_run):
+    """The operator is as exact as stock, a model's loss is stock's in less memory, and rows say how they were timed."""
+    benchmark, path = small_run
+    for entry in benchmark.load(path).cases:
+        ours, stock = entry.by_name("ours"), entry.by_name("stock")
+        if benchmark.kind == "operator" and entry.case.contenders is None:
+            assert ours.errors is not None
+            assert stock.errors is not None
+            assert set(ours.errors) == set(stock.errors)
+            assert all(error <= 1.05 * stock.errors[name] + 1e-6 for name, error in ours.errors.items())
+        elif benchmark.kind == "model":
+            assert ours.loss == pytest.approx(stock.loss, abs=1e-3)
+            assert ours.peak_bytes < stock.peak_bytes
+        elif benchmark.kind == "rows":
+            assert (ours.calls, ours.method) == (3, "launched")
+        elif benchmark.kind == "kernels":
+            assert all(result.gigabytes_per_second > 0 for result in entry.results)
 
 
 def test_a_package_that_is_not_there_is_named():
@@ -106,61 +126,24 @@ def test_a_package_that_is_not_there_is_named():
     assert needs_package("json", "json", cuda=False)(CPU) is None
 
 
-def test_ours_is_as_exact_as_it_promises(result_file):
-    for entry in OPERATOR.load(result_file).cases:
-        if entry.case.contenders is not None:
-            continue
-        ours, stock = entry.by_name("ours"), entry.by_name("stock")
-        assert ours.errors is not None
-        assert stock.errors is not None
-        assert set(ours.errors) == set(stock.errors)
-        for name, error in ours.errors.items():
-            assert error <= 1.05 * stock.errors[name] + 1e-6, (entry.case.title, name)
-
-
-def test_table(result_file, tmp_path):
-    done = CliRunner().invoke(app, ["table", str(result_file)])
-    assert done.exit_code == 0, done.output
-    assert "| flce |" in done.output
-    assert "median ms" in done.output
-    assert "relative error against float64" in done.output
-    assert "Not measured: Liger" in done.output
-    brief, out = tmp_path / "sub" / "brief.md", str(tmp_path / "sub" / "brief.md")
-    assert CliRunner().invoke(app, ["table", str(result_file), "--brief", "--out", out]).exit_code == 0
-    assert "| median ms |" not in brief.read_text()
-
-
 @pytest.mark.parametrize(
     "command, arguments, message",
     [
         *((command, ["--preset", "nothing"], "tiny") for command in BENCHMARKS),
         ("operator", [], "--preset or --shape"),
         ("operator", ["--preset", "tiny", "--shape", "1,2,3"], "not both"),
-        ("operator", ["--shape", "8,4"], "tokens,hidden,vocab"),
+        ("operator", ["--shape", "8,4"], "tokens,hidden,vocab as 3 positive numbers"),
         ("operator", ["--shape", "8,4,0"], "positive"),
         ("operator", ["--shape", "8,4,16", "--dtype", "int8"], "float32"),
         ("operator", ["--shape", "8,4,16", "--contender", "nobody"], "there are"),
-        ("operator", ["--shape", "8,4,16", "--device", "abacus"], "auto, cpu or cuda"),
+        ("operator", ["--shape", "8,4,16", "--device", "abacus"], "there is no device 'abacus' here"),
         ("operator", ["--shape", "8,4,16", "--no-time"], "nothing to measure"),
-        ("model", [], "--preset or --shape"),
+        ("operator", ["--shape", "8,4,16", "--mode", "sideways"], "frozen-head"),
         ("model", ["--model", "GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
-        ("model", ["--preset", "tiny", "--shape", "1,8"], "not both"),
-        ("model", ["--model", "tiny-llama", "--shape", "8"], "batch,sequence"),
         ("model", ["--preset", "tiny", "--contender", "nobody"], "there are"),
-        ("model", ["--preset", "tiny", "--model", "Qwen3-0.6B"], "nothing to measure"),
-        ("kernels", [], "--preset or --shape"),
-        ("kernels", ["--preset", "tiny", "--shape", "8,16"], "not both"),
-        ("kernels", ["--shape", "8"], "tokens,columns"),
-        ("kernels", ["--shape", "8,16", "--dtype", "int8"], "float16"),
-        ("rows", [], "--preset or --shape"),
-        ("rows", ["--preset", "tiny", "--shape", "8,16"], "not both"),
-        ("rows", ["--shape", "8"], "rows,columns"),
-        ("rows", ["--shape", "8,16", "--dtype", "int8"], "float16"),
+        ("model", ["--preset", "tiny", "--optimizer", "sideways"], "adamw"),
         ("rows", ["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
         ("rows", ["--preset", "tiny", "--errors"], "rows: no such thing as errors"),
-        ("kernels", ["--preset", "tiny", "--mode", "forward"], "the kernels: no such thing as mode"),
-        ("operator", ["--shape", "8,4,16", "--mode", "sideways"], "frozen-head"),
-        ("model", ["--preset", "tiny", "--optimizer", "sideways"], "adamw"),
     ],
 )
 def test_wrong_arguments_are_explained(command, arguments, message, tmp_path):
@@ -189,11 +172,6 @@ def test_a_failing_contender_is_reported_and_the_others_go_on():
     assert len(stock.samples_ms) == 2
 
 
-def test_a_slow_contender_gets_one_sample():
-    entry = OPERATOR.measure(OperatorCase(8, 4, 16, dtype="float32"), CPU, Effort(5, 0.0), select(["stock"]))
-    assert len(entry.results[0].samples_ms) == 1
-
-
 def test_a_deadline_ends_a_case():
     case = OperatorCase(8, 4, 16, dtype="float32")
     entry = OPERATOR.measure(case, CPU, Effort(5, 1.0, until=0.0), select(["stock", "ours"]))
@@ -206,7 +184,7 @@ def test_rounds_are_in_the_given_order_first_and_in_any_order_then():
     def prepare(name):
         def step():
             calls.append(name)
-            return Outcome(None)
+            return StepOutcome(None)
 
         return lambda problem: step
 
@@ -238,7 +216,7 @@ def test_a_budget_is_a_contender():
 @pytest.mark.parametrize("mode", CALLS)
 def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
     """Counted, with their results, which must be the logits and the gradients."""
-    problem = Problem(OperatorCase(24, 8, 40, dtype="float32", mode=mode), CPU)
+    problem = OperatorProblem(OperatorCase(24, 8, 40, dtype="float32", mode=mode), CPU)
     results = []
     multiply = torch.mm
 
@@ -259,13 +237,6 @@ def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
         torch.testing.assert_close(result, truth)
 
 
-def test_the_recomputed_floor_has_the_logits_twice():
-    (contender,) = select(["floor-recomputed"])
-    assert contender.applies(OperatorCase(8, 4, 16, dtype="float32"), CPU)
-    assert not contender.applies(OperatorCase(8, 4, 16, dtype="float32", mode="reduction-none"), CPU)
-    contender.prepare(Problem(OperatorCase(8, 4, 16, dtype="float32"), CPU))()
-
-
 def test_cpu_meter_counts_a_known_pattern():
     """Peak of a, then a and b, then b and c, above what is there before and what is returned."""
     held = torch.zeros(8 * MIB, dtype=torch.uint8)
@@ -276,20 +247,11 @@ def test_cpu_meter_counts_a_known_pattern():
         del a
         c = torch.zeros(16 * MIB, dtype=torch.uint8)
         del b, c
-        return Outcome(None, input_grad=held.clone())
+        return StepOutcome(None, input_grad=held.clone())
 
     _, sample = Meter(CPU).warm_up(step)
     # b and c (20 MiB) are the peak, before the 8 MiB that are returned exist.
     assert sample.workspace_bytes == (4 + 16 - 8) * MIB
-
-
-def test_cpu_meter_sees_the_backward_pass():
-    """Stock float32 holds at least the log-probabilities and their gradient."""
-    problem = Problem(OperatorCase(256, 32, 4096, dtype="float32"), CPU)
-    _, sample = Meter(CPU).warm_up(autograd_step(problem, stock_loss))
-    logits = 256 * 4096 * 4
-    assert sample.workspace_bytes is not None
-    assert 2 * logits <= sample.workspace_bytes + (256 + 4096) * 32 * 4 <= 3.2 * logits
 
 
 @pytest.mark.gpu
@@ -300,7 +262,7 @@ def test_cuda_meter_counts_a_known_pattern():
         a = torch.zeros(32 * MIB, dtype=torch.uint8, device=device)
         b = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
         del a, b
-        return Outcome(None, input_grad=torch.zeros(8 * MIB, dtype=torch.uint8, device=device))
+        return StepOutcome(None, input_grad=torch.zeros(8 * MIB, dtype=torch.uint8, device=device))
 
     meter = Meter(device)
     _, sample = meter.warm_up(step)
@@ -326,24 +288,9 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
     assert "| flce |" in markdown(run, OPERATOR.tables(run, False))
 
 
-@pytest.mark.parametrize("mode", CALLS)
-def test_oracle_agrees_with_autograd_in_float64(mode):
-    case = OperatorCase(50, 16, 70, dtype="float64", mode=mode, ignored=0.3, upstream=3.0)
-    problem = Problem(case, CPU)
-    errors = exactness(autograd_step(problem, float64_stock)(), make_oracle(problem))
-    assert errors is not None
-    gradients = {"forward": 0, "frozen-head": 1}.get(mode, 2)
-    assert len(errors) == 1 + gradients
-    assert max(errors.values()) < 1e-12
-
-
-def float64_stock(x, w, y, reduction):
-    return torch.nn.functional.cross_entropy(x @ w.T, y, reduction=reduction)
-
-
 def test_problem_is_as_asked_for():
-    problem = Problem(OperatorCase(400, 64, 1000, dtype="float32", ignored=0.25, logits_std=3.0), CPU)
-    assert int((problem.target == IGNORE_INDEX).sum()) == 100
+    problem = OperatorProblem(OperatorCase(400, 64, 1000, dtype="float32", ignored=0.25, logits_std=3.0), CPU)
+    assert int((problem.target == IGNORED).sum()) == 100
     assert float((problem.input @ problem.weight.T).detach().std()) == pytest.approx(3.0, rel=0.1)
 
 
@@ -358,16 +305,6 @@ def test_not_finite_errors_survive_the_file(tmp_path):
     save(Run("operator", head, [entry]), tmp_path / "run.json")
     again = OPERATOR.load(tmp_path / "run.json").cases[0].results[0]
     assert again.errors == result.errors
-
-
-def test_module_is_a_command(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
-    with pytest.raises(SystemExit) as done:
-        runpy.run_module("benchmarks", run_name="__main__")
-    assert done.value.code == 0
-    shown = capsys.readouterr().out
-    for name in ("operator", "model", "kernels", "rows", "table", "plot"):
-        assert name in shown
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -415,18 +352,6 @@ def test_committed_results_make_tables_and_pictures(name, tmp_path):
     else:
         assert done.exit_code == 0, done.output
         assert out.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)
-def test_results_of_others_are_told_apart(benchmark, tmp_path):
-    head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
-    for other in BENCHMARKS.values():
-        save(Run(other.kind, head, []), tmp_path / "run.json")
-        if other is benchmark:
-            assert benchmark.load(tmp_path / "run.json").cases == []
-        else:
-            with pytest.raises(ValueError, match=f"no results of {benchmark.noun}"):
-                benchmark.load(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)

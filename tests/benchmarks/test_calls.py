@@ -17,16 +17,13 @@ from benchmarks import call_meter
 from benchmarks.benchmark import save
 from benchmarks.call_meter import CallMeter
 from benchmarks.cli import app
-from benchmarks.dominance import duels
-from benchmarks.operator import OPERATOR, PRESETS, call_case
+from benchmarks.operator import OPERATOR
 from benchmarks.row_calls import Region
-from benchmarks.targets import CALL_TARGETS, MAIN, SMALL, TARGETS, Target, check_targets, target_tables
-from benchmarks.verdicts import Verdict
 from flce.bench.cases import Effort
 from flce.bench.contenders import OperatorContender, autograd_step, select, stock_loss
 from flce.bench.measure import Sample
-from flce.bench.problem import OperatorCase, Problem
-from flce.bench.results import Entry, Result, Run
+from flce.bench.problem import OperatorCase, OperatorProblem
+from flce.bench.results import BenchResult, Entry, Run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = OperatorCase(8, 4, 16, calls=True)
@@ -111,18 +108,10 @@ def test_who_cannot_be_captured_says_why_and_is_timed_as_called(raises, monkeypa
     assert sample.alone_milliseconds is None
 
 
-def test_on_a_cpu_there_is_one_time():
-    meter = CallMeter(CPU)
-    assert meter.capture(lambda: None) is None
-    sample = meter.sample(lambda: None)
-    assert sample.milliseconds > 0
-    assert (sample.host_milliseconds, sample.alone_milliseconds) == (None, None)
-
-
 @pytest.mark.parametrize("which", ["input", "weight"])
 def test_a_step_that_fails_leaves_no_gradient(which):
     """Which the next contender's, or a captured one, would be added to."""
-    problem = Problem(OperatorCase(8, 4, 16, dtype="float32"), CPU)
+    problem = OperatorProblem(OperatorCase(8, 4, 16, dtype="float32"), CPU)
 
     def fail(gradient):
         raise RuntimeError("as planned")
@@ -141,7 +130,7 @@ def test_the_times_are_kept_and_shown(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(CallMeter, "sample", lambda meter, step: Sample(5.0, None, None, 0.75, 4.0))
     entry = OPERATOR.measure(CASE, CPU, Effort(2, 1.0), select(["ours"]))
     floor = measured("floor", 3.9, 4.0, 0.1, "floor")
-    stuck = Result("liger", "Liger", "peer", samples_ms=[8.0], host_samples_ms=[7.5], note="it waits")
+    stuck = BenchResult("liger", "Liger", "peer", samples_ms=[8.0], host_samples_ms=[7.5], note="it waits")
     file = tmp_path / "run.json"
     save(Run("operator", HEAD, [Entry(CASE, [floor, *entry.results, stuck])]), file)
     ours = OPERATOR.load(file).cases[0].by_name("ours")
@@ -154,90 +143,10 @@ def test_the_times_are_kept_and_shown(monkeypatch, tmp_path: Path):
     assert "| flce | 5 | 5 | 2 | 1.25 | 4 | 1.00 | 0.75 |" in whole
 
 
-def measured(contender: str, called: float, alone: float, host: float, family: str = "ours") -> Result:
-    result = Result(contender, contender, family, samples_ms=[called])
+def measured(contender: str, called: float, alone: float, host: float, family: str = "ours") -> BenchResult:
+    result = BenchResult(contender, contender, family, samples_ms=[called])
     result.alone_samples_ms, result.host_samples_ms = [alone], [host]
     return result
-
-
-def verdict(target: Target, *results: Result, case: OperatorCase = CASE) -> Verdict:
-    (check,) = check_targets([Run("operator", HEAD, [Entry(case, list(results))])], [target])
-    return check.verdict
-
-
-def of_small(call: str, reference: str, shape: tuple[int, int, int] = CASE.shape) -> Target:
-    (target,) = [
-        Target(t.call, shape, t.limit, reference=reference, calls=True, figure=t.figure)
-        for t in CALL_TARGETS
-        if (t.call, t.shape, t.reference) == (call, SMALL[0], reference)
-    ]
-    return target
-
-
-@pytest.mark.parametrize(
-    "products, alone, expected",
-    [
-        (4.05, 1.149, Verdict.met),
-        (3.91, 1.20, Verdict.missed),
-        (3.89, 1.299, Verdict.met),
-        (3.89, 1.32, Verdict.nearly),
-        (0.5, 1.35, Verdict.missed),
-    ],
-)
-def test_the_limit_alone_is_by_the_time_of_the_products(products, alone, expected):
-    floor = measured("floor", 1.0, products, 0.1, "floor")
-    ours = measured("ours", 99.0, alone * products, 99.0)
-    assert verdict(of_small("alone", "floor"), floor, ours) is expected
-
-
-@pytest.mark.parametrize(
-    "compiled, host, expected",
-    [(0.5, 1.19, Verdict.met), (0.5, 1.23, Verdict.missed), (2.0, 2.39, Verdict.met), (2.0, 2.5, Verdict.missed)],
-)
-def test_the_limit_of_the_host(compiled, host, expected):
-    other = measured("torch-compile", 1.0, 1.0, compiled, "peer")
-    assert verdict(of_small("host", "torch-compile"), other, measured("ours", 99.0, 99.0, host)) is expected
-
-
-@pytest.mark.parametrize("name", ["torch-compile", "stock"])
-@pytest.mark.parametrize("called, expected", [(10.0, Verdict.met), (10.1, Verdict.nearly), (10.3, Verdict.missed)])
-def test_nobody_is_faster_as_called(name, called, expected):
-    target = of_small("as called", name)
-    assert verdict(target, measured(name, 10.0, 1.0, 1.0), measured("ours", called, 99.0, 99.0)) is expected
-
-
-def test_what_is_not_there_is_not_measured():
-    bare = Result("floor", "floor", "floor", samples_ms=[1.0])
-    ours = measured("ours", 1.0, 1.0, 1.0)
-    assert verdict(of_small("alone", "floor"), bare, ours) is Verdict.unmeasured
-    assert verdict(of_small("host", "torch-compile"), bare, ours) is Verdict.unmeasured
-
-
-def test_times_of_a_call_are_told_from_those_of_the_device():
-    """Two cases of one problem: targets of either look at their own, and the peers at the device."""
-    floor, ours = measured("floor", 10.0, 10.0, 0.1, "floor"), measured("ours", 10.4, 10.4, 0.1)
-    peer = Result("cce", "CCE", "peer", samples_ms=[20.0], workspace_bytes=1)
-    called = Run("operator", HEAD, [Entry(call_case(MAIN), [floor, ours, peer])])
-    device = Run("operator", HEAD, [Entry(OperatorCase(*MAIN), [floor, ours, peer])])
-    (table,) = target_tables([called])
-    assert table.title == f"Targets of calls met: 1 of {len(CALL_TARGETS)}"
-    (other,) = target_tables([device])
-    assert other.title == f"Targets met: 1 of {len(TARGETS)}"
-    assert [t.title for t in target_tables([device, called])] == [other.title, table.title]
-    (nothing,) = target_tables([Run("operator", HEAD, [])])
-    assert (nothing.title, nothing.rows) == ("Targets", [])
-    assert duels([called]) == []
-    assert duels([device]) != []
-
-
-def test_the_preset_measures_all_targets_of_calls():
-    cases = [case for case, _ in PRESETS["h200-small"]()]
-    assert [case.shape for case in cases] == [*SMALL, MAIN]
-    assert all(case.calls and case.time for case in cases)
-    entries = [Entry(case, [measured(name, 1.0, 1.0, 1.0) for name in case.contenders or ()]) for case in cases]
-    checks = check_targets([Run("operator", HEAD, entries)], CALL_TARGETS)
-    assert {check.verdict for check in checks} == {Verdict.met}
-    assert len(checks) == len({check.key for check in checks}) == 4 * len(SMALL) + 1
 
 
 @pytest.mark.gpu
@@ -274,8 +183,8 @@ def test_the_times_of_a_call_on_cuda():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["ours", "torch-compile", "stock"])
 def test_a_replay_makes_the_gradients(name):
-    """Of what the operands hold then, not of what they held when the step was captured."""
-    problem = Problem(OperatorCase(256, 64, 1000), CUDA)
+    """They are of what the operands hold then, not of what they held when the step was captured."""
+    problem = OperatorProblem(OperatorCase(256, 64, 1000), CUDA)
     (contender,) = select([name])
     solve = contender.prepare(problem)
     kept: list[Any] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 
@@ -15,52 +14,12 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
-from benchmarks.kernels import CONTENDERS, KERNELS, PRESETS, KernelCase, Tiles
+from benchmarks.kernels import CONTENDERS, KERNELS, KernelCase, Tiles
 from benchmarks.reports import markdown
 from flce.bench.cases import Effort
-from flce.bench.results import Entry, Result, Run
+from flce.bench.results import BenchResult, Entry, Run
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def result_file(tmp_path_factory):
-    """One tiny run of `kernels`, on the CPU."""
-    path = tmp_path_factory.mktemp("benchmarks") / "kernels.json"
-    done = CliRunner().invoke(app, ["kernels", "--preset", "tiny", "--device", "cpu", "--out", str(path)])
-    assert done.exit_code == 0, done.output
-    return path
-
-
-def test_every_pass_is_measured(result_file):
-    run = KERNELS.load(result_file)
-    assert [entry.case for entry in run.cases] == [case for case, _ in PRESETS["tiny"]()]
-    for entry in run.cases:
-        names = ["copy", "statistics", "gradient", *(["both"] if entry.case.whole else []), "statistics-again"]
-        assert [result.contender for result in entry.results] == names
-        for result in entry.results:
-            assert result.status == "ok", result.reason
-            assert len(result.samples_ms) == 2
-            assert result.gigabytes_per_second is not None
-
-
-def test_schema(result_file):
-    document = json.loads(result_file.read_text())
-    assert document["kind"] == "kernels"
-    for entry in document["cases"]:
-        assert {"tokens", "columns", "vocab", "dtype", "grad_dtype"} <= set(entry["case"])
-        for result in entry["results"]:
-            assert {"samples_ms", "median_ms", "moved_bytes"} <= set(result)
-
-
-def test_table(result_file):
-    done = CliRunner().invoke(app, ["table", str(result_file)])
-    assert done.exit_code == 0, done.output
-    assert "| statistics and gradient |" in done.output
-    assert "| GB/s | of copy |" in done.output
-    assert "Median ms, bandwidth of the copy's" in done.output
-    brief = CliRunner().invoke(app, ["table", str(result_file), "--brief"])
-    assert "GB/s" not in brief.output
 
 
 def test_bandwidth_is_that_of_the_bytes_that_must_move():
@@ -70,8 +29,8 @@ def test_bandwidth_is_that_of_the_bytes_that_must_move():
     assert moved == {"copy": 4 * 100 * 50304, "statistics": 2 * logits, "gradient": 4 * logits, "both": 4 * logits}
     mixed = KernelCase(100, 50257, 50257, "float32", "bfloat16")
     assert CONTENDERS[3].bytes(mixed) == 6 * logits
-    copy = Result("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
-    both = Result("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
+    copy = BenchResult("copy", "copy", "floor", samples_ms=[1.0], moved_bytes=4_000_000)
+    both = BenchResult("both", "both", "ours", samples_ms=[2.0, 4.0, 3.0], moved_bytes=9_000_000)
     assert both.gigabytes_per_second == pytest.approx(3.0)
     head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
     run = Run("kernels", head, [Entry(case, [copy, both])])

@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
 pytest.importorskip("matplotlib", reason="the pictures")
-pytest.importorskip("psutil", reason="the peak memory")
 pytest.importorskip("tokenizers", reason="the tokenizer")
 pytest.importorskip("transformers", reason="the model")
 
@@ -23,7 +22,7 @@ from typer.testing import CliRunner
 
 import flce
 from flce.cli import demo
-from flce.demo.report import Run
+from flce.demo.report import TrainingRun
 
 ROOT = Path(flce.__file__).parents[1]
 # The command by itself.
@@ -40,7 +39,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is trained once, not in the home of whoever tests."""
+    """The tokenizer is trained once, not in the home of the user who tests."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(ROOT / ".cache"))
 
 
@@ -71,12 +70,12 @@ def test_stock_and_patched_runs_agree_and_are_drawn(text: Path, tmp_path: Path) 
 # ------------------------------------------------------------------------------------------- without the training
 
 
-def run_of(*losses: float, peak: int) -> Run:
+def run_of(*losses: float, peak: int) -> TrainingRun:
     profile = flce.MemoryProfile("cpu", ((0.0, 0), (0.1, peak // 2), (0.2, 0)))
-    return Run("A model", list(losses), [0.2, 0.1, 0.3], peak, profile)
+    return TrainingRun("A model", list(losses), [0.2, 0.1, 0.3], peak, profile)
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, folder: Path, text: Path, patched: Run, *options: str) -> Any:
+def answer(monkeypatch: pytest.MonkeyPatch, folder: Path, text: Path, patched: TrainingRun, *options: str) -> Any:
     stock = run_of(3.0, 2.0, 1.0, peak=400)
     monkeypatch.setattr(demo, "train_both", lambda *_, **__: {"stock": stock, "patched": patched})
     monkeypatch.chdir(folder)
@@ -115,37 +114,6 @@ def test_curves_that_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tex
     facts = json.loads(done.stdout, parse_constant=no_constant)
     assert facts["agree"] is False
     assert facts["patched"]["losses"][2] == (1.001 if last == 1.001 else None)
-
-
-@pytest.mark.parametrize("option", ["--output", "--memory-picture"])
-def test_a_picture_that_cannot_be_drawn(
-    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
-) -> None:
-    """Is refused before the training."""
-    monkeypatch.setenv("COLUMNS", "200")
-    done = answer(monkeypatch, tmp_path, text, run_of(1.0, peak=1), option, str(tmp_path / "d.xyz"))
-    assert done.exit_code == 2
-    assert "no picture can be drawn as .xyz" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    [
-        (["--text", "nowhere"], "'nowhere' does not exist"),
-        (["--steps", "0"], "Invalid value for '--steps'"),
-        (["--vocab-size", "-5"], "Invalid value for '--vocab-size'"),
-        (["--text", "."], "no text to train on"),
-    ],
-)
-def test_wrong_usage(
-    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "empty").mkdir()
-    done = answer(monkeypatch, tmp_path / "empty", text, run_of(1.0, peak=1), *options)
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert not done.stdout
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:

@@ -18,7 +18,8 @@ pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
 
 import flce
-from flce.cli import app, environment
+from flce.cli import app
+from flce.cli import info as info_command
 
 ROOT = Path(flce.__file__).parents[1]
 COMMANDS = sorted(command.callback.__name__ for command in app.app.registered_commands if command.callback)
@@ -123,17 +124,17 @@ FINE: dict[str, Any] = {
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_known_problems(change: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_c_compiler", lambda: True)
-    assert environment.known_problems(FINE) == []
+    monkeypatch.setattr(info_command, "_c_compiler", lambda: True)
+    assert info_command.known_problems(FINE) == []
     facts = copy.deepcopy(FINE)
     for name, value in change.items():
         facts[name] = value if isinstance(value, list) else facts[name] | value
-    assert any(said in problem for problem in environment.known_problems(facts))
+    assert any(said in problem for problem in info_command.known_problems(facts))
 
 
 def test_triton_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_c_compiler", lambda: False)
-    assert "install gcc" in environment.known_problems(FINE)[0]
+    monkeypatch.setattr(info_command, "_c_compiler", lambda: False)
+    assert "install gcc" in info_command.known_problems(FINE)[0]
     newer = copy.deepcopy(FINE)
     newer["packages"]["triton"] = "3.7.1"
-    assert environment.known_problems(newer) == []
+    assert info_command.known_problems(newer) == []

@@ -48,7 +48,7 @@ MIXED = Training(BATCH, torch.float32, torch.bfloat16, optimizer="adamw-foreach"
 
 
 def measured_peak(config: Any, training: Training, variant: Variant) -> int:
-    """Of the second of two steps: the first makes the optimizer's state."""
+    """The peak of the second of two steps: the first makes the optimizer's state."""
     gc.collect()
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, is_patched, patch_model, unpatch_model
 from flce.huggingface.lazy_logits import is_lazy
-from tests.helpers import pairs, relative_error
+from flce.testing.problem import relative_error
+from tests.helpers import pairs
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

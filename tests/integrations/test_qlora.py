@@ -1,4 +1,4 @@
-"""`integrations/qlora.py` for 8 steps, and an adapter on the head."""
+"""A model in 4 bits: what is fused of it, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ pytest.importorskip("typer", reason="the scripts' command line")
 import compare
 import flce
 import qlora as script
-
-
-def test_the_script(run_script):
-    said = run_script("qlora.py", "--steps=8")
-    assert "8 steps" in said
-    assert "The loss curves agree" in said
-
-
-def test_an_adapter_on_the_head_is_fused():
-    assert compare.compare("", lambda patched: script.train(patched, steps=4, adapt_head=True)) == 0
+from flce.testing.models import VOCAB_SIZE
 
 
 @pytest.mark.usefixtures("nothing_materialises")
@@ -46,13 +37,7 @@ def test_a_head_in_4_bits_is_refused():
     from bitsandbytes.nn import Linear4bit
 
     model = script.quantized_model(adapt_head=False).get_base_model()
-    head = Linear4bit(64, compare.VOCAB_SIZE, bias=False).to("cuda" if compare.has_gpu() else "cpu")
+    head = Linear4bit(64, VOCAB_SIZE, bias=False).to("cuda" if compare.has_gpu() else "cpu")
     model.set_output_embeddings(head)
     with pytest.raises(TypeError, match="quantised head"):
         flce.patch_model(model)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [[], ["--adapt-head"], ["--bf16"]], ids=["plain", "head", "bf16"])
-def test_on_a_gpu(run_script, options):
-    assert "The loss curves agree" in run_script("qlora.py", "--steps=15", *options, gpu="0")

@@ -1,4 +1,4 @@
-"""Transformers' `Trainer`: `integrations/trainer.py` for 15 steps, and what else people ask of a trainer."""
+"""Transformers' `Trainer`: what people ask of it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import compare  # noqa: E402
 import flce  # noqa: E402
 import trainer as script  # noqa: E402
 from flce.huggingface import FlceCallback, LazyLogits, MaterializedLogitsError  # noqa: E402
+from flce.testing.models import tiny_model  # noqa: E402
 
 STEPS = 6
 
@@ -29,12 +30,6 @@ def both(**arguments: Any) -> tuple[compare.Curve, compare.Curve]:
 def assert_agree(stock: compare.Curve, patched: compare.Curve, tolerance: float = 1e-5) -> None:
     assert compare.max_difference(stock, patched) <= tolerance
     assert all(patched.fused)
-
-
-def test_the_script(run_script):
-    said = run_script("trainer.py", "--steps=15")
-    assert "15 steps" in said
-    assert "The loss curves agree" in said
 
 
 @pytest.mark.parametrize(
@@ -60,12 +55,6 @@ def test_bfloat16_autocast():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_autocast_on_a_gpu(run_script, dtype):
-    run_script("trainer.py", "--steps=10", f"--{dtype}", gpu="0")  # of several GPUs a Trainer would take all
-
-
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.usefixtures("nothing_materialises")
@@ -75,7 +64,7 @@ def test_a_model_split_over_devices(tmp_path, head):
     places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1}
     curves = []
     for patched in (False, True):
-        model = accelerate.dispatch_model(compare.tiny_model(), {**places, "lm_head": head})
+        model = accelerate.dispatch_model(tiny_model(), {**places, "lm_head": head})
         trainer = script.make_trainer(patched, str(tmp_path), steps=STEPS, model=model)
         trainer.train()
         curves.append(trainer.curve)
@@ -225,20 +214,20 @@ class TestCallback:
         return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
 
     def test_patches_when_the_trainer_is_made_and_leaves_it_so(self, tmp_path):
-        model = compare.tiny_model()
+        model = tiny_model()
         trainer = self.make(tmp_path, FlceCallback(), model=model)
         assert flce.is_patched(model)
         trainer.train()
         assert flce.is_patched(model)
 
     def test_unpatches_if_asked(self, tmp_path):
-        model = compare.tiny_model()
+        model = tiny_model()
         self.make(tmp_path, FlceCallback(unpatch=True), model=model).train()
         assert not flce.is_patched(model)
         assert type(model.lm_head) is torch.nn.Linear
 
     def test_a_model_made_for_every_run(self, tmp_path):
-        trainer = self.make(tmp_path, FlceCallback(), model_init=lambda: compare.tiny_model())
+        trainer = self.make(tmp_path, FlceCallback(), model_init=lambda: tiny_model())
         first = trainer.model
         trainer.train()
         assert trainer.model is not first
@@ -251,7 +240,7 @@ class TestCallback:
         for callbacks in ([], [FlceCallback()]):
             settings = {**compare.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
             trainer = transformers.Trainer(
-                model_init=lambda: compare.tiny_model(),
+                model_init=lambda: tiny_model(),
                 args=transformers.TrainingArguments(**settings),
                 train_dataset=compare.examples(8),
                 eval_dataset=compare.examples(8, seed=1),
@@ -264,7 +253,7 @@ class TestCallback:
         assert flce.report(trainer.model).fused > before
 
     def test_added_after_the_trainer_was_made(self, tmp_path):
-        model = compare.tiny_model()
+        model = tiny_model()
         trainer = self.make(tmp_path, transformers.TrainerCallback(), model=model)
         trainer.add_callback(FlceCallback)
         trainer.train()
@@ -277,7 +266,7 @@ class TestCallback:
         for callbacks in ([], [FlceCallback()]):
             config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
             trainer = compare.keeping_losses(transformers.Trainer)(
-                model=peft.get_peft_model(compare.tiny_model(), config),
+                model=peft.get_peft_model(tiny_model(), config),
                 args=transformers.TrainingArguments(**compare.trainer_settings(str(tmp_path), STEPS)),
                 train_dataset=compare.examples(4 * STEPS),
                 eval_dataset=compare.examples(8, seed=1),
@@ -291,13 +280,13 @@ class TestCallback:
 
     def test_options_reach_the_loss(self, tmp_path):
         options = flce.ChunkOptions(max_workspace_bytes=1)
-        trainer = self.make(tmp_path, FlceCallback(options=options), model=compare.tiny_model())
+        trainer = self.make(tmp_path, FlceCallback(options=options), model=tiny_model())
         with pytest.raises(ValueError, match="max_workspace_bytes"):
             trainer.train()
 
     def test_on_materialize_reaches_the_logits(self, tmp_path):
         callback = FlceCallback(on_materialize="raise")
-        trainer = self.make(tmp_path, callback, model=compare.tiny_model(), eval_dataset=compare.examples(4))
+        trainer = self.make(tmp_path, callback, model=tiny_model(), eval_dataset=compare.examples(4))
         trainer.compute_metrics = accuracy
         with pytest.raises(MaterializedLogitsError):
             trainer.evaluate()

@@ -18,9 +18,11 @@ pytest.importorskip("typer", reason="the scripts' command line")
 import trl
 from datasets import Dataset
 
-from compare import excerpts, tiny_model, tiny_tokenizer, trainer_settings
+from compare import excerpts, tiny_tokenizer, trainer_settings
 from flce.huggingface import FlceCallback, NotFusedWarning
+from flce.testing.models import tiny_model
 from trl_dpo import preferences
+from trl_sft import make_trainer
 
 
 def sft(settings: dict[str, Any], common: dict[str, Any]) -> Any:
@@ -76,3 +78,13 @@ def test_trl_says_so(make: Callable[..., Any]) -> None:
     assert "round the head" in said[0]
     assert "docs/trainers.md" in said[0]
     assert flce.report(trainer.model).fused == 0
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_evaluation_of_sft(tmp_path):
+    losses = []
+    for patched in (False, True):
+        trainer = make_trainer(patched, str(tmp_path), steps=2)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)

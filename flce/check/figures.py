@@ -1,4 +1,4 @@
-"""What a check found."""
+"""What a check found: figures, and what else is wrong."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flce.check.tolerances import Bound, Tolerance
+from flce.testing.oracle import OracleResult
+from flce.testing.problem import CallResult, relative_error
+from flce.testing.tolerances import Bound, Tolerance
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Figure:
 
     @property
     def share(self) -> float:
-        """Of what is allowed."""
+        """The part of what is allowed that the error takes."""
         return self.error / self.allowed if self.error == self.error else float("inf")
 
     def __str__(self) -> str:
@@ -41,10 +43,10 @@ class Measurement:
     wrong: tuple[str, ...] = ()
     """What is wrong beside figures, a sentence each."""
     plan: str = ""
-    """Of the call, if it has one."""
+    """The plan of the call, if it has one."""
 
 
-class Check(Protocol):
+class ExactnessCheck(Protocol):
     @property
     def title(self) -> str: ...
     @property
@@ -53,8 +55,23 @@ class Check(Protocol):
 
 
 Results = Mapping[str, Tensor]
-"""Names, and what was computed."""
-LOSSES = ("loss", "lse", "logprob", "entropy")
+"""What was computed, by name."""
+STATISTICS = ("lse", "logprob", "entropy")
+
+
+def named(result: CallResult | OracleResult) -> Results:
+    """The loss, the statistics and the gradients that there are."""
+    statistics = result.output if isinstance(result, CallResult) else result
+    found = {
+        "loss": result.loss,
+        **{name: getattr(statistics, name, None) for name in STATISTICS},
+        "input gradient": result.grad_input,
+        "weight gradient": result.grad_weight,
+        "bias gradient": result.grad_bias,
+    }
+    for number, (a, b) in enumerate(result.grad_adapters, 1):
+        found |= {f"adapter {number} input gradient": a, f"adapter {number} weight gradient": b}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def compared(ours: Results, stock: Results, truth: Results, tolerance: Tolerance) -> tuple[Figure, ...]:
@@ -65,19 +82,10 @@ def compared(ours: Results, stock: Results, truth: Results, tolerance: Tolerance
     """
     figures = []
     for what, got in ours.items():
-        bound: Bound = tolerance.loss if what in LOSSES else tolerance.gradient
+        bound: Bound = tolerance.loss if what in ("loss", *STATISTICS) else tolerance.gradient
         beside = relative_error(stock[what], truth[what])
         figures.append(Figure(what, relative_error(got, truth[what]), beside, bound.allowed(beside)))
     return tuple(figures)
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference over the norm of what was expected."""
-    if actual.shape != expected.shape:
-        raise ValueError(f"a result has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    exact = expected.double()
-    difference, norm = float((actual.to(exact.device).double() - exact).norm()), float(exact.norm())
-    return difference / norm if norm else difference
 
 
 def differing(ours: Results, again: Results | None) -> tuple[str, ...]:

@@ -1,0 +1,35 @@
+"""Small language models with random weights, made from their configuration: nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+VOCAB_SIZE = 1000
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "use_cache": False,
+}
+
+
+def tiny_model(architecture: str = "Qwen3", seed: int = 0, **sizes: Any) -> Any:
+    """Two layers without dropout, in float32 on the CPU: with one seed the same model on every call.
+
+    Args:
+        architecture: as the classes of Transformers begin.
+        seed: of the weights.
+        sizes: other values of the configuration.
+    """
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{architecture}Config")(**{**SIZES, **sizes})
+    torch.manual_seed(seed)
+    return getattr(transformers, f"{architecture}ForCausalLM")(config)

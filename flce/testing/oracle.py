@@ -1,0 +1,178 @@
+"""What ``flce.fused_linear_cross_entropy`` has to return, computed the plain way in float64.
+
+Nothing here is shared with the rest of the package: the logits are materialised, every formula is the one of the
+documentation, and the gradients come from PyTorch's own autograd. ``tests/test_oracle.py`` compares the oracle with
+``torch.nn.functional.cross_entropy`` and with values computed by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The most logits that are made at once: half a GiB, several times.
+MOST_LOGITS = 1 << 26
+
+
+@dataclass(frozen=True)
+class OracleResult:
+    """The loss, the statistics and the gradients, all float64 (``argmax`` int64, ``correct`` bool)."""
+
+    loss: Tensor
+    z_loss: Tensor
+    lse: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    argmax: Tensor
+    correct: Tensor
+    grad_input: Tensor
+    grad_weight: Tensor
+    """Empty where there is no weight."""
+    grad_bias: Tensor | None
+    grad_adapters: list[tuple[Tensor, Tensor]]
+
+
+def shifted_target(target: Tensor, ignore_index: int, shift: int) -> tuple[Tensor, Tensor]:
+    """The target that each position predicts and whether the position counts at all."""
+    if shift == 0:
+        return target, target != ignore_index
+    moved = torch.zeros_like(target)
+    valid = torch.zeros_like(target, dtype=torch.bool)
+    length = target.shape[-1]
+    if shift < length:
+        moved[..., : length - shift] = target[..., shift:]
+        valid[..., : length - shift] = target[..., shift:] != ignore_index
+    return moved, valid
+
+
+def dense_logits(
+    input: Tensor,
+    linear_weight: Tensor | None,
+    linear_bias: Tensor | None = None,
+    *,
+    adapters: Sequence[tuple[Tensor, Tensor]] = (),
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """``z`` for every position and class. Without a weight ``input`` are logits before their scale and cap."""
+    z = input if linear_weight is None else input @ linear_weight.transpose(0, 1)
+    for a, b in adapters:
+        z = z + a @ b.transpose(0, 1)
+    if linear_bias is not None:
+        z = z + linear_bias
+    z = logit_scale * z
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def oracle(
+    input: Tensor,
+    linear_weight: Tensor | None,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    adapters: Sequence[tuple[Tensor, Tensor]] = (),
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: Tensor | None = None,
+    num_items: int | Tensor | None = None,
+    shift: int = 0,
+    grad_output: Tensor | float | None = None,
+) -> OracleResult:
+    """Loss, statistics and gradients for the upstream gradient ``grad_output`` (ones if not given)."""
+    w, b = (None if t is None else _leaf(t) for t in (linear_weight, linear_bias))
+    ups = [_leaf(up) for _, up in adapters]
+    num_classes = input.shape[-1] if w is None else w.shape[0]
+    moved, is_valid = shifted_target(target.detach().long(), ignore_index, shift)
+    y, valid = moved.reshape(-1), is_valid.reshape(-1)
+    per_class = input.new_ones(num_classes, dtype=torch.float64) if weight is None else weight.detach().double()
+    per_token = None if token_weight is None else token_weight.detach().double().reshape(-1)
+
+    # What the two terms of all tokens are divided by.
+    one = input.new_ones((), dtype=torch.float64)
+    if reduction == "mean":
+        divisor, z_divisor = per_class[y[valid]].sum(), valid.sum().double()
+    elif reduction in ("sum", "none"):
+        divisor = z_divisor = one if num_items is None else one * float(num_items)
+    else:
+        raise ValueError(reduction)
+    upstream = one if grad_output is None else torch.as_tensor(grad_output, device=input.device).detach().double()
+    upstream = upstream.expand(target.shape).reshape(-1)
+
+    parts: list[dict[str, Tensor]] = []
+    for tokens in torch.arange(len(y), device=y.device).split(max(1, MOST_LOGITS // max(1, num_classes))):
+        x = _leaf(input.reshape(-1, input.shape[-1])[tokens])
+        sides = [_leaf(a.reshape(-1, a.shape[-1])[tokens]) for a, _ in adapters]
+        with torch.enable_grad():
+            pairs = list(zip(sides, ups, strict=True))
+            cap = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+            z = dense_logits(x, w, b, adapters=pairs, **cap)  # type: ignore[arg-type]
+            rows = valid[tokens].nonzero().flatten()
+            z_valid, y_valid = z[rows], y[tokens][rows]
+            lse = torch.logsumexp(z_valid, dim=1)
+            z_target = z_valid.gather(1, y_valid[:, None])[:, 0]
+            ce = (1.0 - label_smoothing) * per_class[y_valid] * (lse - z_target)
+            if label_smoothing != 0.0:
+                every_class = (per_class * (lse[:, None] - z_valid)).sum(dim=1)
+                ce = ce + label_smoothing / num_classes * every_class
+            zl = z_loss * lse.square()
+            if per_token is not None:
+                ce, zl = per_token[tokens][rows] * ce, per_token[tokens][rows] * zl
+            (upstream[tokens][rows] * (ce / divisor + zl / z_divisor)).sum().backward()
+        with torch.no_grad():
+            found = {"ce": ce, "zl": zl, "lse": lse, "logprob": z_target - lse, **_statistics(z_valid, lse, y_valid)}
+            part = {name: _placed(values.detach(), rows, len(tokens)) for name, values in found.items()}
+            parts.append({**part, "x": _grad(x), **{f"a{k}": _grad(side) for k, side in enumerate(sides)}})
+
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    per_position = {name: values.view(target.shape) for name, values in whole.items() if values.dim() == 1}
+    ce, zl = per_position["ce"], per_position["zl"]
+    if reduction != "none":
+        ce, zl = ce.sum(), zl.sum()
+    return OracleResult(
+        loss=ce / divisor + zl / z_divisor,
+        z_loss=zl / z_divisor,
+        lse=per_position["lse"],
+        logprob=per_position["logprob"],
+        entropy=per_position["entropy"],
+        argmax=per_position["argmax"].masked_fill(~is_valid, -1),
+        correct=per_position["correct"],
+        grad_input=whole["x"].view(input.shape),
+        grad_weight=input.new_empty(0) if w is None else _grad(w),
+        grad_bias=None if b is None else _grad(b),
+        grad_adapters=[(whole[f"a{k}"].view(a.shape), _grad(ups[k])) for k, (a, _) in enumerate(adapters)],
+    )
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().double().clone().requires_grad_()
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _placed(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The values at these of `count` rows; zero or False elsewhere."""
+    return torch.zeros(count, dtype=values.dtype, device=values.device).index_put((rows,), values)
+
+
+def _statistics(z: Tensor, lse: Tensor, y: Tensor) -> dict[str, Tensor]:
+    p = torch.softmax(z, dim=1)
+    plogit = torch.where(p > 0, p * z, torch.zeros_like(p))
+    # The lowest index among equals, whatever torch.argmax does.
+    is_top = z == z.amax(dim=1, keepdim=True)
+    order = torch.arange(z.shape[1], device=z.device).expand_as(is_top)
+    highest = torch.where(is_top, order, z.shape[1]).amin(dim=1)
+    return {"entropy": lse - plogit.sum(dim=1), "argmax": highest, "correct": highest == y}

@@ -1,0 +1,244 @@
+"""Tensors and arguments of one call; the call of flce, of PyTorch's own operators, and of the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.testing.oracle import OracleResult, dense_logits, oracle, shifted_target
+
+IGNORED = -100
+# Standard deviation of the logits; about that of a trained model.
+LOGITS_STD = 4.0
+# Which gradients: of the input, the weight, the bias, and of the first and second tensors of all adapters.
+ALL_GRADS = "xwbaB"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors and the keyword arguments of one call, without ``options`` and ``stats``."""
+
+    input: Tensor
+    linear_weight: Tensor
+    """With dimensions (0,) where there is no head: `input` are logits then."""
+    target: Tensor
+    linear_bias: Tensor | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    adapters: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @property
+    def has_head(self) -> bool:
+        return self.linear_weight.dim() == 2
+
+    def with_(self, **kwargs: Any) -> Problem:
+        return replace(self, kwargs={**self.kwargs, **kwargs})
+
+    def to(self, device: torch.device) -> Problem:
+        """On another device."""
+        bias = None if self.linear_bias is None else self.linear_bias.to(device)
+        adapters = tuple((a.to(device), up.to(device)) for a, up in self.adapters)
+        x, w, y = (t.to(device) for t in (self.input, self.linear_weight, self.target))
+        return Problem(x, w, y, bias, self.kwargs, adapters)
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """The loss and the gradients of a call; `output` is what it returned, statistics among it."""
+
+    loss: Tensor
+    grad_input: Tensor | None
+    grad_weight: Tensor | None
+    grad_bias: Tensor | None
+    grad_adapters: list[tuple[Tensor | None, Tensor | None]] = field(default_factory=list)
+    output: Any = None
+
+
+def make_problem(
+    leading: Sequence[int] = (37,),
+    hidden: int | None = 16,
+    vocab: int = 71,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+    bias: bool = False,
+    class_weight: bool = False,
+    token_weight: bool = False,
+    adapter_ranks: Sequence[int] = (),
+    ignored: float = 0.0,
+    target_dtype: torch.dtype = torch.int64,
+    std: float = 2.0,
+    seed: int = 0,
+    generator: torch.Generator | None = None,
+    **kwargs: Any,
+) -> Problem:
+    """A random problem whose logits have about the standard deviation ``std``. With ``hidden=None`` it has no head.
+
+    The numbers are the same on every device, unless a generator of another device than the CPU draws them.
+    """
+    g = torch.Generator().manual_seed(seed) if generator is None else generator
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=g, dtype=torch.float64, device=g.device)
+
+    def rand(*sizes: int) -> Tensor:
+        return torch.rand(*sizes, generator=g, dtype=torch.float64, device=g.device)
+
+    shape = tuple(leading)
+    if hidden is None:
+        x, w = randn(*shape, vocab).mul_(std).to(device, dtype), torch.empty(0, dtype=dtype, device=device)
+    else:
+        x = randn(*shape, hidden).to(device, dtype)
+        w = randn(vocab, hidden).mul_(std / max(hidden, 1) ** 0.5).to(device, dtype)
+    y = torch.randint(0, vocab, shape, generator=g, device=g.device)
+    if ignored:
+        drop = torch.rand(shape, generator=g, device=g.device) < ignored
+        y = y.masked_fill(drop, kwargs.get("ignore_index", IGNORED))
+    b = randn(vocab).to(device, dtype) if bias else None
+    if class_weight:
+        kwargs["weight"] = (rand(vocab) + 0.25).to(device, dtype)
+    if token_weight:
+        kwargs["token_weight"] = rand(*shape).to(device, dtype) * 2
+    adapters = []
+    for rank in adapter_ranks:
+        a = randn(*shape, rank).to(device, dtype)
+        adapters.append((a, (randn(vocab, rank) * (std / 2 / rank**0.5)).to(device, dtype)))
+    return Problem(x, w, y.to(device, target_dtype), b, kwargs, tuple(adapters))
+
+
+def run_fused(
+    problem: Problem,
+    *,
+    options: flce.ChunkOptions | None = None,
+    stats: Sequence[str] = (),
+    grads: str = ALL_GRADS,
+    grad_output: Tensor | float | None = None,
+) -> CallResult:
+    """One forward and, if any of ``grads`` is wanted, one backward of flce."""
+    p = _leaves(problem, grads)
+    output: Any = flce.fused_linear_cross_entropy(
+        p.input,
+        p.linear_weight,
+        p.target,
+        linear_bias=p.linear_bias,
+        adapters=p.adapters,
+        options=options,
+        stats=tuple(stats),
+        **p.kwargs,
+    )
+    loss = output.loss if stats else output
+    assert isinstance(loss, Tensor)
+    assert loss.requires_grad == any(t.requires_grad for t in _tensors(p))
+    return _after_backward(p, loss, output, grad_output)
+
+
+def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> CallResult:
+    """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64."""
+    p = _leaves(problem, ALL_GRADS)
+    z = F.linear(p.input, p.linear_weight, p.linear_bias) if p.has_head else p.input
+    for a, up in p.adapters:
+        z = z + F.linear(a, up)
+    loss, output = stock_loss(z, p.target, **p.kwargs)
+    return _after_backward(p, loss, output, grad_output)
+
+
+def stock_loss(
+    z: Tensor,
+    target: Tensor,
+    *,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    shift: int = 0,
+    ignore_index: int = IGNORED,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, SimpleNamespace]:
+    """The loss of logits that exist, by PyTorch's own operators, and the statistics of each token."""
+    z = dense_logits(
+        z if z.dtype == torch.float64 else z.float(),
+        None,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=temperature,
+    ).flatten(0, -2)
+    moved, valid = shifted_target(target.long(), ignore_index, shift)
+    y = moved.masked_fill(~valid, IGNORED).flatten()
+    weight = None if weight is None else weight.to(z.dtype)
+    loss = F.cross_entropy(z, y, weight=weight, reduction=reduction, label_smoothing=label_smoothing)
+    loss = loss.view(target.shape) if reduction == "none" else loss
+    if z_loss:
+        terms = z_loss * (z.logsumexp(-1).view(target.shape) * valid).square()
+        loss = loss + (terms if reduction == "none" else terms.sum() / (valid.sum() if reduction == "mean" else 1))
+    with torch.no_grad():
+        log_p = F.log_softmax(z, -1)
+        statistics = {
+            "lse": z.logsumexp(-1),
+            "logprob": log_p.gather(-1, y.clamp_min(0)[:, None])[:, 0],
+            "entropy": -(log_p.exp() * log_p).sum(-1),
+        }
+    return loss, SimpleNamespace(**{name: value.view(target.shape) * valid for name, value in statistics.items()})
+
+
+def run_oracle(problem: Problem, grad_output: Tensor | float | None = None) -> OracleResult:
+    return oracle(
+        problem.input,
+        problem.linear_weight if problem.has_head else None,
+        problem.target,
+        linear_bias=problem.linear_bias,
+        adapters=problem.adapters,
+        grad_output=grad_output,
+        **problem.kwargs,
+    )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm of what was expected.
+
+    Raises:
+        ValueError: the two have different shapes.
+    """
+    if actual.shape != expected.shape:
+        raise ValueError(f"a result has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    exact = expected.detach().double()
+    difference, norm = float((actual.detach().to(exact.device).double() - exact).norm()), float(exact.norm())
+    return difference / norm if norm else difference
+
+
+def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
+    if t.data_ptr() % 16:  # where it begins is what matters, which a copy would not keep
+        return t.detach().requires_grad_(requires_grad)
+    return t.detach().clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
+
+
+def _leaves(p: Problem, grads: str) -> Problem:
+    return replace(
+        p,
+        input=_leaf(p.input, "x" in grads),
+        linear_weight=_leaf(p.linear_weight, "w" in grads),
+        linear_bias=None if p.linear_bias is None else _leaf(p.linear_bias, "b" in grads),
+        adapters=tuple((_leaf(a, "a" in grads), _leaf(up, "B" in grads)) for a, up in p.adapters),
+    )
+
+
+def _tensors(p: Problem) -> list[Tensor]:
+    """Those that may have a gradient."""
+    every = (p.input, p.linear_weight, p.linear_bias, *(t for pair in p.adapters for t in pair))
+    return [t for t in every if t is not None]
+
+
+def _after_backward(p: Problem, loss: Tensor, output: Any, grad_output: Tensor | float | None) -> CallResult:
+    if loss.requires_grad:
+        upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
+        loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
+    bias = None if p.linear_bias is None else p.linear_bias.grad
+    adapters = [(a.grad, up.grad) for a, up in p.adapters]
+    return CallResult(loss.detach(), p.input.grad, p.linear_weight.grad, bias, adapters, output)

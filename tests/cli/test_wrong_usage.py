@@ -1,0 +1,103 @@
+"""Wrong usage of every command: exit status 2, a sentence on stderr that names the option, and nothing on stdout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line")
+pytest.importorskip("rich", reason="the command line")
+
+from typer.testing import CliRunner
+
+from flce.bench.problem import CALLS
+from flce.cli.app import app
+from flce.cli.bench import CallMode
+from flce.cli.output import Dtype
+from flce.cli.plan import Optimizer
+from flce.machine import DTYPES
+
+BENCH, LARGE = ("bench", "--device", "cpu", "--shape"), ("plan", "--shape", "8192,4096,128256")
+SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (("check", "--device", "toaster"), "there is no device 'toaster' here: give one of"),
+        (("bench", "--device", "meta"), "there is no device 'meta' here: give one of"),
+        ((*BENCH, "8,4"), "expected N,H,V as 3 positive numbers, at most 1073741824, got '8,4'"),
+        ((*SHAPE, "--dtype", "int8"), "'int8' is not one of"),
+        ((*SHAPE, "--mode", "sideways"), "'sideways' is not one of"),
+        ((*SHAPE, "--budget", "64MB"), "expected whole MiB or GiB, such as 256MiB, got '64MB'"),
+        ((*BENCH, "4000000,8,500", "--budget", "1MiB"), "too small for N=4000000, H=8, V=500 in"),
+        ((*SHAPE, "--contender", "nobody"), "unknown contender nobody; there are: floor"),
+        ((*BENCH, "1000000000,100000,16"), "operands and gradients take 745,058 GiB, and cpu has"),
+        ((*SHAPE, "--seconds", "-1"), "Invalid value for '--seconds'"),
+        (
+            (*SHAPE, "--plot", "picture.txt"),
+            "no picture can be drawn as picture.txt: give a name that ends in .png, .pdf, .svg",
+        ),
+        ((*SHAPE, "--plot", "{folder}/words.json/bench.png"), "cannot be written: give another file"),
+        (("plan",), "give either --model or --shape"),
+        ((*LARGE, "--model", "."), "give either --model or --shape"),
+        (("plan", "--shape", "8192,4096"), "expected N,H,V as 3 positive numbers"),
+        ((*LARGE, "--gpu-memory", "80"), "expected a size such as 80GiB, 80GB or 256MiB, got '80'"),
+        ((*LARGE, "--budget", ""), "expected a size such as"),
+        ((*LARGE, "--budget", "1MiB"), "is too small for"),
+        ((*LARGE, "--optimizer", "lion"), "'lion' is not one of"),
+        ((*LARGE, "--dtype", "int8"), "'int8' is not one of"),
+        ((*LARGE, "--autocast", "bfloat16"), "goes with --dtype float32, got bfloat16"),
+        ((*LARGE, "--device-kind", "sm_80"), "is needed: the memory of a sm_80 is not known"),
+        ((*LARGE, "--device-kind", "abacus"), "device_kind must be one of"),
+        ((*LARGE, "--seq-len", "-5"), "Invalid value for '--seq-len'"),
+        ((*LARGE, "--batch-size", "0"), "Invalid value for '--batch-size'"),
+        ((*MODEL, ".", "--seq-len", "999999999999"), "expected at most 67,108,864 tokens in a step, got"),
+        ((*MODEL, "nowhere"), "nowhere does not exist"),
+        ((*MODEL, "{folder}"), "has no config.json"),
+        ((*MODEL, "{folder}/broken.json"), "is no JSON"),
+        ((*MODEL, "{folder}/unknown.json"), "has the model_type 'abacus'"),
+        ((*MODEL, "{folder}/words.json"), "has values that Transformers refuses"),
+        ((*MODEL, "{folder}/negative.json"), "no llama can be made of this config: Trying to create tensor with"),
+        ((*MODEL, "{folder}/other.json"), "a vit is no causal language model"),
+        (("demo", "--text", "nowhere"), "'nowhere' does not exist"),
+        (("demo", "--steps", "0"), "Invalid value for '--steps'"),
+        (("demo", "--vocab-size", "-5"), "Invalid value for '--vocab-size'"),
+        (("demo", "--text", "{folder}/empty", "--vocab-size", "600"), "no text to train on"),
+        (("demo", "--output", "demo.xyz"), "no picture can be drawn as demo.xyz"),
+        (("demo", "--memory-picture", "{folder}/a.png"), "cannot be written: give another file"),
+        (("conjure",), "No such command 'conjure'"),
+        (("info", "--jason"), "No such option: --jason"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_usage(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--model" in arguments:
+        pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(__file__).parents[2] / ".cache"))
+    for folder in ("empty", "a.png"):
+        (tmp_path / folder).mkdir()
+    for name, text in {
+        "broken": "{",
+        "unknown": '{"model_type": "abacus"}',
+        "words": '{"model_type": "llama", "hidden_size": "abc"}',
+        "negative": '{"model_type": "llama", "vocab_size": -5}',
+        "other": '{"model_type": "vit"}',
+    }.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    given = [argument.replace("{folder}", str(tmp_path)) for argument in arguments]
+    said = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, given)
+    assert said.exit_code == 2, said.output
+    assert sentence in " ".join(said.stderr.replace("│", " ").split())
+    assert said.stdout == ""
+
+
+def test_choices_are_those_of_the_code() -> None:
+    """The command line does not import it to answer `--help`."""
+    assert [mode.value for mode in CallMode] == list(CALLS)
+    assert [dtype.value for dtype in Dtype] == list(DTYPES)
+    memory = pytest.importorskip("flce.huggingface.training_memory", exc_type=ImportError)
+    assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)

@@ -1,0 +1,95 @@
+"""Devices by name, and sizes as people write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flce import machine
+from flce.machine import GIB, MIB, find_device, parse_bytes, parse_sizes, size_text
+
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("256MiB", 256 * MIB), (" 1.5 GiB", 3 * GIB // 2), ("80GB", 80 * 10**9), ("2tib", 2 << 40), ("64MB", 64 * 10**6)],
+)
+def test_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "80", "GiB", "-1GiB", "0MiB", "0.0000001MiB", "3 bytes", "1e3MiB"])
+def test_no_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match=f"expected a size such as 80GiB, 80GB or 256MiB, got '{text}'"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["8192,4096,128256", " 8192 , 4096, 128256", "8192x4096x128256"])
+def test_sizes(text: str) -> None:
+    assert parse_sizes(text) == (8192, 4096, 128256)
+
+
+@pytest.mark.parametrize("text", ["8,4", "8,4,2,1", "8,-4,16", "8,0,16", "8,4,x", "", "9999999999,8,8"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="expected N,H,V as 3 positive numbers, at most 1073741824, got"):
+        parse_sizes(text)
+    assert parse_sizes("8,4", "rows,columns") == (8, 4)
+
+
+@pytest.mark.parametrize(
+    "size, text",
+    [
+        (0, "0.00 MiB"),
+        (9.994 * MIB, "9.99 MiB"),
+        (823 * MIB, "823 MiB"),
+        (7.84 * GIB, "7.84 GiB"),
+        (139.8 * GIB, "140 GiB"),
+        (745058 * GIB, "745,058 GiB"),
+    ],
+)
+def test_size_text(size: float, text: str) -> None:
+    assert size_text(size) == text
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "devices", lambda: [FIRST, SECOND, CPU])
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [(None, SECOND), ("cuda", SECOND), ("cuda:0", FIRST), (FIRST, FIRST), ("cpu", CPU), ("cpu:0", CPU)],
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device(name: str | torch.device | None, found: torch.device) -> None:
+    assert find_device(name) == found
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "cpu:1", "meta", "toaster"])
+@pytest.mark.usefixtures("two_gpus")
+def test_no_device(name: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no device '{name}' here: give one of cuda:0, cuda:1, cpu"):
+        find_device(name)
+    assert find_device(None, ["cpu"]) == CPU
+    with pytest.raises(ValueError, match="give one of cpu"):
+        find_device("cuda:0", ["cpu"])
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_devices_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "device_name", lambda device: device.type)
+    assert machine.devices_of_a_kind() == ([FIRST, CPU], {SECOND: FIRST})
+
+
+def test_what_a_result_file_says() -> None:
+    """No folder of this machine, and the facts that a bug report has of the device."""
+    said = machine.described_run(CPU, "flce", ["bench", "--plot", str(Path.home() / "bench.png")])
+    assert said["command"] == "flce bench --plot bench.png"
+    assert said["versions"]["torch"] == torch.__version__
+    assert machine.environment()["devices"][-1].items() <= said["device"].items()
+    assert json.loads(json.dumps(said)) == said
