@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flce.backends.contract import RowOutputs, log_sum_exp
+from flce.frames import is_differentiated_forward
 from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
 from flce.scalars import integer, real
 
@@ -77,7 +78,7 @@ def widened(dtype: torch.dtype, device_type: str) -> torch.dtype:
 def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | None]) -> None:
     """RuntimeError for a tensor with a forward-mode tangent, which would be lost without a word."""
     # Looked up here, for what is asked in every call and traced with it: mostly there are no dual tensors anywhere.
-    if forward_ad._current_level < 0:
+    if not is_differentiated_forward():
         return
     if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         raise RuntimeError(

@@ -15,25 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce import private
+
 # The older kind has so many levels.
 _LEVELS = 64
 
 
 def is_batched(x: Tensor) -> bool:
     """Whether this stands for each element of a batch: then nothing that is no batch can be changed in place by it."""
-    return torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_legacy_batchedtensor(x)
+    return private.is_batchedtensor(x) or private.is_legacy_batchedtensor(x)
 
 
 def for_each(function: Callable[[Tensor], Sequence[Tensor]], upstream: Tensor) -> Sequence[Tensor]:
     """``function(upstream)``, where `upstream` may be a batch of the older kind, for which an operator with lists among
     its arguments can have no rule. For the newer one see `register_loop`."""
-    if not torch._C._functorch.is_legacy_batchedtensor(upstream):
+    if not private.is_legacy_batchedtensor(upstream):
         return function(upstream)
     for level in range(1, _LEVELS + 1):
-        batch = torch._remove_batch_dim(upstream, level, 1, 0)
-        if not torch._C._functorch.is_legacy_batchedtensor(batch):  # it is a batch of this level, and of no other
+        batch = private.remove_batch_dim(upstream, level, 1, 0)
+        if not private.is_legacy_batchedtensor(batch):  # it is a batch of this level, and of no other
             results = zip(*map(function, batch.unbind()), strict=True)
-            return [torch._add_batch_dim(torch.stack(tensors), 0, level) for tensors in results]
+            return [private.add_batch_dim(torch.stack(tensors), 0, level) for tensors in results]
     raise RuntimeError(
         "flce takes one batch of upstream gradients at a time, got a batch of batches: call torch.autograd.grad with "
         "is_grads_batched=True outside of vmap"

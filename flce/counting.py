@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from flce import cost, gemm, rows
+from flce import cost, gemm, private, rows
 from flce.arena import Arena, CountingArena
 from flce.backends import contract, eager
 from flce.case import Case
@@ -37,7 +36,7 @@ class Count:
 def count(c: Case, schedule: Schedule) -> Count:
     arena = CountingArena()
     meter = Meter(c, arena)
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with private.disable_current_modes(), private.disable_torch_function(), torch.no_grad():
         grads = rehearse(c, schedule, arena, meter, CountingStage)
     if grads and not schedule.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.for_a_moment(eager.SCALING_BYTES)

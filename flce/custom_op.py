@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, 
 
 import torch
 
-from flce.frames import never_compiled
+from flce.frames import mark_frames, never_compiled
 
 T = TypeVar("T")
 
@@ -29,8 +29,14 @@ def define(
     torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
     torch.library.register_fake(f"flce::{name}", fake)
-    if backward is not None:
-        torch.library.register_autograd(f"flce::{name}", never_compiled(backward), setup_context=setup_context)
+    if backward is None or setup_context is None:
+        return
+
+    def prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        mark_frames()
+        setup_context(ctx, inputs, output)
+
+    torch.library.register_autograd(f"flce::{name}", never_compiled(backward), setup_context=prepare)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce import private
 from flce.backends.contract import MAX
 from flce.backends.state import merge_shards, used_slots
 from flce.problem import LossSpec
@@ -71,7 +72,7 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
     Raises:
         ValueError: the same, on a CPU or with ``FLCE_DEBUG=1``.
     """
-    group = dist.distributed_c10d._resolve_process_group(shard.group)  # type: ignore[arg-type, attr-defined]
+    group = private.resolve_process_group(shard.group)
     shards = group.size()
     slots = used_slots(spec)
     mine = torch.cat((state[slots].reshape(-1), state.new_full((1,), cols)))

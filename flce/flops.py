@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from flce import private
 
 Formula = Callable[..., int]
 
@@ -33,9 +34,9 @@ def tell_active_counters() -> None:
     Importing PyTorch's counter imports Triton, which takes as long as all else together. So it is left to those who
     count. If they import it after this package, then by now they have made a counter, which has a copy of all formulas.
     """
-    if not torch._C._len_torch_dispatch_stack() or not _register():
+    if not private.len_torch_dispatch_stack() or not _register():
         return
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in private.dispatch_modes():
         registry = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if registry is not None:
             registry.update(_formulas)

@@ -32,7 +32,7 @@ from flce.backends.state import empty_shard
 from flce.batching import is_batched, register_loop
 from flce.custom_op import define
 from flce.distributed import Shard
-from flce.frames import never_compiled
+from flce.frames import mark_frames, never_compiled
 from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
 from flce.problem import SPEC, LossSpec, accumulation_dtype
 
@@ -96,7 +96,7 @@ def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
         check_overwritable(logits)
         # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
         # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
-        rebase = not logits._is_view() and not logits.retains_grad
+        rebase = logits._base is None and not logits.retains_grad
         outputs = _InPlace.apply(logits, problem, rebase)
         out = Outputs.of(outputs[1:] if rebase else outputs)
     else:
@@ -111,7 +111,7 @@ def check_overwritable(logits: Tensor) -> None:
     in the other cases autograd finds it in that backward, by the version of the tensor.
     """
     instead = "Use inplace=False, or give a copy."
-    base = logits._base if logits._is_view() else None
+    base = logits._base
     for tensor, what in ((logits, "are a leaf"), (base, "are a view of a leaf")):
         if tensor is not None and tensor.is_leaf and tensor.requires_grad:
             raise RuntimeError(
@@ -229,6 +229,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem, rebase: bool) -> tuple[Tensor, ...]:
+        mark_frames()
         out, unit = _losses_and_gradient(problem)
         # Kernels write without autograd's knowledge. Whoever saved the logits is told in backward.
         if rebase:

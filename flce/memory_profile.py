@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch._C._autograd import DeviceType, _profiler_enabled
 
-from flce import memory_picture
+from flce import memory_picture, private
 from flce.machine import find_device
 
 
@@ -114,20 +113,20 @@ def profile_memory(fn: Callable[[], object], *, device: str | torch.device | Non
 
 
 def _on_cpu(fn: Callable[[], object]) -> MemoryProfile:
-    if _profiler_enabled():
+    if private.profiler_enabled():
         # The inner one of two profilers would end the outer one.
         raise RuntimeError("a profiler of PyTorch is running: call flce.profile_memory outside of it")
     with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         start = time.time_ns()
         fn()
         end = time.time_ns()
-        if not _profiler_enabled():
+        if not private.profiler_enabled():
             raise RuntimeError("fn has ended the profiler that records memory: use no profiler of PyTorch in it")
     assert profiler.kineto_results is not None
     records = [
         (event.start_ns(), event.nbytes())
         for event in profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
+        if event.name() == "[memory]" and event.device_type().name == "CPU"
     ]
     return _profile("cpu", start, end, sorted(records, key=lambda record: record[0]))
 
@@ -141,19 +140,19 @@ def _on_cuda(fn: Callable[[], object], index: int) -> MemoryProfile:
         )
     torch.cuda.synchronize(index)
     # Private, as all that follows: the public way to these records is a file that a browser shows.
-    if torch._C._cuda_isHistoryEnabled():
+    if private.cuda_history_enabled():
         raise RuntimeError(
             "CUDA memory is being recorded already: end that first with torch.cuda.memory._record_memory_history(None)"
         )
-    torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
+    private.record_memory_history("all", context=None, stacks="python")
     try:
         start = time.time_ns()
         fn()
         torch.cuda.synchronize(index)
         end = time.time_ns()
-        trace = torch.cuda.memory._snapshot()["device_traces"][index]
+        trace = private.memory_snapshot()["device_traces"][index]
     finally:
-        torch.cuda.memory._record_memory_history(None)
+        private.record_memory_history(None)
     signs = {"alloc": 1, "free_requested": -1}  # as memory_allocated() counts them
     records = [(1000 * e["time_us"], signs[e["action"]] * e["size"]) for e in trace if e["action"] in signs]
     return _profile(f"cuda:{index}", start, end, records)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flce import engine, flops, log
+from flce import engine, flops, log, private
 from flce import rows as vectors
 from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product, total_memory
@@ -30,7 +30,7 @@ from flce.batching import for_each, is_batched, register_loop
 from flce.callers import caller
 from flce.case import Case
 from flce.custom_op import Flat, define
-from flce.frames import never_compiled
+from flce.frames import mark_frames, never_compiled
 from flce.options import ChunkOptions
 from flce.planning import make_plan
 from flce.plans import ChunkPlan
@@ -359,9 +359,9 @@ def _nobody_watches(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a call need not be an operator: no compiler, tracer, mode or transform is there to see one."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or private.get_tracing_state() is not None
+        or private.len_torch_dispatch_stack()
+        or private.peek_interpreter_stack() is not None
     ):
         return False
     for t in tensors:  # noqa: SIM110  a generator takes three times as long
@@ -388,6 +388,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
     def forward(
         ctx: Any, problem: LinearCrossEntropyProblem, options: ChunkOptions, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        mark_frames()
         case = _case(problem, options, make=_known_case)
         gradients = _makes_gradients(case, traced=False)
         result = _run(lambda plan: engine.forward(problem, plan, gradients), problem, case)

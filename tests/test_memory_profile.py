@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 import flce
-from flce import machine
+from flce import machine, private
 from flce.memory_picture import draw
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -152,9 +152,9 @@ class Device:
             (torch.accelerator, "current_device_index", lambda: 1),
             (torch.cuda, "synchronize", lambda index: None),
             (torch.cuda, "get_allocator_backend", lambda: "native"),
-            (torch._C, "_cuda_isHistoryEnabled", lambda: self.recording),
-            (torch.cuda.memory, "_record_memory_history", self.record),
-            (torch.cuda.memory, "_snapshot", lambda: {"device_traces": [[], self.trace]}),
+            (private, "cuda_history_enabled", lambda: self.recording),
+            (private, "record_memory_history", self.record),
+            (private, "memory_snapshot", lambda: {"device_traces": [[], self.trace]}),
         ):
             monkeypatch.setattr(module, name, does, raising=False)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from flce import private
 from flce.bench.cases import BenchCase, ContenderT, Effort, Step, StepOutcome, with_repeat
 from flce.bench.results import BenchResult, Entry
 from flce.memory_profile import profile_memory
@@ -91,7 +92,7 @@ class Meter:
         held = torch.cuda.memory_allocated(self.device)
         self.before()
         if self.head_start:
-            torch.cuda._sleep(int(self.head_start * CYCLES_PER_SECOND))
+            private.cuda_sleep(int(self.head_start * CYCLES_PER_SECOND))
         start.record()
         outcome = step()
         end.record()

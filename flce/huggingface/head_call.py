@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from flce import private
 from flce.arguments import autocast_dtype
-from flce.frames import is_differentiated_forward, is_transformed
+from flce.frames import is_differentiated_forward, is_exported, is_transformed
 from flce.huggingface.staleness import StaleLogitsError, Watched
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
@@ -50,13 +51,13 @@ def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
 def is_recorded() -> bool:
     """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
     if torch.compiler.is_compiling():
-        return bool(torch.compiler._is_exporting_flag)  # PyTorch 2.11 says True to `is_exporting()` in any graph
+        return is_exported()
     return is_traced()
 
 
 def is_traced() -> bool:
     """Whether the program is being made by torch.jit, which runs the model in Python."""
-    return torch._C._get_tracing_state() is not None
+    return private.get_tracing_state() is not None
 
 
 class HeadCall:

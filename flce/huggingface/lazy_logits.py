@@ -28,14 +28,13 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from flce import private
 from flce.callers import caller
 from flce.frames import is_differentiated_forward, is_transformed, never_compiled
 from flce.huggingface import lazy_ops
@@ -366,7 +365,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
                 unmoved = not lazy._moved() and real.requires_grad
                 lazy._version_seen = versions_of(real)
                 # A view that was made without gradients has no place any more: an error for whoever uses it.
-                version = _unsafe_preserve_version_counter(lazy) if unmoved else contextlib.nullcontext()
+                version = private.preserve_version(lazy) if unmoved else contextlib.nullcontext()
                 with (
                     torch._C.DisableTorchFunctionSubclass(),
                     torch.enable_grad(),
@@ -388,7 +387,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             return False
         with torch._C.DisableTorchFunctionSubclass():
             copied: Any = place.next_functions[self.output_nr][0]
-        if not isinstance(copied, _InGraph._backward_cls):
+        if not private.is_node_of(copied, _InGraph):
             return False
         self._state, self._node = getattr(copied, "state"), place  # noqa: B009  # an attribute of its ctx
         self._source = None
@@ -413,7 +412,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # C++ code that does not ask __torch_function__. Gradients are recorded above this level.
-        with torch._C.DisableTorchFunction():
+        with private.disable_torch_function():
             args, kwargs = _realise(args, func, detach=True), _realise(kwargs or {}, func, detach=True)
         return func(*args, **kwargs)
 
@@ -428,7 +427,7 @@ class _InGraph(torch.autograd.Function):
         if lazy is not None:  # changed in place: from here on this is where it stands
             ctx.mark_dirty(lazy)
             return lazy
-        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
+        made: LazyLogits = private.make_wrapper_subclass(
             LazyLogits,
             shadow.shape,
             strides=shadow.stride(),
@@ -436,7 +435,7 @@ class _InGraph(torch.autograd.Function):
             dtype=shadow.dtype,
             device=state.device,
         )
-        torch._C._set_throw_on_mutable_data_ptr(made)  # rather than a null pointer
+        private.set_throw_on_mutable_data_ptr(made)  # rather than a null pointer
         return made
 
     @staticmethod
@@ -467,7 +466,20 @@ class _Behind(torch.autograd.Function):
         return grad, None
 
 
-_APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
+def _forward_functions() -> dict[Any, type]:
+    """The class of each ``autograd.Function`` of this process, by the code of its ``forward``."""
+    found: dict[Any, type] = {}
+    classes: list[Any] = [torch.autograd.Function]
+    while classes:
+        kind = classes.pop()
+        classes += kind.__subclasses__()
+        found[getattr(inspect.unwrap(kind.forward), "__code__", None)] = kind
+    return found
+
+
+def _is_among(value: Any, values: Iterable[Any]) -> bool:
+    """Whether this very object is there, or in a tuple that is."""
+    return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
 
 
 class TracedLazyLogits(LazyBase):
@@ -488,11 +500,13 @@ class TracedLazyLogits(LazyBase):
 
     def _check_caller(self) -> None:
         """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""
+        functions = _forward_functions()
         frame: Any = sys._getframe(1)
         while frame is not None:
-            if frame.f_code is _APPLY and any(value is self for value in frame.f_locals["args"]):
+            function = functions.get(frame.f_code)
+            if function is not None and _is_among(self, frame.f_locals.values()):
                 raise TypeError(
-                    f"{frame.f_locals['cls'].__name__}.apply() of logits that a graph with fullgraph=True returned as "
+                    f"{function.__name__}.apply() of logits that a graph with fullgraph=True returned as "
                     "a plain object would lose their gradient. Give it logits.materialize(), or patch the module that "
                     "is compiled: flce.patch_model(module)"
                 )
@@ -589,7 +603,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
     if is_transformed() and not torch.compiler.is_compiling():
-        with temporarily_clear_interpreter_stack():  # real logits are no part of the transform
+        with private.clear_interpreter_stack():  # real logits are no part of the transform
             args, kwargs = _realise(args, func), _realise(kwargs, func)
         return func(*args, **kwargs)
     operation = None if is_differentiated_forward() else lazy_ops.OPERATIONS.get(func)
@@ -788,7 +802,7 @@ def _view(lazy: LazyBase, state: State, repeat: Callable[[Tensor], Tensor]) -> A
     """A view, or the copy that it is where the strides allow no view."""
     if lazy._shadow is None:
         return make_lazy(state, _source(lazy, repeat, is_view=True))
-    with torch._C.DisableTorchFunction():
+    with private.disable_torch_function():
         shadow = repeat(lazy._shadow)
     is_view = shadow.untyped_storage()._cdata == lazy._shadow.untyped_storage()._cdata
     if not is_view and isinstance(state, LazyState):

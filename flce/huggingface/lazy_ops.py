@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flce import private
 from flce.arguments import widened
 from flce.functional import cross_entropy
 from flce.huggingface.elementwise import replay
@@ -565,7 +566,7 @@ def _cross_entropy(
 ) -> Any:
     """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
     if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+        reduction = private.legacy_reduction(size_average, reduce)
     if not isinstance(target, Tensor) or state.folded.factor != 1.0 or state.class_dim != min(1, state.ndim - 1):
         return NotImplemented
     if target.device != state.device or getattr(weight, "device", state.device) != state.device:

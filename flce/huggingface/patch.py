@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flce import private
 from flce.callers import caller
-from flce.frames import graph_may_end, never_compiled, not_compiled
+from flce.frames import graph_may_end, mark_frames, never_compiled, not_compiled
 from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
@@ -203,7 +204,9 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
         finally:
             call.end()
 
-    return not_compiled(outer)
+    not_compiled(outer)
+    mark_frames()  # before a model that is patched can run
+    return outer
 
 
 class _Call:
@@ -260,7 +263,7 @@ def _watched_products(owner: Any, patch: _Patch) -> WideProducts | None:
     watched = patch.watch_products
     if watched is None:
         # Compiled layers would be compiled twice, with the mode and without. So the call before has to give a reason.
-        watched = not (embedding_layers(owner) and any(m._compiled_call_impl is not None for m in owner.modules()))
+        watched = not (embedding_layers(owner) and any(private.compiled_call(m) is not None for m in owner.modules()))
 
     def lazy_product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         # Right for any product, as lazy logits stand for its value. One that is no logits would be computed when it is
@@ -313,6 +316,8 @@ def patch_model(
     settings = Settings(options, on_materialize)
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
+    if private.make_wrapper_subclass is None:
+        return model
     watch_optimizers()
     owners, left = find_owners(model)
     if not owners:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flce import operators
+from flce import operators, private
 from flce.case import Case
 from flce.devices import Described
 
@@ -339,7 +339,7 @@ def _attention(
         efficient = _aten._scaled_dot_product_efficient_attention
         out = efficient(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
         return out
-    with torch._C.DisableTorchFunction():
+    with private.disable_torch_function():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

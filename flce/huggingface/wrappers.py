@@ -17,17 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
-Hook = Callable[[Tensor], Tensor | None]
+from flce import private
 
-# Functions that are hooks once their first arguments are given: of FSDP1, and of Lightning Fabric in both its packages.
-_HOOKS = (
-    ("torch.distributed.fsdp._runtime_utils", "_pre_backward_hook"),
-    ("lightning.fabric.wrappers", "_backward_hook"),
-    ("lightning_fabric.wrappers", "_backward_hook"),
-)
+Hook = Callable[[Tensor], Tensor | None]
 
 
 def _imported(module: str, name: str) -> Any:
@@ -57,19 +51,26 @@ def asks_for_wrapper() -> bool:
 
 def _fsdp2_state(hook: Any) -> Any:
     """The ``FSDPState`` whose method a hook is, else None."""
-    state = _imported("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState")
     owner = getattr(hook, "__self__", None)
-    return owner if state is not None and isinstance(owner, state) else None
+    if owner is None or private.FSDPState is None:
+        return None
+    return owner if isinstance(owner, private.FSDPState) else None
 
 
 def _is_partial_hook(hook: Any) -> bool:
-    return isinstance(hook, functools.partial) and any(hook.func is _imported(*place) for place in _HOOKS)
+    """Whether it is a function of FSDP1 or of Lightning Fabric whose first arguments are given."""
+    return isinstance(hook, functools.partial) and hook.func in (
+        private.fsdp1_hook,
+        private.fabric_hook,
+        private.fabric_alone_hook,
+    )
 
 
 def _is_deepspeed_hook(hook: Any) -> bool:
-    manager = _imported("deepspeed.runtime.utils", "OutputBackwardHookManager")
     code = getattr(hook, "__code__", None)
-    return manager is not None and code is not None and code in manager._make_backward_hook.__code__.co_consts
+    if code is None or private.deepspeed_hook is None:
+        return False
+    return code in private.deepspeed_hook.__code__.co_consts
 
 
 def identity(hook: Hook) -> int:
@@ -83,9 +84,9 @@ def identity(hook: Hook) -> int:
 
 def ddp_hook(node: Any) -> Hook | None:
     """What DDP's autograd function behind an output does in backward, as a hook; None for another function."""
-    sink = _imported("torch.nn.parallel.distributed", "_DDPSink")
-    if sink is None or not isinstance(node, sink._backward_cls):
+    if not hasattr(node, "ddp_weakref") or private.DDPSink is None or not private.is_node_of(node, private.DDPSink):
         return None
+    sink = private.DDPSink
     context = SimpleNamespace(ddp_weakref=node.ddp_weakref)  # not the node, which holds the logits' place in the graph
 
     def hook(grad: Tensor) -> None:
@@ -116,7 +117,7 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
     inside = [] if owner is None else [module for module in owner.modules() if isinstance(module, kind)]
     states = [_fsdp2_state(hook) for hook in hooks]
     for unit in inside:  # the units of one tree know each other, also those around `owner`
-        states += getattr(getattr(unit._get_fsdp_state(), "_state_ctx", None), "all_states", ())
+        states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())
     around = {id(module): module for state in states for module in getattr(state, "_modules", ())}.values()
     units = [unit for unit in (*inside, *around) if any(module is layer for module in unit.modules())]
     return min(units, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
@@ -145,7 +146,7 @@ def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
 
 def pack_of_checkpoint() -> Any:
     """What decides which tensors autograd saves, if that is ``checkpoint(use_reentrant=False)``, else None."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = private.saved_tensors_hooks(True)
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     return pack if getattr(pack, "__module__", None) == "torch.utils.checkpoint" else None
 
@@ -153,10 +154,10 @@ def pack_of_checkpoint() -> Any:
 @contextlib.contextmanager
 def outside_of_checkpoint() -> Iterator[None]:
     """Autograd saves tensors as outside of a checkpoint, and that keeps none of these operations' results either."""
-    keeps = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
+    keeps = any(type(mode).__module__ == "torch.utils.checkpoint" for mode in private.dispatch_modes())
     with (
         torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-        _disable_current_modes() if keeps else contextlib.nullcontext(),
+        private.disable_current_modes() if keeps else contextlib.nullcontext(),
     ):
         yield
 
@@ -179,7 +180,7 @@ def checkpoint_around() -> Any:
 
 def is_reentrant(checkpoint: Any) -> bool:
     """Whether it runs its first pass without gradients, which then says nothing of whether a loss is wanted."""
-    return isinstance(checkpoint, CheckpointFunction._backward_cls)
+    return private.is_node_of(checkpoint, CheckpointFunction)
 
 
 def is_data_parallel_replica(module: nn.Module) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import flce
+from flce import private
 from flce.huggingface import NotFusedWarning, patch_model, unpatch_model
 
 V = 97
@@ -109,7 +110,9 @@ def test_fabric(precision: Any, order: str, build: Build, fused_calls: Calls, mo
     """Its hook of every output runs once a backward, as on real logits."""
     lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
     ran: list[bool] = []
-    monkeypatch.setattr(lightning.wrappers, "_backward_hook", lambda required, grad: ran.append(required))
+    hook: Callable[..., None] = lambda required, grad: ran.append(required)  # noqa: E731
+    monkeypatch.setattr(private, "fabric_hook", hook)
+    monkeypatch.setattr(lightning.wrappers, "_backward_hook", hook)
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
     stock, patched = fabric.setup(build("Llama")), build("Llama")
     for change in order.split(", "):

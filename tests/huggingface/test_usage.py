@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
+from flce import private
 from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, patch_model
 
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -215,20 +216,18 @@ def test_hooks_of_fsdp1(build: Callable[..., Any], monkeypatch: pytest.MonkeyPat
     """FSDP1 needs a GPU, but for the hooks that it registers on outputs. Here they are its own, with other insides."""
     import functools
 
-    import torch.distributed.fsdp._runtime_utils as runtime
-
     seen: list[Tensor] = []
 
     def pre_backward(state: Any, module: Any, handle: Any, grad: Tensor, *unused: Any) -> Tensor:
         seen.append(grad)
         return grad
 
-    monkeypatch.setattr(runtime, "_pre_backward_hook", pre_backward)
+    monkeypatch.setattr(private, "fsdp1_hook", pre_backward)
 
     def registered(outputs: Any) -> Any:
         for tensor in outputs.values():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                hook = functools.partial(runtime._pre_backward_hook, None, None, None)
+                hook = functools.partial(pre_backward, None, None, None)
                 tensor.register_hook(torch.utils.hooks.unserializable_hook(hook))
         return outputs
 
@@ -246,15 +245,13 @@ def test_hooks_of_a_wrapper_on_several_heads(build: Callable[..., Any], monkeypa
     """A hook of a stack of logits runs whichever of them the loss takes, and once where it takes all."""
     import functools
 
-    import torch.distributed.fsdp._runtime_utils as runtime
-
     seen: list[Tensor] = []
-    monkeypatch.setattr(runtime, "_pre_backward_hook", lambda state, grad: seen.append(grad))
+    monkeypatch.setattr(private, "fsdp1_hook", lambda state, grad: seen.append(grad))
     model = patch_model(build("Llama"), on_materialize="raise")
     for which, removed in ((0, False), (1, False), (1, True)):
         seen.clear()
         logits = torch.stack([model(input_ids=IDS).logits for _ in range(2)], 1)
-        handle = logits.register_hook(functools.partial(runtime._pre_backward_hook, None))
+        handle = logits.register_hook(functools.partial(private.fsdp1_hook, None))
         if removed:
             handle.remove()
         F.cross_entropy(logits[:, which].flatten(0, 1), IDS.flatten()).backward()

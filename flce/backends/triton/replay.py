@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flce import private
 from flce.backends.triton.launch import Launch
 
 # Signatures that are kept: of some hundred shapes, as batches of different lengths have them. When there are as many,
@@ -100,7 +100,8 @@ def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
 
 
 def _replays(device: torch.device) -> bool:
-    return device.type == "cuda"  # on a CPU it is the interpreter, which compiles nothing
+    # On a CPU it is the interpreter, which compiles nothing.
+    return device.type == "cuda" and private.launches is not None
 
 
 def forget() -> None:
@@ -117,7 +118,7 @@ def _run(
 ) -> None:
     ready = _ready.get(signature)
     if ready is not None:
-        stream = driver.active.get_current_stream(tensors[0].device.index)
+        stream = private.launches.active.get_current_stream(tensors[0].device.index)
         for one in ready:
             one.run(addresses, stream)
         return

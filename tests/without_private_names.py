@@ -1,0 +1,115 @@
+"""Trains a patched model without one private name of another library, each name in a process of its own.
+
+Run with names of `flce.private.NAMES`; prints what became of each as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed.fsdp
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+import flce
+import flce.huggingface
+from flce import private
+
+IDS = torch.randint(331, (2, 7), generator=torch.Generator().manual_seed(1))
+OF_COMPILER = ("skip_frames", "current_translator", "is_exporting", "compiled_call")
+
+
+class Hooks:
+    def method(self, grad: Tensor) -> None: ...
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=331, num_hidden_layers=1, **sizes))
+
+
+def own_loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+
+
+def results(model: Any, compiled: bool) -> list[float]:
+    """Losses and norms of gradients: of labels, of an own loss, with a hook on the logits; values of an evaluation."""
+
+    def hooked() -> Tensor:
+        logits = model(input_ids=IDS).logits
+        logits.register_hook(Hooks().method)
+        return own_loss(logits)
+
+    losses = [lambda: model(input_ids=IDS, labels=IDS).loss, lambda: own_loss(model(input_ids=IDS).logits), hooked]
+    if compiled:
+        graphs = torch.compile(model, backend="eager")
+        losses.append(lambda: own_loss(graphs(input_ids=IDS).logits))
+    values = []
+    for loss_of in losses:
+        model.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        weights = (model.lm_head.weight, model.model.embed_tokens.weight)
+        values += [loss.item(), *[weight.grad.norm().item() for weight in weights]]
+    with torch.no_grad():
+        return [*values, model(input_ids=IDS, labels=IDS).loss.item(), model(input_ids=IDS).logits.norm().item()]
+
+
+def without(name: str) -> dict[str, Any]:
+    """What a process sees in which this name, and no other, is missing. The import of flce has looked up none."""
+    early = [other for other in private.NAMES if other in vars(private)]
+    entry, find = private.NAMES[name], private.find
+
+    def find_others(path: str) -> Any:
+        if path in entry.paths:
+            raise AttributeError(path)
+        return find(path)
+
+    private.find = find_others
+    if entry.after is not None:
+        sys.modules.setdefault(entry.after, torch)  # as if it had been imported
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patched = flce.patch_model(build(), on_materialize="ignore")
+        values = results(patched, name in OF_COMPILER)
+        hidden, weight = torch.randn(5, 16, requires_grad=True), torch.randn(331, 16, requires_grad=True)
+        flce.fused_linear_cross_entropy(hidden, weight, IDS[0, :5]).backward()
+        getattr(private, name)  # some serve what is not done here
+    said = [str(warning.message) for warning in caught if "which flce uses for" in str(warning.message)]
+    return {"early": early, "values": values, "said": said}
+
+
+def in_a_child(name: str) -> dict[str, Any]:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            result = without(name)
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+        os.write(write, json.dumps(result).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read) as pipe:
+        text = pipe.read()
+    os.wait()
+    answer: dict[str, Any] = json.loads(text or '{"error": "the process died"}')
+    return answer
+
+
+if __name__ == "__main__":
+    stock = {compiled: results(build(), compiled) for compiled in (False, True)}
+    print(json.dumps({name: {**in_a_child(name), "stock": stock[name in OF_COMPILER]} for name in sys.argv[1:]}))
