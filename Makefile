@@ -1,4 +1,4 @@
-# make demo | recipes | quick-start | test | test-models | test-oldest | fuzz | lint | docs | dist | setup | clean
+# make demo | recipes | quick-start | test | test-models | test-newest | test-oldest | fuzz | lint | docs | dist | setup | clean
 #
 # The first four set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
 # built once, and again when pyproject.toml or constraints.txt change.
@@ -28,7 +28,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recipes quick-start test test-models test-oldest fuzz lint docs dist clean
+.PHONY: help setup demo recipes quick-start test test-models test-newest test-oldest fuzz lint docs dist clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -65,9 +65,10 @@ test-models: $(READY)
 	FLCE_ALL_ARCHITECTURES=$(ARCHITECTURES) OMP_NUM_THREADS=1 \
 	    $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/huggingface/test_architectures.py $(ARGS)
 
-# Patched models with the oldest Transformers that flce supports.
-test-oldest:
-	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/transformers_versions.sh
+# Imports, patched models and the operator's grid with the newest, and with the oldest, PyTorch, Triton and Transformers
+# that flce supports, each in an environment of its own. `scripts/versions.sh write newest` looks for newer ones.
+test-newest test-oldest:
+	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh $(@:test-%=%)
 
 # Random programs on lazy logits and on real ones; `make test` takes the first 3,000.
 fuzz: $(READY)

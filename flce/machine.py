@@ -186,6 +186,14 @@ def threads(number: int) -> Iterator[None]:
 # --- facts ---
 
 
+TESTED = {
+    "torch": ("2.10.0", "2.15.0"),
+    "triton": ("3.6.0", "3.9.0"),
+    "transformers": ("4.56.2", "5.23.0"),
+}
+"""The oldest and the newest version of each that the tests are run with."""
+
+
 def environment() -> dict[str, Any]:
     """Everything that a bug report needs to say of the machine; it can be written as JSON."""
     packages = dict.fromkeys((*PACKAGES, *PEERS[:1]))
@@ -206,6 +214,8 @@ def versions(packages: Iterable[str] = (*PACKAGES, *PEERS)) -> dict[str, str]:
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    if "torch" in found:
+        found["torch"] = str(torch.__version__)  # says which build it is: +cpu, +cu132
     return found
 
 

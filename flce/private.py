@@ -374,6 +374,18 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def lacking() -> list[tuple[Name, list[str]]]:
+    """The entries of which a name is missing here, and those names. What nothing has imported is not looked at."""
+    return [(entry, paths) for entry in NAMES.values() if _is_here(entry) and (paths := missing(entry))]
+
+
+def _is_here(entry: Name) -> bool:
+    import torch
+
+    of_cuda = any(path.startswith("torch._C._cuda") for path in entry.paths)  # a build for CPUs has none of them
+    return (entry.after is None or entry.after in sys.modules) and not (of_cuda and torch.version.cuda is None)
+
+
 def missing(entry: Name) -> list[str]:
     """Those of the names that are not there."""
     lacking = []

@@ -16,9 +16,11 @@ def info(json: Json = False) -> None:
 
     Example: flce info
     """
-    from flce.machine import environment
+    from flce import private
+    from flce.machine import TESTED, environment
 
-    facts = environment()
+    lacking = [private.sentence(entry, paths) for entry, paths in private.lacking()]
+    facts = {**environment(), "tested": {name: list(ends) for name, ends in TESTED.items()}, "lacking": lacking}
     problems = known_problems(facts)
     if json:
         print_json({**facts, "known_problems": problems})
@@ -33,11 +35,11 @@ def info(json: Json = False) -> None:
 
 
 def _versions(facts: dict[str, Any]) -> Table:
-    table = Table("", "version", title="flce", title_justify="left")
+    table = Table("", "version", "tested with", title="flce", title_justify="left")
     for name in ("flce", "python", "platform", "cuda"):
         table.add_row(name, facts[name] or "none")
     for name, found in facts["packages"].items():
-        table.add_row(name, found or "not installed")
+        table.add_row(name, found or "not installed", " to ".join(facts["tested"].get(name, ())))
     for name, value in facts["variables"].items():
         table.add_row(name, value)
     return table
@@ -67,12 +69,13 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
     gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
     installed = {name: _numbers(found) for name, found in facts["packages"].items() if found is not None}
     found = [f"{device['device']}: {device['why']}" for device in facts["devices"] if device["backend"] is None]
-    for name, oldest in (("torch", (2, 8)), ("triton", (3, 4)), ("transformers", (4, 56))):
-        if installed.get(name, oldest) < oldest:
+    for name, (oldest, _newest) in facts["tested"].items():
+        if name in installed and installed[name][:2] < _numbers(oldest)[:2]:
             found.append(
                 f"{name} {facts['packages'][name]} is older than flce supports: install {name} "
-                f"{'.'.join(map(str, oldest))} or newer."
+                f"{oldest.rpartition('.')[0]} or newer."
             )
+    found += facts["lacking"]
     if any(device["backend"] == "torch" for device in gpus):
         found.append("A GPU runs PyTorch's operators in place of the Triton kernels, which is slower: see why above.")
     if any(device["backend"] == "triton" and not device["logits_in_registers"] for device in gpus):

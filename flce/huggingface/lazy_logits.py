@@ -250,10 +250,9 @@ class LazyBase:
     def _compute(self) -> Tensor:
         state = self._state
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_mode(True, not torch.compiler.is_compiling() and state.tensors[0].is_inference()))
-            if any(call.is_outside for call in state.calls):  # a recomputation will find these logits, as stock's
-                stack.enter_context(outside_of_checkpoint())
+        inference = not torch.compiler.is_compiling() and state.tensors[0].is_inference()
+        outside = any(call.is_outside for call in state.calls)  # a recomputation will find these logits, as stock's
+        with _mode(True, inference), outside_of_checkpoint() if outside else contextlib.nullcontext():
             real = watch_gradient(state.logits(), state.calls)
             return real if self._shadow is None or self._viewed_source() is not None else _laid_out(real, self._shadow)
 

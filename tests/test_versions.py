@@ -1,0 +1,29 @@
+"""The versions that are said to be supported are those that the tests are run with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import flce
+from flce.machine import TESTED
+
+ROOT = Path(flce.__file__).parents[1]
+
+
+def pinned(which: str, package: str) -> str:
+    found = re.search(rf"^{package}==(\S+)$", (ROOT / f"constraints-{which}.txt").read_text(), re.M)
+    assert found
+    return found[1]
+
+
+@pytest.mark.parametrize("package", TESTED)
+def test_the_ends(package: str) -> None:
+    """Those of the environments, of the package's metadata and of the README."""
+    oldest, newest = TESTED[package]
+    assert (pinned("oldest", package), pinned("newest", package)) == (oldest, newest)
+    assert f'"{package}>={oldest.rpartition(".")[0]}' in (ROOT / "pyproject.toml").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert f"{oldest} to {newest}" in readme
