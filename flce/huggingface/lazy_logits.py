@@ -394,6 +394,10 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             add_hook(hook, self._state.calls)
         return True
 
+    def register_hook(self, hook: Any) -> Any:
+        """As of any tensor. Dynamo fails where it finds PyTorch's own method on a subclass."""
+        return torch.Tensor.register_hook(self, hook)
+
     def as_subclass(self, cls: Any) -> Any:
         """What it is of the real logits: PyTorch does not ask ``__torch_function__`` here."""
         return _dispatch(torch.Tensor.as_subclass, (self, cls), {})

@@ -127,6 +127,22 @@ def test_fabric(precision: Any, order: str, build: Build, fused_calls: Calls, mo
     assert_same(stock, patched, loss)
 
 
+@pytest.mark.parametrize("order", ["compiled, set up", "set up, compiled"])
+def test_fabric_compiled(order: str, build: Build, fused_calls: Calls) -> None:
+    lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    stock, patched = build("Llama"), patch_model(build("Llama"), on_materialize="raise")
+
+    def own_loss(model: Any) -> Tensor:
+        inner = torch.compile(model, backend="eager") if order.startswith("compiled") else model
+        outer = fabric.setup(inner)
+        outer = outer if order.startswith("compiled") else torch.compile(outer, backend="eager")
+        return F.cross_entropy(outer(input_ids=IDS).logits[0], IDS[0])
+
+    assert_same(stock, patched, own_loss)
+    assert len(fused_calls) == 1
+
+
 def test_fabric_insists_on_its_own_backward(build: Build) -> None:
     lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
