@@ -65,10 +65,14 @@ test-models: $(READY)
 	FLCE_ALL_ARCHITECTURES=$(ARCHITECTURES) OMP_NUM_THREADS=1 \
 	    $(RUN) -m pytest -n $(WORKERS) --dist worksteal tests/huggingface/test_architectures.py $(ARGS)
 
-# Imports, patched models and the operator's grid with the newest, and with the oldest, PyTorch, Triton and Transformers
-# that flce supports, each in an environment of its own. `scripts/versions.sh write newest` looks for newer ones.
-test-newest test-oldest:
-	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh $(@:test-%=%)
+# Imports, patched models and the operator's grid with the newest PyTorch, Triton and Transformers, in an environment of
+# its own. `scripts/versions.sh write newest` looks for newer ones.
+test-newest:
+	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh newest
+
+# The same with the oldest that flce supports.
+test-oldest:
+	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh oldest
 
 # Random programs on lazy logits and on real ones; `make test` takes the first 3,000.
 fuzz: $(READY)

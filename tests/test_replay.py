@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flce
+from flce import private
 from flce.case import Case
 from flce.schedules import SCHEDULES, Schedule
 from flce.schedules.statistics import ProductStatistics, Statistics
@@ -52,7 +53,7 @@ class Kernel:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     """On CPU tensors, as if they were on the GPU."""
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 7))
-    monkeypatch.setattr(replay, "driver", streams)
+    monkeypatch.setattr(private, "launches", streams)
     monkeypatch.setattr(replay, "_replays", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     yield Kernel()

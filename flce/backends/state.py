@@ -10,16 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flce.backends.contract import (
-    ARGMAX,
-    ENTROPY_SUM,
-    MAX,
-    REFERENCE,
-    SMOOTH_SUM,
-    STATE_SLOTS,
-    SUM,
-    TARGET_LOGIT,
-)
+from flce.backends.contract import ARGMAX, ENTROPY_SUM, MAX, REFERENCE, SMOOTH_SUM, STATE_SLOTS, SUM, TARGET_LOGIT
 from flce.problem import LossSpec
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flce.huggingface.lazy_logits import LazyLogits
+from flce.huggingface.lazy import LazyLogits
 from flce.huggingface.patch import is_patched, patch_model, report, unpatch_model
 from flce.huggingface.usage import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, Report
 

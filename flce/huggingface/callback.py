@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from flce.functional import check_options
-from flce.huggingface.lazy_state import OnMaterialize
+from flce.huggingface.lazy.state import OnMaterialize
 from flce.huggingface.patch import patch_model, unpatch_model, usages_of
 from flce.options import ChunkOptions
 

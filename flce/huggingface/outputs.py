@@ -1,7 +1,7 @@
 """What a patched model returns: where lazy logits leave a graph of ``torch.compile``, and where they are left out.
 
 No graph can make a tensor of ours, so within a graph lazy logits are plain objects
-(:class:`~flce.huggingface.lazy_logits.TracedLazyLogits`). Whoever gets a model's outputs expects tensors. So the
+(:class:`~flce.huggingface.lazy.TracedLazyLogits`). Whoever gets a model's outputs expects tensors. So the
 outermost frame of a patched model is left to Python, which changes what comes out of the graph below it.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flce.callers import caller
 from flce.huggingface.head_call import HeadCall
-from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
-from flce.huggingface.lazy_state import StackState
-from flce.huggingface.terms import Product
+from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
+from flce.huggingface.lazy.state import StackState
+from flce.huggingface.lazy.terms import Product
 from flce.huggingface.usage import Usage
 
 

@@ -30,8 +30,8 @@ from flce.frames import graph_may_end, mark_frames, never_compiled, not_compiled
 from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
-from flce.huggingface.lazy_logits import make_lazy
-from flce.huggingface.lazy_state import OnMaterialize, Settings, head_state
+from flce.huggingface.lazy import make_lazy
+from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, listed

@@ -6,15 +6,12 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from flce.callers import Told, caller
-
-if TYPE_CHECKING:
-    from flce.huggingface.head_call import HeadCall
 
 ASKED_FOR = "materialize()"
 
@@ -28,11 +25,19 @@ _UNUSED = (
 )
 
 
-# Calls of heads whose logits somebody still has.
-_calls: weakref.WeakSet[HeadCall] = weakref.WeakSet()
+class Call(Protocol):
+    """A call of a head."""
+
+    usage: Usage
+    forward: int
+    """The number of the model's forward that it was made in."""
 
 
-def watch_call(call: HeadCall) -> None:
+# Calls of heads whose logits still exist.
+_calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+
+def watch_call(call: Call) -> None:
     """Note that logits were returned."""
     _calls.add(call)
 

@@ -85,10 +85,10 @@ def make_problem(
     g = torch.Generator().manual_seed(seed) if generator is None else generator
 
     def randn(*sizes: int) -> Tensor:
-        return torch.randn(*sizes, generator=g, dtype=torch.float64, device=g.device)
+        return torch.randn(sizes, generator=g, dtype=torch.float64, device=g.device)
 
     def rand(*sizes: int) -> Tensor:
-        return torch.rand(*sizes, generator=g, dtype=torch.float64, device=g.device)
+        return torch.rand(sizes, generator=g, dtype=torch.float64, device=g.device)
 
     shape = tuple(leading)
     if hidden is None:

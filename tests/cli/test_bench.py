@@ -22,14 +22,7 @@ from typer.testing import Result as Done
 import flce
 from benchmarks.operator import OPERATOR
 from flce.bench import comparison
-from flce.bench.comparison import (
-    FLOORS,
-    OTHERS,
-    OURS,
-    default_shape,
-    exactness_is_cheap,
-    faults,
-)
+from flce.bench.comparison import FLOORS, OTHERS, OURS, default_shape, exactness_is_cheap, faults
 from flce.bench.contenders import select
 from flce.bench.problem import OperatorCase
 from flce.bench.results import BenchResult, Entry

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flce
-from flce.huggingface import LazyLogits, MaterializedLogitsWarning, lazy_state
+from flce.huggingface import LazyLogits, MaterializedLogitsWarning
+from flce.huggingface.lazy import state as lazy_state
 
 MAPPINGS = {
     "causal": ("Causal language models", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import flce
-from flce.huggingface import MaterializedLogitsWarning, lazy_state
+from flce.huggingface import MaterializedLogitsWarning
+from flce.huggingface.lazy import state as lazy_state
 
 SIZES = {
     "vocab_size": 97,

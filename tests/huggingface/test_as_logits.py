@@ -20,8 +20,8 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import flce
 from flce.huggingface import MaterializedLogitsWarning, patch_model
-from flce.huggingface.lazy_logits import is_lazy
-from flce.huggingface.lazy_ops import OPERATIONS
+from flce.huggingface.lazy import is_lazy
+from flce.huggingface.lazy.tables import OPERATIONS
 from tests.huggingface.fuzz import DoubledInPlace
 
 V = 97
@@ -757,8 +757,8 @@ def test_a_capsule_is_an_error() -> None:
     """PyTorch asks nobody there; without memory to point to, it must not make a capsule."""
     script = (
         "import torch\n"
-        "from flce.huggingface.lazy_logits import make_lazy\n"
-        "from flce.huggingface.lazy_state import head_state\n"
+        "from flce.huggingface.lazy import make_lazy\n"
+        "from flce.huggingface.lazy.state import head_state\n"
         "logits = make_lazy(head_state(torch.ones(2, 3), torch.ones(5, 3), None))\n"
         "try:\n"
         "    print('a capsule', torch.from_dlpack(torch.utils.dlpack.to_dlpack(logits.detach())))\n"

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.huggingface import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
-from flce.huggingface.elementwise import Folded, fold
 from flce.huggingface.head_call import HeadCall, add_hook
-from flce.huggingface.lazy_logits import TracedLazyLogits, is_lazy, make_lazy
-from flce.huggingface.lazy_state import LazyState, Settings, head_state
+from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
+from flce.huggingface.lazy.fold import Folded, fold
+from flce.huggingface.lazy.state import LazyState, Settings, head_state
 from flce.huggingface.usage import Usage
 
 B, T, H, V = 2, 5, 8, 11

@@ -26,7 +26,7 @@ from flce.huggingface import (
     patch_model,
     unpatch_model,
 )
-from flce.huggingface.lazy_logits import is_lazy
+from flce.huggingface.lazy import is_lazy
 
 transformers = pytest.importorskip("transformers")
 

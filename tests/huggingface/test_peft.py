@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, is_patched, patch_model, unpatch_model
-from flce.huggingface.lazy_logits import is_lazy
+from flce.huggingface.lazy import is_lazy
 from flce.testing.problem import relative_error
 from tests.helpers import pairs
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.elementwise import Op, fold
+from flce.huggingface.lazy.fold import Op, fold
 from flce.huggingface.staleness import Watched
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from flce.arguments import autocast_dtype, narrowed, widened
 from flce.functional import fused_linear_cross_entropy
-from flce.huggingface.elementwise import Folded, Op, dtype_after, fold, replay
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.terms import Product, Term, dealt_out
+from flce.huggingface.lazy.fold import Folded, Op, dtype_after, fold, replay
+from flce.huggingface.lazy.terms import Product, Term, dealt_out
 from flce.options import ChunkOptions
 from flce.problem import accumulation_dtype
 
@@ -382,3 +382,11 @@ class _WithZeros(torch.autograd.Function):
 
 
 State = LazyState | StackState
+
+
+def dimension(state: State, dim: int) -> int:
+    if not -state.ndim <= dim < state.ndim:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-state.ndim}, {state.ndim - 1}], but got {dim})"
+        )
+    return dim % state.ndim

@@ -1,0 +1,134 @@
+"""Lazy logits under ``torch.compile``: a plain object."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce.huggingface.lazy import tables
+from flce.huggingface.lazy.base import LazyBase, made_when
+from flce.huggingface.lazy.dispatch import dispatch, realise
+from flce.huggingface.lazy.state import State
+
+
+def _forward_functions() -> dict[Any, type]:
+    """The class of each ``autograd.Function`` of this process, by the code of its ``forward``."""
+    found: dict[Any, type] = {}
+    classes: list[Any] = [torch.autograd.Function]
+    while classes:
+        kind = classes.pop()
+        classes += kind.__subclasses__()
+        found[getattr(inspect.unwrap(kind.forward), "__code__", None)] = kind
+    return found
+
+
+def _is_among(value: Any, values: Iterable[Any]) -> bool:
+    """Whether this very object is there, or in a tuple that is."""
+    return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
+
+
+@made_when(compiling=True)
+class TracedLazyLogits(LazyBase):
+    """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
+
+    @staticmethod
+    def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
+        lazy = TracedLazyLogits()
+        lazy._init(state, source, shadow)
+        return lazy
+
+    def _become(self, state: State) -> None:
+        self._state, self._source = state, None
+
+    def _look_around(self) -> None:
+        if not torch.compiler.is_compiling() and self._state.requires_grad and not torch.is_grad_enabled():
+            self._check_caller()
+
+    def _check_caller(self) -> None:
+        """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""
+        functions = _forward_functions()
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            function = functions.get(frame.f_code)
+            if function is not None and _is_among(self, frame.f_locals.values()):
+                raise TypeError(
+                    f"{function.__name__}.apply() of logits that a graph with fullgraph=True returned as "
+                    "a plain object would lose their gradient. Give it logits.materialize(), or patch the module that "
+                    "is compiled: flce.patch_model(module)"
+                )
+            frame = frame.f_back
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    @property
+    def mT(self) -> Any:
+        return self.transpose(-2, -1)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self._state.ndim
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.unbind(0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.materialize(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.materialize().__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what the class does not define gets here.
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"lazy logits have no attribute {name!r}")
+        member = getattr(torch.Tensor, name)
+        if callable(member):
+            return lambda *args, **kwargs: dispatch(member, (self, *args), kwargs)
+        return getattr(realise(self, member), name)
+
+
+def _define_methods() -> None:
+    """Give the plain class the lazy operations, and the operators, which Python looks up on classes."""
+
+    def method(name: str, member: Any) -> Callable[..., Any]:
+        def call(self: TracedLazyLogits, *args: Any, **kwargs: Any) -> Any:
+            return dispatch(member, (self, *args), kwargs)
+
+        call.__name__ = name
+        return call
+
+    operators = """
+        add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv mod pow rpow matmul
+        rmatmul neg abs eq ne lt le gt ge getitem setitem float int bool array
+    """.split()  # noqa: SIM905
+    members = [(name, getattr(torch.Tensor, name)) for name in dir(torch.Tensor)]
+    lazy = [name for name, member in members if callable(member) and member in tables.OPERATIONS]
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad"):  # what the state tells
+        setattr(TracedLazyLogits, name, property(lambda lazy, name=name: getattr(lazy._state, name)))  # type: ignore[misc]
+    for name in [f"__{op}__" for op in operators] + lazy:
+        if name not in TracedLazyLogits.__dict__:
+            setattr(TracedLazyLogits, name, method(name, getattr(torch.Tensor, name)))
+    TracedLazyLogits.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+_define_methods()

@@ -1,0 +1,114 @@
+"""Operations on several lazy logits: stack and cat, and what can be done to a stack."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce.huggingface.lazy.indexing import expand_index, getitem
+from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
+from flce.huggingface.lazy.terms import Product
+
+
+def stack(parts: Sequence[Any], dim: int = 0) -> Any:
+    if not all(isinstance(part, LazyState) for part in parts):
+        return NotImplemented
+    first = parts[0]
+    if any((p.shape, p.dtype, p.device) != (first.shape, first.dtype, first.device) for p in parts):
+        return NotImplemented
+    return StackState(tuple(parts), dim % (first.ndim + 1))
+
+
+def cat(parts: Sequence[Any], dim: int = 0) -> Any:
+    """Tokens after tokens of one head, or classes after classes for the same tokens.
+
+    The latter costs a copy of the heads.
+    """
+    first = parts[0]
+    if not all(isinstance(part, LazyState) and len(part.terms) == 1 for part in parts):
+        return NotImplemented
+    if any(replace(p, terms=first.terms) != first or p.head.ops != first.head.ops for p in parts):
+        return NotImplemented
+    terms = [part.head for part in parts]
+    first = replace(first, terms=tuple(terms), calls=merged_calls(*parts))
+    with first.weights():
+        return _joined(replace(first, terms=(terms[0],)), terms, dim)
+
+
+def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
+    if dimension(first, dim) != first.class_dim:
+        if not all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms):
+            return NotImplemented
+        return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
+    if first.folded.normalised or any(not _same(term.hidden, terms[0].hidden) for term in terms):
+        return NotImplemented
+    vectors: list[Tensor | None] = []
+    for name, dtype in (("bias", terms[0].weight.dtype), ("filled", torch.bool)):
+        pieces = [getattr(term, name) for term in terms]
+        if all(piece is None for piece in pieces):
+            vectors.append(None)
+            continue
+        zeros = (term.weight.new_zeros(term.weight.shape[0], dtype=dtype) for term in terms)
+        vectors.append(torch.cat([zero if piece is None else piece for piece, zero in zip(pieces, zeros, strict=True)]))
+    bias, filled = vectors
+    weight = torch.cat([term.weight for term in terms])
+    return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, filled=filled),))
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors are one, or recorded or detached from one."""
+    if a is b or a is None or b is None or torch.compiler.is_compiling():
+        return a is b
+    if a.requires_grad or b.requires_grad:  # their gradients have to go to the same place, too
+        leaf = a._base
+        if leaf is None or leaf is not b._base or not leaf.is_leaf or a.requires_grad != b.requires_grad:
+            return False
+    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b)]
+    return places[0] == places[1]
+
+
+def stack_getitem(state: StackState, index: Any) -> Any:
+    items = expand_index(state, index)
+    if state.viewed_as is not None or items is None or len(items) != state.ndim:
+        return NotImplemented
+    which = items.pop(state.dim)
+    if isinstance(which, int):
+        return getitem(state.part(which), tuple(items))
+    if not isinstance(which, slice) or not all(isinstance(item, slice) for item in items):
+        return NotImplemented
+    parts = tuple(getitem(state.part(i), tuple(items)) for i in range(len(state.parts))[which])
+    return NotImplemented if not parts or NotImplemented in parts else replace(state, parts=parts)
+
+
+def stack_select(state: StackState, dim: int, index: int) -> Any:
+    return stack_getitem(state, (*[slice(None)] * dimension(state, dim), index))
+
+
+def stack_unbind(state: StackState, dim: int = 0) -> Any:
+    return tuple(stack_select(state, dim, i) for i in range(state.shape[dimension(state, dim)]))
+
+
+def stack_reshape(state: StackState, *shape: Any) -> Any:
+    """Put off until somebody reads the logits."""
+    if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+        shape = tuple(shape[0])
+    known, total = math.prod(size for size in shape if size != -1), math.prod(state.shape)
+    if shape.count(-1) > 1 or known == 0 or total % known or (-1 not in shape and known != total):
+        return NotImplemented
+    return replace(state, viewed_as=tuple(total // known if size == -1 else size for size in shape))
+
+
+def of_each(run: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(state: StackState, *args: Any, **kwargs: Any) -> Any:
+        parts = tuple(run(part, *args, **kwargs) for part in state.parts)
+        if state.viewed_as is not None or NotImplemented in parts:
+            return NotImplemented
+        nothing_done = all(new is old for new, old in zip(parts, state.parts, strict=True))
+        return state if nothing_done else replace(state, parts=parts)
+
+    return handler

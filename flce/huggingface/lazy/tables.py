@@ -1,0 +1,143 @@
+"""Which function of PyTorch does what to lazy logits: one line an operation, and sets of functions of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.functional import cross_entropy
+from flce.huggingface.lazy import elementwise, indexing, several, values
+
+
+def functions(names: str) -> list[Callable[..., Any]]:
+    """The functions, methods and getters of PyTorch with these names, as ``__torch_function__`` is given them."""
+    found = [getattr(Tensor, name, None) for name in names.split()]
+    plain = [name for name in names.split() if not name.startswith("__")]  # Python gives modules the others, too
+    found += [getattr(home, name, None) for name in plain for home in (torch, F, torch.special)]
+    found = [member if callable(member) else getattr(member, "__get__", None) for member in found]
+    return [member for member in found if member is not None and not isinstance(member, type)]
+
+
+class Operation(NamedTuple):
+    """What one function of PyTorch does to lazy logits.
+
+    Attributes:
+        of_logits: takes the state and the function's other arguments; of ``"join"`` the sequence of states.
+        of_stack: the same for a :class:`StackState`; None: real logits are needed.
+        kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
+            it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what
+            the logits become. ``"join"``: the first argument is a sequence of lazy logits.
+    """
+
+    of_logits: Callable[..., Any]
+    of_stack: Callable[..., Any] | None = None
+    kind: Literal["new", "elementwise", "view", "in place", "join"] = "new"
+
+
+_float = elementwise.cast(torch.float32)
+
+_TABLE: dict[str, Operation] = {
+    "view reshape": Operation(indexing.reshape, several.stack_reshape, "view"),
+    "split": Operation(indexing.split, None, "view"),
+    "chunk": Operation(indexing.chunk, None, "view"),
+    "unbind": Operation(indexing.unbind, several.stack_unbind, "view"),
+    "index_select": Operation(indexing.index_select),
+    "__getitem__": Operation(indexing.getitem, several.stack_getitem, "view"),
+    "select": Operation(indexing.select, several.stack_select, "view"),
+    "narrow": Operation(indexing.narrow, None, "view"),
+    "detach data": Operation(elementwise.detach, several.of_each(elementwise.detach), "view"),
+    "contiguous": Operation(elementwise.contiguous, several.of_each(elementwise.contiguous)),
+    "clone": Operation(elementwise.clone, None, "elementwise"),
+    "to": Operation(elementwise.to, several.of_each(elementwise.to), "elementwise"),
+    "cpu": Operation(lambda state: elementwise.to(state, "cpu"), None, "elementwise"),
+    "type": Operation(elementwise.to_type, None, "elementwise"),
+    "type_as": Operation(elementwise.type_as, None, "elementwise"),
+    "float": Operation(elementwise.cast(torch.float32), several.of_each(_float), "elementwise"),
+    "double": Operation(elementwise.cast(torch.float64), None, "elementwise"),
+    "half": Operation(elementwise.cast(torch.float16), None, "elementwise"),
+    "bfloat16": Operation(elementwise.cast(torch.bfloat16), None, "elementwise"),
+    "mul multiply __mul__ __rmul__": Operation(elementwise.scale("mul"), None, "elementwise"),
+    "div divide true_divide __truediv__": Operation(elementwise.scale("div"), None, "elementwise"),
+    "add __add__ __radd__": Operation(elementwise.add(1), None, "elementwise"),
+    "sub subtract __sub__": Operation(elementwise.add(-1), None, "elementwise"),
+    "neg negative __neg__": Operation(elementwise.neg, None, "elementwise"),
+    "tanh": Operation(elementwise.tanh, None, "elementwise"),
+    "log_softmax": Operation(elementwise.log_softmax),
+    "masked_fill": Operation(indexing.masked_fill, None, "elementwise"),
+    "argmax": Operation(values.argmax),
+    "logsumexp": Operation(values.logsumexp),
+    "gather": Operation(values.gather),
+    "take_along_dim": Operation(values.take_along_dim),
+    "sum": Operation(values.total),
+    "cross_entropy": Operation(values.cross_entropy),
+    "nll_loss": Operation(values.nll_loss),
+    "stack": Operation(several.stack, None, "join"),
+    "cat concat concatenate": Operation(several.cat, None, "join"),
+    "__setitem__": Operation(indexing.set_item, None, "in place"),
+    "masked_fill_": Operation(indexing.masked_fill, None, "in place"),
+    "mul_ multiply_ __imul__": Operation(elementwise.scale("mul"), None, "in place"),
+    "div_ divide_ true_divide_ __itruediv__": Operation(elementwise.scale("div"), None, "in place"),
+    "add_ __iadd__": Operation(elementwise.add(1), None, "in place"),
+    "sub_ subtract_ __isub__": Operation(elementwise.add(-1), None, "in place"),
+    "neg_ negative_": Operation(elementwise.neg, None, "in place"),
+    "tanh_": Operation(elementwise.tanh, None, "in place"),
+}
+
+for _name in "flatten permute transpose mT swapaxes swapdims movedim moveaxis squeeze unsqueeze".split():  # noqa: SIM905
+    _TABLE[_name] = Operation(indexing.rearranged(_name), None, "view")
+
+OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}
+
+OPERATIONS[cross_entropy] = Operation(values.own_cross_entropy)
+
+COMMUTES = frozenset(functions("mul multiply __mul__ add __add__"))
+
+# Answered by lazy logits themselves, which know their shape, dtype and device.
+METADATA = frozenset(
+    functions("""
+    shape dtype device layout ndim requires_grad is_leaf grad names itemsize nbytes
+    is_cpu is_cuda is_mps is_xpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_xla
+    is_ipu is_maia is_vulkan size dim ndimension numel nelement stride storage_offset is_contiguous
+    element_size is_floating_point is_complex is_signed is_inference get_device __len__ _version
+    is_same_size is_conj is_neg is_shared _base _is_view retains_grad
+    """)
+)
+
+# Ask for the logits' place in the autograd graph.
+GRAPH = frozenset(functions("grad_fn register_hook retain_grad register_post_accumulate_grad_hook"))
+
+# Make a new tensor of their first argument's shape, dtype or device, without reading it.
+LIKE = frozenset(functions("empty_like zeros_like ones_like full_like rand_like randn_like randint_like"))
+
+NEW = frozenset(functions("new_empty new_zeros new_ones new_full new_tensor"))
+
+# Read no more than the shape, dtype or device of their second argument.
+AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
+
+# Do not change their arguments, make memory of their own, do not ask for their place in the graph.
+READING = frozenset(
+    function
+    for function in functions("""
+    all any amin amax aminmax argmin argmax max min sum nansum mean nanmean std var std_mean var_mean median nanmedian
+    mode prod norm quantile nanquantile logsumexp cumsum cumprod logcumsumexp topk sort argsort kthvalue count_nonzero
+    nonzero unique histc bincount multinomial bernoulli softmax log_softmax softmin sigmoid logsigmoid exp exp2 expm1
+    log log2 log10 log1p sqrt rsqrt square abs absolute sign reciprocal pow float_power clamp clip clamp_min clamp_max
+    nan_to_num round floor ceil tanh sin cos relu gelu silu softplus elu neg negative isnan isfinite isinf isposinf
+    isneginf eq equal ne not_equal lt less le less_equal gt greater ge greater_equal allclose isclose maximum minimum
+    fmax fmin where masked_fill masked_select index_select gather take_along_dim add sub subtract mul multiply div
+    divide true_divide rsub remainder fmod lerp addcmul addcdiv outer dot mv mm bmm matmul linear cat concat
+    concatenate stack hstack vstack clone diff dist cdist cosine_similarity normalize layer_norm gumbel_softmax
+    cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits
+    margin_ranking_loss __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__
+    __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __matmul__ __rmatmul__ __invert__ __eq__ __ne__ __lt__
+    __le__ __gt__ __ge__ __contains__ __bool__ __int__ __float__ __index__ __format__ __repr__ item tolist scatter
+    scatter_add index_fill repeat repeat_interleave tile roll flip inner addmm baddbmm logaddexp xlogy expit entr
+    logical_not bucketize isin msort soft_margin_loss poisson_nll_loss gaussian_nll_loss multi_margin_loss
+    hinge_embedding_loss triplet_margin_loss dstack column_stack int long bool leaky_relu
+    """)
+    if "inplace" not in getattr(getattr(function, "__code__", None), "co_varnames", ())
+)
