@@ -1,1 +1,1 @@
-"""Measurements of the project itself, by what `flce.bench` has: `python -m benchmarks --help`."""
+"""Measurements of the project itself, by what `flce.tools.bench` has: `python -m benchmarks --help`."""

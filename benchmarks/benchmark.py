@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flce.bench.cases import BenchCase, Effort
-from flce.bench.measure import Prepared, compete
-from flce.bench.results import SCHEMA, BenchResult, Entry, Run
-from flce.bench.tables import Table
-from flce.machine import DTYPES
+from flce.tools.bench.cases import BenchCase, Effort
+from flce.tools.bench.measure import Prepared, compete
+from flce.tools.bench.results import SCHEMA, BenchResult, Entry, Run
+from flce.tools.bench.tables import Table
+from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks.row_calls import Calls, make_region
-from flce.bench.cases import Step
-from flce.bench.measure import Meter, Sample, first_line
+from flce.tools.bench.cases import Step
+from flce.tools.bench.measure import Meter, Sample, first_line
 
 # Replays are timed as one that take so long, between these many. The head start hides that they are launched.
 REPLAYED_MS, LEAST_REPLAYS, MOST_REPLAYS = 10.0, 3, 20

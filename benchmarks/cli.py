@@ -18,10 +18,12 @@ from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.reports import markdown, shortfalls
 from benchmarks.rows import ROWS
-from flce.bench.results import Run
-from flce.bench.tables import absences
-from flce.cli.output import given
-from flce.machine import described_run, find_device, parse_sizes
+from flce.core.devices import find_device
+from flce.core.sizes import parse_sizes
+from flce.tools.bench.results import Run
+from flce.tools.bench.tables import absences
+from flce.tools.cli.output import given
+from flce.tools.machine import described_run
 
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, KERNELS, ROWS)}
 

@@ -15,13 +15,13 @@ from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.reports import overview
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
-from flce.bench.cases import BenchCase, Contender, Effort
-from flce.bench.measure import Entrant, Meter, Prepared, release
-from flce.bench.results import NO_RESULT, BenchResult, Entry
-from flce.bench.tables import NONE, Columns, Table, gigabytes, percent, table_of
 from flce.gemm import padded_cols
-from flce.machine import DTYPES
 from flce.problem import LossSpec, accumulation_dtype
+from flce.tools.bench.cases import BenchCase, Contender, Effort
+from flce.tools.bench.measure import Entrant, Meter, Prepared, release
+from flce.tools.bench.results import NO_RESULT, BenchResult, Entry
+from flce.tools.bench.tables import NONE, Columns, Table, gigabytes, percent, table_of
+from flce.tools.machine import DTYPES
 
 
 @dataclass(frozen=True)

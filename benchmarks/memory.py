@@ -17,7 +17,7 @@ import torch
 
 import flce
 from benchmarks.models import SHORT, TrainingStep, build, make_batch, ours
-from flce.machine import described_run
+from flce.tools.machine import described_run
 
 
 def main(picture: Path) -> None:

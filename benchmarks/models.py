@@ -23,12 +23,13 @@ from torch import nn
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.reports import overview
-from flce.bench.cases import BenchCase, Contender, Effort, known, needs_package
-from flce.bench.measure import Entrant, Meter, Prepared, Sample, release
-from flce.bench.plots import Panel, Series, compared, draw, points
-from flce.bench.results import BenchResult, Entry, Run
-from flce.bench.tables import NONE, Columns, Table, gibibytes, ratio, table_of
-from flce.machine import DTYPES, GIB, MIB
+from flce.core.sizes import GIB, MIB
+from flce.tools.bench.cases import BenchCase, Contender, Effort, known, needs_package
+from flce.tools.bench.measure import Entrant, Meter, Prepared, Sample, release
+from flce.tools.bench.plots import Panel, Series, compared, draw, points
+from flce.tools.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.tables import NONE, Columns, Table, gibibytes, ratio, table_of
+from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,7 @@
 """The fused linear cross entropy: time, workspace, and exactness of forward and backward.
 
-`flce.bench.comparison` measures a case. A case is a line of a preset, a contender one of `contenders.CONTENDERS`, a
-promise one of `targets.TARGETS`.
+`flce.tools.bench.comparison` measures a case. A case is a line of a preset, a contender one of
+`contenders.CONTENDERS`, a promise one of `targets.TARGETS`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from benchmarks.targets import (
     target_cases,
     target_tables,
 )
-from flce.bench import comparison, tables
-from flce.bench.cases import Effort
-from flce.bench.comparison import HEAD_START, error_columns, figure, products_ms
-from flce.bench.contenders import OperatorContender, budget_name, select
-from flce.bench.measure import Entrant, Prepared
-from flce.bench.problem import CALLS, Mode, OperatorCase, Shape
-from flce.bench.results import BenchResult, Entry, Run
-from flce.bench.tables import Columns, Table
+from flce.tools.bench import comparison, tables
+from flce.tools.bench.cases import Effort
+from flce.tools.bench.comparison import HEAD_START, error_columns, figure, products_ms
+from flce.tools.bench.contenders import OperatorContender, budget_name, select
+from flce.tools.bench.measure import Entrant, Prepared
+from flce.tools.bench.problem import CALLS, Mode, OperatorCase, Shape
+from flce.tools.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.tables import Columns, Table
 
 # --- cases ---
 

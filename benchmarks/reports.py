@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flce.bench.results import BenchResult, Entry, Run
-from flce.bench.tables import NONE, Table, absences, spread_note
+from flce.tools.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.tables import NONE, Table, absences, spread_note
 
 
 def shortfalls(run: Run) -> list[BenchResult]:

@@ -33,13 +33,14 @@ from benchmarks import reports
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.row_calls import Calls, make_region
 from benchmarks.targets import Finding, judge, middle, tally, verdict_table
-from flce.bench import tables
-from flce.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
-from flce.bench.measure import Entrant, Meter, Prepared, nothing, release
-from flce.bench.plots import Panel, Series, draw
-from flce.bench.results import BenchResult, Entry, Run
-from flce.bench.tables import Table
-from flce.machine import DTYPES, MIB
+from flce.core.sizes import MIB
+from flce.tools.bench import tables
+from flce.tools.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
+from flce.tools.bench.measure import Entrant, Meter, Prepared, nothing, release
+from flce.tools.bench.plots import Panel, Series, draw
+from flce.tools.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.tables import Table
+from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

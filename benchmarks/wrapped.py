@@ -23,10 +23,10 @@ import typer
 
 from benchmarks.benchmark import save
 from benchmarks.models import MODEL, SHORT, TINY, ModelContender, TrainingStep, build, entrants, make_batch, table
-from flce.bench.cases import Effort
-from flce.bench.measure import Entrant, Meter, Sample, compete
-from flce.bench.results import BenchResult, Run
-from flce.machine import described_run
+from flce.tools.bench.cases import Effort
+from flce.tools.bench.measure import Entrant, Meter, Sample, compete
+from flce.tools.bench.results import BenchResult, Run
+from flce.tools.machine import described_run
 
 ROUNDS = 6
 NAMES = ("ours", "liger-loss", "stock")

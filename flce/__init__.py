@@ -13,7 +13,7 @@ from flce import log
 if TYPE_CHECKING:
     from flce.functional import cross_entropy, fused_linear_cross_entropy, plan
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
-    from flce.memory_profile import MemoryProfile, profile_memory
+    from flce.memory.profile import MemoryProfile, profile_memory
     from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
     from flce.options import ChunkOptions
     from flce.plans import ChunkPlan
@@ -48,7 +48,7 @@ __all__ = [
 _MODULES = {
     "functional": ("cross_entropy", "fused_linear_cross_entropy", "plan"),
     "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
-    "memory_profile": ("MemoryProfile", "profile_memory"),
+    "memory.profile": ("MemoryProfile", "profile_memory"),
     "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss"),
     "options": ("ChunkOptions",),
     "plans": ("ChunkPlan",),

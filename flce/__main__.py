@@ -1,5 +1,5 @@
 """``python -m flce``: the command line."""
 
-from flce.cli import main
+from flce.tools.cli import main
 
 main()

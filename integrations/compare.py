@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from flce.demo.corpus import byte_level_tokenizer, read_documents, token_batches
 from flce.testing.models import VOCAB_SIZE
+from flce.tools.demo.corpus import byte_level_tokenizer, read_documents, token_batches
 
 if TYPE_CHECKING:
     from torch import Tensor

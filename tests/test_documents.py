@@ -135,7 +135,7 @@ def test_commands(text: str) -> None:
         elif words[:2] == ["python", "finetune.py"]:
             assert QUICK_START in (ROOT / "README.md").read_text(), "tests/test_quick_start.py runs this line"
         elif words[0] == "flce":
-            from flce.cli.app import app as flce_app
+            from flce.tools.cli.app import app as flce_app
 
             check_command(flce_app, words[1:])
         else:

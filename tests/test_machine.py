@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flce import machine
-from flce.machine import GIB, MIB, find_device, parse_bytes, parse_sizes, size_text
+from flce.core.devices import find_device
+from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
+from flce.core import devices
+from flce.tools import machine
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -57,7 +59,8 @@ def test_size_text(size: float, text: str) -> None:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "devices", lambda: [FIRST, SECOND, CPU])
+    for module in (devices, machine):
+        monkeypatch.setattr(module, "devices", lambda: [FIRST, SECOND, CPU])
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
 
 

@@ -16,8 +16,10 @@ import torch
 from torch.nn import functional as F
 
 import flce
-from flce import machine, private
-from flce.memory_picture import draw
+from flce import private
+from flce.memory.plot import draw
+from flce.core import devices
+from flce.tools import machine
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -148,7 +150,7 @@ class Device:
         self.recording = False
         self.trace: list[dict[str, Any]] = []
         for module, name, does in (
-            (machine, "devices", lambda: [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]),
+            (devices, "devices", lambda: [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]),
             (torch.accelerator, "current_device_index", lambda: 1),
             (torch.cuda, "synchronize", lambda index: None),
             (torch.cuda, "get_allocator_backend", lambda: "native"),

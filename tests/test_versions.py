@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import flce
-from flce.machine import TESTED
+from flce.tools.machine import TESTED
 
 ROOT = Path(flce.__file__).parents[1]
 

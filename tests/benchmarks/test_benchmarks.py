@@ -22,14 +22,14 @@ from benchmarks.benchmark import save
 from benchmarks.cli import BENCHMARKS, app
 from benchmarks.operator import OPERATOR, time_table
 from benchmarks.reports import markdown, shortfalls
-from flce.bench.cases import Effort, StepOutcome, needs_package
-from flce.bench.contenders import CONTENDERS, OperatorContender, budget_name, select
-from flce.bench.measure import Meter
-from flce.bench.problem import CALLS, OperatorCase, OperatorProblem
-from flce.bench.results import Entry, Run
-from flce.bench.tables import spread_note
-from flce.machine import MIB
+from flce.core.sizes import MIB
 from flce.testing.problem import IGNORED
+from flce.tools.bench.cases import Effort, StepOutcome, needs_package
+from flce.tools.bench.contenders import CONTENDERS, OperatorContender, budget_name, select
+from flce.tools.bench.measure import Meter
+from flce.tools.bench.problem import CALLS, OperatorCase, OperatorProblem
+from flce.tools.bench.results import Entry, Run
+from flce.tools.bench.tables import spread_note
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

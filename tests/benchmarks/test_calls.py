@@ -19,11 +19,11 @@ from benchmarks.call_meter import CallMeter
 from benchmarks.cli import app
 from benchmarks.operator import OPERATOR
 from benchmarks.row_calls import Region
-from flce.bench.cases import Effort
-from flce.bench.contenders import OperatorContender, autograd_step, select, stock_loss
-from flce.bench.measure import Sample
-from flce.bench.problem import OperatorCase, OperatorProblem
-from flce.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.cases import Effort
+from flce.tools.bench.contenders import OperatorContender, autograd_step, select, stock_loss
+from flce.tools.bench.measure import Sample
+from flce.tools.bench.problem import OperatorCase, OperatorProblem
+from flce.tools.bench.results import BenchResult, Entry, Run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = OperatorCase(8, 4, 16, calls=True)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from benchmarks.cli import app
 from benchmarks.kernels import CONTENDERS, KERNELS, KernelCase, Tiles
 from benchmarks.reports import markdown
-from flce.bench.cases import Effort
-from flce.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.cases import Effort
+from flce.tools.bench.results import BenchResult, Entry, Run
 
 CPU = torch.device("cpu")
 

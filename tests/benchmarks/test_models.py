@@ -27,8 +27,8 @@ from benchmarks.models import (
     liger,
 )
 from benchmarks.reports import markdown, shortfalls
-from flce.bench.cases import Effort
-from flce.bench.results import Run
+from flce.tools.bench.cases import Effort
+from flce.tools.bench.results import Run
 
 CPU = torch.device("cpu")
 

@@ -27,9 +27,9 @@ from benchmarks.rows import (
     targets,
 )
 from benchmarks.targets import MET, MISSED, NEARLY
-from flce.bench.cases import Effort
-from flce.bench.measure import Meter
-from flce.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.cases import Effort
+from flce.tools.bench.measure import Meter
+from flce.tools.bench.results import BenchResult, Entry, Run
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {

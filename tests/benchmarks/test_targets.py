@@ -34,11 +34,11 @@ from benchmarks.targets import (
     target_cases,
     target_tables,
 )
-from flce.bench.cases import Effort
-from flce.bench.contenders import select
-from flce.bench.problem import OperatorCase
-from flce.bench.results import BenchResult, Entry, Run
-from flce.machine import MIB
+from flce.core.sizes import MIB
+from flce.tools.bench.cases import Effort
+from flce.tools.bench.contenders import select
+from flce.tools.bench.problem import OperatorCase
+from flce.tools.bench.results import BenchResult, Entry, Run
 
 HEAD: dict[str, Any] = {
     "date": "2026-11-21T00:00:00Z",

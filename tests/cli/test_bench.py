@@ -21,12 +21,12 @@ from typer.testing import Result as Done
 
 import flce
 from benchmarks.operator import OPERATOR
-from flce.bench import comparison
-from flce.bench.comparison import FLOORS, OTHERS, OURS, default_shape, exactness_is_cheap, faults
-from flce.bench.contenders import select
-from flce.bench.problem import OperatorCase
-from flce.bench.results import BenchResult, Entry
-from flce.cli.bench import bench
+from flce.tools.bench import comparison
+from flce.tools.bench.comparison import FLOORS, OTHERS, OURS, default_shape, exactness_is_cheap, faults
+from flce.tools.bench.contenders import select
+from flce.tools.bench.problem import OperatorCase
+from flce.tools.bench.results import BenchResult, Entry
+from flce.tools.cli.bench import bench
 
 CPU = torch.device("cpu")
 SMALL = ("--device", "cpu", "--seconds", "0")

@@ -23,15 +23,15 @@ import typer
 from typer.testing import CliRunner
 
 import flce
-from flce import machine
 from flce.backends import backend_name
 from flce.backends.eager import TorchBackend
-from flce.check import run, suite
-from flce.check.figures import Figure, compared
-from flce.check.inputs import stock, truth
-from flce.cli.check import check
 from flce.testing.problem import relative_error
 from flce.testing.tolerances import RESULTS
+from flce.tools import machine
+from flce.tools.check import run, suite
+from flce.tools.check.figures import Figure, compared
+from flce.tools.check.inputs import stock, truth
+from flce.tools.cli.check import check
 
 ROOT = Path(flce.__file__).parents[1]
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ import sys
 for name in {hidden}:
     sys.modules[name] = None
 import typer
-from flce.cli.check import check
+from flce.tools.cli.check import check
 app = typer.Typer()
 app.command()(check)
 app()

@@ -21,12 +21,12 @@ import typer
 from typer.testing import CliRunner
 
 import flce
-from flce.cli import demo
-from flce.demo.report import TrainingRun
+from flce.tools.cli import demo
+from flce.tools.demo.report import TrainingRun
 
 ROOT = Path(flce.__file__).parents[1]
 # The command by itself.
-PROGRAM = "import typer; from flce.cli.demo import demo; app = typer.Typer(); app.command()(demo); app()"
+PROGRAM = "import typer; from flce.tools.cli.demo import demo; app = typer.Typer(); app.command()(demo); app()"
 SIZES = ("--steps=4", "--seq-len=32", "--batch-size=2", "--vocab-size=600", "--hidden-size=64", "--layers=1")
 
 

@@ -18,8 +18,8 @@ pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
 
 import flce
-from flce.cli import app
-from flce.cli import info as info_command
+from flce.tools.cli import app
+from flce.tools.cli import info as info_command
 
 ROOT = Path(flce.__file__).parents[1]
 COMMANDS = sorted(command.callback.__name__ for command in app.app.registered_commands if command.callback)
@@ -44,7 +44,7 @@ def test_help_is_quick_and_has_an_example() -> None:
 import sys
 sys.argv[0] = "flce"
 try:
-    __import__("flce.cli").cli.main()
+    __import__("flce.tools.cli").tools.cli.main()
 finally:
     print(sorted({"torch", "transformers", "triton", "numpy", "matplotlib"} & set(sys.modules)), file=sys.stderr)
 """
@@ -59,17 +59,17 @@ finally:
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_its_extra(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None; import flce.cli; flce.cli.main()"
+    code = f"import sys; sys.modules[{missing!r}] = None; import flce.tools.cli; flce.tools.cli.main()"
     done = run(code=code)
     assert done.returncode == 2
     assert done.stderr == f"The command line of flce needs {missing}: pip install 'flce[cli]'\n"
 
 
 def test_another_missing_module_is_not_hidden() -> None:
-    code = "import sys; sys.modules['flce.cli.info'] = None; import flce.cli; flce.cli.main()"
+    code = "import sys; sys.modules['flce.tools.cli.info'] = None; import flce.tools.cli; flce.tools.cli.main()"
     done = run(code=code)
     assert done.returncode == 1
-    assert "flce.cli.info" in done.stderr
+    assert "flce.tools.cli.info" in done.stderr
 
 
 def test_version_and_wrong_usage() -> None:

@@ -25,12 +25,13 @@ import transformers
 import typer
 from typer.testing import CliRunner
 
-from flce.cli import plan as command
 from flce.devices import described
-from flce.huggingface import is_patched, rehearsal
-from flce.huggingface import training_memory as memory
-from flce.huggingface.training_memory import StepMemory, Training, TrainingMemory, Variant
+from flce.huggingface import is_patched
+from flce.huggingface.estimate import rehearsal
+from flce.huggingface.estimate import training_memory as memory
+from flce.huggingface.estimate.training_memory import StepMemory, Training, TrainingMemory, Variant
 from flce.options import ChunkOptions
+from flce.tools.cli import plan as command
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SIZES: dict[str, Any] = {

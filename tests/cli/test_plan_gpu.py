@@ -15,7 +15,7 @@ import transformers
 
 from flce import patch_model
 from flce.devices import described
-from flce.huggingface.training_memory import VARIANTS, Training, TrainingMemory, Variant
+from flce.huggingface.estimate.training_memory import VARIANTS, Training, TrainingMemory, Variant
 
 pytestmark = pytest.mark.gpu
 

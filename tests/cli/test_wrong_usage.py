@@ -11,12 +11,12 @@ pytest.importorskip("rich", reason="the command line")
 
 from typer.testing import CliRunner
 
-from flce.bench.problem import CALLS
-from flce.cli.app import app
-from flce.cli.bench import CallMode
-from flce.cli.output import Dtype
-from flce.cli.plan import Optimizer
-from flce.machine import DTYPES
+from flce.tools.bench.problem import CALLS
+from flce.tools.cli.app import app
+from flce.tools.cli.bench import CallMode
+from flce.tools.cli.output import Dtype
+from flce.tools.cli.plan import Optimizer
+from flce.tools.machine import DTYPES
 
 BENCH, LARGE = ("bench", "--device", "cpu", "--shape"), ("plan", "--shape", "8192,4096,128256")
 SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
@@ -99,5 +99,5 @@ def test_choices_are_those_of_the_code() -> None:
     """The command line does not import it to answer `--help`."""
     assert [mode.value for mode in CallMode] == list(CALLS)
     assert [dtype.value for dtype in Dtype] == list(DTYPES)
-    memory = pytest.importorskip("flce.huggingface.training_memory", exc_type=ImportError)
+    memory = pytest.importorskip("flce.huggingface.estimate.training_memory", exc_type=ImportError)
     assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)

@@ -1,0 +1,42 @@
+"""Bytes and sizes in words."""
+
+from __future__ import annotations
+
+import re
+
+MIB, GIB = 1 << 20, 1 << 30
+UNITS = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+MOST_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes of "256MiB" or "1.5 GB".
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
+        raise ValueError(f"expected a size such as 80GiB, 80GB or 256MiB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
+    """A number for each of the names, in "4096,2048,32000" or with an x in place of each comma.
+
+    Raises:
+        ValueError: these are no such numbers.
+    """
+    parts = text.replace("x", ",").split(",")
+    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in parts)
+    count = len(names.split(","))
+    if len(sizes) != count or not all(0 < size <= MOST_SIZE for size in sizes):
+        raise ValueError(f"expected {names} as {count} positive numbers, at most {MOST_SIZE}, got {text!r}")
+    return sizes
+
+
+def size_text(size: float) -> str:
+    """As in "823 MiB", "7.84 GiB"."""
+    if size >= GIB:
+        return f"{size / GIB:.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
+    return f"{size / MIB:,.0f} MiB" if size >= 10 * MIB else f"{size / MIB:.2f} MiB"

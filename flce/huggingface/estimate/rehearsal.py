@@ -1,0 +1,345 @@
+"""A training step that takes no memory and tells how much it would take: tensors on the meta device, storages counted.
+
+The model's own code runs, forward and backward, with autograd as it is. So there is no formula for any architecture:
+what autograd keeps for backward, what checkpointing throws away and what backward holds for a moment is what happens.
+A :class:`StepMeter` counts each storage from its allocation to its end. Three things differ on a GPU, and are put
+right here: which kernel attention takes (`OnGpu`), what kernels allocate inside, and the plan of the fused loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from flce import operators, private
+from flce.case import Case
+from flce.devices import Described
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
+CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
+# CUDA's caching allocator rounds each allocation up to a multiple of this.
+BLOCK = 512
+# Tensors of integers with so many entries, or more if there are more tokens, have values: positions and masks of
+# tokens, which models ask whether there is any padding. A mask of tokens by tokens is larger.
+KNOWN_ENTRIES = 1 << 20
+
+_aten = torch.ops.aten
+
+
+class ValuesNeededError(RuntimeError):
+    """The model's forward depends on values of its activations: it cannot be run without them."""
+
+
+class StepMeter(TorchDispatchMode):
+    """Counts the bytes of meta tensors that are alive, and where they went at the peak.
+
+    Args:
+        device: the device that the tensors stand for.
+        autocast: what autocast makes of float32 operands; None: it is off.
+    """
+
+    def __init__(self, device: Described, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.device, self.autocast = device, autocast
+        self.category = ACTIVATIONS  # of what is allocated now
+        self.alive: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.peak_bytes = self._alive_bytes = 0
+        self._sizes: dict[int, tuple[int, str]] = {}  # of each storage that is alive, by its address
+        self._values, self._known_entries = WeakIdKeyDictionary(), KNOWN_ENTRIES
+
+    # ------------------------------------------------------------------------------------------------- counting
+
+    def hold(self, tensor: Tensor, category: str | None = None) -> None:
+        """Count a tensor's storage until it ends; again, to put it into another category."""
+        storage, category = tensor.untyped_storage(), category or self.category
+        key = storage._cdata
+        known = self._sizes.get(key)
+        if known is not None:
+            self.alive[known[1]] -= known[0]
+            self.alive[category] += known[0]
+            self._sizes[key] = known[0], category
+            return
+        size = self._rounded(storage.nbytes())
+        self._sizes[key] = size, category
+        self._add(size, category)
+        weakref.finalize(storage, self._end, key).atexit = False
+
+    def hold_for_good(self, tensor: Tensor, category: str) -> None:
+        """Count a storage that outlives the step. Tied weights share one, which is counted once."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = self._rounded(storage.nbytes()), category
+            self._add(*self._sizes[storage._cdata])
+
+    def hold_bytes(self, size: int, category: str) -> None:
+        """Count memory for which there is no tensor."""
+        self._add(size, category)
+
+    @staticmethod
+    def _rounded(size: int) -> int:
+        return -(-size // BLOCK) * BLOCK
+
+    def for_a_moment(self, size: int, category: str | None = None) -> None:
+        """What is allocated and given back within an operation, beside its results."""
+        self._add(size, category or self.category)
+        self._add(-size, category or self.category)
+
+    def _add(self, size: int, category: str) -> None:
+        self.alive[category] += size
+        self._alive_bytes += size
+        if self._alive_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak = self._alive_bytes, self.alive.copy()
+
+    def _end(self, key: int) -> None:
+        size, category = self._sizes.pop(key)
+        self._add(-size, category)
+
+    @contextlib.contextmanager
+    def counted_as(self, category: str) -> Iterator[None]:
+        before, self.category = self.category, category
+        try:
+            yield
+        finally:
+            self.category = before
+
+    # ----------------------------------------------------------------------------------------------- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        if func is _aten._local_scalar_dense.default:
+            return self._value(args[0])
+        if func is torch.ops.flce.linear_cross_entropy.default:
+            return self._fused_loss(args)
+        if func is torch.ops.flce.linear_cross_entropy_backward.default:
+            return self._fused_backward(func, args)
+        try:
+            result = func(*args, **kwargs)
+        except NotImplementedError as error:
+            raise ValuesNeededError(f"{func} of a tensor without values: {error}") from error
+        made = _tensors(result)
+        if self._is_on_the_device(given):
+            for tensor in made:
+                if tensor.untyped_storage()._cdata not in self._sizes:
+                    self.hold(tensor)
+        if func in _SCRATCH:
+            self.for_a_moment(_SCRATCH[func](*args), TEMPORARY)
+        self._follow_values(func, args, kwargs, given, made)
+        return result
+
+    def _is_on_the_device(self, given: list[Tensor]) -> bool:
+        """Whether the result of an operation would be. Lazy logits have tensors without data for their shapes."""
+        if given:
+            return any(t.untyped_storage()._cdata in self._sizes for t in given)
+        frame = sys._getframe(2)
+        while frame.f_back is not None and _hands_on(frame):
+            frame = frame.f_back
+        return not _module(frame).startswith("flce.huggingface.lazy.")
+
+    def _fused_loss(self, args: Any) -> Any:
+        args = self._autocasted(args)
+        result, plan = operators.rehearsed(args, self._there)
+        gradients = operators.Outputs.of(result).grads
+        for tensor in _tensors(result):
+            self.hold(tensor, LOSS)
+        for grad in gradients:
+            if any(grad.shape == weight.shape for weight in args[1]):
+                self.hold(grad, GRADIENTS)
+        # A plan that leaves gradients to backward takes less in forward; how much less it does not tell.
+        self.for_a_moment(plan.workspace_bytes, LOSS)
+        return result
+
+    def _fused_backward(self, func: Any, args: Any) -> Any:
+        args = (*args[:2], *self._autocasted(args[2:]))
+        result = func(*args)
+        for tensor in _tensors(result):
+            self.hold(tensor, LOSS)
+        _, plan = operators.rehearsed(args[2:], self._there)
+        self.for_a_moment(plan.workspace_bytes, LOSS)
+        return result
+
+    def _autocasted(self, args: Any) -> Any:
+        """The operands as autocast makes them, in memory of their own."""
+        if self.autocast is None:
+            return args
+        operands, weights, *others = args
+        cast = [[cast_to(t, self.autocast) for t in tensors] for tensors in (operands, weights)]
+        for made, given in zip(_tensors(cast), _tensors((operands, weights)), strict=True):
+            if made is not given:
+                self.hold(made, LOSS)
+        return (*cast, *others)
+
+    def _there(self, case: Case) -> Case:
+        return replace(
+            case,
+            device_type="cuda",
+            backend=self.device.backend,
+            has_product=self.device.has_product,
+            memory=self.device.memory,
+        )
+
+    # --------------------------------------------------------------------------------------------------- values
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """The values of a tensor of integers, and so of what is made of it."""
+        self._values[tensor] = value
+        self._known_entries = max(self._known_entries, 2 * value.numel())
+
+    def _value(self, tensor: Tensor) -> Any:
+        if tensor not in self._values:
+            raise ValuesNeededError("the model's forward asks for the value of an activation")
+        return self._values[tensor].item()
+
+    def _follow_values(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        small = made and all(not t.is_floating_point() and t.numel() <= self._known_entries for t in made)
+        if not small or not all(t in self._values for t in given):
+            return
+        args, kwargs = tree_map_only(Tensor, self._values.__getitem__, (args, dict(kwargs)))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        for tensor, value in zip(made, _tensors(func(*args, **kwargs)), strict=True):
+            self._values[tensor] = value
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _hands_on(frame: FrameType) -> bool:
+    """Whether an operation only passes by, from who has called it: PyTorch's own code, and modes."""
+    return _module(frame).startswith("torch.") or frame.f_code.co_name == "__torch_function__"
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+# ------------------------------------------------------------------------------------------- what differs on a GPU
+
+
+def _flash_backward_scratch(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *_: Any
+) -> int:
+    """A float32 sum of dQ and the sum of a row; dK and dV of each query's head where several share a key's."""
+    size = 4 * query.numel() + 2 * lse.nbytes
+    if key.shape[1] != query.shape[1]:
+        size += 2 * key.nbytes * (query.shape[1] // key.shape[1])
+    return size
+
+
+# Kernels that allocate more than their results, beside a few MiB: bytes of that, from their arguments.
+_SCRATCH: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_scratch,
+}
+
+
+class OnGpu(TorchFunctionMode):
+    """Takes the operators that PyTorch takes for CUDA tensors, where it takes others for those without a device.
+
+    Args:
+        autocast: as ``torch.autocast("cuda", autocast)``, which knows no meta tensors; None: it is off.
+    """
+
+    def __init__(self, autocast: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self._casts = WeakIdKeyDictionary()  # of weights: autocast keeps them until it ends
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.autocast is not None and func in _AUTOCAST_NARROWS:
+            args, kwargs = tree_map_only(Tensor, self._narrowed, (args, kwargs))
+        elif self.autocast is not None and func in _AUTOCAST_WIDENS:
+            args, kwargs = tree_map_only(Tensor, lambda t: cast_to(t, torch.float32), (args, kwargs))
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _narrowed(self, tensor: Tensor) -> Tensor:
+        assert self.autocast is not None
+        if tensor in self._casts:
+            cast: Tensor = self._casts[tensor]
+            return cast
+        cast = cast_to(tensor, self.autocast)
+        if cast is not tensor and tensor.is_leaf and tensor.requires_grad:
+            self._casts[tensor] = cast
+        return cast
+
+
+# Those of autocast's lists that models of language use, https://docs.pytorch.org/docs/stable/amp.html.
+_AUTOCAST_NARROWS = {
+    *(F.linear, F.conv1d, F.conv2d, F.bilinear, F.scaled_dot_product_attention),
+    *(torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum),
+    *(Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__, Tensor.__rmatmul__),
+}
+_AUTOCAST_NARROWS |= {f for f in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None)) if f is not None}
+_AUTOCAST_WIDENS = {F.layer_norm, F.cross_entropy, F.nll_loss, torch.pow, Tensor.pow, torch.cumsum, Tensor.cumsum}
+
+
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating tensor in another dtype, as autocast casts it: it leaves integers and float64 alone."""
+    return tensor if not tensor.is_floating_point() or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0 or inplace:
+        return F.dropout(input, p, training, inplace)
+    dropped: Tensor = _aten.native_dropout(input, p, True)[0]
+    return dropped
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` of half precision by flash attention where there is no mask; with one, and of
+    float32, by the memory-efficient kernel; the rest is left to PyTorch, whose probabilities are in memory."""
+    dims = query.shape[-1], key.shape[-1], value.shape[-1]
+    if attn_mask is None and query.element_size() == 2 and len(set(dims)) == 1 and dims[0] <= 256:
+        padded = [F.pad(t, (0, -dims[0] % 8)) if dims[0] % 8 else t for t in (query, key, value)]
+        if scale is None:
+            scale = dims[0] ** -0.5
+        out = _aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, scale=scale)[0]
+        return out[..., : dims[0]] if dims[0] % 8 else out
+    if key.shape[1] == query.shape[1] and query.element_size() <= 4 and not (dims[0] % 4 or dims[2] % 4):
+        if attn_mask is not None:
+            # A mask of booleans becomes one of numbers.
+            bias = torch.empty_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+            attn_mask = bias.expand(*query.shape[:3], key.shape[2])
+        efficient = _aten._scaled_dot_product_efficient_attention
+        out = efficient(query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
+        return out
+    with private.disable_torch_function():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )

@@ -1,0 +1,357 @@
+"""How much memory a training step of a model takes on a GPU, and the longest sequence that fits: without a GPU.
+
+The model is made on the meta device from its config, and a step of it is rehearsed (`rehearsal.py`). On a GPU the peak
+of ``torch.cuda.memory_allocated`` is that: weights, gradients and the optimizer's state, activations, the loss, and
+what backward holds for a moment, as far as they are there at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flce.devices import Described
+from flce.huggingface.estimate.rehearsal import (
+    ACTIVATIONS,
+    CATEGORIES,
+    GRADIENTS,
+    LOSS,
+    OPTIMIZER,
+    TEMPORARY,
+    WEIGHTS,
+    OnGpu,
+    StepMeter,
+)
+from flce.huggingface.patch import patch_model, report, unpatch_model
+from flce.options import ChunkOptions
+
+# What the libraries of matrix products hold from the first product on: 32 MiB each of cuBLAS and cuBLASLt on Hopper.
+# Measured as what is allocated between two steps, beside weights and buffers.
+LIBRARIES = 64 << 20
+# Of the device's memory, what a process cannot allocate: the context with its kernels, and gaps between tensors.
+CONTEXT = 512 << 20
+# A length that takes so much of what there is, or one that is so close to one that does not fit, is the longest.
+CLOSE = 0.99
+MOST_TOKENS = 1 << 26
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes that an optimizer keeps for a parameter, and copies of all parameters that it makes while it steps."""
+
+    state: Callable[[Tensor], int]
+    copies: int = 0
+
+
+def _eight_bits(parameter: Tensor) -> int:
+    """bitsandbytes: two states of one byte, a float32 for each 256; of fewer than 4,096 entries two float32."""
+    n = parameter.numel()
+    return 2 * (n + 4 * -(-n // 256)) if n >= 4096 else 8 * n
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerMemory(lambda p: 2 * p.nbytes),
+    "adamw-foreach": OptimizerMemory(lambda p: 2 * p.nbytes, copies=1),
+    "adamw-8bit": OptimizerMemory(_eight_bits),
+    "sgd": OptimizerMemory(lambda p: 0),
+    "sgd-momentum": OptimizerMemory(lambda p: p.nbytes),
+    "none": OptimizerMemory(lambda p: 0),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained, beside the length of its sequences.
+
+    Args:
+        batch_size: sequences of a step on one GPU.
+        dtype: of the weights, and of all that is made from them: gradients, activations, the optimizer's state.
+        autocast: the dtype of matrix products under ``torch.autocast``, with weights in float32; None: it is off.
+        optimizer: a key of `OPTIMIZERS`.
+        frozen_head: the weight of the head, and of the embedding where they are one, gets no gradient.
+        accumulation: whether gradients are there already when a step begins, of the steps before.
+        options: for the fused loss.
+    """
+
+    batch_size: int
+    dtype: torch.dtype = torch.bfloat16
+    autocast: torch.dtype | None = None
+    optimizer: str = "adamw"
+    frozen_head: bool = False
+    accumulation: bool = False
+    options: ChunkOptions | None = None
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What one training step takes, in bytes."""
+
+    peak_bytes: int
+    """Of ``torch.cuda.memory_allocated``."""
+    parts: dict[str, int] = field(hash=False)
+    """Of the peak, by category."""
+    fused: bool
+    """Whether the loss was computed without the logits."""
+
+
+def fits(step: StepMemory, memory: int) -> bool:
+    """Whether a step fits a device of so many bytes."""
+    return step.peak_bytes <= memory - CONTEXT
+
+
+@dataclass(frozen=True)
+class Variant:
+    patched: bool
+    checkpointing: bool
+
+    def __str__(self) -> str:
+        return f"{'patched' if self.patched else 'stock'}, {'with' if self.checkpointing else 'without'} checkpointing"
+
+
+VARIANTS = tuple(Variant(patched, checkpointing) for checkpointing in (True, False) for patched in (False, True))
+
+
+def load_config(path: Path) -> Any:
+    """The config of Transformers in a ``config.json``, or in a folder that has one.
+
+    Raises:
+        ValueError: there is none, or none of a model that this Transformers knows.
+    """
+    from transformers import CONFIG_MAPPING
+
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        where = f"{path} has no config.json" if path.is_dir() else f"{path} does not exist"
+        raise ValueError(f"{where}: give the folder of a model of Transformers, or its config.json")
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): give a model's config.json") from None
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise ValueError(f"{file} has the model_type {kind!r}, which the Transformers installed does not know")
+    try:
+        return CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # Transformers has classes of its own for what is wrong with a config
+        raise ValueError(f"{file} has values that Transformers refuses: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class TrainingMemory:
+    """Training steps of one model on a GPU that need not be there.
+
+    Args:
+        config: of Transformers, for a model with a language-model head.
+        training: how it is trained.
+        device: the GPU, as `flce.devices.described` tells it.
+
+    Raises:
+        ValueError: Transformers has no causal language model for the config, or cannot make it.
+    """
+
+    def __init__(self, config: Any, training: Training, device: Described) -> None:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError(f"a {config.model_type} is no causal language model of Transformers")
+        self.training, self.device, self.config = training, device, config
+        try:
+            with torch.device("meta"), _quiet():
+                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=training.dtype).train()
+        except Exception as error:  # whatever the model's own code makes of sizes that do not go together
+            raise ValueError(f"no {config.model_type} can be made of this config: {_one_line(error)}") from None
+        head = self._head()
+        if training.frozen_head and head is not None:
+            head.weight.requires_grad_(False)
+        self._known: dict[tuple[int, Variant], StepMemory] = {}
+
+    @property
+    def head_shape(self) -> tuple[int, int]:
+        """V and H of the output embedding; the config's where the model has none."""
+        head: Any = self._head()
+        if head is None:
+            text = self.config.get_text_config()
+            return text.vocab_size, text.hidden_size
+        return tuple(head.weight.shape)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def step(self, length: int, variant: Variant) -> StepMemory:
+        """What a step takes with sequences of ``length`` tokens.
+
+        Raises:
+            ValuesNeededError: the model cannot be run without values.
+            ValueError: no plan of the loss keeps its budget.
+        """
+        key = length, variant
+        if key not in self._known:
+            with _quiet(), self._as(variant):
+                self._known[key] = self._rehearse(length)
+        return self._known[key]
+
+    def longest(self, variant: Variant, memory: int, start: int = 4096) -> int:
+        """Tokens of the longest sequence that fits ``memory`` bytes; 0 if none does.
+
+        A line through two lengths says what to try next. The answer is a length that was tried and fits. It takes 99%
+        of the memory, or 1% more tokens do not fit.
+
+        Args:
+            start: the first length that is tried.
+        """
+        room = memory - CONTEXT
+        low, high = 0, MOST_TOKENS // self.training.batch_size + 1  # known to fit, known not to
+        tried: list[tuple[int, int]] = []
+        length = start
+        while high - low > max(1, low // 100):
+            length = min(max(length, low + 1), high - 1)
+            try:
+                peak = self.step(length, variant).peak_bytes
+            except ValueError:  # no plan of the loss keeps its budget
+                high = length
+                length = (low + high) // 2
+                continue
+            tried.append((length, peak))
+            low, high = (length, high) if peak <= room else (low, length)
+            if low == length and peak >= CLOSE * room:
+                break
+            length = _next(tried, low, high, room)
+        return low
+
+    # ------------------------------------------------------------------------------------------------- one step
+
+    def _head(self) -> Any:
+        return self.model.get_output_embeddings() if hasattr(self.model, "get_output_embeddings") else None
+
+    @contextlib.contextmanager
+    def _as(self, variant: Variant) -> Iterator[None]:
+        model = self.model
+        if variant.patched:
+            patch_model(model, options=self.training.options, on_materialize="ignore")
+        if variant.checkpointing:
+            # Modes of functions do not reach into backward: the recomputation gets one of its own.
+            again = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": self._recomputation}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
+        try:
+            yield
+        finally:
+            if variant.checkpointing:
+                model.gradient_checkpointing_disable()
+            unpatch_model(model)
+
+    def _recomputation(self) -> tuple[Any, Any]:
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            with OnGpu(self.training.autocast), self._meter.counted_as(ACTIVATIONS):
+                yield
+
+        return contextlib.nullcontext(), again()
+
+    def _rehearse(self, length: int) -> StepMemory:
+        training, model = self.training, self.model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = OPTIMIZERS[training.optimizer]
+        meter = self._meter = StepMeter(self.device, training.autocast)
+        for tensor in (*model.parameters(), *model.buffers()):
+            meter.hold_for_good(tensor, WEIGHTS)
+        meter.hold_bytes(sum(map(optimizer.state, trained)), OPTIMIZER)
+        meter.hold_bytes(LIBRARIES, TEMPORARY)
+        values = torch.ones(training.batch_size, length, dtype=torch.int64)
+        ids = torch.empty_like(values, device="meta")
+        meter.hold(ids, ACTIVATIONS)
+        meter.know(ids, values)
+        if training.accumulation:
+            for p in trained:
+                p.grad = torch.empty_like(p)
+                meter.hold(p.grad, GRADIENTS)
+        handles = [p.register_post_accumulate_grad_hook(self._gradient_arrives) for p in trained]
+        head = self._head()
+        if head is not None:
+            handles.append(head.register_forward_pre_hook(self._loss_begins))
+        try:
+            with meter:
+                with OnGpu(training.autocast):
+                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                if meter.category == ACTIVATIONS:  # the head was not called as a layer
+                    meter.category = TEMPORARY
+                torch.autograd.backward([loss])
+            meter.for_a_moment(optimizer.copies * sum(p.nbytes for p in trained), OPTIMIZER)
+        finally:
+            for handle in handles:
+                handle.remove()
+            model.zero_grad(set_to_none=True)
+        parts = {category: meter.peak[category] for category in CATEGORIES}
+        return StepMemory(meter.peak_bytes, parts, fused=report(model).fused > 0)
+
+    def _gradient_arrives(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._meter.hold(parameter.grad, GRADIENTS)
+
+    def _loss_begins(self, head: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before the head makes logits. What backward makes until their gradient has reached its input is the loss."""
+        self._meter.category = LOSS
+
+        def loss_ends(grad: Tensor) -> None:
+            self._meter.category = TEMPORARY
+
+        if args and args[0].requires_grad:
+            args[0].register_hook(loss_ends)
+
+
+def _next(tried: list[tuple[int, int]], low: int, high: int, room: int) -> int:
+    """The length to try, between one that fits and one that does not."""
+    length, peak = tried[-1]
+    if len(tried) == 1:
+        return length * 2 if low == length else length // 2
+    before, peak_before = tried[-2]
+    slope = (peak - peak_before) / (length - before)
+    guess = int(length + ((1 + CLOSE) / 2 * room - peak) / slope) if slope > 0 else 0
+    if low == 0 and guess < 1:
+        return 1  # what does not depend on the length is too much
+    guess = min(guess, 64 * low) if low else guess  # a line through two short lengths leads astray
+    if not low < guess < high:
+        guess = (low + high) // 2
+    return guess // 64 * 64 if guess // 64 * 64 > low else guess
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings of libraries about models without values would be read as warnings about the user's model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def stock_loss_bytes(num_tokens: int, hidden_size: int, vocab_size: int, dtype: torch.dtype, weight_grad: bool) -> int:
+    """What Transformers' stock loss takes above its inputs and the gradients of hidden states and head, in bytes.
+
+    Logits in ``dtype``, the same in float32, their log-softmax, and the gradients of these, as far as they are there at
+    the same time.
+    """
+    meter = StepMeter(Described("torch", False, None))
+
+    def given(rows: int, requires_grad: bool) -> Tensor:
+        return torch.empty(rows, hidden_size, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+    hidden, weight = given(num_tokens, True), given(vocab_size, weight_grad)
+    target = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+    for tensor in (hidden, weight, target):
+        meter.hold_for_good(tensor, WEIGHTS)
+    inputs = meter.peak_bytes
+    with meter:
+        F.cross_entropy(F.linear(hidden, weight).float(), target).backward()
+    grads = sum(t.grad.nbytes for t in (hidden, weight) if t.grad is not None)
+    return max(0, meter.peak_bytes - inputs - grads)

@@ -1,0 +1,287 @@
+"""Who is measured on the fused linear cross entropy: the bare products, flce, PyTorch and other libraries.
+
+To add one, write a loss (x, w, y, reduction) and a line in `CONTENDERS`. Libraries are called as their documentation
+or their own trainer calls them, and imported inside. Any workspace budget of ours is a contender too, see `in_budget`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.core.sizes import MIB
+from flce.testing.problem import IGNORED
+from flce.tools.bench.cases import (
+    Condition,
+    Contender,
+    Step,
+    StepOutcome,
+    Unavailable,
+    known,
+    needs_cuda,
+    needs_package,
+)
+from flce.tools.bench.problem import INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
+
+LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+
+
+@dataclass(frozen=True)
+class OperatorContender(Contender):
+    prepare: Callable[[OperatorProblem], Step]
+    # The workspace that `flce.plan` says ours takes.
+    planned_bytes: Callable[[OperatorCase, torch.device], int | None] = field(default=lambda *a: None, kw_only=True)
+
+
+# Where a contender is measured that is not measured everywhere: where it means something and repeats no other.
+ONLY: dict[str, Condition] = {
+    "": lambda case, device: True,
+    "half precision": lambda case, device: case.dtype in ("float16", "bfloat16"),
+    "bfloat16": lambda case, device: case.dtype == "bfloat16",  # float16 sums are not allowed
+    "ignored": lambda case, device: case.ignored > 0,
+    "reduced": lambda case, device: case.call.reduction != "none",  # some peers have no per-token losses
+    # Most CPUs only emulate half precision: bare products in it are no floor there.
+    "products": lambda case, device: case.time and (device.type == "cuda" or not ONLY["half precision"](case, device)),
+    "training": lambda case, device: case.mode == "forward+backward" and ONLY["products"](case, device),
+    "unaligned": lambda case, device: case.time and device.type == "cuda" and case.aligned() != case,
+}
+
+
+def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Step:
+    """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
+    x, w, y, call = problem.input, problem.weight, problem.target, problem.case.call
+    plain = problem.case.upstream == 1 and call.reduction != "none"
+
+    def step() -> StepOutcome:
+        try:
+            with torch.set_grad_enabled(call.input_grad):
+                loss = loss_function(x, w, y, call.reduction)
+            if call.input_grad:
+                loss.backward(None if plain else problem.upstream.to(loss.dtype))
+            return StepOutcome(loss.detach(), x.grad, w.grad)
+        finally:
+            x.grad = w.grad = None
+
+    return step
+
+
+# --- the floor: the matrix products alone ---
+
+
+def floor_step(problem: OperatorProblem, again: Sequence[str] = ()) -> Step:
+    """The products that the call cannot do without; `again` what is made a second time.
+
+    They are made on the operands of the problem, into memory made beforehand, in the layouts that flce has. The
+    gradient of the logits is the true one, since the speed of a matrix product depends on its data.
+    """
+    x, w, needed = problem.input.detach(), problem.weight.detach(), (*again, *problem.case.call.products)
+    operands: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
+        LOGITS: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
+        INPUT_GRAD: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
+        WEIGHT_GRAD: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
+    }
+    ready = {product: operands[product]() for product in set(needed)}
+
+    def step() -> None:
+        for product in needed:
+            a, b, out = ready[product]
+            torch.mm(a, b, out=out)
+
+    return step
+
+
+def aligned_floor_step(problem: OperatorProblem) -> Step:
+    return floor_step(OperatorProblem(problem.case.aligned(), problem.input.device))
+
+
+# --- flce ---
+
+
+def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorContender:
+    """With these options of `flce.ChunkOptions`; what can be called is called with the case."""
+
+    def chunking(case: OperatorCase) -> flce.ChunkOptions:
+        return flce.ChunkOptions(**{k: value(case) if callable(value) else value for k, value in options.items()})
+
+    def planned(case: OperatorCase, device: torch.device) -> int:
+        call = case.call
+        how: dict[str, Any] = {"reduction": call.reduction, "device": device, "options": chunking(case)}
+        how |= {"input_grad": call.input_grad, "weight_grad": call.weight_grad}
+        tokens, hidden, classes = case.shape
+        return flce.plan(tokens, hidden, classes, case.torch_dtype, **how).workspace_bytes
+
+    def prepare(problem: OperatorProblem) -> Step:
+        return autograd_step(problem, our_loss(chunking(problem.case)))
+
+    return OperatorContender(name, title, "ours", prepare, applies=ONLY[only], planned_bytes=planned)
+
+
+def our_loss(options: flce.ChunkOptions) -> LossFunction:
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: Any) -> Tensor:
+        return flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
+
+    return loss
+
+
+def ours_full_step(problem: OperatorProblem) -> Step:
+    """For its time only: the results, which are not returned, are those of another problem."""
+    full = copy.copy(problem)
+    full.target = problem.full_target
+    solve = autograd_step(full, our_loss(flce.ChunkOptions()))
+
+    def step() -> None:
+        solve()
+
+    return step
+
+
+BUDGET = re.compile(r"ours(?:-(?P<kind>bf16|vocab))?-(?P<mib>[1-9]\d*)MiB")
+# What is said of a kind, where it is measured, and its options.
+KINDS: dict[str | None, tuple[str, str, dict[str, Any]]] = {
+    None: ("", "", {}),
+    "bf16": (", bfloat16 sums", "bfloat16", {"accum_dtype": torch.bfloat16}),
+    "vocab": (", strategy vocab", "", {"strategy": "vocab"}),
+}
+
+
+def in_budget(name: str) -> OperatorContender | None:
+    """The contender that a name stands for such as ours-256MiB, ours-bf16-64MiB (its sums), ours-vocab-64MiB."""
+    match = BUDGET.fullmatch(name)
+    if match is None:
+        return None
+    suffix, only, options = KINDS[match["kind"]]
+    title, budget = f"flce, {match['mib']} MiB budget{suffix}", int(match["mib"]) * MIB
+    return ours(name, title, only, max_workspace_bytes=budget, **options)
+
+
+def budget_name(mib: int, kind: str = "") -> str:
+    """What `in_budget` understands."""
+    return f"ours{kind and '-' + kind}-{mib}MiB"
+
+
+def sums_in_bfloat16(contender: str) -> bool:
+    match = BUDGET.fullmatch(contender)
+    return match is not None and match["kind"] == "bf16"
+
+
+# --- PyTorch ---
+
+
+def stock_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(F.linear(x, w).float(), y, reduction=reduction)
+
+
+def compiled_step(problem: OperatorProblem) -> Step:
+    torch.compiler.reset()
+    return autograd_step(problem, torch.compile(stock_loss, dynamic=False))
+
+
+def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    options = getattr(torch.nn, "LinearCrossEntropyOptions")()  # noqa: B009 - not in every version
+    loss: Tensor = getattr(F, "linear_cross_entropy")(x, w, y, reduction=reduction, options=options)  # noqa: B009
+    return loss
+
+
+def torch_chunked_unavailable(device: torch.device) -> str | None:
+    if hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        return None
+    return f"PyTorch {torch.__version__} has no torch.nn.LinearCrossEntropyOptions (2.13 has)"
+
+
+# --- other libraries ---
+
+TRL_CHUNK = 32768  # classes; what TRL's trainers pass
+QUACK_CHUNK = 4096  # tokens; the default of its function
+
+
+def library_loss(module: str, function: str, **options: Any) -> LossFunction:
+    """The loss of a library whose function takes (input, weight, target, reduction=...)."""
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        call = getattr(importlib.import_module(module), function)
+        result: Tensor = call(x, w, y, reduction=reduction, **options)
+        return result
+
+    return loss
+
+
+def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    """The head of TRL's trainers, without the statistics that they log."""
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    valid = y != IGNORED
+    temperature, softcap, logit_scale, outputs = 1.0, None, 1.0, ()
+    logprob, *_ = function.apply(x, w, None, y.clamp(min=0), temperature, TRL_CHUNK, softcap, logit_scale, outputs)
+    losses: Tensor = -logprob.masked_fill(~valid, 0.0)
+    return losses if reduction == "none" else losses.sum() / valid.sum()
+
+
+def needs_trl(device: torch.device) -> str | None:
+    """In backward its kernel asks TRL's utilities, which import much: last, and only where it is of use."""
+    return needs_cuda(device) or needs_package("trl.trainer.utils", "trl")(device)
+
+
+def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
+    prepare = functools.partial(autograd_step, loss_function=loss)
+    return OperatorContender(name, title, "peer", prepare, unavailable=needs, applies=ONLY[only])
+
+
+LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
+CCE, CCE_PRESETS, QUACK = "cut_cross_entropy", "cut_cross_entropy.cce_utils", "quack.linear_cross_entropy"
+needs_liger, needs_fla = needs_package(LIGER, "liger-kernel"), needs_package(FLA, "fla-core")
+needs_cce, needs_presets = (needs_package(module, "cut-cross-entropy") for module in (CCE, CCE_PRESETS))
+needs_quack = needs_package(QUACK, "quack-kernels")
+liger = functools.partial(library_loss, LIGER, "liger_fused_linear_cross_entropy")
+cce = functools.partial(library_loss, CCE, "linear_cross_entropy")
+float32_sums: dict[str, Any] = {"accum_dtype": torch.float32, "chunk_mem_const": 8}
+quack = library_loss(QUACK, "chunked_linear_cross_entropy", chunk_size=QUACK_CHUNK)
+
+fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and float32 sums, its defaults
+
+# With a small workspace a call has to make the logits twice.
+recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))
+stock_step = functools.partial(autograd_step, loss_function=stock_loss)
+C = OperatorContender
+BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
+vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
+
+CONTENDERS = [
+    C("floor", "bare GEMMs", "floor", floor_step, applies=ONLY["products"]),
+    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=ONLY["unaligned"]),
+    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=ONLY["training"]),
+    ours("ours", "flce"),
+    ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
+    ours("ours-float32-logits", "flce, float32 logits", "half precision", logits_dtype=torch.float32),
+    ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
+    C("ours-full", "flce, no label ignored", "ours", ours_full_step, applies=ONLY["ignored"]),
+    ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),
+    C("stock", "stock (F.linear + F.cross_entropy)", "stock", stock_step),
+    C("torch-compile", "stock, torch.compile", "peer", compiled_step, unavailable=needs_cuda),
+    peer("torch-chunked", "PyTorch chunked (F.linear_cross_entropy)", torch_chunked_unavailable, torch_chunked_loss),
+    peer("liger", "Liger, default", needs_liger, liger()),
+    peer("liger-float32-8x", "Liger, float32 sums, 8x chunk", needs_liger, liger(**float32_sums)),
+    peer("cce", "Cut Cross-Entropy, default", needs_cce, cce()),
+    peer("cce-unfiltered", "CCE, no gradient filter", needs_cce, cce(filter_eps=None)),
+    peer("cce-exact", "CCE, its exact preset", needs_presets, cce(impl="cce_exact")),
+    peer("trl", "TRL's fused head", needs_trl, trl_loss),
+    peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
+    peer("quack", "QuACK, chunked", needs_quack, quack, "reduced"),
+]
+# Measured only where a case names it: the logits of all tokens in one piece.
+WHOLE = ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens)
+
+
+def select(names: Iterable[str] | None) -> list[OperatorContender]:
+    """The contenders of these names, budgets among them, in their order; all that are listed by default."""
+    names = list(names or ())
+    budgets = [contender for name in names if (contender := in_budget(name)) is not None]
+    return known([*CONTENDERS, WHOLE, *budgets], names) if names else CONTENDERS

@@ -1,0 +1,160 @@
+"""A case of the fused linear cross entropy, its operands, the same for every contender, and its right answer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from flce.core.sizes import MIB
+from flce.testing.oracle import oracle
+from flce.testing.problem import IGNORED, LOGITS_STD, make_problem, relative_error
+from flce.tools.bench.cases import BenchCase, StepOutcome
+from flce.tools.machine import DTYPES
+
+Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the operator is called, and the products of 2NHV flops that such a call cannot do without: its floor."""
+
+    input_grad: bool
+    weight_grad: bool
+    reduction: str
+    products: tuple[str, ...]
+
+
+# Which part of a training step a call stands for.
+Mode = Literal["forward+backward", "forward", "frozen-head", "reduction-none"]
+LOGITS, INPUT_GRAD, WEIGHT_GRAD = "x W^T", "dlogits W", "dlogits^T x"
+CALLS: dict[Mode, Call] = {
+    "forward+backward": Call(True, True, "mean", (LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
+    "forward": Call(False, False, "mean", (LOGITS,)),  # under no_grad
+    "frozen-head": Call(True, False, "mean", (LOGITS, INPUT_GRAD)),
+    # Per-token losses with a per-token upstream gradient. A weight gradient that is already summed cannot be scaled
+    # per token: the logits are made again in backward.
+    "reduction-none": Call(True, True, "none", (LOGITS, LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
+}
+
+
+@dataclass(frozen=True)
+class OperatorCase(BenchCase):
+    """`time` and `errors` say what is asked of it."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: str = "bfloat16"
+    mode: Mode = "forward+backward"
+    ignored: float = 0.0  # share of the labels that are ignore_index
+    logits_std: float = LOGITS_STD  # standard deviation of the logits
+    upstream: float = 1.0  # gradient that arrives at the loss, as a GradScaler's scale would
+    budget_mib: int = 256  # workspace budget of our memory-saving contender
+    time: bool = True
+    errors: bool = False  # the distance from a float64 oracle
+    contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
+    calls: bool = False  # times it also as it is called from an idle device
+    label: str = ""  # tells apart cases of the same problem with other contenders
+
+    @property
+    def asked(self) -> bool:
+        return self.time or self.errors
+
+    @property
+    def timed(self) -> bool:
+        return self.time
+
+    @property
+    def call(self) -> Call:
+        return CALLS[self.mode]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def shape(self) -> Shape:
+        return self.tokens, self.hidden, self.vocab
+
+    @property
+    def title(self) -> str:
+        ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
+        upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
+        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, ignored, upstream]
+        parts += ["as called" if self.calls else "", self.label]
+        return ", ".join(filter(None, parts))
+
+    def aligned(self, multiple: int = 64) -> OperatorCase:
+        """The next shape whose tokens and vocabulary are multiples of `multiple`."""
+        up = lambda n: -(-n // multiple) * multiple  # noqa: E731
+        return replace(self, tokens=up(self.tokens), vocab=up(self.vocab))
+
+
+class OperatorProblem:
+    """Hidden states, head and labels of a case, and the gradient that arrives at the loss.
+
+    Hidden states and weights are normal, scaled so that the logits have the standard deviation of the case.
+    """
+
+    def __init__(self, case: OperatorCase, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        sizes = {"dtype": case.torch_dtype, "device": device, "std": case.logits_std}
+        made = make_problem((case.tokens,), case.hidden, case.vocab, **sizes, generator=generator)  # type: ignore[arg-type]
+        self.case = case
+        self.input = made.input.requires_grad_(case.call.input_grad)
+        self.weight = made.linear_weight.requires_grad_(case.call.weight_grad)
+        self.full_target = made.target
+        self.target = made.target.clone()
+        if case.ignored:
+            order = torch.rand(case.tokens, device=device, generator=generator).argsort()
+            self.target[order[: round(case.tokens * case.ignored)]] = IGNORED
+        self.upstream = torch.tensor(case.upstream, device=device)  # in float32; with reduction "none" for each token
+        if case.call.reduction == "none":
+            self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
+
+    @functools.cached_property
+    def logits_gradient(self) -> torch.Tensor:
+        """softmax - onehot, in the dtype of the problem: an operand of the bare products."""
+        x, w, y = self.input.detach(), self.weight.detach(), self.target
+        gradient = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
+        for rows in row_chunks(len(x), 4 * len(w), x.device):
+            probabilities = torch.softmax((x[rows] @ w.T).float(), dim=-1)
+            labels = y[rows].clamp(min=0)
+            probabilities[torch.arange(len(labels), device=x.device), labels] -= 1
+            gradient[rows] = probabilities.masked_fill_((y[rows] == IGNORED)[:, None], 0)
+        return gradient
+
+
+def row_chunks(tokens: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
+    """Slices of the tokens that keep one (rows, vocab) buffer small, for set-up work outside the timing."""
+    limit = (1024 if device.type == "cuda" else 128) * MIB
+    rows = max(1, min(tokens, limit // bytes_per_row))
+    for start in range(0, tokens, rows):
+        yield slice(start, min(start + rows, tokens))
+
+
+def make_oracle(problem: OperatorProblem) -> StepOutcome:
+    """The right answer, in float64, for an upstream gradient as the problem has it."""
+    call = problem.case.call
+    how: dict[str, Any] = {"reduction": call.reduction, "grad_output": problem.upstream}
+    right = oracle(problem.input, problem.weight, problem.target, **how)
+    return StepOutcome(
+        right.loss, right.grad_input if call.input_grad else None, right.grad_weight if call.weight_grad else None
+    )
+
+
+def exactness(outcome: object, right: StepOutcome) -> dict[str, float] | None:
+    """Relative errors of what the call returned; infinity rather than NaN where a value is not finite."""
+    if not isinstance(outcome, StepOutcome):
+        return None
+    errors = {}
+    for name, value, truth in zip(StepOutcome._fields, outcome, right, strict=True):
+        if value is not None and truth is not None:
+            error = relative_error(value, truth)
+            errors[name] = error if math.isfinite(error) else math.inf
+    return errors

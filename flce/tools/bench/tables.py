@@ -1,0 +1,102 @@
+"""Tables: how figures are written, and what stands beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from flce.core.sizes import GIB, MIB
+from flce.tools.bench.results import BenchResult, Entry, Run
+
+NONE = "-"
+Columns = dict[str, Callable[[BenchResult], str]]
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    failure: bool = False  # whether the command that shows it fails
+
+    def lines(self) -> list[list[str]]:
+        """The head and the rows. A column that has no figure at all is left out."""
+        figures = [any(row[i] != NONE for row in self.rows) for i in range(len(self.columns))]
+        kept = [i for i, found in enumerate(figures) if found or i == 0 or not self.rows]
+        return [[line[i] for i in kept] for line in (self.columns, *self.rows)]
+
+    def markdown(self) -> str:
+        lines = [[cell.replace("|", "\\|") for cell in line] for line in self.lines()]
+        head, *body = ["| " + " | ".join(line) + " |" for line in lines]
+        rule = "|---|" + "---:|" * (len(lines[0]) - 1)
+        notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
+        return "\n".join([f"**{self.title}**", "", head, rule, *body, *notes]) + "\n"
+
+
+def tabulate(title: str, results: Iterable[BenchResult], columns: Columns, notes: list[str]) -> Table:
+    """A line for each result."""
+    return Table(title, list(columns), [[show(result) for show in columns.values()] for result in results], notes)
+
+
+def table_of(entry: Entry, results: Iterable[BenchResult], columns: Columns) -> Table:
+    """The lines of one case."""
+    return tabulate(entry.case.title, results, columns, [*failure_notes(entry), spread_note([entry])])
+
+
+# --- figures ---
+
+
+def written(write: Callable[[float], str]) -> Callable[[float | None], str]:
+    """That way, where there is a figure."""
+    return lambda value: NONE if value is None else write(value)
+
+
+milliseconds = written(lambda ms: f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 10 else f"{ms:.3g}")
+mebibytes = written(lambda size: f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.2f}")
+gibibytes = written(lambda size: f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.2g}")
+gigabytes = written(lambda speed: f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}")
+percent = written(lambda share: f"{share:.0%}")
+relative = written(lambda error: f"{error:.1e}" if math.isfinite(error) else "not finite")
+
+
+def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str:
+    return NONE if value is None or not base else f"{value / base:.{digits}f}"
+
+
+# --- what stands beside the figures ---
+
+FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not measured"}
+
+
+def failure_notes(entry: Entry) -> list[str]:
+    failed = [result for result in entry.results if result.status in FAILURES]
+    return [f"{r.title} ({r.contender}) {FAILURES[r.status]}: {r.reason}" for r in failed] + [
+        f"{r.title} ({r.contender}) cannot be captured: {r.note}" for r in entry.results if r.note is not None
+    ]
+
+
+def spread_note(entries: Sequence[Entry]) -> str:
+    """The error bar: how far the two figures of one call of ours differ that was measured under two names."""
+    pairs = [pair for entry in entries for pair in entry.repeats()]
+    if not pairs:
+        return "spread: not known, nothing of ours was measured twice"
+    medians = [[result.median_ms or 0.0 for result in pair] for pair in pairs]
+    apart = [max(both) / min(both) - 1 for both in medians]
+    if len(pairs) == 1:
+        first, again = pairs[0]
+        times = " and ".join(milliseconds(result.median_ms) for result in (first, again))
+        return f"spread: {apart[0]:.1%} between {first.title} and {again.title}, the same call ({times} ms)"
+    middle, most, titles = median(apart), max(apart), " or ".join(dict.fromkeys(first.title for first, _ in pairs))
+    both = f"{middle:.1%} in the median and {most:.1%} at most"
+    return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
+
+
+def absences(run: Run) -> list[str]:
+    """Contenders that could not run at all, a line for each reason: none is dropped in silence."""
+    missing: dict[str | None, dict[str, None]] = {}
+    for result in (result for entry in run.cases for result in entry.results if result.status == "unavailable"):
+        missing.setdefault(result.reason, {})[f"{result.title} ({result.contender})"] = None
+    return [f"Not measured: {'; '.join(names)}: {reason}" for reason, names in missing.items()]

@@ -1,0 +1,98 @@
+"""The inputs of a check: a description that can be compared, the tensors made of it, and what they have to give."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce.testing.problem import LOGITS_STD, Problem, make_problem, run_oracle, run_stock
+from flce.tools.check.figures import Results, named
+from flce.tools.machine import has_float64
+
+
+class Shape(NamedTuple):
+    tokens: int
+    hidden: int | None
+    """None: there is no head, and the inputs are logits."""
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Arguments that `flce.fused_linear_cross_entropy` and `flce.cross_entropy` share, under their names."""
+
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    z_loss: float = 0.0
+    shift: int = 0
+
+
+PLAIN = Loss()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Hidden states, a head and labels of two sequences."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    loss: Loss = PLAIN
+    bias: bool = False
+    ignored: float = 0.0
+    """Share of the labels."""
+    adapter_ranks: tuple[int, ...] = ()
+
+    @property
+    def grad_output(self) -> Tensor | float:
+        """The upstream gradient: of each token another, or one number."""
+        if self.loss.reduction == "none":
+            return torch.linspace(0.5, 1.5, self.shape.tokens).view(2, -1)
+        # Under a float16 loss a scale as in training, without which gradients are below the least float16.
+        return 2.0**16 if self.dtype == torch.float16 and self.loss.reduction == "mean" else 1.0
+
+
+@functools.lru_cache(maxsize=1)  # of many checks in a row they are the same
+def problem_of(inputs: Inputs) -> Problem:
+    """The same numbers on every device, as far as the dtype has them. Not to be written to."""
+    tokens, hidden, vocab = inputs.shape
+    return make_problem(
+        (2, tokens // 2),
+        hidden,
+        vocab,
+        dtype=inputs.dtype,
+        device=inputs.device,
+        bias=inputs.bias,
+        ignored=inputs.ignored,
+        adapter_ranks=inputs.adapter_ranks,
+        std=LOGITS_STD,
+        **asdict(inputs.loss),
+    )
+
+
+@functools.lru_cache(maxsize=64)  # checks of other options have the same inputs
+def stock(inputs: Inputs) -> Results:
+    """Losses, statistics and gradients by PyTorch's own operators, in the dtype of the inputs."""
+    return named(run_stock(problem_of(inputs), inputs.grad_output))
+
+
+@functools.lru_cache(maxsize=64)
+def truth(inputs: Inputs) -> Results:
+    """The same in float64, on the device of the inputs if that has float64."""
+    problem = problem_of(inputs)
+    exact = problem if has_float64(inputs.device) else problem.to(torch.device("cpu"))
+    return named(run_oracle(exact, inputs.grad_output))
+
+
+def forget() -> None:
+    """Frees what was kept."""
+    problem_of.cache_clear()
+    stock.cache_clear()
+    truth.cache_clear()

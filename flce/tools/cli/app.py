@@ -1,0 +1,44 @@
+"""The commands. Each imports what is slow to import inside its function, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import flce
+from flce.tools.cli.bench import bench
+from flce.tools.cli.check import check
+from flce.tools.cli.demo import demo
+from flce.tools.cli.info import info
+from flce.tools.cli.plan import plan
+
+app = typer.Typer(
+    name="flce",
+    help="The fused linear + cross-entropy loss: what it does here, whether it is exact here, and how fast.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"flce {flce.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(info)
+app.command()(check)
+app.command()(plan)
+app.command()(bench)
+app.command()(demo)

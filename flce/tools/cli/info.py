@@ -1,0 +1,112 @@
+"""``flce info``: what this machine has, and what flce does with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from rich.table import Table
+
+from flce.tools.cli.output import Json, print_json, stdout
+
+
+def info(json: Json = False) -> None:
+    """Versions, devices, the backend of each and why, and known problems of this combination.
+
+    Example: flce info
+    """
+    from flce import private
+    from flce.tools.machine import TESTED, environment
+
+    lacking = [private.sentence(entry, paths) for entry, paths in private.lacking()]
+    facts = {**environment(), "tested": {name: list(ends) for name, ends in TESTED.items()}, "lacking": lacking}
+    problems = known_problems(facts)
+    if json:
+        print_json({**facts, "known_problems": problems})
+        return
+    console = stdout()
+    console.print(_versions(facts))
+    for device in facts["devices"]:
+        console.print(_device(device))
+    console.print("Known problems: none." if not problems else "Known problems:")
+    for problem in problems:
+        console.print(f"* {problem}", soft_wrap=True)
+
+
+def _versions(facts: dict[str, Any]) -> Table:
+    table = Table("", "version", "tested with", title="flce", title_justify="left")
+    for name in ("flce", "python", "platform", "cuda"):
+        table.add_row(name, facts[name] or "none")
+    for name, found in facts["packages"].items():
+        table.add_row(name, found or "not installed", " to ".join(facts["tested"].get(name, ())))
+    for name, value in facts["variables"].items():
+        table.add_row(name, value)
+    return table
+
+
+def _device(facts: dict[str, Any]) -> Table:
+    from flce.core.sizes import size_text
+
+    table = Table("", facts["device"])
+    table.add_row("name", facts["name"])
+    if "memory" in facts:
+        table.add_row("memory", size_text(facts["memory"]))
+        table.add_row("compute capability", facts["capability"])
+    else:
+        table.add_row("cores", str(facts["cores"]))
+    if facts["backend"] is None:
+        table.add_row("backend", f"none: {facts['why']}")
+        return table
+    table.add_row("backend", f"{facts['backend']}: {facts['why']}")
+    in_registers = "yes" if facts["logits_in_registers"] else "no: its kernels are for NVIDIA GPUs of capability 9"
+    table.add_row("logits in registers", in_registers)
+    return table
+
+
+def known_problems(facts: dict[str, Any]) -> list[str]:
+    """A sentence for each problem of the combination that `flce.tools.machine.environment` tells."""
+    gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
+    installed = {name: _numbers(found) for name, found in facts["packages"].items() if found is not None}
+    found = [f"{device['device']}: {device['why']}" for device in facts["devices"] if device["backend"] is None]
+    for name, (oldest, _newest) in facts["tested"].items():
+        if name in installed and installed[name][:2] < _numbers(oldest)[:2]:
+            found.append(
+                f"{name} {facts['packages'][name]} is older than flce supports: install {name} "
+                f"{oldest.rpartition('.')[0]} or newer."
+            )
+    found += facts["lacking"]
+    if any(device["backend"] == "torch" for device in gpus):
+        found.append("A GPU runs PyTorch's operators in place of the Triton kernels, which is slower: see why above.")
+    if any(device["backend"] == "triton" and not device["logits_in_registers"] for device in gpus):
+        found.append(
+            "The kernels that keep logits in registers are for compute capability 9 (H100, H200). Other GPUs make the "
+            "logits of a chunk in memory: exact, and slower."
+        )
+    interpreted = facts["variables"].get("TRITON_INTERPRET") == "1"
+    if interpreted:
+        found.append("TRITON_INTERPRET=1 is for tests: kernels take a thousand times longer.")
+    if interpreted and installed.get("triton", (3, 7)) < (3, 7) and installed.get("numpy", (0,)) >= (2, 4):
+        found.append("The interpreter of Triton before 3.7 does not work with NumPy 2.4 or newer: install numpy<2.4.")
+    if gpus and installed.get("triton", (3, 7)) < (3, 7) and not _c_compiler():
+        found.append("Triton before 3.7 needs a C compiler for its first launch, and none was found: install gcc.")
+    if installed.get("trl", (0,)) >= (1, 16):
+        found.append(
+            "TRL 1.16 and newer multiplies by the head's weight in a kernel of its own, so its trainers do not use a "
+            "patched head. docs/trainers.md has the subclass of SFTTrainer that does."
+        )
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with: (2, 11, 0) of "2.11.0+cu130"."""
+    numbers = []
+    for part in version.partition("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _c_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))

@@ -1,0 +1,305 @@
+"""``flce plan``: what a training step takes on a GPU that need not be there, and the longest sequence that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from flce.tools.cli.output import Json, given, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    import torch
+
+    from flce.devices import Described
+    from flce.huggingface.estimate.training_memory import Training
+    from flce.options import ChunkOptions
+
+WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
+# The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`.
+Optimizer = Enum(
+    "Optimizer",
+    {
+        "adamw": "adamw",
+        "adamw-foreach": "adamw-foreach",
+        "adamw-8bit": "adamw-8bit",
+        "sgd": "sgd",
+        "sgd-momentum": "sgd-momentum",
+        "none": "none",
+    },
+)
+COLOURS = {
+    "weights": "blue",
+    "gradients": "green",
+    "optimizer": "yellow",
+    "activations": "magenta",
+    "loss": "red",
+    "temporary": "cyan",
+}
+BAR = 60  # characters of the longest bar
+NOTE = (
+    "A peak is the most that is allocated at one time of a step: weights + gradients + the optimizer's state + "
+    "activations + loss + temporary. Activations are what autograd keeps for backward: of all layers without "
+    "checkpointing, the inputs of all and one layer's own with it. They were counted while the model's own code ran on "
+    "tensors without memory, not estimated. {libraries} MiB of cuBLAS are among temporary. A step fits if it leaves "
+    "{context} MiB for the CUDA context. Gaps between tensors come on top: docs/memory.md says what to do about them."
+)
+
+
+def plan(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a Transformers model, or its config.json. No weights are read.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="N,H,V", help="In place of a model: tokens, hidden size, classes of the loss.")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.", show_default=True)] = 4096,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a step on one GPU.")] = 1,
+    dtype: Annotated[WeightDtype, typer.Option(help="Of the weights.")] = WeightDtype.bfloat16,
+    autocast: Annotated[
+        WeightDtype | None, typer.Option(help="Dtype of matrix products under autocast, with --dtype float32.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="80GiB", help="Memory of the GPU; by default that of its kind.")
+    ] = None,
+    device_kind: Annotated[str, typer.Option(help="Kind of the GPU, such as H100 or A100-80GB, or sm_90.")] = "H100",
+    optimizer: Annotated[Optimizer, typer.Option(help="What ends a step.")] = Optimizer["adamw"],
+    checkpointing: Annotated[
+        bool | None,
+        typer.Option("--checkpointing/--no-checkpointing", help="Only with gradient checkpointing, or only without."),
+    ] = None,
+    accumulation: Annotated[
+        bool, typer.Option("--accumulation", help="Gradients are summed over several steps, and stay between them.")
+    ] = False,
+    frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The output embedding is not trained.")] = False,
+    budget: Annotated[str | None, typer.Option(metavar="256MiB", help="Most workspace of flce's loss.")] = None,
+    json: Json = False,
+) -> None:
+    """Memory of a training step, stock and patched, and the longest sequence that fits. It needs no GPU.
+
+    Example: flce plan --model ./Qwen3-0.6B --seq-len 8192 --batch-size 4 --gpu-memory 80GiB
+    """
+    import torch
+
+    from flce.core.sizes import parse_bytes, parse_sizes
+    from flce.devices import described
+    from flce.huggingface.estimate.training_memory import MOST_TOKENS, Training
+    from flce.options import ChunkOptions
+
+    if (model is None) == (shape is None):
+        raise typer.BadParameter("give either --model or --shape")
+    weights: torch.dtype = getattr(torch, dtype.value)
+    products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
+    if products is not None and weights != torch.float32:
+        raise typer.BadParameter(f"goes with --dtype float32, got {dtype.value}", param_hint="--autocast")
+    memory = given("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
+    device = given("--device-kind", described, torch.device("cuda"), device_kind, memory)
+    if device.memory is None:
+        raise typer.BadParameter(f"is needed: the memory of a {device_kind} is not known", param_hint="--gpu-memory")
+    most = given("--budget", parse_bytes, budget) if budget is not None else None
+    options = ChunkOptions(max_workspace_bytes=most) if most is not None else None
+    told: dict[str, Any] = {"device": {"kind": device_kind, "memory_bytes": device.memory}}
+    gpu = _Gpu(device_kind, device)
+    if shape is not None:
+        tokens, hidden, vocab = given("--shape", parse_sizes, shape)
+        told["loss"] = _loss(tokens, hidden, vocab, products or weights, gpu, frozen_head, options)
+    else:
+        if seq_len * batch_size > MOST_TOKENS:
+            raise typer.BadParameter(
+                f"expected at most {MOST_TOKENS:,} tokens in a step, got {seq_len * batch_size:,}",
+                param_hint="--seq-len",
+            )
+        assert model is not None
+        training = Training(batch_size, weights, products, optimizer.value, frozen_head, accumulation, options)
+        told |= _steps(model, seq_len, training, gpu, checkpointing)
+    if json:
+        print_json(told)
+    else:
+        _show(told)
+    if "steps" in told and not any(step["fits"] for step in told["steps"]):
+        raise typer.Exit(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu:
+    kind: str
+    device: Described
+
+    @property
+    def memory(self) -> int:
+        assert self.device.memory is not None
+        return self.device.memory
+
+
+# ------------------------------------------------------------------------------------------------- what was given
+
+
+# ------------------------------------------------------------------------------------------------- what is planned
+
+
+def _loss(
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    gpu: _Gpu,
+    frozen_head: bool,
+    options: ChunkOptions | None,
+) -> dict[str, Any]:
+    """The loss alone."""
+    import flce
+    from flce.huggingface.estimate.training_memory import stock_loss_bytes
+
+    how = {"device_kind": gpu.kind, "device_memory": gpu.memory, "weight_grad": not frozen_head, "options": options}
+    # No plan may keep the budget.
+    planned = given("--budget", functools.partial(flce.plan, **how), tokens, hidden, vocab, dtype)  # type: ignore[arg-type]
+    return {
+        "tokens": tokens,
+        "hidden_size": hidden,
+        "vocab_size": vocab,
+        "stock_bytes": stock_loss_bytes(tokens, hidden, vocab, dtype, weight_grad=not frozen_head),
+        "flce_bytes": planned.workspace_bytes,
+        "plan": str(planned),
+    }
+
+
+def _steps(path: Path, seq_len: int, training: Training, gpu: _Gpu, checkpointing: bool | None) -> dict[str, Any]:
+    """A step of the model in each variant, and the longest sequences."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise typer.BadParameter(
+            "needs Transformers: pip install 'flce[transformers]', or give --shape N,H,V in place of a model",
+            param_hint="--model",
+        ) from None
+    from flce.huggingface.estimate.rehearsal import ValuesNeededError
+    from flce.huggingface.estimate.training_memory import (
+        CONTEXT,
+        LIBRARIES,
+        VARIANTS,
+        TrainingMemory,
+        fits,
+        load_config,
+    )
+
+    measured = given("--model", lambda: TrainingMemory(load_config(path), training, gpu.device))
+    vocab, hidden = measured.head_shape
+    products = training.autocast or training.dtype
+    tokens = training.batch_size * seq_len
+    loss = _loss(tokens, hidden, vocab, products, gpu, training.frozen_head, training.options)
+    steps = []
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=stderr(), transient=True) as progress:
+        task = progress.add_task("")
+        for variant in VARIANTS:
+            if checkpointing not in (None, variant.checkpointing):
+                continue
+            progress.update(task, description=f"a step of the model without memory: {variant}")
+            try:
+                step = measured.step(seq_len, variant)
+                longest = measured.longest(variant, gpu.memory, start=seq_len)
+            except (ValuesNeededError, TypeError) as error:
+                raise typer.BadParameter(
+                    f"a {measured.config.model_type} cannot be planned: {error}", param_hint="--model"
+                ) from None
+            steps.append(
+                {
+                    "patched": variant.patched,
+                    "checkpointing": variant.checkpointing,
+                    "peak_bytes": step.peak_bytes,
+                    "parts": step.parts,
+                    "fits": fits(step, gpu.memory),
+                    "fused": step.fused,
+                    "longest_sequence": longest,
+                }
+            )
+    return {
+        "model": {"type": measured.config.model_type, "parameters": measured.num_parameters},
+        "training": {
+            "sequence_length": seq_len,
+            "batch_size": training.batch_size,
+            "dtype": str(training.dtype).removeprefix("torch."),
+            "autocast": training.autocast and str(training.autocast).removeprefix("torch."),
+            "optimizer": training.optimizer,
+            "accumulation": training.accumulation,
+            "frozen_head": training.frozen_head,
+        },
+        "loss": loss,
+        "steps": steps,
+        "note": NOTE.format(libraries=LIBRARIES >> 20, context=CONTEXT >> 20),
+    }
+
+
+# --------------------------------------------------------------------------------------------------- what is shown
+
+
+def _show(told: dict[str, Any]) -> None:
+    from flce.core.sizes import size_text
+
+    console, loss, device = stdout(), told["loss"], told["device"]
+    console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
+    table = Table("", "memory beside inputs and gradients", title=f"The loss of {loss['tokens']:,} tokens")
+    table.add_row("stock", size_text(loss["stock_bytes"]))
+    table.add_row("flce", size_text(loss["flce_bytes"]))
+    console.print(table)
+    console.print(loss["plan"], soft_wrap=True)
+    if "steps" not in told:
+        return
+    training = told["training"]
+    precision = training["dtype"] + (f", autocast to {training['autocast']}" if training["autocast"] else "")
+    batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
+    console.print(
+        f"\n{told['model']['type']}, {told['model']['parameters'] / 1e9:.2f} billion parameters in {precision}, "
+        f"{training['optimizer']}, {batch}"
+    )
+    console.print(_table(told["steps"], training["batch_size"]))
+    for line in _chart(told["steps"], device["memory_bytes"]):
+        console.print(line)
+    if any(step["patched"] and not step["fused"] for step in told["steps"]):
+        console.print("flce cannot fuse the loss of this model: flce.report(model) says why.", soft_wrap=True)
+    console.print(told["note"], soft_wrap=True)
+
+
+def _name(step: dict[str, Any]) -> str:
+    return ("patched" if step["patched"] else "stock") + (", checkpointing" if step["checkpointing"] else "")
+
+
+def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
+    from flce.core.sizes import size_text
+
+    table = Table("", *(_name(step) for step in steps), title="A training step")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("peak", *(size_text(step["peak_bytes"]) for step in steps))
+    for part in COLOURS:
+        table.add_row(f"  {part}", *(size_text(step["parts"][part]) for step in steps))
+    table.add_row("fits", *("yes" if step["fits"] else "no" for step in steps))
+    sequences = f"{batch_size} sequence{'s' if batch_size > 1 else ''}"
+    table.add_row(f"longest, {sequences}", *(f"{step['longest_sequence']:,} tokens" for step in steps))
+    return table
+
+
+def _chart(steps: list[dict[str, Any]], memory: int) -> list[Text]:
+    """A bar for each step, whose letters are its parts, and one for the memory that there is."""
+    scale = BAR / max(memory, *(step["peak_bytes"] for step in steps))
+    width = max(len(_name(step)) for step in steps)
+    lines = []
+    for step in steps:
+        line, end, total = Text(f"{_name(step):>{width}} "), 0, 0
+        for part, colour in COLOURS.items():
+            total += step["parts"][part]
+            start, end = end, round(total * scale)
+            line.append(part[0].upper() * (end - start), style=f"white on {colour}")
+        lines.append(line)
+    lines.append(Text(f"{'the GPU':>{width}} " + "=" * round(memory * scale)))
+    legend = Text(" " * (width + 1))
+    for part, colour in COLOURS.items():
+        legend.append(part[0].upper(), style=f"white on {colour}").append(f" {part}  ")
+    return [*lines, legend]

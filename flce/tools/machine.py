@@ -1,0 +1,194 @@
+"""This machine: its devices, what runs on them, and the facts that a bug report and a result file say of it.
+
+Also sizes as people write them: bytes, and shapes of a loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flce
+from flce.backends import backend_name, has_product, why_backend
+from flce.core.devices import device_name, devices
+
+BACKENDS = ("triton", "torch")
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "numpy")
+PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels")
+VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+
+# --- devices ---
+
+
+def devices_of_a_kind() -> tuple[list[torch.device], dict[torch.device, torch.device]]:
+    """One device of each name, and those that are as one of them."""
+    first: dict[str, torch.device] = {}
+    there = {device: first.setdefault(device_name(device), device) for device in devices()}
+    return list(first.values()), {device: kept for device, kept in there.items() if kept != device}
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the device; of a CPU those of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    import psutil
+
+    return psutil.virtual_memory().total
+
+
+def why_no_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a device cannot compute in a dtype; None: it can."""
+    if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
+        return f"{device_name(device)} has no bfloat16"
+    if dtype == torch.float64 and not has_float64(device):
+        return f"{device.type} devices have no float64"
+    return None
+
+
+def has_float64(device: torch.device) -> bool:
+    return device.type != "mps"
+
+
+def interpreted(device: torch.device, backend: str) -> bool:
+    """Whether Triton's kernels run in its interpreter, which is slow."""
+    return backend == "triton" and device.type == "cpu"
+
+
+def repeatable(device: torch.device, backend: str) -> bool:
+    """Whether a second run has to have the same bits.
+
+    Where logits begin in memory, modulo 128 bytes, decides in which order a kernel adds. Memory of a GPU always begins
+    alike there, but that of a CPU, which kernels see in the interpreter, does not.
+    """
+    return not interpreted(device, backend)
+
+
+def why_no_backend(device: torch.device, backend: str) -> str | None:
+    """Why a backend cannot run on a device; None: it can."""
+    if backend == "torch":
+        return None
+    with chosen(""):  # by flce, whatever the user has asked for
+        if backend_name(device) == backend:
+            return None
+        hint = ". TRITON_INTERPRET=1 runs them in Triton's interpreter" if device.type == "cpu" else ""
+        return why_backend(device) + hint
+
+
+@contextlib.contextmanager
+def chosen(backend: str) -> Iterator[None]:
+    """Within it every call takes this backend; "": the one that flce chooses."""
+    before = os.environ.get("FLCE_BACKEND")
+    os.environ["FLCE_BACKEND"] = backend
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["FLCE_BACKEND"]
+        else:
+            os.environ["FLCE_BACKEND"] = before
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Within it PyTorch uses this number on a CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- facts ---
+
+
+TESTED = {
+    "torch": ("2.10.0", "2.15.0"),
+    "triton": ("3.6.0", "3.9.0"),
+    "transformers": ("4.56.2", "5.23.0"),
+}
+"""The oldest and the newest version of each that the tests are run with."""
+
+
+def environment() -> dict[str, Any]:
+    """Everything that a bug report needs to say of the machine; it can be written as JSON."""
+    packages = dict.fromkeys((*PACKAGES, *PEERS[:1]))
+    return {
+        "flce": flce.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages | versions(packages),
+        "cuda": torch.version.cuda,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "devices": [device_facts(device) for device in devices()],
+    }
+
+
+def versions(packages: Iterable[str] = (*PACKAGES, *PEERS)) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    if "torch" in found:
+        found["torch"] = str(torch.__version__)  # says which build it is: +cpu, +cu132
+    return found
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """One device: its name, memory in bytes, compute capability, backend and why, fast paths and why not."""
+    facts: dict[str, Any] = {"device": str(device), "type": device.type}
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        facts |= {"name": found.name, "memory": found.total_memory, "capability": f"{found.major}.{found.minor}"}
+        facts |= {"multiprocessors": found.multi_processor_count, "l2_cache": found.L2_cache_size}
+    else:
+        facts |= {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    try:
+        facts["backend"] = backend_name(device)
+    except ValueError as error:  # FLCE_BACKEND asks for what cannot be
+        return facts | {"backend": None, "why": str(error)}
+    return facts | {"why": why_backend(device), "logits_in_registers": has_product(device)}
+
+
+def described_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
+    """What a result file says of its run. Of absolute paths in the command only the last part is kept."""
+    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+    load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    here = {"python": platform.python_version(), "flce": flce.__version__, "cuda": torch.version.cuda}
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join([program, *shown]),
+        "commit": source_version(),
+        "versions": {name: found for name, found in here.items() if found} | versions(),
+        "device": {"cpu": cpu_name(), **device_facts(device), **load},
+    }
+
+
+def source_version() -> str | None:
+    """The commit of the checkout, with "-dirty" where files differ from it; None of a package that is installed."""
+    folder = Path(flce.__file__).parents[1]
+    if not (folder / ".git").exists():  # git would look further up, and find another repository
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
+    return None
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
