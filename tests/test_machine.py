@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from flce.core import devices
 from flce.core.devices import find_device
 from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
-from flce.core import devices
 from flce.tools import machine
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 import flce
 from flce import private
-from flce.memory.plot import draw
 from flce.core import devices
-from flce.tools import machine
+from flce.memory.plot import draw
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
