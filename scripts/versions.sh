@@ -21,7 +21,7 @@ with=(torch triton transformers accelerate peft pillow scipy hypothesis pytest p
 packages_of() { # what an environment is to have, with the versions that decide the others
     case $1 in
         newest) echo "${with[@]}" trl ;;
-        oldest) echo "${with[@]}" torch==2.10.0 triton==3.6.0 transformers==4.56.2 'numpy<2.4' ;;
+        oldest) echo "${with[@]}" torch==2.11.0 triton==3.6.0 transformers==4.56.2 'numpy<2.4' ;;
         *) echo "versions.sh: '$1' is neither newest nor oldest" >&2 && exit 2 ;;
     esac
 }

@@ -113,7 +113,7 @@ def threads(number: int) -> Iterator[None]:
 
 
 TESTED = {
-    "torch": ("2.10.0", "2.15.0"),
+    "torch": ("2.11.0", "2.15.0"),
     "triton": ("3.6.0", "3.9.0"),
     "transformers": ("4.56.2", "5.23.0"),
 }

@@ -354,14 +354,14 @@ def test_committed_results_make_tables_and_pictures(name, tmp_path):
         assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("benchmark", BENCHMARKS.values(), ids=lambda benchmark: benchmark.kind)
-def test_the_cases_of_all_presets_survive_the_file(benchmark):
-    for preset in benchmark.presets.values():
+@pytest.mark.parametrize("measured", BENCHMARKS.values(), ids=lambda measured: measured.kind)
+def test_the_cases_of_all_presets_survive_the_file(measured):  # pytest-benchmark has a fixture `benchmark`
+    for preset in measured.presets.values():
         plan = preset()
         assert plan
         for case, effort in plan:
             assert effort.rounds >= 1
-            assert benchmark.case_type.from_dict(json.loads(json.dumps(case.to_dict()))) == case
+            assert measured.case_type.from_dict(json.loads(json.dumps(case.to_dict()))) == case
 
 
 def test_a_failing_repeat_is_a_shortfall():

@@ -102,7 +102,7 @@ def test_info_of_an_impossible_choice() -> None:
 
 FINE: dict[str, Any] = {
     "packages": {"torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "numpy": "2.5.2", "trl": None},
-    "tested": {"torch": ["2.10.0", "2.15.0"], "triton": ["3.6.0", "3.9.0"], "transformers": ["4.56.2", "5.23.0"]},
+    "tested": {"torch": ["2.11.0", "2.15.0"], "triton": ["3.6.0", "3.9.0"], "transformers": ["4.56.2", "5.23.0"]},
     "lacking": [],
     "variables": {},
     "devices": [
@@ -115,7 +115,7 @@ FINE: dict[str, Any] = {
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"packages": {"torch": "2.9.1"}}, "install torch 2.10 or newer"),
+        ({"packages": {"torch": "2.10.0"}}, "install torch 2.11 or newer"),
         ({"packages": {"triton": "3.5.1"}}, "install triton 3.6 or newer"),
         ({"packages": {"transformers": "4.55.4"}}, "install transformers 4.56 or newer"),
         ({"packages": {"trl": "1.16.0"}}, "do not use a patched head"),

@@ -47,6 +47,7 @@ def run_script() -> Callable[..., str]:
 def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLCE_BACKEND", "torch")  # Triton's interpreter is too slow to train with
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # Trainer's arguments set it, and leave it so
 
 
 @pytest.fixture
