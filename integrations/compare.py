@@ -81,7 +81,7 @@ def is_fused(loss: Tensor) -> bool:
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
-            if "flce" in node.name():
+            if "flce" in type(node).__name__:
                 return True
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]

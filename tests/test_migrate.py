@@ -560,6 +560,8 @@ def test_before(block: str, tmp_path: Path, device: torch.device, monkeypatch: p
         pytest.importorskip(package, exc_type=ImportError)
     if "use_liger_kernel" in block:
         pytest.importorskip("liger_kernel")
+    if "LinearCrossEntropyOptions" in block and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        pytest.skip(f"PyTorch {torch.__version__} has no LinearCrossEntropyOptions")
     if "linear_cross_entropy" in block and "cut_cross_entropy" in block and device.type == "cpu":
         function = original(CCE)
         monkeypatch.setattr("cut_cross_entropy.linear_cross_entropy", functools.partial(function, impl="torch_compile"))

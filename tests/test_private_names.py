@@ -63,7 +63,8 @@ def outcomes() -> dict[str, Any]:
         [sys.executable, "-m", "tests.without_private_names", *private.NAMES],
         capture_output=True,
         text=True,
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)},
+        # A process whose autograd has threads, as that with GPUs has, cannot be forked.
+        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)},
         check=False,
         timeout=240,
     )

@@ -44,10 +44,18 @@ def run_script() -> Callable[..., str]:
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trainer's arguments set variables of Accelerate (precision, the compiler) and TF32, and leave them so."""
+    import torch
+
+    before, tf32 = dict(os.environ), torch.backends.cuda.matmul.allow_tf32
     monkeypatch.setenv("FLCE_BACKEND", "torch")  # Triton's interpreter is too slow to train with
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # Trainer's arguments set it, and leave it so
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    for name in os.environ.keys() - before.keys():
+        if name.startswith("ACCELERATE_"):
+            del os.environ[name]
 
 
 @pytest.fixture

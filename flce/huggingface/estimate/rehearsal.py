@@ -255,6 +255,13 @@ _SCRATCH: dict[Any, Callable[..., int]] = {
 }
 
 
+class _Autocast(torch.autocast):
+    """`torch.autocast`, which knows no meta tensors, for the device that they stand for."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cuda" if device_type == "meta" else device_type, *args, **kwargs)
+
+
 class OnGpu(TorchFunctionMode):
     """Takes the operators that PyTorch takes for CUDA tensors, where it takes others for those without a device.
 
@@ -266,6 +273,15 @@ class OnGpu(TorchFunctionMode):
         super().__init__()
         self.autocast = autocast
         self._casts = WeakIdKeyDictionary()  # of weights: autocast keeps them until it ends
+
+    def __enter__(self) -> OnGpu:
+        # Models of Transformers before 5 turn autocast off for the device of their tensors.
+        self._stock_autocast, torch.autocast = torch.autocast, _Autocast  # type: ignore[misc]
+        return super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        torch.autocast = self._stock_autocast  # type: ignore[misc]
+        super().__exit__(*exception)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
