@@ -164,8 +164,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
-        _change(find_heads(self), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
-        if not patch.expects_loss(self):
+        if not _finds_lazy_heads(self, patch):
             return forward(self, *args, **kwargs)
         products = _watched_products(self, patch)
         patch.head_called = False
@@ -258,6 +257,14 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
     return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
+@never_compiled
+def _finds_lazy_heads(owner: Any, patch: _Patch) -> bool:
+    """Patches heads that are new: a resized vocabulary replaces the layer, adapters add some. Returns whether to be lazy."""
+    _change(find_heads(owner), _head_methods, patch)
+    return patch.expects_loss(owner)
+
+
+@never_compiled
 def _watched_products(owner: Any, patch: _Patch) -> WideProducts | None:
     """A mode for a call: finds out where logits for a loss are made. None: an earlier call has."""
     watched = patch.watch_products
