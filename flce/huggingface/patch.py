@@ -259,8 +259,8 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
 
 @never_compiled
 def _finds_lazy_heads(owner: Any, patch: _Patch) -> bool:
-    """Patches heads that are new: a resized vocabulary replaces the layer, adapters add some. Returns whether to be lazy."""
-    _change(find_heads(owner), _head_methods, patch)
+    """Whether this call's logits are to be lazy, before it."""
+    _change(find_heads(owner), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
     return patch.expects_loss(owner)
 
 

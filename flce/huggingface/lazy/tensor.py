@@ -47,7 +47,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
 
     def _set_real(self, real: Tensor) -> None:
         LazyBase._set_real(self, real)
-        # `torch.utils.swap_tensors` takes no tensor with weak references: a view without gradients follows when it is used.
+        # A view without gradients follows when it is used: `torch.utils.swap_tensors` refuses weak references to it.
         if self._viewed_source() is not None and self._node is not None:
             self._family.add_view(self, real)
 
