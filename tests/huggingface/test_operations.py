@@ -15,6 +15,7 @@ from tests.huggingface.operations import FILLINGS, OPERATIONS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SETUP = fuzz.Setup(head=(13, 3))
+INFERENCE = fuzz.Setup(head=(13, 3), mode="no_grad")
 ADAPTED = fuzz.Setup(head=(13, 3), bias=False, adapter=True)
 # Some lines stand there twice, for the fuzzer.
 LINES = {each.code.format_map(FILLINGS): each for each in OPERATIONS if each.group != "models"}
@@ -114,16 +115,23 @@ def test_plain_objects(line: str) -> None:
     assert becomes(SETUP, line, PlainRun) == LINES[line].becomes
 
 
+def test_plain_objects_have_the_attributes_of_tensors() -> None:
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = PlainRun(SETUP, patched=True).tensors["lg"].no_such_thing
+
+
 @pytest.mark.parametrize("line", [line for line, each in LINES.items() if each.group in MAKING and "t1 =" in line])
 def test_memory_is_shared_where_it_is_in_stock(line: str) -> None:
     """Whatever is read or written, before the operation or after it."""
-    for before, after in (
-        ("note(lg.isnan().any().item())", "lg.mul_(3.0)"),
-        ("pass", "note(t1.isnan().any().item())"),
-        ("pass", "lg.mul_(3.0)"),
-        ("pass", "t1.mul_(3.0)"),
+    for setup, before, after in (
+        (SETUP, "note(lg.isnan().any().item())", "lg.mul_(3.0)"),
+        (SETUP, "pass", "note(t1.isnan().any().item())"),
+        (SETUP, "pass", "lg.mul_(3.0)"),
+        (SETUP, "pass", "t1.mul_(3.0)"),
+        (INFERENCE, "pass", "lg.mul_(3.0)"),
+        (INFERENCE, "pass", "t1.mul_(3.0)"),
     ):
-        check(SETUP, before, line, after, how=SHARED)
+        check(setup, before, line, after, how=SHARED)
 
 
 @pytest.mark.parametrize("before", ["note(lg.isnan().any().item())", "t5 = lg[0]"])
