@@ -16,15 +16,15 @@ from torch import Tensor
 
 from flce import backends
 from flce.backends.contract import (
-    NORMALIZER_SLOTS,
     PRODUCT_FIELDS,
     STATE_SLOTS,
     RowInputs,
     RowOutputs,
     Tile,
-    log_sum_exp,
+    TileCall,
 )
-from flce.backends.eager import TorchBackend, finish
+from flce.backends.eager import TorchBackend
+from flce.backends.state import Targets, finish
 from flce.problem import NUMBERS, LossSpec
 from tests.helpers import allpairs
 
@@ -104,7 +104,7 @@ class Rows:
         constants = torch.tensor([0.3, 0.7, vocab], dtype=self.accum, device=device)
         if weights is not None:
             constants[2] = weights.sum()
-        self.inputs = self.inputs._replace(constants=constants)
+        self.inputs = self.inputs._replace(scales=constants)
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tile]:
         """What the columns behind the tile hold must not matter."""
@@ -112,6 +112,9 @@ class Rows:
         buffer = self.logits.new_full((self.logits.shape[0], room), float("nan"))
         buffer[:, : stop - start] = self.logits[:, start:stop]
         return buffer[:, : stop - start], Tile(start, stop - start, self.vocab, room)
+
+    def call(self, tile: Tile, out: RowOutputs | None = None, *gradient: Tensor | None) -> TileCall:
+        return TileCall(self.inputs, self.spec, tile, out, *gradient)
 
     def outputs(self) -> RowOutputs:
         def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -124,7 +127,7 @@ def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
     for name in RowOutputs._fields:
         a, b = getattr(mine, name), getattr(theirs, name)
         if name == "normalizer":  # of what is not finite, only that it is not is the same
-            a, b = (log_sum_exp(x).where(x.isfinite().all(0), torch.nan) for x in (a, b))
+            a, b = (x.where(x.isfinite().all(0), torch.nan) for x in (a, b))
         if b is not None:
             torch.testing.assert_close(
                 a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True, msg=named(name)
@@ -149,11 +152,11 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
     expected = rows.outputs()
     logits, tile = rows.tile(0, rows.vocab)
     expected_grad = gradient_buffer(logits, tile)
-    theirs.loss_and_gradient(logits, expected_grad, rows.inputs, rows.spec, tile, expected)
+    theirs.loss_and_gradient(logits, expected_grad, rows.call(tile, expected))
 
     logits, tile = rows.tile(0, rows.vocab)
     grad, out = gradient_buffer(logits, tile), rows.outputs()
-    mine.loss_and_gradient(logits, grad, rows.inputs, rows.spec, tile, out)
+    mine.loss_and_gradient(logits, grad, rows.call(tile, out))
     assert_same(out, expected, tolerance)
     torch.testing.assert_close(grad, expected_grad, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -163,14 +166,14 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
     out = rows.outputs()
     for start, stop in itertools.pairwise(edges):
         logits, tile = rows.tile(start, stop)
-        mine.statistics(logits, rows.inputs, rows.spec, tile, state, out)
+        mine.statistics(logits, rows.call(tile, out), state)
     assert_same(out, expected, tolerance)
     for start, stop in itertools.pairwise(edges):
         results = []
         for backend in (mine, theirs):
             logits, tile = rows.tile(start, stop)
             grad = gradient_buffer(logits, tile)
-            backend.gradient(logits, grad, rows.inputs, rows.spec, tile, expected.normalizer, upstream)
+            backend.gradient(logits, grad, rows.call(tile, None, expected.normalizer, upstream))
             results.append(grad)
         torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -212,15 +215,15 @@ def test_rows_in_two_levels(
     rows = Rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
     tile = Tile(0, 37, 37, room=37, keep=True)
     expected, grad = rows.outputs(), torch.empty_like(rows.logits)
-    TorchBackend().statistics(rows.logits, rows.inputs, rows.spec, tile, None, expected)
+    TorchBackend().statistics(rows.logits, rows.call(tile, expected), None)
     upstream = torch.linspace(0.5, 2.0, 12, dtype=rows.accum, device=device)
-    TorchBackend().gradient(rows.logits, grad, rows.inputs, rows.spec, tile, expected.normalizer, upstream)
+    TorchBackend().gradient(rows.logits, grad, rows.call(tile, None, expected.normalizer, upstream))
     for backend in (kernels.TritonBackend(), TorchBackend()):
         memory, within = guarded(rows.logits, (3, 6, 40), 99.0)
         logits = within[:, 1:5, 2:39]
         logits.copy_(rows.logits.view(3, 4, 37))
         out = rows.outputs()
-        backend.statistics(logits, rows.inputs, rows.spec, tile, None, out)
+        backend.statistics(logits, rows.call(tile, out), None)
         assert_same(out, expected, 1e-12)
         torch.testing.assert_close(logits, rows.logits.view(3, 4, 37), rtol=0, atol=0)
         grad_memory, mine = memory, logits
@@ -228,7 +231,7 @@ def test_rows_in_two_levels(
             grad_memory, mine = guarded(logits, (4, 3, 41) if layout == "two levels" else (3, 4, 37), 99.0)
             mine = mine.transpose(0, 1)[..., :37] if layout == "two levels" else mine
         in_place = Tile(0, 37, 37, room=37)
-        backend.gradient(logits, mine, rows.inputs, rows.spec, in_place, out.normalizer, upstream)
+        backend.gradient(logits, mine, rows.call(in_place, None, out.normalizer, upstream))
         torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
         factor = torch.ones_like(upstream)
         factor[2::3] = 0.25
@@ -310,7 +313,7 @@ def test_constants_and_sums(
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
-    out = RowOutputs(loss, z, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
+    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
     count = (target != -100).sum().double()
     z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
     ce_scale = z_scale
@@ -328,7 +331,7 @@ def test_constants_and_sums(
                 assert (mine is None) == (expected is None)
                 if mine is not None:
                     torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-        torch.testing.assert_close(backend.constants(p), constants, rtol=1e-12, atol=0)
+        torch.testing.assert_close(backend.loss_scales(p), constants, rtol=1e-12, atol=0)
 
 
 def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -344,7 +347,7 @@ def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
         target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
         p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
         loss = torch.zeros(rows, dtype=torch.float64, device=device)
-        out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
+        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
         kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
     assert settled == [True, False, False, False]
 
@@ -355,7 +358,7 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     target = torch.randint(-1, 11, (rows,), device="cuda")
     p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
     loss = torch.rand(rows, device="cuda")
-    out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
+    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
     total, _, constants = kernels.TritonBackend().reduce(p, out, None)
     count = int((target != -1).sum())
     if count:
@@ -436,7 +439,7 @@ def test_a_large_common_offset(kernels: ModuleType, monkeypatch: pytest.MonkeyPa
     for offset, out in ((0.0, plain), (65536.0, shifted)):
         logits, tile = rows.tile(0, rows.vocab)
         logits += offset
-        kernels.TritonBackend().loss_and_gradient(logits, logits, rows.inputs, rows.spec, tile, out)
+        kernels.TritonBackend().loss_and_gradient(logits, logits, rows.call(tile, out))
     torch.testing.assert_close(shifted.loss, plain.loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(shifted.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
 
@@ -450,9 +453,9 @@ def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, col
     for _ in range(5):
         logits, tile = rows.tile(0, cols)
         out = rows.outputs()
-        kernels.TritonBackend().loss_and_gradient(logits, logits, rows.inputs, rows.spec, tile, out)
+        kernels.TritonBackend().loss_and_gradient(logits, logits, rows.call(tile, out))
         again, _ = rows.tile(0, cols)
-        kernels.TritonBackend().gradient(again, again, rows.inputs, rows.spec, tile, out.normalizer, None)
+        kernels.TritonBackend().gradient(again, again, rows.call(tile, None, out.normalizer, None))
         results.append((out.loss, out.entropy, out.argmax, logits, again))
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
@@ -586,7 +589,7 @@ def in_float64(rows: Rows) -> RowInputs:
         return None if x is None else x.double()
 
     r = rows.inputs
-    return RowInputs(r.target, wide(r.token_weight), wide(r.class_weight), wide(r.bias), wide(r.constants))
+    return RowInputs(r.target, wide(r.token_weight), wide(r.class_weight), wide(r.bias), wide(r.scales))
 
 
 def outputs_in_float64(rows: Rows) -> RowOutputs:
@@ -617,26 +620,28 @@ def check_rows_anywhere(
     theirs, inputs, expected = TorchBackend(), in_float64(rows), outputs_in_float64(rows)
     expected_grad = x.to(torch.float64, copy=True)
     state = state_like(expected_grad)
-    theirs.statistics(expected_grad.clone(), inputs, rows.spec, tile, state, expected)
+    theirs.statistics(expected_grad.clone(), TileCall(inputs, rows.spec, tile, expected), state)
     if state is not None:
-        finish(state, inputs, rows.spec, rows.vocab, expected)
+        call = TileCall(inputs, rows.spec, tile, expected)
+        finish(state, call, Targets.of(call))
     up = None if mode == "both" else upstream
-    theirs.gradient(expected_grad, expected_grad, inputs, rows.spec, tile, expected.normalizer, up)
+    call = TileCall(inputs, rows.spec, tile, None, expected.normalizer, up)
+    theirs.gradient(expected_grad, expected_grad, call)
 
     mine, out, state = kernels.TritonBackend(), rows.outputs(), state_like(rows.outputs().loss)
     memory, logits = placed(x, skip, gap, levels)
     before = memory.clone()
     grad_memory, grad = (memory, logits) if in_place else placed(x, skip, gap, levels)
     if mode == "both":
-        mine.loss_and_gradient(logits, grad, rows.inputs, rows.spec, tile, out)
+        mine.loss_and_gradient(logits, grad, rows.call(tile, out))
     elif mode == "statistics":
-        mine.statistics(logits, rows.inputs, rows.spec, tile, state, out)
+        mine.statistics(logits, rows.call(tile, out), state)
         if state is not None:
-            finish(state, rows.inputs, rows.spec, rows.vocab, out)
+            finish(state, rows.call(tile, out), Targets.of(rows.call(tile, out)))
         assert same_bits(memory, before)
     else:
         normalizer = expected.normalizer.to(rows.accum)
-        mine.gradient(logits, grad, rows.inputs, rows.spec, tile, normalizer, upstream.to(rows.accum))
+        mine.gradient(logits, grad, rows.call(tile, None, normalizer, upstream.to(rows.accum)))
     if mode != "gradient":
         assert_same(out, expected, 1e-12 if rows.accum == torch.float64 else 2e-5)
     if mode != "statistics":
