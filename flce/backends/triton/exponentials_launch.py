@@ -216,15 +216,15 @@ class SortedTargets(NamedTuple):
 
     x: Tensor  # (N, H)
     target: Tensor  # (rows,) int32, ascending; -1 or behind the last if it is no class
-    index: Tensor  # (rows,) of x
+    places: Tensor  # (rows,) the row of x of each
     factor: Tensor  # (rows,) what they are multiplied by
     ignore_index: int
 
     @staticmethod
     def of(terms: TargetTerms, vocab_size: int) -> SortedTargets:
         ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # half of the digits to sort
-        index = order if terms.index is None else terms.index[order]
-        return SortedTargets(terms.x, ascending, index, terms.factor[order], terms.ignore_index)
+        places = order if terms.index is None else terms.index[order]
+        return SortedTargets(terms.x, ascending, places, terms.factor[order], terms.ignore_index)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class SortedTargets(NamedTuple):
         return {
             "x_ptr": self.x,
             "target_ptr": self.target,
-            "row_ptr": self.index,
+            "row_ptr": self.places,
             "factor_ptr": self.factor,
             "x_stride": self.x.stride(0),
             "hidden": self.x.shape[1],
