@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import cost, gemm, private, rows
+from flce import cost, gemm, private, vectors
 from flce.arena import Arena, CountingArena
 from flce.backends import contract, eager
 from flce.case import Case
@@ -59,7 +59,7 @@ def rehearse(c: Case, schedule: Schedule, arena: Arena, backend: Any, stage_of: 
     selection = Selection(problem, index)
     if index is not None:
         selection.__dict__["target"] = arena.new((n,), torch.int64)
-    out = rows.allocate(problem, n, arena)
+    out = vectors.allocate(problem, n, arena)
     # Of gathered rows once more, at their places among all.
     results = out.map(lambda t: arena.new(t.shape, t.dtype)) if c.skip_ignored else out
     dtypes, products = c.dtypes(schedule.deferred), c.products and schedule.products

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce import distributed
-from flce import rows as vectors
+from flce import distributed, vectors
 from flce.arena import Arena
 from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
@@ -144,7 +143,7 @@ def check_overwritable(logits: Tensor) -> None:
 def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
     backend = get_backend(p.device)
-    constants = vectors.Constants(p, backend, with_gradients=False).of_loss
+    constants = vectors.LossScales(p, backend, with_gradients=False).of_loss
     logits, order = rows_of(p.logits)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
     _statistics(p, backend, logits, _row_inputs(p, order, constants), out)
@@ -155,7 +154,7 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None
     """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
     the logits."""
     backend = get_backend(p.device)
-    constants = vectors.Constants(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
+    constants = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
     logits, order = rows_of(p.logits)
     rows = _row_inputs(p, order, constants.of_gradient)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))

@@ -14,9 +14,9 @@ from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, 
 from flce.case import Dtypes
 from flce.gemm import padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
-from flce.rows import Constants
 from flce.selection import Selection
 from flce.slices import first, last
+from flce.vectors import LossScales
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Stage:
     dtypes: Dtypes
     arena: Arena
     selection: Selection
-    constants: Constants | None
+    constants: LossScales | None
     normalizer: Tensor
     out: RowOutputs | None
     upstream: Tensor | None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce import rows as vectors
+from flce import vectors
 from flce.arena import Arena
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, Tile

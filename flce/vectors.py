@@ -47,9 +47,8 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass
-class Constants:
-    """Of one pass, as of `Backend.constants`. They are made when they are first asked for: by then the device has its
-    first product to make.
+class LossScales:
+    """Loss scales of a pass, made at first use, so that the first matmul is launched before these small kernels.
 
     Attributes:
         with_gradients: whether the pass makes gradients.
