@@ -26,7 +26,7 @@ from flce.arena import Arena
 from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
-from flce.backends.state import Targets, empty_shard, finish
+from flce.backends.state import empty_shard, finish
 from flce.batching import is_batched, register_loop
 from flce.custom_op import define
 from flce.distributed import Shard
@@ -194,7 +194,7 @@ def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: 
     merged = distributed.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
     # Not before: the other processes would wait for one that has raised an error.
     vectors.check_targets(p)
-    finish(merged, call, Targets.of(call))
+    finish(merged, call)
 
 
 def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:

@@ -21,7 +21,7 @@ from flce import vectors
 from flce.arena import Arena
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
-from flce.backends.state import Targets, empty_shard, finish, merge_shards, used_slots
+from flce.backends.state import empty_shard, finish, merge_shards, used_slots
 from flce.distributed import bounds
 from flce.logits_loss import CrossEntropyProblem
 from flce.problem import LossSpec
@@ -73,7 +73,7 @@ def test_merged_states(edges: tuple[int, ...], offset: float, backend: str, devi
         sums.append(weight[start:stop].sum())
     assert sorted(used_slots(spec)) == list(range(STATE_SLOTS))
     call = TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged)
-    finish(merge_shards(torch.stack(states), sums, spec), call, Targets.of(call))
+    finish(merge_shards(torch.stack(states), sums, spec), call)
     for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax"):
         torch.testing.assert_close(getattr(merged, name), getattr(whole, name), equal_nan=True, rtol=1e-10, atol=1e-9)
 
@@ -92,7 +92,7 @@ def test_rows_of_infinities(backend: str, device: torch.device) -> None:
         tile = Tile(4 * k, 4, 8, room=4, shard=True, keep=True)
         call = TileCall(inputs, spec, tile, out)
         get_backend(z.device).statistics(z[:, 4 * k : 4 * k + 4], call, states[k])
-    finish(merge_shards(states, [z.new_tensor(4.0)] * 2, spec), call, Targets.of(call))
+    finish(merge_shards(states, [z.new_tensor(4.0)] * 2, spec), call)
     torch.testing.assert_close(out.loss, F.cross_entropy(z, y, reduction="none"), equal_nan=True)
 
 

@@ -107,8 +107,12 @@ def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
     return x if mask is None else torch.where(mask, x, other)
 
 
-def finish(state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets) -> Tensor:
-    """Turn the state of all classes, by slot, into the losses and statistics of the rows. Returns log(sum)."""
+def finish(state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None) -> Tensor:
+    """Turn the state of all classes, by slot, into the losses and statistics of the rows. Returns log(sum).
+
+    `targets`: those of the call, if they are made already.
+    """
+    targets = Targets.of(call) if targets is None else targets
     inputs, spec, tile, out = call.inputs, call.spec, call.tile, call.out
     assert out is not None
     valid, row_max, log_sum, weight = targets.valid, state[MAX], state[SUM].log(), inputs.token_weight
