@@ -573,7 +573,7 @@ loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), softcap=3.0, z_loss=1e-2
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), logit_scale=0.5, temperature=2.0, shift=2)
 loss  {loss} = flce.cross_entropy({g} * 2, chosen({g})[..., 0], label_smoothing=0.1, reduction='sum', ignore_index=5)
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), inplace=True, shift=1)
-loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), weight=noise({g}.shape[-1:]).abs(), reduction='none')
+loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), weight=noise({g}.shape[-1:]).abs(), reduction='none') * 1.0
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), stats=('lse', 'entropy', 'argmax'), z_loss=1e-3, shift=1).loss
 loss  {loss} = flce.CrossEntropyLoss(z_loss=1e-2)({g}, labels({g}), token_weight=noise({g}.shape[:-1]).abs())
 loss  {loss} = loss_of({g})
