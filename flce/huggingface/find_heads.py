@@ -59,7 +59,7 @@ def backbone(owner: Any) -> nn.Module:
 
 
 def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
-    """The layers of the output embedding, and heads of as many classes beside it and the model below it.
+    """The layers of the output embedding, and heads with the same number of classes beside it and the model below it.
 
     Args:
         owner: a model with an output embedding.
