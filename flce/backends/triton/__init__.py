@@ -89,12 +89,10 @@ class TritonBackend:
     name = "triton"
 
     def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
-        if logits.numel():
-            run(_cross_entropy, logits, None, call, state)
+        run(_cross_entropy, logits, None, call, state)
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
-        if logits.numel():
-            run(_cross_entropy, logits, grad, call, None)
+        run(_cross_entropy, logits, grad, call, None)
 
     loss_and_gradient = gradient
 
@@ -114,13 +112,11 @@ class TritonBackend:
             run(_scale, x, x, second, factor)
 
     def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
-        if x.numel():
-            run(_scale_rows, x, factor, target, ignore_index)
+        run(_scale_rows, x, factor, target, ignore_index)
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
-        if x.numel():
-            run(_scale, x, out, None, factor)
+        run(_scale, x, out, None, factor)
         return out
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:

@@ -206,16 +206,17 @@ def finish_kernel(
             row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
         )
         store_results(
-            row, exists, valid, nll, offset, log_sum, 0.0, target_weight, row_weight,
-            loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride,
-            vocab_size, 0.0, z_loss, False, HAS_Z_LOSS, WANT_LOGPROB,
+            row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum,
+            target_weight=target_weight, row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+            z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
         )  # fmt: skip
 
         scales = load_scales(scales_ptr, tl.float32)
-        # The target's weight is in the scale already, so it is 1 in what follows.
+        # With the target's weight, which `gradient_factors` then takes as 1.
         ce = tl.where(in_range, row_weight, float("nan")) * target_weight * scales[0]
         of_softmax, of_one_hot, _of_classes = gradient_factors(
-            ce, row_weight * scales[1], 1.0, 0.0, offset + log_sum, vocab_size, 0.0, z_loss, False, HAS_Z_LOSS
+            ce=ce, second=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS
         )
         factor = tl.where(normalizer > _LEAST, of_softmax / normalizer, float("nan"))
         of_target = (of_softmax - of_one_hot) - factor * total

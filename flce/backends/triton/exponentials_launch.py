@@ -165,27 +165,25 @@ def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> I
 
 
 def scale_valid_rows(x: Tensor, out: Tensor, target: Tensor, factor: Tensor, ignore_index: int) -> None:
-    if len(x):
-        run(_combine_rows, x, None, out, target, factor, ignore_index, None)
+    run(_combine_rows, x, out, None, target, factor, ignore_index, None)
 
 
 def combine_rows(
     x: Tensor,
-    weight: Tensor,
     out: Tensor,
+    weight: Tensor,
     target: Tensor,
     factors: Tensor,
     ignore_index: int,
     index: Tensor | None,
 ) -> None:
-    if len(x):
-        run(_combine_rows, x, weight, out, target, factors, ignore_index, index)
+    run(_combine_rows, x, out, weight, target, factors, ignore_index, index)
 
 
 def _combine_rows(
     x: Tensor,
-    weight: Tensor | None,  # None: nothing is added
     out: Tensor,
+    weight: Tensor | None,  # None: nothing is added
     target: Tensor,
     factors: Tensor,  # without a weight (rows,)
     ignore_index: int,
