@@ -102,7 +102,7 @@ def _merge(
     old_total = total
     largest, total, exps, zero, decay = softmax_update(largest, total, z, LANES, VECTOR)
     if WANT_ARGMAX:
-        # Of a tie the lowest column. A lane whose maximum did not grow keeps that of an earlier block.
+        # The lowest column wins a tie. A lane whose maximum did not grow keeps that of an earlier block.
         at_maximum = z == over_lanes(largest, LANES, VECTOR)
         found = lane_min(tl.where(at_maximum, columns, _NO_COLUMN), LANES, VECTOR)
         if ASCENDING:

@@ -142,7 +142,7 @@ def transform(
 
 @triton.jit
 def load_normalizer(normalizer_ptr, normalizer_stride, row, mask):
-    """Of rows, m and log(sum(exp(z - m))): `contract.slots`."""
+    """m and log(sum(exp(z - m))) of rows, from the slots of the normalizer."""
     offset = load_columns(normalizer_ptr + _OFFSET * normalizer_stride + row, mask, "")
     return offset, load_columns(normalizer_ptr + _LOG_SUM * normalizer_stride + row, mask, "")
 
@@ -221,7 +221,7 @@ def gradient_factors(
 
 @triton.jit
 def softmax_term(z, offset, log_sum, of_softmax):
-    """Of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset."""
+    """The softmax's term of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset."""
     # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
     return of_softmax * tl.exp2((z - offset) * LOG2_E - log_sum * LOG2_E)
 

@@ -9,7 +9,7 @@ in registers: it is neither written as logits, nor read again, nor rounded. Thre
 * exponentials relative to a reference of each row, and their sums, where gradients are made in one go: see
   `backends/triton/exponentials.py` for what becomes of them.
 
-A program makes one block after the other (there are as many as multiprocessors), those of GROUP blocks of rows before
+A program makes one block after the other (there is one for each multiprocessor), those of GROUP blocks of rows before
 the next, so that what is in the cache is used again. Operands come by tensor descriptors (the bulk copies of Hopper),
 those of the next block while the epilogue of this one runs: for that the loop must not branch (0.35 of the time of a
 product), and it is better to know the number of programs when it is compiled (0.04).
@@ -183,7 +183,7 @@ def load_weights(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
 ):
-    """Of rows, those of their tokens and of their targets."""
+    """The weights of rows: those of their tokens and of their targets."""
     row_weight = tl.full(row.shape, 1.0, tl.float32)
     if HAS_TOKEN_WEIGHT:
         row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
