@@ -38,7 +38,7 @@ BLOCK = 1024
 #   8192 x 4096 x 128256, 1/rank      175         180         629
 SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
 # A block of the weight gradient, classes x columns; tokens that it sums at a time; blocks of classes of a group;
-# targets at a time, 16 being the fewest that a product takes. On an H200, in times the vendor's product without targets:
+# targets at a time, 16 being the fewest that a product takes. In times the vendor's product without targets (H200):
 #   head                       4096 x 4096 x 128256    16384 x 1024 x 151936    8192 x 2304 x 256000
 #   blocks of 128 x 256        1.04                    1.02                     1.01
 #   blocks of 256 x 128        1.06 to 1.12
