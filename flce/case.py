@@ -129,12 +129,12 @@ class Case(HashedOnce):
         return self.device_type == "cpu" if skip == "auto" else bool(skip)
 
     @functools.cached_property
-    def products(self) -> bool:
+    def in_registers(self) -> bool:
         """Whether the backend's products make all that is asked for, with logits in registers."""
-        return self.why_no_products is None
+        return self.why_not_in_registers is None
 
     @property
-    def why_no_products(self) -> str | None:
+    def why_not_in_registers(self) -> str | None:
         """What such products cannot do; None: they can do all."""
         if not self.has_product:
             return "no kernel keeps them in registers here, or not of rows that are not contiguous"
@@ -151,7 +151,7 @@ class Case(HashedOnce):
         """Tokens of a chunk, at least, that is made with unnormalized exponentials; None: there is none."""
         entries, dtypes = self.vocab_size * self.hidden_sizes[0], self.dtypes(False)
         possible = (
-            self.products
+            self.in_registers
             and self.dtype in UNNORMALIZED_DTYPES
             and not self.needs.bias
             and entries >= UNNORMALIZED_HEAD
@@ -176,7 +176,7 @@ class Case(HashedOnce):
     def borrows(self) -> bool:
         """Whether a tile of logits may be in the memory of dW of the head."""
         dtypes = self.dtypes(True)
-        logits = dtypes.logits_grad if self.products else dtypes.logits
+        logits = dtypes.logits_grad if self.in_registers else dtypes.logits
         return self.needs.weights[0] and logits == dtypes.logits_grad == self.dtype
 
     @property
@@ -210,7 +210,7 @@ class Case(HashedOnce):
             return rows, cols
         room = min(self.chunk_entries(limit), max(rows * padded_cols(cols), self.chunk_entries(self.returned_bytes)))
         most = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
-        if self.products:
+        if self.in_registers:
             partial = 4 * ceil_div(self.vocab_size, PRODUCT_BLOCK)  # two numbers a block, of twice the size of a logit
             return min(most, PRODUCT_ROWS, max(1, room // partial)), cols
         rows = min(most, STATISTICS_ROWS, room)

@@ -86,7 +86,7 @@ def _entry_bytes(c: Case) -> int:
     dtypes = c.dtypes(False)
     if not c.needs.any:
         return dtypes.logits.itemsize
-    in_registers = c.unnormalized_rows is not None or (c.products and c.spec.reduction == "none")
+    in_registers = c.unnormalized_rows is not None or (c.in_registers and c.spec.reduction == "none")
     one = in_registers or dtypes.logits == dtypes.logits_grad
     return dtypes.logits_grad.itemsize + (0 if one else dtypes.logits.itemsize)
 

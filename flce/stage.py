@@ -28,27 +28,27 @@ class Stage:
     Attributes:
         problem: the call.
         backend: what is done to tiles.
-        dtypes: of what is made.
         arena: where memory comes from.
+        dtypes: of what is made.
+        in_registers: whether the backend's products keep logits in registers: those that are wanted for statistics, or
+            a second time for their gradient.
         selection: which tokens are worked on.
-        constants: what losses and gradients are multiplied by. None where there are no values.
+        constants: what losses and gradients are multiplied by.
         normalizer: (NORMALIZER_SLOTS, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `constants`.
-        products: whether the backend's products keep logits in registers: those that are wanted for statistics, or a
-            second time for their gradient.
     """
 
     problem: LinearCrossEntropyProblem
     backend: Backend
-    dtypes: Dtypes
     arena: Arena
+    dtypes: Dtypes
+    in_registers: bool
     selection: Selection
-    constants: Constants | None
+    constants: Constants
     normalizer: Tensor
-    out: RowOutputs | None
-    upstream: Tensor | None
-    products: bool
+    out: RowOutputs | None = None
+    upstream: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
@@ -140,7 +140,7 @@ class Stage:
     def logits_and_gradient(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Two tiles, which are one where they have one dtype, or where logits stay in registers."""
         dlogits = self.tile(rows, cols, self.dtypes.logits_grad)
-        if self.products or self.dtypes.logits == self.dtypes.logits_grad:
+        if self.in_registers or self.dtypes.logits == self.dtypes.logits_grad:
             return dlogits, dlogits
         return self.tile(rows, cols, self.dtypes.logits), dlogits
 
@@ -212,7 +212,7 @@ class Stage:
     def statistics(self, xs: Sequence[Tensor], rows: slice, logits: Tensor) -> None:
         """Of rows of all classes, whose logits are made in `logits`, (rows, some classes), after each other; or in
         registers, as `gradient` makes them then."""
-        if self.products:
+        if self.in_registers:
             self.product_statistics(xs[0], rows)
             return
         inputs, out, state = self._row_inputs(rows), self._out(rows), None
@@ -232,7 +232,7 @@ class Stage:
         """Of the logits of a tile, which are made again. Both: (rows, cols), and may be one."""
         inputs, spec, tile = self._row_inputs(rows), self.problem.spec, self._tile(cols)
         normalizer, upstream = last(self.normalizer, rows), None if self.upstream is None else last(self.upstream, rows)
-        if self.products:
+        if self.in_registers:
             weight = first(self.terms[0].weight, cols)
             self.backend.product_gradient(xs[0], weight, dlogits, inputs, spec, tile, normalizer, upstream)
         else:
@@ -299,7 +299,7 @@ class Stage:
     # ------------------------------------------------------------------------------------------------- others
 
     def _row_inputs(self, rows: slice) -> RowInputs:
-        return self.selection.row_inputs(rows, None if self.constants is None else self.constants.of_gradient)
+        return self.selection.row_inputs(rows, self.constants.of_gradient)
 
     def _out(self, rows: slice) -> RowOutputs:
         assert self.out is not None

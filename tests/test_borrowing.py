@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.debugging import aot_eager
 
 import flce
-from flce import case, planning, sums
+from flce import case, engine, planning, sums
 from flce.arena import Arena
 from flce.backends import load
 from flce.borrowing import BLOCK_MULTIPLE, BorrowedBlocks
 from flce.case import Case
+from flce.engine import Runtime
 from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem, LinearTerm
 from flce.schedules.blocks import Apart, Blocks, BlocksAroundSum
 from flce.schedules.chunks import Chunks, DeferredChunks
-from flce.selection import Selection
 from flce.stage import Stage
 from flce.testing.problem import ALL_GRADS, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
@@ -348,11 +348,17 @@ def watched(plan: ChunkPlan) -> Watched:
 
     term, target = LinearTerm(given_(n, h), given_(v, h)), given_(n, dtype=torch.int64)
     problem = LinearCrossEntropyProblem((term,), target, None, None, None, None, c.spec, c.needs)
-    arena, selection, normalizer = Arena("meta"), Selection(problem, None), given_(2, n, dtype=torch.float32)
-    at_work = Watched(problem, load("torch"), plan.dtypes, arena, selection, None, normalizer, None, None, True)
-    plan.schedule.backward(at_work)
+    stages: list[Watched] = []
+
+    def stage(*args: Any) -> Watched:
+        stages.append(Watched(*args))
+        return stages[0]
+
+    normalizer, upstream = given_(2, n, dtype=torch.float32), given_(dtype=torch.float32)
+    runtime = Runtime(load("torch"), Arena("meta"), stage)
+    grad_input, grad_weight = engine.backward(problem, plan, normalizer, upstream, runtime)
+    (at_work,) = stages
     assert at_work.made == {"inputs": n * v, "weights": n * v}
-    grad_input, grad_weight = at_work.gradients()
     assert at_work.written == v * h * c.dtype.itemsize == grad_weight.untyped_storage().nbytes()
     assert grad_input.dtype == grad_weight.dtype == c.dtype
     assert not same_storage(grad_input, grad_weight)

@@ -21,7 +21,7 @@ class Chunks(Schedule):
 
     rows: int
 
-    products = False
+    in_registers = False
 
     @classmethod
     def sizes(cls, c: Case) -> range:

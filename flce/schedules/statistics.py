@@ -12,7 +12,7 @@ from flce.stage import Stage
 def statistics(c: Case, rows: int, cols: int) -> Schedule:
     """Beside tiles of this size for gradients."""
     rows, cols = c.statistics_tile(rows, cols)
-    return ProductStatistics(rows) if c.products else Statistics(rows, cols)
+    return ProductStatistics(rows) if c.in_registers else Statistics(rows, cols)
 
 
 @dataclass(frozen=True)
