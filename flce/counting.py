@@ -10,8 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from flce import cost, gemm, private
-from flce import rows as vectors
+from flce import cost, gemm, private, vectors
 from flce.arena import Arena, CountingArena
 from flce.backends import contract, eager
 from flce.backends.contract import RowOutputs
@@ -123,10 +122,10 @@ class Meter:
         if self.case.backend == "torch":
             self.scratch(eager.temporary_bytes(self.case.spec, tiles[0], self.case.device_type))
 
-    def constants(self, p: LinearCrossEntropyProblem) -> None:
+    def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
         """Three numbers, which are not counted."""
 
-    def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, constants: None) -> tuple[Tensor | None, ...]:
+    def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
         return (*rows.losses, None)
 
     def statistics(self, logits: Tensor, *args: Any) -> None:
@@ -152,15 +151,18 @@ class Meter:
         self.moved(launches=10)
         self.scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
 
-    def combine_rows(self, x: Tensor, weight: Tensor | None, out: Tensor, *args: Any) -> None:
+    def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
+        self.moved(x, out)
+
+    def combine_rows(self, x: Tensor, weight: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):
             self.product(len(grad), grad.shape[1], len(tile))
-        self.add_to_targets(grads)
+        self.add_target_terms(grads)
 
-    def add_to_targets(self, grads: Sequence[Tensor], *args: Any) -> None:
+    def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
         self.moved(launches=4)
         self.scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce import rows as vectors
+from flce import vectors
 from flce.arena import Arena
 from flce.backends import load
 from flce.backends.contract import Backend, RowOutputs
@@ -67,14 +67,14 @@ class Runtime(NamedTuple):
         problem: LinearCrossEntropyProblem,
         plan: Plan,
         selection: Selection,
-        constants: vectors.Constants,
+        scales: vectors.LossScales,
         normalizer: Tensor,
         out: RowOutputs | None = None,
         upstream: Tensor | None = None,
     ) -> Stage:
         backend, arena, stage, _ = self
         return stage(
-            problem, backend, arena, plan.dtypes, plan.in_registers, selection, constants, normalizer, out, upstream
+            problem, backend, arena, plan.dtypes, plan.in_registers, selection, scales, normalizer, out, upstream
         )
 
 
@@ -97,18 +97,18 @@ def forward(
     runtime, schedule = runtime or _runtime(plan.case.backend, problem.device), plan.schedule
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
-    constants = vectors.Constants(problem, runtime.backend, with_gradients, in_units)
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
     skip_ignored = plan.case.skip_ignored and not all_count
     selection = runtime.select(problem, skip_ignored, schedule.counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
-    stage = runtime.new_stage(problem, plan, selection, constants, rows.normalizer, out=rows)
+    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows)
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
-    results, _ = vectors.reduce(problem, runtime.backend, selection.scatter(rows), constants.of_loss)
+    results, _ = vectors.reduce(problem, runtime.backend, selection.scatter(rows), scales.of_loss)
     if gradients and schedule.deferred:
         del stage
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
-    return ForwardResult(results, grads, constants.unit)
+    return ForwardResult(results, grads, scales.unit)
 
 
 def backward(
@@ -121,15 +121,15 @@ def backward(
     """The gradients, from recomputed logits.
 
     Args:
-        normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
+        normalizer: (slots, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     runtime, accum = runtime or _runtime(plan.case.backend, problem.device), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     of_all = upstream.to(accum) if upstream.dim() == 0 else None
     of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
-    constants = vectors.Constants(problem, runtime.backend, with_gradients=True, upstream=of_all)
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
     normalizer = selection.take(normalizer, dim=1)
-    stage = runtime.new_stage(problem, plan, selection, constants, normalizer, upstream=of_each)
+    stage = runtime.new_stage(problem, plan, selection, scales, normalizer, upstream=of_each)
     plan.schedule.backward(stage)
     return stage.gradients()

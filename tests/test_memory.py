@@ -43,7 +43,7 @@ class NoBackend:
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
 
-    def reduce(self, p: Any, rows: RowOutputs, constants: None) -> Any:
+    def reduce(self, p: Any, rows: RowOutputs, scales: None) -> Any:
         return (*rows.losses, None)
 
 
