@@ -187,10 +187,10 @@ class CountingStage(Stage):
     def copy(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x, out)
 
-    def take_rows(self, x: Tensor, out: Tensor, rows: slice) -> None:
+    def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
         self._meter.moved(out, out)
 
-    def put_rows(self, x: Tensor, out: Tensor, rows: slice, add: bool = False) -> None:
+    def put_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
         self._meter.moved(x, *[x] * (1 + add))
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:

@@ -25,6 +25,7 @@ from flce.case import Case
 from flce.engine import Runtime
 from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem, LinearTerm
+from flce.schedules import Schedule
 from flce.schedules.blocks import Apart, Blocks, BlocksAroundSum
 from flce.schedules.chunks import Chunks, DeferredChunks
 from flce.stage import Stage
@@ -61,17 +62,13 @@ def borrows(plan: ChunkPlan) -> bool:
     return bool(with_borrowed(plan)) or isinstance(plan.schedule, BlocksAroundSum)
 
 
-def blocks_of_128(c: Case) -> Blocks:
-    made = Blocks.sized(c, 128)
-    assert isinstance(made, Blocks)
-    return made
+def blocks_of_128(c: Case) -> Schedule:
+    return Blocks.sized(c, 128)
 
 
 def blocks_around_sum(c: Case) -> BlocksAroundSum:
     assert 128 in BlocksAroundSum.sizes(c)
-    made = BlocksAroundSum.sized(c, 128)
-    assert isinstance(made, BlocksAroundSum)
-    return made
+    return BlocksAroundSum.sized(c, 128)
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
@@ -278,19 +275,19 @@ class Watched(Stage):
 
     def place(self, x: torch.Tensor | None) -> tuple[int, int] | None:
         """The bytes of dW in which a tensor lies."""
-        if x is None or not same_storage(x, self.weight_gradient()):
+        if x is None or not same_storage(x, self.dw_memory()):
             return None
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         first, size = int(x.storage_offset()) * x.element_size(), x.element_size()
-        assert first + (last + 1) * size <= self.weight_gradient().untyped_storage().nbytes()
+        assert first + (last + 1) * size <= self.dw_memory().untyped_storage().nbytes()
         return first, first + (last + 1) * size
 
     def _sum(self) -> tuple[int, int] | None:
         """Of the gradient of the input, which is read until there is another."""
-        return self.place(self._inputs.get(0))
+        return self.place(self._dx.get(0))
 
-    def gradient(self, xs: Any, rows: slice, cols: slice, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
-        assert dlogits.shape == logits.shape == (rows.stop - rows.start, cols.stop - cols.start)
+    def gradient(self, xs: Any, part: slice, cols: slice, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
+        assert dlogits.shape == logits.shape == (part.stop - part.start, cols.stop - cols.start)
         self._borrowed_at = self.place(dlogits)
         if self._borrowed_at is not None:
             self.borrowed += 1

@@ -250,20 +250,20 @@ class InBlocks(Schedule):
         return up_to(c.vocab_size) if frozen and c.spec.reduction != "none" else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> InBlocks:
         return InBlocks(min(c.chunk_rows, 16), size)
 
     def forward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
         sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
-        for rows in s.chunks(self.rows):
-            size = rows.stop - rows.start
-            s.statistics(s.inputs(rows), rows, logits[:size])
+        for part in s.chunks(self.rows):
+            size = part.stop - part.start
+            s.statistics(s.inputs(part), part, logits[:size])
             for cols in s.blocks(self.cols):
                 area = slice(0, size), slice(0, cols.stop - cols.start)
-                s.gradient(s.inputs(rows), rows, cols, logits[area], dlogits[area])
+                s.gradient(s.inputs(part), part, cols, logits[area], dlogits[area])
                 for total in sums:
-                    total.add(dlogits[area], rows, cols)
+                    total.add(dlogits[area], part, cols)
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
