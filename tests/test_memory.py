@@ -108,8 +108,11 @@ def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
 
 
 @pytest.fixture
-def no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is counted that kernels and casts take for a moment: real ones take it elsewhere."""
+def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed, and nothing is counted that kernels and casts take for a moment: real ones take it
+    elsewhere."""
+    monkeypatch.setattr("flce.gemm.matmul", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Stage, "put_rows", lambda *args, **kwargs: None)
     monkeypatch.setattr("flce.gemm.scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "SORT_ROW_BYTES", 0)
@@ -121,7 +124,7 @@ def no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("grads", GRADS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_count_is_what_a_real_arena_has(
-    dtype: torch.dtype, grads: str, skip: bool, no_scratch: None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, grads: str, skip: bool, memory_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every schedule and some of its sizes. Loops are shortened when counting, here they are whole."""
     monkeypatch.setattr("flce.case.UNNORMALIZED_HEAD", 1)
@@ -194,7 +197,7 @@ def test_what_kernels_take_for_a_moment_is_counted(
         assert round(counted / 2**40, 3) == (products if of_products else sorted_rows)
 
 
-def test_gathered_rows_of_exponentials_are_held_once(no_scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_rows_of_exponentials_are_held_once(memory_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are scaled where they are. Rows that are not gathered are scaled in a place of that size."""
     monkeypatch.setattr("flce.sums.COMPACTION_ROWS", 8)  # or else the last rounding would take the most
 
