@@ -90,8 +90,9 @@ class Tiles:
         loss = torch.empty(tokens, dtype=accum, device=device)
         self.state = None if case.whole else torch.empty(STATE_SLOTS, tokens, dtype=accum, device=device)
         tile = Tile(0, columns, case.vocab, self.source.shape[1])
-        inputs, out = RowInputs(target, None, None, None, scales), RowOutputs(loss, None, normalizer, None, None, None)
-        self.writing = TileCall(inputs, LossSpec(), tile, out)
+        inputs = RowInputs(target, None, None, None, scales)
+        self.out = RowOutputs(loss, None, normalizer, None, None, None)
+        self.writing = TileCall(inputs, LossSpec(), tile, self.out)
         self.reading = TileCall(inputs, LossSpec(), tile, normalizer=normalizer)
         self.backend, self.copied = get_backend(device), torch.empty_like(self.source)
 

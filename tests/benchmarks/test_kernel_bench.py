@@ -51,7 +51,7 @@ def test_the_passes_are_those_of_the_loss():
         if contender.writes:
             torch.testing.assert_close(problem.grad, expected)
         else:
-            assert float(problem.writing.out.loss.mean()) == pytest.approx(float(loss.detach()))
+            assert float(problem.out.loss.mean()) == pytest.approx(float(loss.detach()))
 
 
 def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
