@@ -1,4 +1,4 @@
-"""What a schedule takes: its own code, run on tensors without memory, with an arena, products and passes that count."""
+"""What a plan takes: the engine, run on tensors without memory, with an arena, products and passes that count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dty
 from flce.selection import Selection
 from flce.stage import Stage
 
-# Borrowed blocks that are looked at.
+# About the number of borrowed blocks that a count looks at.
 SAMPLES = 6
 
 
@@ -29,7 +29,7 @@ class Count:
     workspace_bytes: int
     """Peak of memory above the inputs and the returned gradients, over forward and backward."""
     flops: int
-    """Of the matrix products."""
+    """Work of the matrix products."""
     seconds: float
     """An estimate."""
 
@@ -108,7 +108,8 @@ class Meter:
         self.seconds += launches * self._device.launch
 
     def repeated(self, items: Iterable[tuple[slice, float]]) -> Iterator[slice]:
-        """Each of the items, which stands for so many. While a tile is made, the host launches what the next needs."""
+        """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
+        what the next needs."""
         for item, times in items:
             seconds, flops = self.seconds, self.flops
             yield item
@@ -205,7 +206,8 @@ class CountingStage(Stage):
 
 
 def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
-    """Pieces of `step`, and how many each stands for: the second for all but the first and the last whole one."""
+    """Pieces of `step`, each with the number of pieces that it stands for: the second stands for all whole ones between
+    the first and the last."""
     whole, rest = divmod(stop - start, max(1, step))
     numbers = {0: 1, 1: whole - 2, whole - 1: 1} if whole > 2 else dict.fromkeys(range(whole), 1)
     for number, times in numbers.items():

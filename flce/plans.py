@@ -25,7 +25,7 @@ class ChunkPlan(Plan):
 
     @property
     def flops(self) -> int:
-        """Of the matrix products of forward and backward."""
+        """Work of the matrix products of forward and backward."""
         return self._count.flops
 
     @property
@@ -46,7 +46,7 @@ class ChunkPlan(Plan):
 
 
 def plan_of(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
-    """A call with a schedule of some size."""
+    """The plan of a call with a schedule of some size."""
     without = "vocab" if c.options.strategy == "vocab" else "tokens"
     return _known(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
 
@@ -55,6 +55,6 @@ _known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once
 
 
 def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
-    """The smallest of those that take no longer than so many times the fastest."""
+    """The smallest of the plans that take at most `within` times as long as the fastest."""
     limit = within * min(plan.seconds for plan in plans)
     return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)

@@ -152,7 +152,7 @@ def test_a_float32_sum_half_in_its_gradients_memory(
     vocab: int, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, extras = HALVES[kind]
-    monkeypatch.setattr(sums, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
+    monkeypatch.setattr(sums, "COMPACTION_ROWS", 8)  # several pieces, as a large vocabulary has
     problem = make_problem((3, 8), 24, vocab, dtype=dtype, **extras)
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=5, skip_ignored=False)
     schedule = plan_for(problem, options).schedule
@@ -193,7 +193,7 @@ def test_a_sum_of_bfloat16_would_be_worse(torch_backend: str) -> None:
 def test_budgets_around_a_borrowed_sum(
     shape: tuple[int, int, int], dtype: torch.dtype, torch_backend: str, half_logits: None
 ) -> None:
-    """Of float64 there is no wider sum; few classes may all fit into one block; an odd number of odd rows."""
+    """float64 has no wider sum; few classes may all fit into one block; an odd number of odd rows."""
     n, h, v = shape
     problem = make_problem((n,), h, v, dtype=dtype)
     least = flce.plan(n, h, v, dtype, device="cpu", options=VOCAB).workspace_bytes // 64
@@ -283,7 +283,7 @@ class Watched(Stage):
         return first, first + (last + 1) * size
 
     def _sum(self) -> tuple[int, int] | None:
-        """Of the gradient of the input, which is read until there is another."""
+        """Where the gradient of the input is, which is read until there is another."""
         return self.place(self._dx.get(0))
 
     def gradient(self, xs: Any, part: slice, cols: slice, logits: torch.Tensor, dlogits: torch.Tensor) -> None:

@@ -148,7 +148,7 @@ class Apart(Deferred):
     def sized(cls, c: Case, size: int) -> Apart:
         inputs = ChunksOfBlocks.sized(c, size)
         rows = c.chunk_rows
-        # As many classes for dW as take about the memory of the sum and the tile for dX.
+        # A tile for dW takes about the memory of the sum and the tile for dX.
         cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
         cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
         return Apart(statistics(c, rows, cols), inputs, rows, cols, _borrowed(c, rows, cols))

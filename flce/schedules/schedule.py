@@ -7,7 +7,7 @@ from typing import ClassVar
 from flce.case import Case, ceil_div
 from flce.stage import Stage
 
-# Of sizes: the schedule is not for such a call.
+# The sizes of a schedule that is not for such a call.
 NONE = range(0)
 
 
@@ -52,7 +52,7 @@ class Schedule:
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
-        """Of one of these sizes."""
+        """The schedule of one of these sizes."""
         raise NotImplementedError
 
     def forward(self, s: Stage) -> None:

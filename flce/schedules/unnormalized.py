@@ -31,8 +31,13 @@ from flce.slices import first
 from flce.stage import Stage
 from flce.sums import weight_sums
 
-# Tiles that `Borrowed` has in the memory of dW. More take less memory of their own, and more time: of 4,096 tokens with
-# H = 4096 and 128,256 classes 1/2, 1/4 and 1/8 of the exponentials are not borrowed.
+# Tiles that `Borrowed` has in the memory of dW. More of them take less memory of their own, and more time.
+#
+# | borrowed tiles | share with memory of its own, 4096 x 4096 x 128256 |
+# |----------------|----------------------------------------------------|
+# | 1              | 1/2                                                |
+# | 3              | 1/4                                                |
+# | 7              | 1/8                                                |
 COUNTS = (1, 3, 7)
 
 
@@ -102,7 +107,7 @@ class Recomputed(Unnormalized):
 
     classes: int
     cols: int
-    """Of those classes at a time."""
+    """Recomputed classes of a block."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -114,7 +119,7 @@ class Recomputed(Unnormalized):
     def sized(cls, c: Case, size: int) -> Recomputed:
         """With all classes made once more whose sums have no place in the memory of dW, that is half of them."""
         classes = c.vocab_size - halfway(c.vocab_size)
-        # As many at a time as there is room for where the chunks were.
+        # A block has the room that the chunks had.
         cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
         return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
 
@@ -142,7 +147,7 @@ class Borrowed(Schedule):
         at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
         if not (at_once and c.needs.weights[0] and not c.skip_ignored and Unnormalized.sizes(c)):
             return NONE
-        # Of few classes or very many tokens there is nothing to borrow for.
+        # With few classes or very many tokens there is nothing to borrow for.
         return range(1, 1 + len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
 
     @classmethod
