@@ -87,6 +87,15 @@ def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | 
         )
 
 
+def refuse_double_backward(function: str, instead: str) -> None:
+    """RuntimeError within a backward that is to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{function} cannot be differentiated twice (create_graph=True): its gradients are not part of the graph. "
+            f"Use {instead} for that."
+        )
+
+
 def check_shift(shift: int) -> int:
     """As an int; TypeError or ValueError for what is none >= 0."""
     shift = integer("shift", shift)

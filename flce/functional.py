@@ -22,12 +22,11 @@ from flce.arguments import (
     overridable,
     shifted,
 )
-from flce.case import Case
 from flce.devices import described
 from flce.logits_loss import CrossEntropyProblem, check_overwritable
 from flce.operators import linear_cross_entropy
 from flce.options import ChunkOptions
-from flce.planning import make_plan
+from flce.planning import plan_of_call
 from flce.plans import ChunkPlan
 from flce.problem import (
     LinearCrossEntropyOutput,
@@ -37,7 +36,7 @@ from flce.problem import (
     Needs,
     accumulation_dtype,
     check_shapes,
-    known,
+    loss_spec,
 )
 from flce.scalars import integer
 
@@ -146,17 +145,8 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    spec = LossSpec(
-        reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        z_loss=z_loss,
-        stats=stats,
-    )
-    spec = known(spec)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
     check_options(options)
     shift = check_shift(shift)
@@ -327,17 +317,8 @@ def cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
     """
-    spec = LossSpec(
-        reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        z_loss=z_loss,
-        stats=stats,
-    )
-    spec = known(spec)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
     shift = check_shift(shift)
     check_inplace(inplace)
@@ -450,22 +431,18 @@ def plan(
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     check_options(options)
     device = torch.device(device)
-    planned_for = described(device, device_kind, device_memory)
     of_adapters = (True,) * len(ranks)
-    case = Case(
-        num_tokens=num_tokens,
-        hidden_sizes=(hidden_size, *ranks),
-        vocab_size=vocab_size,
-        dtype=dtype,
-        device_type=device.type,
-        backend=planned_for.backend,
-        has_product=planned_for.has_product,
-        memory=planned_for.memory,
-        spec=LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
-        needs=Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
-        options=options or _DEFAULT,
+    return plan_of_call(
+        num_tokens,
+        (hidden_size, *ranks),
+        vocab_size,
+        dtype,
+        device.type,
+        *described(device, device_kind, device_memory),
+        LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
+        Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
+        options or _DEFAULT,
     )
-    return make_plan(case)
 
 
 def _check_logits_shapes(

@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INT64_MAX = 2**63 - 1
-"""The largest int that a custom operator takes."""
-
 
 def integer(name: str, value: Any, expected: str = "an int") -> int:
     """An int, or an integer of NumPy or of a 0-d tensor, as an int.
