@@ -14,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flce.backends.contract import RowOutputs, log_sum_exp
 from flce.frames import is_differentiated_forward
+from flce.options import ChunkOptions
 from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
 from flce.scalars import integer, real
 
@@ -108,6 +109,12 @@ def check_inplace(inplace: bool) -> None:
     """Raises TypeError for anything but a bool."""
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace must be a bool, got {type(inplace).__name__}")
+
+
+def check_options(options: ChunkOptions | None) -> None:
+    """Raises TypeError for options of another type."""
+    if options is not None and not isinstance(options, ChunkOptions):
+        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
 
 
 def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:

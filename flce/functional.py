@@ -14,6 +14,7 @@ from flce.arguments import (
     FLOATING,
     autocast_dtype,
     check_inplace,
+    check_options,
     check_shift,
     check_tensors,
     narrowed,
@@ -529,9 +530,3 @@ def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
             f"got {linear_bias.dtype}"
         )
     return linear_bias.to(accum)
-
-
-def check_options(options: ChunkOptions | None) -> None:
-    """Raises TypeError for options of another type."""
-    if options is not None and not isinstance(options, ChunkOptions):
-        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
