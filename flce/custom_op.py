@@ -57,8 +57,8 @@ _json._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.c
 
 
 @functools.lru_cache(maxsize=1024)
-def from_text(text: str, *kinds: Callable[..., Any]) -> tuple[Any, ...]:
-    """What `as_text` was given, by the classes of it."""
+def from_text(text: str, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `as_text` was given, of these classes."""
     pairs = zip(kinds, json.loads(text), strict=True)
     return tuple(kind(**{name: _of_json(value) for name, value in values.items()}) for kind, values in pairs)
 

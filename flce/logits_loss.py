@@ -23,7 +23,7 @@ from torch import Tensor
 from flce import distributed
 from flce import rows as vectors
 from flce.arena import Arena
-from flce.arguments import refuse_double_backward, refuse_forward_mode
+from flce.arguments import refuse_double_backward
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile
 from flce.backends.eager import finish
@@ -74,10 +74,9 @@ def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
     """Solve a problem. Differentiable once, in ``loss``; as often as one likes where the logits stay.
 
     Raises:
-        RuntimeError: the logits carry a forward-mode tangent, or cannot be overwritten.
+        RuntimeError: the logits cannot be overwritten.
     """
     logits = problem.logits
-    refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
     if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
         check_overwritable(logits)
         # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
@@ -272,10 +271,20 @@ def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
     return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, as_text(p.spec), *shard)
 
 
-def _unpack(*args: Any) -> CrossEntropyProblem:
-    *tensors, text, group, start, vocab_size = args
-    (spec,) = from_text(text, LossSpec)
-    return CrossEntropyProblem(*tensors, spec, None if group is None else Shard(group, start, vocab_size))
+def _unpack(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    text: str,
+    group: str | None,
+    start: int,
+    vocab_size: int,
+) -> CrossEntropyProblem:
+    (spec,) = from_text(text, (LossSpec,))
+    shard = None if group is None else Shard(group, start, vocab_size)
+    return CrossEntropyProblem(logits, target, class_weight, token_weight, num_items, spec, shard)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flce import engine, flops, log, private
 from flce import rows as vectors
-from flce.arguments import refuse_double_backward, refuse_forward_mode
+from flce.arguments import refuse_double_backward
 from flce.backends import backend_name, get_backend, has_product, total_memory
 from flce.backends.contract import RowOutputs
 from flce.batching import for_each, is_batched, register_loop
@@ -52,15 +52,8 @@ ResultT = TypeVar("ResultT")
 
 
 def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> RowOutputs:
-    """Solve a problem. Differentiable once, in ``loss``.
-
-    Raises:
-        RuntimeError: an argument carries a forward-mode tangent, which would be lost without a word.
-    """
+    """Solve a problem. Differentiable once, in ``loss``."""
     tensors = _tensors(problem)
-    refuse_forward_mode(
-        "fused_linear_cross_entropy", "torch.nn.functional.linear and torch.nn.functional.cross_entropy", tensors
-    )
     if _nobody_watches(tensors):
         return RowOutputs._make(flce_linear_cross_entropy.apply(problem, options, *tensors))
     if not torch.compiler.is_compiling():
@@ -85,13 +78,22 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
 
 
 def _unpack(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], target: Tensor, *others: Any
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    target: Tensor,
+    linear_bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    settings: str,
+    needs: Sequence[bool],
+    traced: bool,
 ) -> tuple[LinearCrossEntropyProblem, ChunkOptions, bool]:
     """The problem, its options, and whether it is part of a graph: from the arguments of an operator."""
-    *optional, settings, needs, traced = others
-    spec, options = from_text(settings, LossSpec, ChunkOptions)
+    spec, options = from_text(settings, (LossSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
-    return LinearCrossEntropyProblem(terms, target, *optional, spec, Needs.from_flat(needs)), options, traced
+    vectors = linear_bias, class_weight, token_weight, num_items
+    return LinearCrossEntropyProblem(terms, target, *vectors, spec, Needs.from_flat(needs)), options, traced
 
 
 def _call(

@@ -65,11 +65,13 @@ class ChunkPlan:
         )
 
 
-@functools.lru_cache(maxsize=4096)  # each is counted once
 def plan_of(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
     """A call with a schedule of some size."""
     without = "vocab" if c.options.strategy == "vocab" else "tokens"
-    return ChunkPlan(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
+    return _known(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
+
+
+_known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in a search
 
 
 def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:

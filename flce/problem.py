@@ -107,31 +107,6 @@ _kept_spec = functools.lru_cache(maxsize=256, typed=True)(LossSpec)  # by type t
 NUMBERS = {name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)}
 
 
-def check_shapes(
-    input: Tensor,
-    linear_weight: Tensor,
-    adapters: Sequence[tuple[Tensor, Tensor]],
-    *expected: tuple[str, Tensor | None, tuple[int, ...]],
-) -> None:
-    """ValueError for an empty head or adapter, or for the first of (name, tensor, shape) that has another shape."""
-    if linear_weight.shape[0] == 0 or linear_weight.shape[-1] == 0:
-        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
-    for k, (a, b) in enumerate(adapters):
-        rank = b.shape[-1] if b.dim() else 0
-        if rank == 0:
-            raise ValueError(f"adapters[{k}][1] must have shape (V, r) with r > 0, got {tuple(b.shape)}")
-        expected += (
-            (f"adapters[{k}][0]", a, (*input.shape[:-1], rank)),
-            (f"adapters[{k}][1]", b, (linear_weight.shape[0], rank)),
-        )
-    for name, value, shape in expected:
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
-                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
-            )
-
-
 class LinearTerm(NamedTuple):
     """A share of the logits, ``input @ weight.T``: the head's own, or that of an adapter on it."""
 

@@ -83,11 +83,11 @@ class _WithOptions(LossSpec):
 )
 def test_settings_survive_the_operator(record: Any) -> None:
     """As one argument, which is text: to the bit, and of the same types."""
-    (got,) = from_text(as_text(record), type(record))
+    (got,) = from_text(as_text(record), (type(record),))
     assert got == record
     assert repr(got) == repr(record)
     assert hash(got) == hash(record)
-    assert from_text(as_text(record, LossSpec("sum")), type(record), LossSpec) == (record, LossSpec("sum"))
+    assert from_text(as_text(record, LossSpec("sum")), (type(record), LossSpec)) == (record, LossSpec("sum"))
 
 
 def copied(value: Any) -> Any:
