@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import cost, gemm, private, rows
+from flce import cost, gemm, private, vectors
 from flce.arena import Arena, CountingArena
 from flce.backends import contract, eager
 from flce.case import Case
@@ -59,7 +59,7 @@ def rehearse(c: Case, schedule: Schedule, arena: Arena, backend: Any, stage_of: 
     selection = Selection(problem, index)
     if index is not None:
         selection.__dict__["target"] = arena.new((n,), torch.int64)
-    out = rows.allocate(problem, n, arena)
+    out = vectors.allocate(problem, n, arena)
     # Of gathered rows once more, at their places among all.
     results = out.map(lambda t: arena.new(t.shape, t.dtype)) if c.skip_ignored else out
     dtypes, products = c.dtypes(schedule.deferred), c.products and schedule.products
@@ -133,15 +133,18 @@ class Meter:
         self.moved(launches=10)
         self.scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
 
-    def combine_rows(self, x: Tensor, weight: Tensor | None, out: Tensor, *args: Any) -> None:
+    def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
+        self.moved(x, out)
+
+    def combine_rows(self, x: Tensor, weight: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):
             self.product(len(grad), grad.shape[1], len(tile))
-        self.add_to_targets(grads)
+        self.add_target_terms(grads)
 
-    def add_to_targets(self, grads: Sequence[Tensor], *args: Any) -> None:
+    def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
         self.moved(launches=4)
         self.scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 

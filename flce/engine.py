@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce import rows as vectors
+from flce import vectors
 from flce.arena import Arena
 from flce.backends import load
 from flce.backends.contract import RowOutputs
@@ -38,7 +38,7 @@ def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, gradients: bool
     schedule, backend, arena = plan.schedule, load(plan.case.backend), Arena(problem.device)
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
-    constants = vectors.Constants(problem, backend, with_gradients, in_units)
+    constants = vectors.LossScales(problem, backend, with_gradients, in_units)
     skip_ignored = plan.case.skip_ignored and not all_count
     selection = Selection.of(problem, skip_ignored, schedule.counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, arena)
@@ -58,14 +58,14 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
     """The gradients, from recomputed logits.
 
     Args:
-        normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
+        normalizer: (slots, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     backend, accum = load(plan.case.backend), accumulation_dtype(problem.dtype)
     arena, selection = Arena(problem.device), Selection.of(problem, plan.case.skip_ignored, False)
     of_all = upstream.to(accum) if upstream.dim() == 0 else None
     of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
-    constants = vectors.Constants(problem, backend, with_gradients=True, upstream=of_all)
+    constants = vectors.LossScales(problem, backend, with_gradients=True, upstream=of_all)
     normalizer = selection.take(normalizer, dim=1)
     stage = Stage(problem, backend, plan.dtypes, arena, selection, constants, normalizer, None, of_each, plan.products)
     plan.schedule.backward(stage)

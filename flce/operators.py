@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flce import engine, flops, log, private
-from flce import rows as vectors
+from flce import engine, flops, log, private, vectors
 from flce.arguments import refuse_double_backward
 from flce.backends import backend_name, get_backend, has_product, total_memory
 from flce.backends.contract import RowOutputs
@@ -44,7 +43,7 @@ _ARGUMENTS = (
     "Tensor? token_weight, Tensor? num_items, str settings, bool[] needs, bool traced"
 )
 _NUM_TENSORS = 7
-# The vectors of `rows.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
+# The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
 # them, which no user sees; and that unit, () or, for 1, (0,).
 _RESULTS = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor[] grads", "Tensor grad_unit"])
 

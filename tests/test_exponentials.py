@@ -323,7 +323,7 @@ def test_no_tokens(device: torch.device) -> None:
 
 
 def test_a_wrong_target_is_nan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flce.rows.looks_at_values", lambda device: False)
+    monkeypatch.setattr("flce.vectors.looks_at_values", lambda device: False)
     problem = problem_of(device, leading=(6,))
     problem.target[3] = 517
     x = problem.input.clone().requires_grad_()
