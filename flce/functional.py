@@ -151,7 +151,7 @@ def fused_linear_cross_entropy(
     terms = ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
     problem = LinearCrossEntropyProblem(
-        # Of two dimensions already, they are left alone: a view takes time of the host, twice if it is differentiated.
+        # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
         # Vectors are short: backends get them contiguous and in one dtype.
         target=shifted(target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
@@ -260,7 +260,7 @@ def cross_entropy(
             vocabulary, in the order of their ranks. `target`, `weight`, `token_weight` and `num_items` are the same
             in all. Every process gets the whole loss (and statistics), and the gradient of its columns. One collective
             in forward, of 3 to 7 numbers per token; none in backward.
-        vocab_size: V, with `process_group`. None: all processes have as many columns. Otherwise the slices must be
+        vocab_size: V, with `process_group`. None: all processes have equally many columns. Otherwise the slices must be
             those of `torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none. Where they are
             not, statistics, loss and gradient are NaN in all processes (on a CPU, and with ``FLCE_DEBUG=1``, it is a
             ValueError).

@@ -214,7 +214,7 @@ class _InPlace(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem, rebase: bool) -> tuple[Tensor, ...]:
         mark_frames()
         out, unit = _losses_and_gradient(problem)
-        # Kernels write without autograd's knowledge. Whoever saved the logits is told in backward.
+        # Kernels write without autograd's knowledge. With this it finds in backward that saved logits have changed.
         if rebase:
             ctx.mark_dirty(logits)
         else:

@@ -91,8 +91,8 @@ def _unpack(
     """The problem, its options, and whether it is part of a graph: from the arguments of an operator."""
     spec, options = from_text(settings, (LossSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
-    vectors = linear_bias, class_weight, token_weight, num_items
-    return LinearCrossEntropyProblem(terms, target, *vectors, spec, Needs.from_flat(needs)), options, traced
+    optional = linear_bias, class_weight, token_weight, num_items
+    return LinearCrossEntropyProblem(terms, target, *optional, spec, Needs.from_flat(needs)), options, traced
 
 
 def _call(
@@ -132,7 +132,7 @@ def _makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
     if traced:
         return True
     try:
-        # What traces otherwise has a graph for these sizes alone.
+        # Sizes may be symbols of another tracer than `torch.compile`. Its graph is for these sizes alone.
         return not plan_of_call(int(num_tokens), tuple(map(int, hidden_sizes)), int(vocab_size), *others).deferred
     except ValueError:  # no plan keeps the budget, as a call says
         return True
@@ -234,7 +234,7 @@ def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Ten
 def _fake_grads(
     p: LinearCrossEntropyProblem, input_dtype: torch.dtype, weight_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> list[Tensor]:
-    """Those that are needed, in the order of `Needs.flat`."""
+    """The gradients that are needed, in the order of `Needs.flat`."""
     weight = p.terms[0].weight
     grads = (
         *(term.input.new_empty(term.input.shape, dtype=input_dtype) for term in p.terms),
@@ -292,7 +292,7 @@ def _wanted(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
 
 
 def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: bool) -> list[Tensor]:
-    """Those that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
+    """The gradients that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
     terms, directly = len(ctx.needs.inputs), _nobody_watches((upstream, *saved))
     if ctx.deferred:
         normalizer, *others = saved
@@ -347,7 +347,8 @@ def _tensors(p: LinearCrossEntropyProblem) -> tuple[Tensor | None, ...]:
 
 
 class flce_linear_cross_entropy(torch.autograd.Function):
-    """``flce::linear_cross_entropy`` where nobody watches. What operators take in Python is more than a small call.
+    """``flce::linear_cross_entropy`` where nothing watches the call. An operator takes more time in Python than a
+    small call does.
 
     The class has the name that its node is to have in a graph of autograd.
     """
@@ -385,7 +386,7 @@ def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: A
 
 
 def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
-    """Of the products for the logits, and of those for the gradients that are needed."""
+    """Flops of the products for the logits, and of those for the gradients that are needed."""
     inputs, weights, *_, flat, _ = args
     needs = Needs.from_flat(flat)
     of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]

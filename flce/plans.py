@@ -45,7 +45,7 @@ class ChunkPlan:
 
     @property
     def flops(self) -> int:
-        """Of the matrix products of forward and backward."""
+        """Flops of the matrix products of forward and backward."""
         return self._count.flops
 
     @property
@@ -75,6 +75,6 @@ _known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in
 
 
 def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
-    """The smallest of those that take no longer than so many times the fastest."""
+    """The smallest of the plans that take at most `within` times as long as the fastest."""
     limit = within * min(plan.seconds for plan in plans)
     return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)

@@ -76,7 +76,7 @@ class LossSpec:
 
     @property
     def scale(self) -> float:
-        """Of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
+        """The factor of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
         ``z = cap * tanh(scale * a)``."""
         return self.logit_scale / (self.temperature if self.softcap is None else self.softcap)
 
@@ -118,9 +118,9 @@ class Needs(NamedTuple):
     """Which gradients are asked for; nothing is computed or allocated for the others."""
 
     inputs: tuple[bool, ...]
-    """Of each term."""
+    """One of each term."""
     weights: tuple[bool, ...]
-    """Of each term."""
+    """One of each term."""
     bias: bool
 
     @property

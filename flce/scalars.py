@@ -38,7 +38,7 @@ def is_number(value: object) -> bool:
 
 
 def _python_number(value: Any) -> Any:
-    """Of a NumPy number, which nothing here imports, and of what has no dimensions; anything else as it is."""
+    """The number of a NumPy scalar, which nothing here imports, or of a 0-d tensor; anything else as it is."""
     if isinstance(value, (int, float)) or not hasattr(value, "item") or getattr(value, "shape", None) != ():
         return value
     if torch.compiler.is_compiling():
