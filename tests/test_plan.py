@@ -675,8 +675,8 @@ def test_promise_on_cpu_where_the_head_is_what_is_large(dtype: torch.dtype, chun
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_adapters_on_a_frozen_head_take_no_head_and_no_logits(dtype: torch.dtype, torch_backend: str) -> None:
-    """Nothing of the size of W or of the logits, 38 MiB and more: a tile of 16 rows, and what is the adapter's own."""
-    n, h, v, rank = 500, 800, 20000, 4
+    """Nothing of the size of W or of the logits, 19 MiB and more: a tile of 16 rows, and what is the adapter's own."""
+    n, h, v, rank = 250, 400, 20000, 4
     settings_ = {"dtype": dtype, "grads": "x", "ranks": (rank,)}
     promise, peak = promise_and_peak(n, h, v, "cpu", settings_, {"chunk_rows": 16})
     assert_kept(promise, peak)
