@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -126,51 +128,50 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float(np.mean((guesses[:, :-1] == labels)[labels != -100]))}
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+@functools.cache
+def weights() -> dict[str, torch.Tensor]:
     """Those of a model that has learnt a little: some of its predictions are right."""
-    trainer = script.make_trainer(False, str(tmp_path_factory.mktemp("trained")), steps=20, learning_rate=3e-3)
-    trainer.train()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = script.make_trainer(False, folder, steps=20, learning_rate=3e-3)
+        trainer.train()
     state: dict[str, torch.Tensor] = trainer.model.state_dict()
     return state
 
 
-def evaluate(
-    folder: Any, weights: dict[str, torch.Tensor], trainer: dict[str, Any] | None = None, **arguments: Any
-) -> list[dict[str, float]]:
+def evaluate(folder: Any, trainer: dict[str, Any] | None = None, **arguments: Any) -> list[dict[str, float]]:
     """What a stock and a patched trainer make of the same trained model."""
     found = []
     for patched in (False, True):
         made = script.make_trainer(patched, str(folder), steps=1, trainer=trainer, **arguments)
-        made.model.load_state_dict(weights)
+        made.model.load_state_dict(weights())
         found.append({name: value for name, value in made.evaluate().items() if name in ("eval_loss", "eval_accuracy")})
     return found
 
 
-def test_evaluate_with_compute_metrics(tmp_path, weights):
+def test_evaluate_with_compute_metrics(tmp_path):
     """Metrics that want all logits get them."""
-    stock, patched = evaluate(tmp_path, weights, {"compute_metrics": accuracy})
+    stock, patched = evaluate(tmp_path, {"compute_metrics": accuracy})
     assert stock["eval_accuracy"] > 0
     assert patched == pytest.approx(stock, abs=1e-5)
 
 
 @pytest.mark.usefixtures("nothing_materialises")
-def test_evaluate_with_preprocessed_logits(tmp_path, weights):
+def test_evaluate_with_preprocessed_logits(tmp_path):
     """Metrics that want the predicted tokens do without logits."""
 
     def predicted(logits: Any, labels: Any) -> Any:
         return logits.argmax(dim=-1)
 
     trainer = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": predicted}
-    stock, patched = evaluate(tmp_path, weights, trainer)
+    stock, patched = evaluate(tmp_path, trainer)
     assert stock["eval_accuracy"] > 0
     assert patched == pytest.approx(stock, abs=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.usefixtures("nothing_materialises")
-def test_evaluate_the_loss_only(tmp_path, weights, smoothing):
-    stock, patched = evaluate(tmp_path, weights, prediction_loss_only=True, label_smoothing_factor=smoothing)
+def test_evaluate_the_loss_only(tmp_path, smoothing):
+    stock, patched = evaluate(tmp_path, prediction_loss_only=True, label_smoothing_factor=smoothing)
     assert patched == pytest.approx(stock, abs=1e-5)
 
 
