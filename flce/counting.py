@@ -133,15 +133,18 @@ class Meter:
         self.moved(launches=10)
         self.scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
 
-    def combine_rows(self, x: Tensor, weight: Tensor | None, out: Tensor, *args: Any) -> None:
+    def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
+        self.moved(x, out)
+
+    def combine_rows(self, x: Tensor, weight: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):
             self.product(len(grad), grad.shape[1], len(tile))
-        self.add_to_targets(grads)
+        self.add_target_terms(grads)
 
-    def add_to_targets(self, grads: Sequence[Tensor], *args: Any) -> None:
+    def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
         self.moved(launches=4)
         self.scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 

@@ -58,7 +58,7 @@ def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Te
     """The gradients, from recomputed logits.
 
     Args:
-        normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
+        normalizer: (slots, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
     backend, accum = load(plan.case.backend), accumulation_dtype(problem.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flce import gemm
 from flce.arena import Arena
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile, TileCall
 from flce.case import Dtypes
 from flce.gemm import padded_cols
 from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -32,7 +32,7 @@ class Stage:
         arena: where memory comes from.
         selection: which tokens are worked on.
         constants: what losses and gradients are multiplied by. None where there are no values.
-        normalizer: (NORMALIZER_SLOTS, rows), written by losses and statistics, read by gradients.
+        normalizer: (slots, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `constants`.
         products: whether the backend's products keep logits in registers: those that are wanted for statistics, or a
@@ -204,40 +204,38 @@ class Stage:
         for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
             self.matmul(x, first(term.weight, cols).t(), out=out, accumulate=k > 0)
 
-    def losses_and_gradient(self, logits: Tensor, dlogits: Tensor, rows: slice) -> None:
-        """Of rows of all classes. `dlogits` may be `logits`."""
-        inputs, out = self._row_inputs(rows), self._out(rows)
-        self.backend.loss_and_gradient(logits, dlogits, inputs, self.problem.spec, self._tile(self.classes), out)
+    def statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
+        """Losses and gradient for some rows and all classes, in one pass. `dlogits` may be `logits`."""
+        self.backend.loss_and_gradient(logits, dlogits, self._statistics_call(part))
 
-    def statistics(self, xs: Sequence[Tensor], rows: slice, logits: Tensor) -> None:
-        """Of rows of all classes, whose logits are made in `logits`, (rows, some classes), after each other; or in
-        registers, as `gradient` makes them then."""
+    def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
+        """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
+        the other; or in registers, if `gradient` makes them there."""
         if self.products:
-            self.product_statistics(xs[0], rows)
+            self.product_statistics(xs[0], part)
             return
-        inputs, out, state = self._row_inputs(rows), self._out(rows), None
+        call, state = self._statistics_call(part), None
         if logits.shape[1] < self.vocab_size:
-            state = self.new(STATE_SLOTS, len(logits), dtype=out.loss.dtype)
+            state = self.new(STATE_SLOTS, len(logits), dtype=self.normalizer.dtype)
         for cols in self.blocks(logits.shape[1]):
-            part = logits[:, : cols.stop - cols.start]
-            self.write_logits(xs, cols, part)
-            self.backend.statistics(part, inputs, self.problem.spec, self._tile(cols), state, out)
+            block = logits[:, : cols.stop - cols.start]
+            self.write_logits(xs, cols, block)
+            self.backend.statistics(block, call._replace(tile=self._tile(cols)), state)
 
-    def product_statistics(self, x: Tensor, rows: slice) -> None:
+    def product_statistics(self, x: Tensor, part: slice) -> None:
         """The same, of logits that never are in memory."""
-        inputs = self._row_inputs(rows)
-        self.backend.product_statistics(x, self.terms[0].weight, inputs, self.problem.spec, self._out(rows))
+        self.backend.product_statistics(x, self.terms[0].weight, self._statistics_call(part))
 
-    def gradient(self, xs: Sequence[Tensor], rows: slice, cols: slice, logits: Tensor, dlogits: Tensor) -> None:
-        """Of the logits of a tile, which are made again. Both: (rows, cols), and may be one."""
-        inputs, spec, tile = self._row_inputs(rows), self.problem.spec, self._tile(cols)
-        normalizer, upstream = last(self.normalizer, rows), None if self.upstream is None else last(self.upstream, rows)
+    def gradient(self, xs: Sequence[Tensor], part: slice, cols: slice, logits: Tensor, dlogits: Tensor) -> None:
+        """The gradient of a tile's logits, which are made again. Both: (rows, cols), and may be one."""
+        upstream = None if self.upstream is None else last(self.upstream, part)
+        normalizer, inputs = last(self.normalizer, part), self._row_inputs(part)
+        call = TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream)
         if self.products:
-            weight = first(self.terms[0].weight, cols)
-            self.backend.product_gradient(xs[0], weight, dlogits, inputs, spec, tile, normalizer, upstream)
+            self.backend.product_gradient(xs[0], first(self.terms[0].weight, cols), dlogits, call)
         else:
             self.write_logits(xs, cols, logits)
-            self.backend.gradient(logits, dlogits, inputs, spec, tile, normalizer, upstream)
+            self.backend.gradient(logits, dlogits, call)
 
     # -------------------------------------------------------------------------------- unnormalized exponentials
 
@@ -245,40 +243,28 @@ class Stage:
         """(2, rows): what rows of exponentials are multiplied by, and gradients of the targets' logits."""
         return self.new(2, self.selection.most_rows, dtype=torch.float32)
 
-    def exponentials(self, x: Tensor, tiles: Sequence[Tensor], rows: slice, factors: Tensor) -> None:
-        """Losses, and exponentials of rows of all classes, in tiles of consecutive ones; no logits are in memory.
+    def exponentials(self, x: Tensor, tiles: Sequence[Tensor], part: slice, factors: Tensor) -> None:
+        """Losses and exponentials for some rows and all classes, in tiles of consecutive ones. No logits are in memory.
 
         The gradient of the logits is ``factors[0] * exponentials``, but in the target's column ``factors[1]``.
         """
-        inputs, out, count = self._row_inputs(rows), self._out(rows), self.selection.count
-        on_device = None if count is None or rows.start > 0 else count.on_device
-        self.backend.product_exponentials(
-            x, self.terms[0].weight, tiles, inputs, self.problem.spec, out, last(factors, rows), on_device
-        )
+        call, count = self._statistics_call(part), self.selection.count
+        on_device = None if count is None or part.start > 0 else count.on_device
+        self.backend.product_exponentials(x, self.terms[0].weight, tiles, call, last(factors, part), on_device)
 
-    def scaled_rows(self, x: Tensor, rows: slice, factors: Tensor, out: Tensor) -> Tensor:
+    def scaled_rows(self, x: Tensor, part: slice, factors: Tensor, out: Tensor) -> Tensor:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
-        ignore_index = self.problem.spec.ignore_index
-        self.backend.combine_rows(
-            x, None, out, last(self.selection.target, rows), last(factors, rows), ignore_index, None
-        )
+        target, ignore_index = last(self.selection.target, part), self.problem.spec.ignore_index
+        self.backend.scale_valid_rows(x, out, target, factors[0, part], ignore_index)
         return out
 
-    def finish_input_gradient(self, product: Tensor, rows: slice, factors: Tensor) -> None:
+    def finish_input_gradient(self, product: Tensor, part: slice, factors: Tensor) -> None:
         """dX of the head: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
-        selection = self.selection
-        index = None if selection.index is None else selection.index[rows]
-        grad = self.input_gradient(0)
-        out = first(grad, rows) if index is None else grad
-        self.backend.combine_rows(
-            product,
-            self.terms[0].weight,
-            out,
-            last(selection.target, rows),
-            last(factors, rows),
-            self.problem.spec.ignore_index,
-            index,
-        )
+        target, ignore_index = last(self.selection.target, part), self.problem.spec.ignore_index
+        index = None if self.selection.index is None else self.selection.index[part]
+        out = first(self.input_gradient(0), part) if index is None else self.input_gradient(0)
+        weight, factors = self.terms[0].weight, last(factors, part)
+        self.backend.combine_rows(product, weight, out, target, factors, ignore_index, index)
 
     def weight_products(
         self, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
@@ -288,7 +274,7 @@ class Stage:
 
     def add_to_targets(self, sums: Sequence[Tensor], factors: Tensor) -> None:
         """The targets' terms, to sums of dW of consecutive classes."""
-        self.backend.add_to_targets(sums, self._target_terms(factors))
+        self.backend.add_target_terms(sums, self._target_terms(factors))
 
     def _target_terms(self, factors: Tensor) -> TargetTerms:
         selection, rows = self.selection, slice(0, self.selection.num_rows)
@@ -298,12 +284,13 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------------- others
 
-    def _row_inputs(self, rows: slice) -> RowInputs:
-        return self.selection.row_inputs(rows, None if self.constants is None else self.constants.of_gradient)
-
-    def _out(self, rows: slice) -> RowOutputs:
+    def _statistics_call(self, part: slice) -> TileCall:
+        """The call that writes statistics of some rows, for all classes."""
         assert self.out is not None
-        return self.out.rows(rows)
+        return TileCall(self._row_inputs(part), self.problem.spec, self._tile(self.classes), self.out.part(part))
+
+    def _row_inputs(self, part: slice) -> RowInputs:
+        return self.selection.row_inputs(part, None if self.constants is None else self.constants.of_gradient)
 
     def _tile(self, cols: slice) -> Tile:
         size = cols.stop - cols.start

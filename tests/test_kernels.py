@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from flce import backends
-from flce.backends.contract import NORMALIZER_SLOTS, PRODUCT_FIELDS, RowOutputs, Tile
-from flce.backends.eager import TorchBackend, finish
+from flce.backends.contract import PRODUCT_FIELDS, RowOutputs, Tile
+from flce.backends.eager import TorchBackend
+from flce.backends.state import finish
 from flce.problem import NUMBERS, LossSpec
 from tests.helpers import allpairs
 from tests.tiles import Rows, assert_close, assert_same, random_rows
@@ -200,7 +201,7 @@ class Summed:
 @pytest.mark.parametrize("rows", [0, 1, 16, 40, 65])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("z_loss, items, weighted", [(0.0, False, False), (0.1, True, False), (0.1, False, True)])
-def test_constants_and_sums(
+def test_scales_and_sums(
     kernels: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
@@ -225,7 +226,7 @@ def test_constants_and_sums(
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
-    out = RowOutputs(loss, z, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
+    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
     count = (target != -100).sum().double()
     z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
     ce_scale = z_scale
@@ -233,17 +234,17 @@ def test_constants_and_sums(
         assert p.class_weight is not None
         ce_scale = p.class_weight[target[target != -100]].sum().reciprocal()
     weights = torch.tensor(11.0, device=device) if p.class_weight is None else p.class_weight.sum()
-    constants = torch.stack((ce_scale, z_scale, weights)).double()
+    scales = torch.stack((ce_scale, z_scale, weights)).double()
     z_sum = None if z is None else (z.sum() * z_scale).double()
     total = loss.sum() * ce_scale + (0.0 if z_sum is None else z_sum)
     for backend in (kernels.TritonBackend(), TorchBackend()):
-        for given in (None, constants):
+        for given in (None, scales):
             made = backend.reduce(p, out, given)
-            for mine, expected in zip(made, (total.double(), z_sum, constants), strict=True):
+            for mine, expected in zip(made, (total.double(), z_sum, scales), strict=True):
                 assert (mine is None) == (expected is None)
                 if mine is not None:
                     torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-        torch.testing.assert_close(backend.constants(p), constants, rtol=1e-12, atol=0)
+        torch.testing.assert_close(backend.loss_scales(p), scales, rtol=1e-12, atol=0)
 
 
 def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -259,7 +260,7 @@ def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
         target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
         p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
         loss = torch.zeros(rows, dtype=torch.float64, device=device)
-        out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
+        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
         kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
     assert settled == [True, False, False, False]
 
@@ -270,12 +271,12 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     target = torch.randint(-1, 11, (rows,), device="cuda")
     p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
     loss = torch.rand(rows, device="cuda")
-    out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
-    total, _, constants = kernels.TritonBackend().reduce(p, out, None)
+    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+    total, _, scales = kernels.TritonBackend().reduce(p, out, None)
     count = int((target != -1).sum())
     if count:
         torch.testing.assert_close(total.double(), loss.double().sum() / count, rtol=1e-6, atol=0)
-        assert torch.equal(constants, torch.tensor([1 / count, 1 / count, 11.0], dtype=torch.float64).float().cuda())
+        assert torch.equal(scales, torch.tensor([1 / count, 1 / count, 11.0], dtype=torch.float64).float().cuda())
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 32, 33])
@@ -515,7 +516,7 @@ def check_rows_anywhere(
         out, state = rows.outputs(), rows.state() if shard else None
         rows.statistics(backend, logits, tile, state, out)
         if state is not None:
-            finish(state, rows.inputs, rows.spec, rows.vocab, out)
+            finish(state, rows.call(tile, out))
         return out
 
     wide = rows.in_float64()

@@ -40,7 +40,7 @@ class Chunks(Schedule):
         for rows in s.chunks(self.rows):
             z, dz = (first(tile, slice(0, rows.stop - rows.start)) for tile in (logits, dlogits))
             s.write_logits(s.inputs(rows), s.classes, z)
-            s.losses_and_gradient(z, dz, rows)
+            s.statistics_and_gradient(z, dz, rows)
             _add(s, dz, rows, sums)
         _finish(sums)
 
