@@ -61,7 +61,7 @@ class Selection:
 
     @property
     def most_rows(self) -> int:
-        """Of which there may be something to keep."""
+        """Rows that there may be results of: all that `index` has."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
 
     @property

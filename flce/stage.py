@@ -28,56 +28,52 @@ class Stage:
     Attributes:
         problem: the call.
         backend: what is done to tiles.
-        dtypes: of what is made.
         arena: where memory comes from.
+        dtypes: of what is made.
+        in_registers: whether the backend's products keep logits in registers: those that are wanted for statistics, or
+            a second time for their gradient.
         selection: which tokens are worked on.
-        constants: what losses and gradients are multiplied by. None where there are no values.
+        scales: what losses and gradients are multiplied by.
         normalizer: (slots, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
-        upstream: (rows,) gradient of each row's loss; None: that of all is in `constants`.
-        products: whether the backend's products keep logits in registers: those that are wanted for statistics, or a
-            second time for their gradient.
+        upstream: (rows,) gradient of each row's loss; None: that of all is in `scales`.
     """
 
     problem: LinearCrossEntropyProblem
     backend: Backend
-    dtypes: Dtypes
     arena: Arena
+    dtypes: Dtypes
+    in_registers: bool
     selection: Selection
-    constants: LossScales | None
+    scales: LossScales
     normalizer: Tensor
-    out: RowOutputs | None
-    upstream: Tensor | None
-    products: bool
+    out: RowOutputs | None = None
+    upstream: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
         self.vocab_size: int = self.problem.vocab_size
         self.classes = slice(0, self.vocab_size)
         """All of them."""
-        self._inputs: dict[int, Tensor] = {}
-        self._weights: dict[int, Tensor] = {}
-        self._bias: Tensor | None = None
+        needs = self.problem.needs
+        self.wanted_inputs = [k for k, needed in enumerate(needs.inputs) if needed]
+        """Terms whose dX is asked for."""
+        self.wanted_weights = [k for k, needed in enumerate(needs.weights) if needed]
+        """Terms whose dW is asked for."""
+        self._dx: dict[int, Tensor] = {}
+        self._dw: dict[int, Tensor] = {}
+        self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
 
     # ------------------------------------------------------------------------------------------------- loops
 
-    @property
-    def wanted_inputs(self) -> list[int]:
-        """Terms whose dX is asked for."""
-        return [k for k, needed in enumerate(self.problem.needs.inputs) if needed]
-
-    @property
-    def wanted_weights(self) -> list[int]:
-        """Terms whose dW is asked for."""
-        return [k for k, needed in enumerate(self.problem.needs.weights) if needed]
-
     def whole(self, rows: int) -> bool:
-        """Whether a chunk of so many rows has all tokens."""
+        """Whether a chunk of `rows` tokens has all of them."""
         return rows >= self.problem.num_tokens
 
     def chunks(self, step: int) -> Iterator[slice]:
-        """The rows, some at a time. If the device has counted them, the host waits for their number after the first."""
+        """The tokens that are worked on, at most `step` at a time. If the device has counted them, the host waits for
+        their number after the first chunk."""
         start, stop = 0, self.selection.rows_to_begin_with
         while start < stop:
             yield slice(start, min(start + step, stop))
@@ -86,15 +82,15 @@ class Stage:
     def blocks(
         self, step: int, start: int = 0, stop: int | None = None, first: Sequence[slice] = ()
     ) -> Iterator[slice]:
-        """The classes, some at a time; those of `first` before the others."""
+        """The classes, at most `step` at a time; the blocks of `first` before the others."""
         yield from first
         stop = self.vocab_size if stop is None else stop
         for begin in range(first[-1].stop if first else start, stop, max(1, step)):
             yield slice(begin, min(begin + step, stop))
 
-    def counted(self, rows: slice) -> slice:
-        """Those of `rows` that exist, when their number is known."""
-        return slice(rows.start, max(rows.start, min(rows.stop, self.selection.num_rows)))
+    def counted(self, part: slice) -> slice:
+        """The rows of `part` that exist, when their number is known."""
+        return slice(part.start, max(part.start, min(part.stop, self.selection.num_rows)))
 
     # ------------------------------------------------------------------------------------------------ memory
 
@@ -112,90 +108,89 @@ class Stage:
     def copy(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)
 
-    def take_rows(self, x: Tensor, out: Tensor, rows: slice) -> None:
-        """Some of the selected rows of `x`, (N, H)."""
+    def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
+        """A part of the selected rows of `x`, (N, H)."""
         assert self.selection.index is not None
-        torch.index_select(x, 0, self.selection.index[rows], out=out)
+        torch.index_select(x, 0, self.selection.index[part], out=out)
 
-    def put_rows(self, x: Tensor, out: Tensor, rows: slice, add: bool = False) -> None:
-        """`x` to its places among all rows of `out`, (N, H), where some of the rows are selected."""
+    def put_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
+        """`x`, a part of the selected rows, to its places among all rows of `out`, (N, H)."""
         assert self.selection.index is not None
         # To copy takes a fifth of the time. Rows differ, so both are deterministic.
         put = out.index_add_ if add else out.index_copy_
-        put(0, self.selection.index[rows], x)
+        put(0, self.selection.index[part], x)
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-        """As `gemm.matmul`."""
+        """`gemm.matmul`."""
         gemm.matmul(a, b, out, accumulate)
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
         """(rows, cols) to (cols,)."""
-        # A product, because a sum over rows in another dtype takes memory that nobody counts.
+        # A product, because a sum over rows in another dtype takes memory that is not counted.
         gemm.matmul(x.new_ones(1, x.shape[0]), x, out=out[None], accumulate=True)
 
-    def tile(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    def new_tile(self, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """(rows, cols), of rows whose stride is aligned: products on others run several times slower."""
         return last(self.new(rows, padded_cols(cols), dtype=dtype), slice(0, cols))
 
     def logits_and_gradient(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Two tiles, which are one where they have one dtype, or where logits stay in registers."""
-        dlogits = self.tile(rows, cols, self.dtypes.logits_grad)
-        if self.products or self.dtypes.logits == self.dtypes.logits_grad:
+        dlogits = self.new_tile(rows, cols, self.dtypes.logits_grad)
+        if self.in_registers or self.dtypes.logits == self.dtypes.logits_grad:
             return dlogits, dlogits
-        return self.tile(rows, cols, self.dtypes.logits), dlogits
+        return self.new_tile(rows, cols, self.dtypes.logits), dlogits
 
-    def inputs(self, rows: slice) -> list[Tensor]:
-        """Of each term, (rows, H). The rows before, if they were gathered, are given back."""
-        if self._gathered is None or self._gathered[0] != rows:
+    def inputs(self, part: slice) -> list[Tensor]:
+        """Some rows of the input of each term, (rows, H). If they are gathered, that of the part before is given
+        back."""
+        if self._gathered is None or self._gathered[0] != part:
             self._gathered = None
-            self._gathered = rows, self._gather(rows)
+            self._gathered = part, self._gather(part)
         return self._gathered[1]
 
-    def _gather(self, rows: slice) -> list[Tensor]:
+    def _gather(self, part: slice) -> list[Tensor]:
         inputs = [term.input for term in self.terms]
         if self.selection.index is None:
-            return [first(x, rows) for x in inputs]
-        memory = [self.new(rows.stop - rows.start, x.shape[1], dtype=x.dtype) for x in inputs]
+            return [first(x, part) for x in inputs]
+        memory = [self.new(part.stop - part.start, x.shape[1], dtype=x.dtype) for x in inputs]
         for x, out in zip(inputs, memory, strict=True):
-            self.take_rows(x, out, rows)
+            self.take_rows(x, out, part)
         return memory
 
     def release_inputs(self) -> None:
-        """Gathered rows are given back."""
+        """Gives the memory of gathered rows back."""
         self._gathered = None
 
-    def input_gradient(self, term: int) -> Tensor:
-        """(N, H) of a term, allocated when first asked for: by then the device has the first logits to make."""
-        if term not in self._inputs:
-            self.new_input_gradient(term, self.dtypes.input_grad)
-        return self._inputs[term]
+    def dx_memory(self, term: int, dtype: torch.dtype | None = None) -> Tensor:
+        """(N, H): where dX of a term is summed. Allocated at first use: by then the device has the first logits to
+        make. `dtype`: another one than that of the result."""
+        if term not in self._dx:
+            # What no tile writes must be zero: dropped rows.
+            zero = self.selection.index is not None or self.selection.num_rows == 0
+            self._dx[term] = self.arena.new(self.terms[term].input.shape, dtype or self.dtypes.input_grad, zero)
+        return self._dx[term]
 
-    def new_input_gradient(self, term: int, dtype: torch.dtype) -> None:
-        # What no tile writes must be zero: dropped rows.
-        zero = self.selection.index is not None or self.selection.num_rows == 0
-        self._inputs[term] = self.arena.new(self.terms[term].input.shape, dtype, zero)
+    def set_dx_memory(self, term: int, memory: Tensor) -> None:
+        self._dx[term] = memory
 
-    def weight_gradient(self, term: int = 0) -> Tensor:
-        """(V, H) of a term, likewise."""
-        if term not in self._weights:
+    def dw_memory(self, term: int = 0) -> Tensor:
+        """(V, H): where dW of a term is summed. Allocated at first use."""
+        if term not in self._dw:
             zero = self.selection.num_rows == 0  # all rows are dropped
-            self._weights[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.weight_grad, zero)
-        return self._weights[term]
+            self._dw[term] = self.arena.new(self.terms[term].weight.shape, self.dtypes.weight_grad, zero)
+        return self._dw[term]
 
-    def set_input_gradient(self, term: int, grad: Tensor) -> None:
-        self._inputs[term] = grad
+    def db_memory(self) -> Tensor:
+        """(V,): where the gradient of the bias is summed."""
+        if self._db is None:
+            self._db = self.arena.new((self.vocab_size,), accumulation_dtype(self.problem.dtype), zero=True)
+        return self._db
 
     def gradients(self) -> list[Tensor]:
-        """Those that are needed, in the order of `Needs.flat`. What no schedule has touched is made here."""
-        grads = [self.input_gradient(k) for k in self.wanted_inputs]
-        grads += [self.weight_gradient(k) for k in self.wanted_weights]
-        return [*grads, self.bias_gradient()] if self.problem.needs.bias else grads
-
-    def bias_gradient(self) -> Tensor:
-        """(V,)"""
-        if self._bias is None:
-            self._bias = self.arena.new((self.vocab_size,), accumulation_dtype(self.problem.dtype), zero=True)
-        return self._bias
+        """The gradients that are needed, in the order of `Needs.flat`. What no tile was added to is made here."""
+        grads = [self.dx_memory(k) for k in self.wanted_inputs]
+        grads += [self.dw_memory(k) for k in self.wanted_weights]
+        return [*grads, self.db_memory()] if self.problem.needs.bias else grads
 
     # ------------------------------------------------------------------------------------------- from logits
 
@@ -211,7 +206,7 @@ class Stage:
     def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
         """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
         the other; or in registers, if `gradient` makes them there."""
-        if self.products:
+        if self.in_registers:
             self.product_statistics(xs[0], part)
             return
         call, state = self._statistics_call(part), None
@@ -231,7 +226,7 @@ class Stage:
         upstream = None if self.upstream is None else last(self.upstream, part)
         normalizer, inputs = last(self.normalizer, part), self._row_inputs(part)
         call = TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream)
-        if self.products:
+        if self.in_registers:
             self.backend.product_gradient(xs[0], first(self.terms[0].weight, cols), dlogits, call)
         else:
             self.write_logits(xs, cols, logits)
@@ -262,9 +257,9 @@ class Stage:
         """dX of the head: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
         target, ignore_index = last(self.selection.target, part), self.problem.spec.ignore_index
         index = None if self.selection.index is None else self.selection.index[part]
-        out = first(self.input_gradient(0), part) if index is None else self.input_gradient(0)
+        out = first(self.dx_memory(0), part) if index is None else self.dx_memory(0)
         weight, factors = self.terms[0].weight, last(factors, part)
-        self.backend.combine_rows(product, weight, out, target, factors, ignore_index, index)
+        self.backend.combine_rows(product, out, weight, target, factors, ignore_index, index)
 
     def weight_products(
         self, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
@@ -272,8 +267,8 @@ class Stage:
         """dW of the head from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
         self.backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
 
-    def add_to_targets(self, sums: Sequence[Tensor], factors: Tensor) -> None:
-        """The targets' terms, to sums of dW of consecutive classes."""
+    def add_target_terms(self, sums: Sequence[Tensor], factors: Tensor) -> None:
+        """Adds the targets' terms to sums of dW, of consecutive classes."""
         self.backend.add_target_terms(sums, self._target_terms(factors))
 
     def _target_terms(self, factors: Tensor) -> TargetTerms:
@@ -290,7 +285,7 @@ class Stage:
         return TileCall(self._row_inputs(part), self.problem.spec, self._tile(self.classes), self.out.part(part))
 
     def _row_inputs(self, part: slice) -> RowInputs:
-        return self.selection.row_inputs(part, None if self.constants is None else self.constants.of_gradient)
+        return self.selection.row_inputs(part, self.scales.of_gradient)
 
     def _tile(self, cols: slice) -> Tile:
         size = cols.stop - cols.start

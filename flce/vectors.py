@@ -71,9 +71,8 @@ class LossScales:
     @functools.cached_property
     def unit(self) -> Tensor | None:
         """() what gradients are too large by; None: 1."""
-        if not self.in_units:
+        if not self.in_units or self.of_loss is None:
             return None
-        assert self.of_loss is not None
         return grad_unit(self.problem, self.of_loss)
 
     @functools.cached_property
