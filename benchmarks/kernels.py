@@ -14,7 +14,7 @@ import torch
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.reports import overview
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile, TileCall
 from flce.gemm import padded_cols
 from flce.problem import LossSpec, accumulation_dtype
 from flce.tools.bench.cases import BenchCase, Contender, Effort
@@ -81,7 +81,7 @@ class Tiles:
         grad = self.buffer if case.grad_dtype is None else torch.empty_like(self.source, dtype=DTYPES[case.grad_dtype])
         self.logits, self.grad = self.buffer[:, :columns], grad[:, :columns]
         target = torch.randint(case.vocab, (tokens,), device=device, generator=generator)
-        constants = torch.tensor([1.0 / tokens, 1.0 / tokens, case.vocab], dtype=accum, device=device)
+        scales = torch.tensor([1.0 / tokens, 1.0 / tokens, case.vocab], dtype=accum, device=device)
         # A part of the vocabulary leaves the statistics unfinished: for its gradient these are the normalizers.
         z = self.source[:, :columns]
         largest = z.amax(1).to(accum)
@@ -89,9 +89,11 @@ class Tiles:
         normalizer = torch.stack((largest, lse - largest))
         loss = torch.empty(tokens, dtype=accum, device=device)
         self.state = None if case.whole else torch.empty(STATE_SLOTS, tokens, dtype=accum, device=device)
-        self.tile = Tile(0, columns, case.vocab, self.source.shape[1])
-        self.rows = RowInputs(target, None, None, None, constants)
+        tile = Tile(0, columns, case.vocab, self.source.shape[1])
+        inputs = RowInputs(target, None, None, None, scales)
         self.out = RowOutputs(loss, None, normalizer, None, None, None)
+        self.writing = TileCall(inputs, LossSpec(), tile, self.out)
+        self.reading = TileCall(inputs, LossSpec(), tile, normalizer=normalizer)
         self.backend, self.copied = get_backend(device), torch.empty_like(self.source)
 
     def restore(self) -> None:
@@ -101,13 +103,13 @@ class Tiles:
         self.copied.copy_(self.source)
 
     def statistics(self) -> None:
-        self.backend.statistics(self.logits, self.rows, LossSpec(), self.tile, self.state, self.out)
+        self.backend.statistics(self.logits, self.writing, self.state)
 
     def gradient(self) -> None:
-        self.backend.gradient(self.logits, self.grad, self.rows, LossSpec(), self.tile, self.out.normalizer, None)
+        self.backend.gradient(self.logits, self.grad, self.reading)
 
     def both(self) -> None:
-        self.backend.loss_and_gradient(self.logits, self.grad, self.rows, LossSpec(), self.tile, self.out)
+        self.backend.loss_and_gradient(self.logits, self.grad, self.writing)
 
 
 # --- contenders ---

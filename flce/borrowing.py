@@ -13,9 +13,9 @@ from torch import Tensor
 from flce.backends.contract import PRODUCT_BLOCK
 from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 
-# Classes of a block, where it has as many: the widest piece of a result that a vendor's product makes at a time.
+# Classes of a block are a multiple of this, the widest piece of a result that a vendor's product makes at a time.
 BLOCK_MULTIPLE = 256
-# Classes whose float32 sum is copied when it is rounded to where it lies, see `sums.HalvedSum`.
+# Classes whose float32 sum is copied first when sums are rounded to where they lie, see `sums.HalvedSum`.
 COMPACTION_ROWS = 256
 
 
@@ -96,7 +96,7 @@ class BorrowedBlocks:
         return blocks
 
     def widths(self, vocab_size: int) -> list[int]:
-        """Of all blocks."""
+        """The number of classes of each block."""
         widths = [block.stop - block.start for block in self.of(0, vocab_size)]
         whole, rest = divmod(vocab_size - sum(widths), self.cols)
         return widths + [self.cols] * whole + [rest] * (rest > 0)

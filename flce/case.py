@@ -21,55 +21,73 @@ class Defaults:
     one_chunk: int  # all tokens, if their logits take no more
     chunk: int  # otherwise
     no_sum: int  # where that takes no copy of it: the gradient is not of half precision
-    statistics: int | None  # of a forward that makes no gradients; None: as many as the gradients' tile
+    statistics: int | None  # of a forward that makes no gradients; None: those of the gradients' tile
 
 
 # Measured on an H200, in half precision (docs/notes.md):
-# * one_chunk: 16,384 tokens of 151,936 classes. A weight gradient that is summed over two chunks takes 1.6 ms of 36
-#   more, at the same workspace.
-# * chunk: 8,192 tokens of 128,256 classes. More gains less than 2%.
-# * statistics: each tile costs 12 us beside its products.
+#
+# | field      | bytes of                          | beside them                                                       |
+# |------------|-----------------------------------|-------------------------------------------------------------------|
+# | one_chunk  | 16,384 tokens of 151,936 classes  | dW summed over two chunks: 1.6 ms of 36 more, the same workspace  |
+# | chunk      | 8,192 tokens of 128,256 classes   | larger ones: less than 2% faster                                  |
+# | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us beside its products                              |
+#
 # On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
 DEFAULTS = {
     "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, None),
     "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
 }
 ROW_MULTIPLE = 128
-# A product of 2,048 x 2,112 is 132 blocks of 256 x 128, one for each multiprocessor of an H100 or H200. The products of
-# such tiles take 1.014 times that of all at once (8192 x 4096 x 128256), others of their size 1.03 to 1.08.
+# A tile for statistics: 132 blocks of 256 x 128, one for each multiprocessor of an H100 or H200.
+#
+# | tiles of 8192 x 4096 x 128256 | times the product of all at once |
+# |-------------------------------|----------------------------------|
+# | 2048 x 2112                   | 1.014                            |
+# | others of that size           | 1.03 to 1.08                     |
 STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
 # Tokens whose statistics are made at once where logits stay in registers: 33 MiB for 128,256 classes.
 PRODUCT_ROWS = 8192
-# Unnormalized exponentials are for dtypes with the range for them, and for heads of so many entries, V x H. They take
-# some fifteen more launches, which a device that is through with a small head sooner would wait for.
+# Unnormalized exponentials are for dtypes with the range for them, and for heads of at least this many entries, V x H.
+# They take some fifteen more launches. A device that is through with a small head sooner would wait for them.
 UNNORMALIZED_DTYPES = (torch.bfloat16,)
 UNNORMALIZED_HEAD = 1 << 25
-# Of several chunks, for the same reason, those of so many entries, rows x V x H: 0.4 ms for a product. 16384 x 768 x
-# 50257 in ten chunks of 2^36 takes 11 to 20 ms, with a pass over the logits 7.4.
+# For the same reason one of several chunks has at least this many entries, rows x V x H: 0.4 ms for a product.
+#
+# | 16384 x 768 x 50257                  | ms       |
+# |--------------------------------------|----------|
+# | exponentials, ten chunks of 2^36     | 11 to 20 |
+# | a pass over the logits               | 7.4      |
 UNNORMALIZED_CHUNK = 1 << 37
-# Nor is a call of so few logits, rows x V: 512 MiB of bfloat16. In times the bare products, by a pass over the logits
-# and by exponentials: 1.03 and 1.29 (64 x 4096 x 128256), 1.07 and 1.13 (512 x 2048 x 128256), 1.08 and 1.09 (2048 x
-# 2048 x 128256), 1.03 and 1.07 (4096 x 4096 x 32768), 1.13 and 1.15 (1024 x 1024 x 151936). Of twice as many it is
-# 1.09 and 1.07 (4096 x 2048 x 128256).
+# A call of no more logits than this, rows x V, 512 MiB of bfloat16, makes a pass over them:
+#
+# | times the bare products | rows x V / 2^28 | pass | exponentials |
+# |-------------------------|-----------------|------|--------------|
+# |   64 x 4096 x 128256    | 0.03            | 1.03 | 1.29         |
+# |  512 x 2048 x 128256    | 0.24            | 1.07 | 1.13         |
+# | 4096 x 4096 x 32768     | 0.5             | 1.03 | 1.07         |
+# | 1024 x 1024 x 151936    | 0.58            | 1.13 | 1.15         |
+# | 2048 x 2048 x 128256    | 0.98            | 1.08 | 1.09         |
+# | 4096 x 2048 x 128256    | 1.96            | 1.09 | 1.07         |
 FEW_LOGITS = 1 << 28
-# Exponentials take 0.15 to 0.25 ms more than such a pass, beside products of so many entries, rows x V x H, 5%: those
-# take 4.5 ms.
+# Products of no more entries than this, rows x V x H, take at most 4.5 ms. Exponentials take 0.15 to 0.25 ms more than
+# a pass over the logits, which is 5% of that.
 SMALL_PRODUCT = 1 << 39
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of what a call makes."""
+    """The dtypes of what a call makes."""
 
     logits: torch.dtype
-    """In memory."""
+    """Logits in memory."""
     logits_grad: torch.dtype
     sums: torch.dtype
-    """Of gradients, over tiles."""
+    """Sums of gradients over tiles."""
     input_grad: torch.dtype
+    """dX as it leaves the schedule."""
     weight_grad: torch.dtype
-    """Both as they leave the schedule."""
+    """dW as it leaves the schedule."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +101,13 @@ class Case(HashedOnce):
 
     num_tokens: int
     hidden_sizes: tuple[int, ...]
-    """Of each linear term, the head first."""
+    """H of each linear term, the head first."""
     vocab_size: int
     dtype: torch.dtype
     device_type: str
     backend: str
     has_product: bool
-    """Of the backend, on the device: `backends.has_product`."""
+    """Whether the backend has products with an epilogue for the device: `backends.has_product`."""
     memory: int | None
     """Bytes of the device; None: not known, or not to be asked for."""
     spec: LossSpec
@@ -114,7 +132,7 @@ class Case(HashedOnce):
             )
 
     def dtypes(self, deferred: bool) -> Dtypes:
-        """Of a schedule that makes gradients in backward, or in forward."""
+        """The dtypes that a schedule works with. `deferred`: it makes gradients in backward."""
         logits, logits_grad = logits_dtypes(self.dtype, self.device_type, self.options)
         sums = accumulation_dtype(self.dtype)
         if self.dtype == torch.bfloat16 and self.device_type != "cpu":  # there sums are made in float32, see `gemm`
@@ -129,13 +147,13 @@ class Case(HashedOnce):
         return self.device_type == "cpu" if skip == "auto" else bool(skip)
 
     @functools.cached_property
-    def products(self) -> bool:
-        """Whether the backend's products make all that is asked for, with logits in registers."""
-        return self.why_no_products is None
+    def in_registers(self) -> bool:
+        """Whether the backend's products can make all that is asked for while logits stay in registers."""
+        return self.why_not_in_registers is None
 
     @property
-    def why_no_products(self) -> str | None:
-        """What such products cannot do; None: they can do all."""
+    def why_not_in_registers(self) -> str | None:
+        """What keeps logits in memory, in words; None: nothing."""
         if not self.has_product:
             return "no kernel keeps them in registers here, or not of rows that are not contiguous"
         if len(self.hidden_sizes) != 1:
@@ -148,10 +166,10 @@ class Case(HashedOnce):
 
     @functools.cached_property
     def unnormalized_rows(self) -> int | None:
-        """Tokens of a chunk, at least, that is made with unnormalized exponentials; None: there is none."""
+        """The fewest tokens of a chunk that is made with unnormalized exponentials; None: no chunk is."""
         entries, dtypes = self.vocab_size * self.hidden_sizes[0], self.dtypes(False)
         possible = (
-            self.products
+            self.in_registers
             and self.dtype in UNNORMALIZED_DTYPES
             and not self.needs.bias
             and entries >= UNNORMALIZED_HEAD
@@ -176,12 +194,12 @@ class Case(HashedOnce):
     def borrows(self) -> bool:
         """Whether a tile of logits may be in the memory of dW of the head."""
         dtypes = self.dtypes(True)
-        logits = dtypes.logits_grad if self.products else dtypes.logits
+        logits = dtypes.logits_grad if self.in_registers else dtypes.logits
         return self.needs.weights[0] and logits == dtypes.logits_grad == self.dtype
 
     @property
     def chunk_rows(self) -> int:
-        """Tokens of a chunk that has as many as there are, or as were asked for."""
+        """Tokens of a chunk: all, or at most `ChunkOptions.chunk_rows`."""
         return max(1, min(self.num_tokens, self.options.chunk_rows or self.num_tokens))
 
     @property
@@ -189,11 +207,11 @@ class Case(HashedOnce):
         return DEFAULTS["cpu" if self.device_type == "cpu" else "other"]
 
     def chunk_entries(self, size: int) -> int:
-        """Logits, or their gradient, that take so many bytes."""
+        """The number of logits, or of entries of their gradient, in `size` bytes."""
         return size // logits_dtypes(self.dtype, self.device_type, self.options)[0].itemsize
 
     def equal_rows(self, rows: int) -> int:
-        """Of chunks of equal length, of at most so many tokens each."""
+        """Tokens of a chunk where chunks have equal length, at most `rows` each."""
         tokens = self.num_tokens
         if tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
             return max(1, min(tokens, rows))
@@ -210,7 +228,7 @@ class Case(HashedOnce):
             return rows, cols
         room = min(self.chunk_entries(limit), max(rows * padded_cols(cols), self.chunk_entries(self.returned_bytes)))
         most = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
-        if self.products:
+        if self.in_registers:
             partial = 4 * ceil_div(self.vocab_size, PRODUCT_BLOCK)  # two numbers a block, of twice the size of a logit
             return min(most, PRODUCT_ROWS, max(1, room // partial)), cols
         rows = min(most, STATISTICS_ROWS, room)
@@ -220,7 +238,7 @@ class Case(HashedOnce):
 
     @functools.cached_property
     def returned_bytes(self) -> int:
-        """Of the gradients that the caller gets."""
+        """Bytes of the gradients that the caller gets."""
         of_inputs = self.num_tokens * sum(wanted(self.hidden_sizes, self.needs.inputs))
         of_weights = self.vocab_size * sum(wanted(self.hidden_sizes, self.needs.weights))
         of_bias = self.vocab_size * accumulation_dtype(self.dtype).itemsize if self.needs.bias else 0
@@ -232,7 +250,7 @@ class Case(HashedOnce):
 
 
 def logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
-    """Of the logits in memory, and of their gradient."""
+    """The dtypes of logits in memory, and of their gradient."""
     if device_type == "cpu":
         # CPU matrix products in half precision are up to a hundred times slower than in float32 where the
         # processor has no instructions for them, so they are made in float32 everywhere.

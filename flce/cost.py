@@ -12,9 +12,9 @@ class Device(NamedTuple):
     """What the estimate knows of a device."""
 
     half_flops: float
-    """A second, of products of half precision."""
+    """Flops a second of products in half precision."""
     wide_flops: float
-    """A second, of products in float32 and float64."""
+    """Flops a second of products in float32 and float64."""
     bandwidth: float
     """Bytes a second, of passes and of sums that products add to."""
     operands: float
@@ -25,7 +25,7 @@ class Device(NamedTuple):
     block: tuple[int, int]
     """Rows and columns of the result that a multiprocessor makes at a time."""
     depth: int
-    """Of a block, the least that is worth a multiprocessor of its own."""
+    """The least inner dimension of a block that is worth a multiprocessor of its own."""
     host: float
     """Seconds that Python takes to launch what a tile needs, while the device has the tile before."""
 

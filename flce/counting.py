@@ -1,25 +1,26 @@
-"""What a schedule takes: its own code, run on tensors without memory, with an arena, products and passes that count."""
+"""What a plan takes: the engine, run on tensors without memory, with an arena, products and passes that count."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from flce import cost, gemm, private, rows
+from flce import cost, gemm, private, vectors
 from flce.arena import Arena, CountingArena
 from flce.backends import contract, eager
+from flce.backends.contract import RowOutputs
 from flce.case import Case
-from flce.problem import LinearCrossEntropyProblem, LinearTerm
-from flce.schedules.schedule import Schedule
+from flce.engine import Plan, Runtime, backward, forward
+from flce.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.selection import Selection
 from flce.stage import Stage
 
-# Borrowed blocks that are looked at.
+# About the number of borrowed blocks that a count looks at.
 SAMPLES = 6
 
 
@@ -28,55 +29,66 @@ class Count:
     workspace_bytes: int
     """Peak of memory above the inputs and the returned gradients, over forward and backward."""
     flops: int
-    """Of the matrix products."""
+    """Work of the matrix products."""
     seconds: float
     """An estimate."""
 
 
-def count(c: Case, schedule: Schedule) -> Count:
-    arena = CountingArena()
+def count(plan: Plan) -> Count:
+    """What the plan takes. Its own code runs, on tensors without values."""
+    c, arena = plan.case, CountingArena()
     meter = Meter(c, arena)
     with private.disable_current_modes(), private.disable_torch_function(), torch.no_grad():
-        grads = rehearse(c, schedule, arena, meter, CountingStage)
-    if grads and not schedule.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
+        grads = rehearse(plan, Runtime(cast(Any, meter), arena, CountingStage))
+    if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.for_a_moment(eager.SCALING_BYTES)
     return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds)
 
 
-def rehearse(c: Case, schedule: Schedule, arena: Arena, backend: Any, stage_of: Callable[..., Stage]) -> list[Tensor]:
-    """Forward and backward of a call, as `engine` and `operators` make them, on operands without values. The gradients
-    are returned, with all memory in the arena."""
-    n = c.num_tokens
+def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
+    """Forward and backward of a call, as `operators` makes them, on operands without values. The gradients are
+    returned, with all memory in the arena."""
+    c, arena = plan.case, runtime.arena
+    n, accum = c.num_tokens, accumulation_dtype(c.dtype)
 
-    def given(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=c.dtype, device=arena.device)
+    def given(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=arena.device)
 
-    # The shifted target, or one of int64, and a mask. Of gathered rows also where they are, and their targets.
+    # The shifted target, or one of int64, and a mask. Of gathered rows also where they are, their targets, and their
+    # results at their places among all.
     target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
-    index = arena.new((n,), torch.int64) if c.skip_ignored else None
     terms = tuple(LinearTerm(given(n, size), given(c.vocab_size, size)) for size in c.hidden_sizes)
     problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
-    selection = Selection(problem, index)
+    index = arena.new((n,), torch.int64) if c.skip_ignored else None
+    selection = AllRows(problem, index, arena=arena, kept=[])
     if index is not None:
-        selection.__dict__["target"] = arena.new((n,), torch.int64)
-    out = rows.allocate(problem, n, arena)
-    # Of gathered rows once more, at their places among all.
-    results = out.map(lambda t: arena.new(t.shape, t.dtype)) if c.skip_ignored else out
-    dtypes, products = c.dtypes(schedule.deferred), c.products and schedule.products
-    stage = stage_of(problem, backend, dtypes, arena, selection, None, out.normalizer, out, None, products)
-    schedule.forward(stage)
-    if schedule.deferred:
-        of_each = arena.new((n,), out.loss.dtype) if c.skip_ignored and c.spec.reduction == "none" else None
-        stage = stage_of(problem, backend, dtypes, arena, selection, None, results.normalizer, None, of_each, products)
-        schedule.backward(stage)
-    if not c.needs.any:
-        return []
-    grads = stage.gradients()
-    if schedule.deferred:
-        return grads
-    del stage, out, results
+        selection.kept.extend((selection.target, vectors.allocate(problem, n, arena)))
+    runtime = runtime._replace(select=lambda *_: selection)
+    result = forward(problem, plan, c.needs.any and not plan.deferred, runtime)
+    if plan.deferred:
+        upstream = given(*([n] if c.spec.reduction == "none" else []), dtype=accum)
+        return backward(problem, plan, result.rows.normalizer, upstream, runtime)
+    grads = result.grads
+    del result
+    selection.kept.clear()
     # They are multiplied by the upstream gradient, and cast.
     return [*grads, *(arena.new(g.shape, c.dtype) for g in grads if g.dim() == 2 and g.dtype != c.dtype)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllRows(Selection):
+    """All rows, gathered or not. Their vectors are kept to the end of both passes."""
+
+    arena: Arena
+    kept: list[Any]
+
+    def scatter(self, out: RowOutputs) -> RowOutputs:
+        self.kept.append(out)
+        return out
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        # Normalizers of gathered rows are among those that are kept.
+        return x if self.index is None or dim > 0 else self.arena.new(x.shape, x.dtype)
 
 
 class Meter:
@@ -96,7 +108,8 @@ class Meter:
         self.seconds += launches * self._device.launch
 
     def repeated(self, items: Iterable[tuple[slice, float]]) -> Iterator[slice]:
-        """Each of the items, which stands for so many. While a tile is made, the host launches what the next needs."""
+        """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
+        what the next needs."""
         for item, times in items:
             seconds, flops = self.seconds, self.flops
             yield item
@@ -109,6 +122,12 @@ class Meter:
         self.moved(*tiles)
         if self.case.backend == "torch":
             self.scratch(eager.temporary_bytes(self.case.spec, tiles[0], self.case.device_type))
+
+    def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
+        """Three numbers, which are not counted."""
+
+    def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
+        return (*rows.losses, None)
 
     def statistics(self, logits: Tensor, *args: Any) -> None:
         self._pass(logits)
@@ -133,15 +152,18 @@ class Meter:
         self.moved(launches=10)
         self.scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
 
-    def combine_rows(self, x: Tensor, weight: Tensor | None, out: Tensor, *args: Any) -> None:
+    def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
+        self.moved(x, out)
+
+    def combine_rows(self, x: Tensor, weight: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):
             self.product(len(grad), grad.shape[1], len(tile))
-        self.add_to_targets(grads)
+        self.add_target_terms(grads)
 
-    def add_to_targets(self, grads: Sequence[Tensor], *args: Any) -> None:
+    def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
         self.moved(launches=4)
         self.scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
 
@@ -151,8 +173,7 @@ class CountingStage(Stage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert isinstance(self.backend, Meter)
-        self._meter = self.backend
+        self._meter = cast(Meter, self.backend)
 
     def chunks(self, step: int) -> Iterator[slice]:
         return self._meter.repeated(_shortened(0, self.selection.num_rows, step))
@@ -167,10 +188,10 @@ class CountingStage(Stage):
     def copy(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x, out)
 
-    def take_rows(self, x: Tensor, out: Tensor, rows: slice) -> None:
+    def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
         self._meter.moved(out, out)
 
-    def put_rows(self, x: Tensor, out: Tensor, rows: slice, add: bool = False) -> None:
+    def put_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
         self._meter.moved(x, *[x] * (1 + add))
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
@@ -185,7 +206,8 @@ class CountingStage(Stage):
 
 
 def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
-    """Pieces of `step`, and how many each stands for: the second for all but the first and the last whole one."""
+    """Pieces of `step`, each with the number of pieces that it stands for: the second stands for all whole ones between
+    the first and the last."""
     whole, rest = divmod(stop - start, max(1, step))
     numbers = {0: 1, 1: whole - 2, whole - 1: 1} if whole > 2 else dict.fromkeys(range(whole), 1)
     for number, times in numbers.items():

@@ -19,13 +19,19 @@ from flce.schedules.chunks import Chunks, DeferredChunks
 from flce.schedules.statistics import Statistics
 from flce.schedules.unnormalized import Borrowed, Unnormalized
 
-# Of the fastest plan's time, what the smallest may take.
+# What the smallest plan may take of time, times the fastest.
 WITHIN = 1.03
-# Classes of a block among which that is chosen.
+# Classes of a block among which the smallest is chosen.
 LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
-# Tokens for each entry of a row of the head, at most, with which exponentials are borrowed. That takes no more time
-# where it takes less memory, in times the bare products 1.02 for 1.03 (8192 x 4096 x 128256), 1.05 and 1.05
-# (4096 tokens), 1.07 for 1.13 (2048), 1.02 for 1.04 (8192 x 3584 x 152064). With more there is little to borrow.
+# N / H, at most, with which exponentials are borrowed. With more tokens there is little to borrow. Borrowing takes no
+# more time where it takes less memory:
+#
+# | times the bare products | borrowed | not borrowed |
+# |-------------------------|----------|--------------|
+# | 8192 x 4096 x 128256    | 1.02     | 1.03         |
+# | 4096 x 4096 x 128256    | 1.05     | 1.05         |
+# | 2048 x 4096 x 128256    | 1.07     | 1.13         |
+# | 8192 x 3584 x 152064    | 1.02     | 1.04         |
 BORROWED_RATIO = 4
 
 
@@ -61,14 +67,14 @@ def default_plan(c: Case) -> ChunkPlan:
 
 
 def _chunks(c: Case, rows: int) -> ChunkPlan:
-    """Of so many tokens."""
+    """The plan of chunks of `rows` tokens."""
     exponentials = Unnormalized.sizes(c) and not (c.few_logits and rows >= c.num_tokens)
     kinds = (Unnormalized, Chunks, DeferredChunks) if exponentials else (Chunks, DeferredChunks)
     return next(plan_of(c, kind, rows) for kind in kinds if rows in kind.sizes(c))
 
 
 def _default_rows(c: Case) -> int:
-    """Of a chunk with all classes."""
+    """Tokens of a chunk with all classes."""
     if not c.needs.any and c.defaults.statistics is not None:
         return STATISTICS_ROWS
     per_row = padded_cols(c.vocab_size) * _entry_bytes(c)
@@ -82,28 +88,31 @@ def _default_rows(c: Case) -> int:
 
 
 def _entry_bytes(c: Case) -> int:
-    """Of a logit and its gradient, which may share their memory."""
+    """Bytes of a logit and its gradient, which may share their memory."""
     dtypes = c.dtypes(False)
     if not c.needs.any:
         return dtypes.logits.itemsize
-    in_registers = c.unnormalized_rows is not None or (c.products and c.spec.reduction == "none")
+    in_registers = c.unnormalized_rows is not None or (c.in_registers and c.spec.reduction == "none")
     one = in_registers or dtypes.logits == dtypes.logits_grad
     return dtypes.logits_grad.itemsize + (0 if one else dtypes.logits.itemsize)
 
 
 def _default_cols(c: Case) -> int:
-    """Of a block with all tokens. It takes a quarter of what a chunk would: `vocab` is for saving memory. With fewer
-    tokens it is no wider: its weight gradient has to be summed over them."""
+    """Classes of a block with all tokens. It takes a quarter of the memory of a chunk: `vocab` is for saving memory.
+    With fewer tokens it is no wider: its weight gradient has to be summed over them."""
     cols = c.chunk_entries(c.defaults.chunk) // 4 // max(1, c.num_tokens)
     return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
 
 
 def _frozen_rows(c: Case) -> int:
-    """Of a chunk whose gradient of the input is nearly one wave of blocks, one for each multiprocessor.
-
-    On an H200 that is at most 2.4% slower than all tokens at once: 1.015, 1.024, 1.017 and 0.999 for H = 4096, 3584,
-    2304 and 1024. With half of these rows: 1.09, 1.03, 1.09 and 1.03; with others between 1.02 and 1.14, in no order.
-    """
+    """Tokens of a chunk whose gradient of the input is nearly one wave of blocks, one for each multiprocessor."""
+    # Measured on an H200, in times all tokens at once:
+    #
+    # | H                 | 4096  | 3584  | 2304  | 1024  |
+    # |-------------------|-------|-------|-------|-------|
+    # | these rows        | 1.015 | 1.024 | 1.017 | 0.999 |
+    # | half of them      | 1.09  | 1.03  | 1.09  | 1.03  |
+    # | other numbers     | 1.02 to 1.14, in no order     |
     device = cost.device_of(c.device_type)
     limit = c.defaults.chunk if c.dtype.itemsize < 4 else c.defaults.no_sum
     tall, wide = device.block

@@ -18,8 +18,8 @@ from flce import private
 from flce.backends.contract import MAX
 from flce.backends.state import merge_shards, used_slots
 from flce.problem import LossSpec
-from flce.rows import looks_at_values
 from flce.scalars import integer
+from flce.vectors import looks_at_values
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,76 @@ For every tile of some tokens and some classes a schedule
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce import rows as vectors
+from flce import vectors
 from flce.arena import Arena
 from flce.backends import load
-from flce.backends.contract import RowOutputs
-from flce.plans import ChunkPlan
+from flce.backends.contract import Backend, RowOutputs
+from flce.case import Case, Dtypes
 from flce.problem import LinearCrossEntropyProblem, accumulation_dtype
+from flce.schedules.schedule import Schedule
 from flce.selection import Selection
 from flce.stage import Stage
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call and the schedule that it takes: all that its passes depend on beside tensors."""
+
+    case: Case
+    strategy: str
+    """"tokens" or "vocab"."""
+    schedule: Schedule
+
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients are made in backward rather than in forward."""
+        return self.schedule.deferred
+
+    @functools.cached_property
+    def dtypes(self) -> Dtypes:
+        return self.case.dtypes(self.deferred)
+
+    @functools.cached_property
+    def in_registers(self) -> bool:
+        """Whether logits stay in registers where they are wanted for statistics or a second time."""
+        return self.case.in_registers and self.schedule.in_registers
+
+
+class Runtime(NamedTuple):
+    """What passes run with: memory and kernels of a device, or those that count (`counting`)."""
+
+    backend: Backend
+    arena: Arena
+    stage: Callable[..., Stage] = Stage
+    select: Callable[[LinearCrossEntropyProblem, bool, bool], Selection] = Selection.of
+
+    def new_stage(
+        self,
+        problem: LinearCrossEntropyProblem,
+        plan: Plan,
+        selection: Selection,
+        scales: vectors.LossScales,
+        normalizer: Tensor,
+        out: RowOutputs | None = None,
+        upstream: Tensor | None = None,
+    ) -> Stage:
+        backend, arena, stage, _ = self
+        return stage(
+            problem, backend, arena, plan.dtypes, plan.in_registers, selection, scales, normalizer, out, upstream
+        )
+
+
+@functools.cache
+def _runtime(backend: str, device: torch.device) -> Runtime:
+    return Runtime(load(backend), Arena(device))
 
 
 class ForwardResult(NamedTuple):
@@ -32,41 +89,47 @@ class ForwardResult(NamedTuple):
     grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
 
 
-def forward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, gradients: bool) -> ForwardResult:
+def forward(
+    problem: LinearCrossEntropyProblem, plan: Plan, gradients: bool, runtime: Runtime | None = None
+) -> ForwardResult:
     """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
     all_count = vectors.check_targets(problem)
-    schedule, backend, arena = plan.schedule, load(plan.case.backend), Arena(problem.device)
+    runtime, schedule = runtime or _runtime(plan.case.backend, problem.device), plan.schedule
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
-    constants = vectors.Constants(problem, backend, with_gradients, in_units)
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
     skip_ignored = plan.case.skip_ignored and not all_count
-    selection = Selection.of(problem, skip_ignored, schedule.counts_on_device)
-    rows = vectors.allocate(problem, selection.most_rows, arena)
-    stage = Stage(
-        problem, backend, plan.dtypes, arena, selection, constants, rows.normalizer, rows, None, plan.products
-    )
+    selection = runtime.select(problem, skip_ignored, schedule.counts_on_device)
+    rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
+    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows)
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
-    results, _ = vectors.reduce(problem, backend, selection.scatter(rows), constants.of_loss)
+    results, _ = vectors.reduce(problem, runtime.backend, selection.scatter(rows), scales.of_loss)
     if gradients and schedule.deferred:
         del stage
-        grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()))
-    return ForwardResult(results, grads, constants.unit)
+        grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
+    return ForwardResult(results, grads, scales.unit)
 
 
-def backward(problem: LinearCrossEntropyProblem, plan: ChunkPlan, normalizer: Tensor, upstream: Tensor) -> list[Tensor]:
+def backward(
+    problem: LinearCrossEntropyProblem,
+    plan: Plan,
+    normalizer: Tensor,
+    upstream: Tensor,
+    runtime: Runtime | None = None,
+) -> list[Tensor]:
     """The gradients, from recomputed logits.
 
     Args:
-        normalizer: (NORMALIZER_SLOTS, N), as `forward` left it.
+        normalizer: (slots, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    backend, accum = load(plan.case.backend), accumulation_dtype(problem.dtype)
-    arena, selection = Arena(problem.device), Selection.of(problem, plan.case.skip_ignored, False)
+    runtime, accum = runtime or _runtime(plan.case.backend, problem.device), accumulation_dtype(problem.dtype)
+    selection = runtime.select(problem, plan.case.skip_ignored, False)
     of_all = upstream.to(accum) if upstream.dim() == 0 else None
     of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
-    constants = vectors.Constants(problem, backend, with_gradients=True, upstream=of_all)
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
     normalizer = selection.take(normalizer, dim=1)
-    stage = Stage(problem, backend, plan.dtypes, arena, selection, constants, normalizer, None, of_each, plan.products)
+    stage = runtime.new_stage(problem, plan, selection, scales, normalizer, upstream=of_each)
     plan.schedule.backward(stage)
     return stage.gradients()

@@ -50,10 +50,10 @@ def telling() -> bool:
 @functools.lru_cache(maxsize=4096)  # each is told once
 def tell(plan: ChunkPlan, how: str) -> None:
     """A new shape. ``how``: one of ROUND, IN_GRAPH, WATCHED."""
-    if plan.products:
+    if plan.in_registers:
         where = "products keep logits in registers"
     else:
-        where = f"logits in memory: {plan.case.why_no_products or 'this schedule makes a pass over them'}"
+        where = f"logits in memory: {plan.case.why_not_in_registers or 'this schedule makes a pass over them'}"
     logger.debug("new shape: %s; %s; %s; %s", plan, _asked(plan.case), where, how)
 
 

@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flce import distributed
-from flce import rows as vectors
+from flce import distributed, vectors
 from flce.arena import Arena
 from flce.arguments import refuse_forward_mode
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile
-from flce.backends.eager import finish
-from flce.backends.state import empty_shard
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
+from flce.backends.state import empty_shard, finish
 from flce.batching import is_batched, register_loop
 from flce.custom_op import define
 from flce.distributed import Shard
@@ -72,7 +70,7 @@ class Outputs(NamedTuple):
     """What ``flce::cross_entropy`` returns, one after the other."""
 
     rows: tuple[Tensor, ...]  # `rows.as_outputs`, of the shape of the target; the first is the loss
-    constants: Tensor  # (3,) of `Backend.constants`, for backward; (0,) if there are none
+    constants: Tensor  # (3,) of `Backend.loss_scales`, for backward; (0,) if there are none
 
     @staticmethod
     def of(flat: Sequence[Tensor]) -> Outputs:
@@ -144,59 +142,59 @@ def check_overwritable(logits: Tensor) -> None:
 def _losses(p: CrossEntropyProblem) -> Outputs:
     """Loss and statistics."""
     backend = get_backend(p.device)
-    constants = vectors.Constants(p, backend, with_gradients=False).of_loss
+    scales = vectors.LossScales(p, backend, with_gradients=False).of_loss
     logits, order = rows_of(p.logits)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
-    _statistics(p, backend, logits, _row_inputs(p, order, constants), out)
-    return _outputs(p, backend, order, out, constants)
+    _statistics(p, backend, logits, TileCall(_row_inputs(p, order, scales), p.spec, _tile(p, keep=True), out))
+    return _outputs(p, backend, order, out, scales)
 
 
 def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None]:
     """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
     the logits."""
     backend = get_backend(p.device)
-    constants = vectors.Constants(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
+    scales = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
     logits, order = rows_of(p.logits)
-    rows = _row_inputs(p, order, constants.of_gradient)
+    inputs = _row_inputs(p, order, scales.of_gradient)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
     if p.shard is None:
         vectors.check_targets(p)
-        backend.loss_and_gradient(logits, logits, rows, p.spec, _tile(p), out)
+        backend.loss_and_gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), out))
     else:
-        _statistics(p, backend, logits, rows, out)
+        _statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep=True), out))
         if logits.shape[-1]:
-            backend.gradient(logits, logits, rows, p.spec, _tile(p), out.normalizer, None)
-    return _outputs(p, backend, order, out, constants.of_loss), constants.unit
+            backend.gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer))
+    return _outputs(p, backend, order, out, scales.of_loss), scales.unit
 
 
-def _gradient(p: CrossEntropyProblem, normalizer: Tensor, constants: Tensor, upstream: Tensor) -> Tensor:
-    """Like the logits. `normalizer` and `constants` as forward left them; `upstream` like the loss."""
+def _gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstream: Tensor) -> Tensor:
+    """Like the logits. `normalizer` and `scales` as forward left them; `upstream` like the loss."""
     logits, order = rows_of(p.logits)
     grad, grad_rows = empty_like_rows(p.logits, order)
     if logits.numel():
         backend = get_backend(p.device)
-        rows = _row_inputs(p, order, constants if constants.numel() else backend.constants(p))
+        inputs = _row_inputs(p, order, scales if scales.numel() else backend.loss_scales(p))
         upstream = order.vector(upstream) if upstream.dim() else upstream
-        tile = _tile(p, keep=True)
-        backend.gradient(logits, grad_rows, rows, p.spec, tile, order.vector(normalizer), upstream)
+        call = TileCall(inputs, p.spec, _tile(p, keep=True), None, order.vector(normalizer), upstream)
+        backend.gradient(logits, grad_rows, call)
     return grad
 
 
-def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, rows: RowInputs, out: RowOutputs) -> None:
-    tile = _tile(p, keep=True)
+def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
     if p.shard is None:
         vectors.check_targets(p)
-        backend.statistics(logits, rows, p.spec, tile, None, out)
+        backend.statistics(logits, call, None)
         return
-    state = out.loss.new_empty(STATE_SLOTS, rows.target.numel())
+    assert call.out is not None
+    state = call.out.loss.new_empty(STATE_SLOTS, len(call.inputs.target))
     if logits.shape[-1]:
-        backend.statistics(logits, rows, p.spec, tile, state, out)
+        backend.statistics(logits, call, state)
     else:
         empty_shard(state)
     merged = distributed.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
     # Not before: the other processes would wait for one that has raised an error.
     vectors.check_targets(p)
-    finish(merged, rows, p.spec, p.vocab_size, out)
+    finish(merged, call)
 
 
 def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
@@ -207,17 +205,17 @@ def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
     return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
 
 
-def _row_inputs(p: CrossEntropyProblem, order: RowOrder, constants: Tensor | None) -> RowInputs:
+def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None) -> RowInputs:
     weight = None if p.token_weight is None else order.vector(p.token_weight)
-    return RowInputs(order.vector(p.target), weight, p.class_weight, None, constants)
+    return RowInputs(order.vector(p.target), weight, p.class_weight, None, scales)
 
 
 def _outputs(
-    p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, constants: Tensor | None
+    p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
 ) -> Outputs:
-    results, constants = vectors.reduce(p, backend, out, constants)
+    results, scales = vectors.reduce(p, backend, out, scales)
     results = results.map(lambda t: order.restore(t) if t.dim() else t)
-    return Outputs(vectors.as_outputs(results), out.loss.new_empty(0) if constants is None else constants)
+    return Outputs(vectors.as_outputs(results), out.loss.new_empty(0) if scales is None else scales)
 
 
 # ---------------------------------------------------------------------------------------------------------

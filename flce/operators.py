@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flce import engine, flops, log, private
-from flce import rows as vectors
+from flce import engine, flops, log, private, vectors
 from flce.arguments import refuse_forward_mode
 from flce.backends import backend_name, get_backend, has_product, total_memory
 from flce.backends.contract import RowOutputs

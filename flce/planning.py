@@ -64,7 +64,7 @@ def _kinds(c: Case) -> Iterator[tuple[type[Schedule], range]]:
 
 
 def _fastest(c: Case, budget: int) -> ChunkPlan | None:
-    """Of all plans that keep the budget; None if none does."""
+    """The fastest of all plans that keep the budget; None if none does."""
     best = None
     for kind, sizes in _kinds(c):
         # Not worth a search if it is slower even with all the memory that it could use.
@@ -78,7 +78,7 @@ def _seconds(plan: ChunkPlan | None) -> float:
 
 
 def _largest(c: Case, kind: type[Schedule], sizes: range, budget: int) -> list[ChunkPlan | None]:
-    """Of a schedule: the best of the largest plan that keeps the budget and of those of some sizes below."""
+    """The best plan of one schedule: of the largest size that keeps the budget, or of some sizes below."""
     size = _largest_size(lambda size: plan_of(c, kind, size).workspace_bytes, sizes, budget)
     if size is None:
         return [None]
@@ -106,7 +106,7 @@ def _largest_size(taken: Callable[[int], int], sizes: range, budget: int) -> int
         bytes_ = taken(size)
         low, high = (size, high) if bytes_ <= budget else (low, size)
         slope = (bytes_ - last[1]) / (size - last[0])
-        # How many more, or less, would fit.
+        # The number of sizes that this one is below the budget, or above it.
         more = (budget - bytes_) / slope if slope > 0 else 0.0
         if low == size and 0 < more < max(1, low / 64):
             break

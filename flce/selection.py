@@ -61,7 +61,7 @@ class Selection:
 
     @property
     def most_rows(self) -> int:
-        """Of which there may be something to keep."""
+        """Rows that there may be results of: all that `index` has."""
         return self.problem.num_tokens if self.index is None else self.index.numel()
 
     @property
@@ -87,17 +87,17 @@ class Selection:
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.index is None else x.index_select(dim, self.index)
 
-    def row_inputs(self, rows: slice, constants: Tensor | None) -> RowInputs:
+    def row_inputs(self, part: slice, scales: Tensor | None) -> RowInputs:
         p = self.problem
-        weight = None if self.token_weight is None else last(self.token_weight, rows)
-        return RowInputs(last(self.target, rows), weight, p.class_weight, p.linear_bias, constants)
+        weight = None if self.token_weight is None else last(self.token_weight, part)
+        return RowInputs(last(self.target, part), weight, p.class_weight, p.linear_bias, scales)
 
     def scatter(self, out: RowOutputs) -> RowOutputs:
         """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
         if self.index is None:
             return out
         index, n = self.index[: self.num_rows], self.problem.num_tokens
-        out = out.rows(slice(0, self.num_rows))
+        out = out.part(slice(0, self.num_rows))
 
         def put(values: Tensor) -> Tensor:
             nothing = 0 if values.is_floating_point() else -1  # an index is that of no class

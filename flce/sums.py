@@ -1,8 +1,8 @@
-"""Gradients of inputs and weights while tiles are added to them: where each sum is, and when it is rounded."""
+"""Gradients while tiles are added to them: where each sum is, and when it is rounded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,21 +12,39 @@ from flce.slices import first
 from flce.stage import Stage
 
 
-def add_input(s: Stage, term: int, dlogits: Tensor, rows: slice, cols: slice) -> None:
-    """The share of a tile in dX of a term, in its own memory. dlogits: (rows, cols)."""
-    grad, weight = s.input_gradient(term), first(s.terms[term].weight, cols)
-    if s.selection.index is None:
-        s.matmul(dlogits, weight, out=first(grad, rows), accumulate=cols.start > 0)
+def add_tile(
+    s: Stage,
+    dlogits: Tensor,
+    part: slice,
+    cols: slice,
+    weights: Mapping[int, WeightSum] | None,
+    inputs: bool = True,
+) -> None:
+    """Adds the share of a tile to all gradients that are asked for: dX, dW and that of the bias.
+
+    Args:
+        dlogits: (rows, cols) gradient of the tile's logits.
+        weights: the sums of dW by term (`weight_sums`, `block_sums`); None: the tile adds to dX only.
+        inputs: whether it adds to dX. That is summed in its own memory, see also `ChunkSum`.
+    """
+    for k in s.wanted_inputs if inputs else ():
+        _add_input(s, k, dlogits, part, cols)
+    if weights is None:
         return
-    part = s.new(len(dlogits), grad.shape[1], dtype=grad.dtype)
-    s.matmul(dlogits, weight, out=part)
-    s.put_rows(part, grad, rows, add=cols.start > 0)
-
-
-def add_bias(s: Stage, dlogits: Tensor, cols: slice) -> None:
-    """The share of a tile in the gradient of the bias."""
+    for k, total in weights.items():
+        total.add(dlogits, s.inputs(part)[k])
     if s.problem.needs.bias:
-        s.add_column_sums(dlogits, first(s.bias_gradient(), cols))
+        s.add_column_sums(dlogits, first(s.db_memory(), cols))
+
+
+def _add_input(s: Stage, term: int, dlogits: Tensor, part: slice, cols: slice) -> None:
+    grad, weight = s.dx_memory(term), first(s.terms[term].weight, cols)
+    if s.selection.index is None:
+        s.matmul(dlogits, weight, out=first(grad, part), accumulate=cols.start > 0)
+        return
+    share = s.new(len(dlogits), grad.shape[1], dtype=grad.dtype)
+    s.matmul(dlogits, weight, out=share)
+    s.put_rows(share, grad, part, add=cols.start > 0)
 
 
 class ChunkSum:
@@ -38,10 +56,11 @@ class ChunkSum:
         self._apart = cols < s.vocab_size and s.dtypes.sums != s.problem.dtype
         self._sum: Tensor | None = None
 
-    def add(self, dlogits: Tensor, rows: slice, cols: slice) -> None:
+    def add(self, dlogits: Tensor, part: slice, cols: slice) -> None:
+        """Adds the share of a tile. dlogits: (rows, cols)."""
         s, weight = self._stage, self._stage.terms[self._term].weight
         if not self._apart:
-            add_input(s, self._term, dlogits, rows, cols)
+            _add_input(s, self._term, dlogits, part, cols)
             return
         if self._sum is None:
             self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
@@ -49,11 +68,11 @@ class ChunkSum:
         s.matmul(dlogits, first(weight, cols), out=total, accumulate=cols.start > 0)
         if cols.stop < s.vocab_size:
             return
-        grad = s.input_gradient(self._term)
+        grad = s.dx_memory(self._term)
         if s.selection.index is None:
-            s.copy(total, first(grad, rows))
+            s.copy(total, first(grad, part))
         else:
-            s.put_rows(s.cast(total, grad.dtype), grad, rows)
+            s.put_rows(s.cast(total, grad.dtype), grad, part)
 
 
 class WeightSum:
@@ -64,26 +83,26 @@ class WeightSum:
         self._started = False
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        """The share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
+        """Adds the share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
         self._stage.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._started)
         self._started = True
 
     def finish(self, complete: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        """After the last. `complete` is given the sums, of consecutive classes, before they are rounded."""
+        """Rounds the sums, after the last chunk. `complete` gets them, of consecutive classes, before that."""
         if self._started:
             if complete is not None:
                 complete(self._sums())
             self._round()
 
     def _sums(self) -> list[Tensor]:
-        return [first(self._stage.weight_gradient(self._term), self._cols)]
+        return [first(self._stage.dw_memory(self._term), self._cols)]
 
     def _round(self) -> None:
         pass
 
 
 class BlockSum(WeightSum):
-    """The same in memory apart, which the blocks share; rounded at the last chunk."""
+    """dW of a term for a block of classes, summed in memory that the blocks share, and rounded after the last chunk."""
 
     def __init__(self, s: Stage, term: int, cols: slice, memory: Tensor) -> None:
         super().__init__(s, term, cols)
@@ -93,15 +112,15 @@ class BlockSum(WeightSum):
         return [self._sum]
 
     def _round(self) -> None:
-        self._stage.copy(self._sum, self._stage.weight_gradient(self._term)[self._cols])
+        self._stage.copy(self._sum, self._stage.dw_memory(self._term)[self._cols])
 
 
 class HalvedSum(WeightSum):
-    """dW of half precision, of classes up to `stop`, summed in float32: of the first half of all classes in the memory
-    of the gradient, which these sums fill; of the others in memory of their own.
+    """dW of half precision for the classes before `stop`, summed in float32. The sums of the first half of all classes
+    fill the memory of dW. Those of the others have memory of their own.
 
-    When they are complete they are rounded, from the first on, to their places, which are never behind what is left to
-    read. So a gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
+    Complete sums are rounded to their places, from the first on. No place lies behind what is left to read. So a
+    gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
     """
 
     def __init__(self, s: Stage, term: int, stop: int) -> None:
@@ -117,7 +136,7 @@ class HalvedSum(WeightSum):
         self._started = True
 
     def _sums(self) -> list[Tensor]:
-        grad, half = self._stage.weight_gradient(self._term), self._half
+        grad, half = self._stage.dw_memory(self._term), self._half
         hidden = grad.shape[1]
         if self._behind is None:
             self._behind = self._stage.new(self._stop - half, hidden, dtype=torch.float32)
@@ -126,7 +145,7 @@ class HalvedSum(WeightSum):
 
     def _round(self) -> None:
         s, half, (before, *behind) = self._stage, self._half, self._sums()
-        grad = s.weight_gradient(self._term)
+        grad = s.dw_memory(self._term)
         # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
         done, next_done = 0, min(half, COMPACTION_ROWS)
         while done < half:
@@ -139,15 +158,22 @@ class HalvedSum(WeightSum):
 
 
 def weight_sums(s: Stage, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
-    """By term, over chunks of `rows` tokens, of the classes before `stop`."""
+    """The sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
     stop, dtypes = s.vocab_size if stop is None else stop, s.dtypes
     if not s.whole(rows) and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
         return {k: HalvedSum(s, k, stop) for k in s.wanted_weights}
     return {k: WeightSum(s, k, slice(0, stop)) for k in s.wanted_weights}
 
 
+def finish(weights: Mapping[int, WeightSum]) -> None:
+    """Rounds the sums of dW, after the last chunk."""
+    for total in weights.values():
+        total.finish()
+
+
 def block_sums(s: Stage, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
-    """For each block of at most `cols` classes, by term, over chunks of `rows` tokens."""
+    """A function that makes the sums of dW over chunks of `rows` tokens, by term, for a block of at most `cols`
+    classes."""
     if s.whole(rows) or s.dtypes.sums == s.problem.dtype:
         return lambda block: {k: WeightSum(s, k, block) for k in s.wanted_weights}
     memory: dict[int, Tensor] = {}

@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 from torch._dynamo.backends.debugging import aot_eager
 
 import flce
-from flce import case, planning, sums
+from flce import case, engine, planning, sums
 from flce.arena import Arena
 from flce.backends import load
 from flce.borrowing import BLOCK_MULTIPLE, BorrowedBlocks
 from flce.case import Case
+from flce.engine import Runtime
 from flce.plans import ChunkPlan
 from flce.problem import LinearCrossEntropyProblem, LinearTerm
+from flce.schedules import Schedule
 from flce.schedules.blocks import Apart, Blocks, BlocksAroundSum
 from flce.schedules.chunks import Chunks, DeferredChunks
-from flce.selection import Selection
 from flce.stage import Stage
 from flce.testing.problem import ALL_GRADS, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
@@ -61,17 +62,13 @@ def borrows(plan: ChunkPlan) -> bool:
     return bool(with_borrowed(plan)) or isinstance(plan.schedule, BlocksAroundSum)
 
 
-def blocks_of_128(c: Case) -> Blocks:
-    made = Blocks.sized(c, 128)
-    assert isinstance(made, Blocks)
-    return made
+def blocks_of_128(c: Case) -> Schedule:
+    return Blocks.sized(c, 128)
 
 
 def blocks_around_sum(c: Case) -> BlocksAroundSum:
     assert 128 in BlocksAroundSum.sizes(c)
-    made = BlocksAroundSum.sized(c, 128)
-    assert isinstance(made, BlocksAroundSum)
-    return made
+    return BlocksAroundSum.sized(c, 128)
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
@@ -155,7 +152,7 @@ def test_a_float32_sum_half_in_its_gradients_memory(
     vocab: int, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, extras = HALVES[kind]
-    monkeypatch.setattr(sums, "COMPACTION_ROWS", 8)  # several pieces, as of a large vocabulary
+    monkeypatch.setattr(sums, "COMPACTION_ROWS", 8)  # several pieces, as a large vocabulary has
     problem = make_problem((3, 8), 24, vocab, dtype=dtype, **extras)
     options = flce.ChunkOptions(strategy="tokens", chunk_rows=5, skip_ignored=False)
     schedule = plan_for(problem, options).schedule
@@ -196,7 +193,7 @@ def test_a_sum_of_bfloat16_would_be_worse(torch_backend: str) -> None:
 def test_budgets_around_a_borrowed_sum(
     shape: tuple[int, int, int], dtype: torch.dtype, torch_backend: str, half_logits: None
 ) -> None:
-    """Of float64 there is no wider sum; few classes may all fit into one block; an odd number of odd rows."""
+    """float64 has no wider sum; few classes may all fit into one block; an odd number of odd rows."""
     n, h, v = shape
     problem = make_problem((n,), h, v, dtype=dtype)
     least = flce.plan(n, h, v, dtype, device="cpu", options=VOCAB).workspace_bytes // 64
@@ -278,19 +275,19 @@ class Watched(Stage):
 
     def place(self, x: torch.Tensor | None) -> tuple[int, int] | None:
         """The bytes of dW in which a tensor lies."""
-        if x is None or not same_storage(x, self.weight_gradient()):
+        if x is None or not same_storage(x, self.dw_memory()):
             return None
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         first, size = int(x.storage_offset()) * x.element_size(), x.element_size()
-        assert first + (last + 1) * size <= self.weight_gradient().untyped_storage().nbytes()
+        assert first + (last + 1) * size <= self.dw_memory().untyped_storage().nbytes()
         return first, first + (last + 1) * size
 
     def _sum(self) -> tuple[int, int] | None:
-        """Of the gradient of the input, which is read until there is another."""
-        return self.place(self._inputs.get(0))
+        """Where the gradient of the input is, which is read until there is another."""
+        return self.place(self._dx.get(0))
 
-    def gradient(self, xs: Any, rows: slice, cols: slice, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
-        assert dlogits.shape == logits.shape == (rows.stop - rows.start, cols.stop - cols.start)
+    def gradient(self, xs: Any, part: slice, cols: slice, logits: torch.Tensor, dlogits: torch.Tensor) -> None:
+        assert dlogits.shape == logits.shape == (part.stop - part.start, cols.stop - cols.start)
         self._borrowed_at = self.place(dlogits)
         if self._borrowed_at is not None:
             self.borrowed += 1
@@ -348,11 +345,17 @@ def watched(plan: ChunkPlan) -> Watched:
 
     term, target = LinearTerm(given_(n, h), given_(v, h)), given_(n, dtype=torch.int64)
     problem = LinearCrossEntropyProblem((term,), target, None, None, None, None, c.spec, c.needs)
-    arena, selection, normalizer = Arena("meta"), Selection(problem, None), given_(2, n, dtype=torch.float32)
-    at_work = Watched(problem, load("torch"), plan.dtypes, arena, selection, None, normalizer, None, None, True)
-    plan.schedule.backward(at_work)
+    stages: list[Watched] = []
+
+    def stage(*args: Any) -> Watched:
+        stages.append(Watched(*args))
+        return stages[0]
+
+    normalizer, upstream = given_(2, n, dtype=torch.float32), given_(dtype=torch.float32)
+    runtime = Runtime(load("torch"), Arena("meta"), stage)
+    grad_input, grad_weight = engine.backward(problem, plan, normalizer, upstream, runtime)
+    (at_work,) = stages
     assert at_work.made == {"inputs": n * v, "weights": n * v}
-    grad_input, grad_weight = at_work.gradients()
     assert at_work.written == v * h * c.dtype.itemsize == grad_weight.untyped_storage().nbytes()
     assert grad_input.dtype == grad_weight.dtype == c.dtype
     assert not same_storage(grad_input, grad_weight)

@@ -535,7 +535,8 @@ def test_saved_tensor_hooks(backend: str, device: torch.device) -> None:
     def class_by_class(t: Tensor) -> Tensor:
         return t.movedim(-1, 0).contiguous().movedim(0, -1)
 
-    for reduction, unpack in itertools.product(("mean", "none"), (Tensor.contiguous, class_by_class)):
+    unpacks: list[Callable[[Tensor], Tensor]] = [lambda t: t.contiguous(), class_by_class]
+    for reduction, unpack in itertools.product(("mean", "none"), unpacks):
         p = make((3, 4), reduction=reduction, device=device)
         memory, view = placed(p.input, "without the first, transposed")
         x = memory.requires_grad_()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -323,7 +323,7 @@ def test_no_tokens(device: torch.device) -> None:
 
 
 def test_a_wrong_target_is_nan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flce.rows.looks_at_values", lambda device: False)
+    monkeypatch.setattr("flce.vectors.looks_at_values", lambda device: False)
     problem = problem_of(device, leading=(6,))
     problem.target[3] = 517
     x = problem.input.clone().requires_grad_()
@@ -373,7 +373,7 @@ def test_operands_that_do_not_go_along_rows(
     check(replace(problem, **{which: operand}), grads="xw", tolerance=3 * ULP)
     passes = 2 if reduction == "none" else 1
     assert [type(plan.schedule) for plan in plans] == [DeferredChunks if reduction == "none" else Chunks] * passes
-    assert not any(plan.products for plan in plans)
+    assert not any(plan.in_registers for plan in plans)
     plans.clear()
 
 
@@ -396,10 +396,8 @@ def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> No
         (LinearTerm(problem.input, problem.linear_weight),), problem.target, None, None, None, None, LossSpec(), NEEDS
     )
     selection = Selection(made, torch.arange(96, device=device), Counted())  # type: ignore[arg-type]
-    dtypes = Dtypes(*[torch.bfloat16] * 5)
-    at_work = Stage(
-        made, get_backend(device), dtypes, Arena(device), selection, None, torch.empty(2, 96), None, None, True
-    )
+    dtypes, no_scales = Dtypes(*[torch.bfloat16] * 5), cast(Any, None)
+    at_work = Stage(made, get_backend(device), Arena(device), dtypes, True, selection, no_scales, torch.empty(2, 96))
     assert list(at_work.chunks(64)) == [slice(0, 64)]  # begun before it is known
     assert list(at_work.chunks(64)) == [slice(0, 36)]
 

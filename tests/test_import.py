@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -115,30 +116,54 @@ def test_works_without_triton_and_transformers() -> None:
     assert result["said"] != "nothing"
 
 
-def test_public_names() -> None:
-    """Section 1 of the design, as far as it is there."""
-    for name in (
-        "ChunkOptions",
-        "ChunkPlan",
-        "CrossEntropyLoss",
-        "FusedLinearCrossEntropyLoss",
-        "LinearCrossEntropyLoss",
-        "LinearCrossEntropyOutput",
-        "MemoryProfile",
-        "cross_entropy",
-        "fused_linear_cross_entropy",
-        "is_patched",
-        "log_softmax",
-        "patch_model",
-        "plan",
-        "profile_memory",
-        "softmax",
-        "unpatch_model",
-    ):
-        assert name in flce.__all__
-        assert getattr(flce, name) is not None
+DOCUMENTED = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+OPERATORS = {
+    *("linear_cross_entropy", "linear_cross_entropy_backward", "cross_entropy", "cross_entropy_backward"),
+    *("softmax", "softmax_backward", "scale_", "scale_cast"),
+}
+VARIABLES = {"FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG"}
+
+
+def test_public_names_are_the_documented_ones() -> None:
+    from flce import huggingface
+
+    of_models = set(huggingface.__all__) - set(flce.__all__)  # what both have is documented once
+    public = [f"flce.{name}" for name in flce.__all__] + [f"flce.huggingface.{name}" for name in of_models]
+    assert sorted(DOCUMENTED) == sorted(public)
+    assert {"is_patched", "patch_model", "report", "unpatch_model"} <= set(huggingface.__all__)
+    assert set(flce.__all__) <= set(dir(flce))
     assert isinstance(flce.__version__, str)
     assert (Path(flce.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_documented_name_is_there(name: str) -> None:
+    if name.endswith("FlceCallback"):
+        pytest.importorskip("transformers")
+    found = pkgutil.resolve_name(name)
+    assert callable(found)
+    assert found.__doc__
+    assert getattr(pkgutil.resolve_name(found.__module__), found.__name__) is found
+
+
+def test_operators_are_there_when_their_function_is() -> None:
+    """For graphs that name them: ``torch.ops.flce`` has these, and no other."""
+    code = """
+import json, torch, flce
+flce.fused_linear_cross_entropy, flce.cross_entropy, flce.softmax
+print(json.dumps([name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flce::")]))
+"""
+    assert set(python(code)) == {f"flce::{name}" for name in OPERATORS}
+
+
+def test_variables_of_the_environment_are_documented() -> None:
+    """What each does is tested where that is: the backend below, the log in `test_log`, checks with the semantics."""
+
+    def named(*files: Path) -> set[str]:
+        return {name for file in files for name in re.findall(r"\bFLCE_[A-Z]+\b", file.read_text())}
+
+    assert named(*(ROOT / "flce").rglob("*.py")) == VARIABLES
+    assert named(ROOT / "docs" / "troubleshooting.md") >= VARIABLES
 
 
 def test_no_backend_variable_is_needed() -> None:

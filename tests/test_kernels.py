@@ -15,22 +15,15 @@ import torch
 from torch import Tensor
 
 from flce import backends
-from flce.backends.contract import (
-    NORMALIZER_SLOTS,
-    PRODUCT_FIELDS,
-    STATE_SLOTS,
-    RowInputs,
-    RowOutputs,
-    Tile,
-    log_sum_exp,
-)
-from flce.backends.eager import TorchBackend, finish
+from flce.backends.contract import PRODUCT_FIELDS, RowOutputs, Tile
+from flce.backends.eager import TorchBackend
+from flce.backends.state import finish
 from flce.problem import NUMBERS, LossSpec
 from tests.helpers import allpairs
+from tests.tiles import Rows, assert_close, assert_same, random_rows
 
 pytest.importorskip("triton")
 
-IGNORE = -100
 STATS = ("logprob", "entropy", "argmax")
 # (PARTS, LANES, VECTOR, num_warps): a block is as many columns as the first three make together
 BLOCKS = [(1, 2, 2, 1), (2, 4, 2, 1), (4, 1, 4, 1)]
@@ -67,112 +60,37 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, block: tu
     monkeypatch.setattr(kernels, "_launch_size", lambda *args: sizes)
 
 
-class Rows:
-    """Random logits of a few rows, in a buffer with room behind the columns, and all that goes with them."""
-
-    def __init__(
-        self,
-        num_rows: int,
-        vocab: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        std: float = 3.0,
-        class_weight: bool = False,
-        token_weight: bool = False,
-        bias: bool = False,
-        **spec: Any,
-    ) -> None:
-        g = torch.Generator().manual_seed(vocab)
-        self.accum = torch.float64 if dtype == torch.float64 else torch.float32
-
-        def rand(*shape: int) -> Tensor:
-            return torch.rand(*shape, generator=g, dtype=torch.float64).to(device, self.accum)
-
-        self.vocab, self.spec = vocab, LossSpec(**spec)
-        self.logits = (torch.randn(num_rows, vocab, generator=g, dtype=torch.float64) * std).to(device, dtype)
-        target = torch.randint(vocab, (num_rows,), generator=g)
-        target[1::4] = IGNORE
-        target[2], target[3] = 0, vocab - 1
-        self.inputs = RowInputs(
-            target.to(device),
-            rand(num_rows) if token_weight else None,
-            rand(vocab) if class_weight else None,
-            rand(vocab) if bias else None,
-            None,
-        )
-        weights = self.inputs.class_weight
-        constants = torch.tensor([0.3, 0.7, vocab], dtype=self.accum, device=device)
-        if weights is not None:
-            constants[2] = weights.sum()
-        self.inputs = self.inputs._replace(constants=constants)
-
-    def tile(self, start: int, stop: int) -> tuple[Tensor, Tile]:
-        """What the columns behind the tile hold must not matter."""
-        room = -(-(stop - start) // 16) * 16
-        buffer = self.logits.new_full((self.logits.shape[0], room), float("nan"))
-        buffer[:, : stop - start] = self.logits[:, start:stop]
-        return buffer[:, : stop - start], Tile(start, stop - start, self.vocab, room)
-
-    def outputs(self) -> RowOutputs:
-        def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.full((*slots, self.logits.shape[0]), -77, dtype=dtype, device=self.logits.device)
-
-        return RowOutputs.of(self.spec, self.accum, new)
-
-
-def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
-    for name in RowOutputs._fields:
-        a, b = getattr(mine, name), getattr(theirs, name)
-        if name == "normalizer":  # of what is not finite, only that it is not is the same
-            a, b = (log_sum_exp(x).where(x.isfinite().all(0), torch.nan) for x in (a, b))
-        if b is not None:
-            torch.testing.assert_close(
-                a, b.to(a.dtype), rtol=tolerance, atol=tolerance, equal_nan=True, msg=named(name)
-            )
-
-
-def named(name: str) -> Callable[[str], str]:
-    return lambda text: f"{name}: {text}"
-
-
 def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtype: torch.dtype | None = None) -> None:
     """All that the contract asks, in one tile and in three."""
     mine, theirs = kernels.TritonBackend(), TorchBackend()
-    grad_dtype = grad_dtype or rows.logits.dtype
-    device = rows.logits.device
 
     def gradient_buffer(logits: Tensor, tile: Tile) -> Tensor:
-        if grad_dtype == logits.dtype:
+        if grad_dtype in (None, logits.dtype):
             return logits
-        return torch.full((logits.shape[0], tile.room), 55.0, dtype=grad_dtype, device=device)[:, : tile.cols]
+        return logits.new_full((len(logits), tile.room), 55.0, dtype=grad_dtype)[:, : tile.cols]
 
-    expected = rows.outputs()
-    logits, tile = rows.tile(0, rows.vocab)
-    expected_grad = gradient_buffer(logits, tile)
-    theirs.loss_and_gradient(logits, expected_grad, rows.inputs, rows.spec, tile, expected)
-
-    logits, tile = rows.tile(0, rows.vocab)
-    grad, out = gradient_buffer(logits, tile), rows.outputs()
-    mine.loss_and_gradient(logits, grad, rows.inputs, rows.spec, tile, out)
+    made = []
+    for backend in (theirs, mine):
+        logits, tile = rows.tile(0, rows.vocab)
+        grad, out = gradient_buffer(logits, tile), rows.outputs()
+        rows.loss_and_gradient(backend, logits, grad, tile, out)
+        made.append((out, grad))
+    (expected, expected_grad), (out, grad) = made
     assert_same(out, expected, tolerance)
-    torch.testing.assert_close(grad, expected_grad, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert_close(grad, expected_grad, tolerance)
 
-    upstream = torch.linspace(0.5, 2.0, len(rows.logits), dtype=rows.accum, device=device)
     edges = [0, rows.vocab // 3, rows.vocab // 3 + 1, rows.vocab]
-    state = torch.full((STATE_SLOTS, len(rows.logits)), -55.0, dtype=rows.accum, device=device)
-    out = rows.outputs()
+    state, out = rows.state(), rows.outputs()
     for start, stop in itertools.pairwise(edges):
-        logits, tile = rows.tile(start, stop)
-        mine.statistics(logits, rows.inputs, rows.spec, tile, state, out)
+        rows.statistics(mine, *rows.tile(start, stop), state, out)
     assert_same(out, expected, tolerance)
     for start, stop in itertools.pairwise(edges):
         results = []
         for backend in (mine, theirs):
             logits, tile = rows.tile(start, stop)
-            grad = gradient_buffer(logits, tile)
-            backend.gradient(logits, grad, rows.inputs, rows.spec, tile, expected.normalizer, upstream)
-            results.append(grad)
-        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance, equal_nan=True)
+            results.append(gradient_buffer(logits, tile))
+            rows.gradient(backend, logits, results[-1], tile, expected.normalizer, rows.upstream)
+        assert_close(results[0], results[1], tolerance)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
@@ -181,7 +99,7 @@ def test_many_blocks(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
 ) -> None:
     small_blocks(monkeypatch, kernels, block)
-    compare(kernels, Rows(6, 37, torch.float64, device, **FEATURES[feature]))
+    compare(kernels, random_rows(6, 37, torch.float64, device, **FEATURES[feature]))
 
 
 @pytest.mark.gpu
@@ -191,7 +109,7 @@ def test_many_blocks_on_cuda(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
 ) -> None:
     small_blocks(monkeypatch, kernels, block)
-    compare(kernels, Rows(40, 20011, torch.float64, device, **FEATURES[feature]), 1e-10)
+    compare(kernels, random_rows(40, 20011, torch.float64, device, **FEATURES[feature]), 1e-10)
 
 
 def guarded(like: Tensor, shape: tuple[int, ...], value: float) -> tuple[Tensor, Tensor]:
@@ -209,28 +127,26 @@ def test_rows_in_two_levels(
 ) -> None:
     """Rows of (outer, inner, cols) are those of (outer * inner, cols), and nothing between them is touched."""
     small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
-    rows = Rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
+    rows = random_rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
     tile = Tile(0, 37, 37, room=37, keep=True)
     expected, grad = rows.outputs(), torch.empty_like(rows.logits)
-    TorchBackend().statistics(rows.logits, rows.inputs, rows.spec, tile, None, expected)
-    upstream = torch.linspace(0.5, 2.0, 12, dtype=rows.accum, device=device)
-    TorchBackend().gradient(rows.logits, grad, rows.inputs, rows.spec, tile, expected.normalizer, upstream)
+    rows.statistics(TorchBackend(), rows.logits, tile, None, expected)
+    rows.gradient(TorchBackend(), rows.logits, grad, tile, expected.normalizer, rows.upstream)
     for backend in (kernels.TritonBackend(), TorchBackend()):
         memory, within = guarded(rows.logits, (3, 6, 40), 99.0)
         logits = within[:, 1:5, 2:39]
         logits.copy_(rows.logits.view(3, 4, 37))
         out = rows.outputs()
-        backend.statistics(logits, rows.inputs, rows.spec, tile, None, out)
+        rows.statistics(backend, logits, tile, None, out)
         assert_same(out, expected, 1e-12)
         torch.testing.assert_close(logits, rows.logits.view(3, 4, 37), rtol=0, atol=0)
         grad_memory, mine = memory, logits
         if layout != "in place":
             grad_memory, mine = guarded(logits, (4, 3, 41) if layout == "two levels" else (3, 4, 37), 99.0)
             mine = mine.transpose(0, 1)[..., :37] if layout == "two levels" else mine
-        in_place = Tile(0, 37, 37, room=37)
-        backend.gradient(logits, mine, rows.inputs, rows.spec, in_place, out.normalizer, upstream)
+        rows.gradient(backend, logits, mine, Tile(0, 37, 37, room=37), out.normalizer, rows.upstream)
         torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
-        factor = torch.ones_like(upstream)
+        factor = torch.ones_like(rows.upstream)
         factor[2::3] = 0.25
         backend.scale_rows_(mine, factor, rows.inputs.target, rows.spec.ignore_index)
         torch.testing.assert_close(mine, (grad * factor[:, None]).view(3, 4, 37), rtol=1e-12, atol=1e-12)
@@ -285,7 +201,7 @@ class Summed:
 @pytest.mark.parametrize("rows", [0, 1, 16, 40, 65])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("z_loss, items, weighted", [(0.0, False, False), (0.1, True, False), (0.1, False, True)])
-def test_constants_and_sums(
+def test_scales_and_sums(
     kernels: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
@@ -310,7 +226,7 @@ def test_constants_and_sums(
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
-    out = RowOutputs(loss, z, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
+    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
     count = (target != -100).sum().double()
     z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
     ce_scale = z_scale
@@ -318,17 +234,17 @@ def test_constants_and_sums(
         assert p.class_weight is not None
         ce_scale = p.class_weight[target[target != -100]].sum().reciprocal()
     weights = torch.tensor(11.0, device=device) if p.class_weight is None else p.class_weight.sum()
-    constants = torch.stack((ce_scale, z_scale, weights)).double()
+    scales = torch.stack((ce_scale, z_scale, weights)).double()
     z_sum = None if z is None else (z.sum() * z_scale).double()
     total = loss.sum() * ce_scale + (0.0 if z_sum is None else z_sum)
     for backend in (kernels.TritonBackend(), TorchBackend()):
-        for given in (None, constants):
+        for given in (None, scales):
             made = backend.reduce(p, out, given)
-            for mine, expected in zip(made, (total.double(), z_sum, constants), strict=True):
+            for mine, expected in zip(made, (total.double(), z_sum, scales), strict=True):
                 assert (mine is None) == (expected is None)
                 if mine is not None:
                     torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
-        torch.testing.assert_close(backend.constants(p), constants, rtol=1e-12, atol=0)
+        torch.testing.assert_close(backend.loss_scales(p), scales, rtol=1e-12, atol=0)
 
 
 def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -344,7 +260,7 @@ def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
         target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
         p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
         loss = torch.zeros(rows, dtype=torch.float64, device=device)
-        out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
+        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
         kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
     assert settled == [True, False, False, False]
 
@@ -355,12 +271,12 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     target = torch.randint(-1, 11, (rows,), device="cuda")
     p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
     loss = torch.rand(rows, device="cuda")
-    out = RowOutputs(loss, None, loss.new_empty(NORMALIZER_SLOTS, rows), None, None, None)
-    total, _, constants = kernels.TritonBackend().reduce(p, out, None)
+    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+    total, _, scales = kernels.TritonBackend().reduce(p, out, None)
     count = int((target != -1).sum())
     if count:
         torch.testing.assert_close(total.double(), loss.double().sum() / count, rtol=1e-6, atol=0)
-        assert torch.equal(constants, torch.tensor([1 / count, 1 / count, 11.0], dtype=torch.float64).float().cuda())
+        assert torch.equal(scales, torch.tensor([1 / count, 1 / count, 11.0], dtype=torch.float64).float().cuda())
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 32, 33])
@@ -368,7 +284,7 @@ def test_edges_of_blocks(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, vocab: int
 ) -> None:
     small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
-    compare(kernels, Rows(5, max(vocab, 3), torch.float64, device, **FEATURES["all"]))
+    compare(kernels, random_rows(5, max(vocab, 3), torch.float64, device, **FEATURES["all"]))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +308,7 @@ def test_dtypes(
     small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
     narrow = grad_dtype or dtype
     tolerance = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[narrow]
-    compare(kernels, Rows(6, 37, dtype, device), tolerance, grad_dtype)
+    compare(kernels, random_rows(6, 37, dtype, device), tolerance, grad_dtype)
 
 
 @pytest.mark.parametrize("bad", [float("-inf"), float("inf"), float("nan")])
@@ -406,7 +322,7 @@ def test_what_is_not_finite(
 ) -> None:
     """In one column, in all of some lanes, in all columns of some blocks, in a whole row; beside very small logits."""
     small_blocks(monkeypatch, kernels, block)
-    rows = Rows(12, 37, torch.float64, device, stats=("logprob",))
+    rows = random_rows(12, 37, torch.float64, device, stats=("logprob",))
     rows.logits[4, 20] = bad
     rows.logits[6, ::2] = bad
     rows.logits[8, 8:24] = bad
@@ -422,7 +338,7 @@ def test_a_tie_is_won_by_the_lowest_class(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     small_blocks(monkeypatch, kernels, (2, 2, 2, 1))
-    rows = Rows(12, 37, torch.float64, device, stats=("argmax",))
+    rows = random_rows(12, 37, torch.float64, device, stats=("argmax",))
     for row, ties in enumerate([(0, 36), (9, 10), (11, 20), (12, 13, 14), (3, 18, 35), (35, 36)]):
         rows.logits[2 * row, list(ties)] = 50.0
     compare(kernels, rows)
@@ -430,13 +346,13 @@ def test_a_tie_is_won_by_the_lowest_class(
 
 def test_a_large_common_offset(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     small_blocks(monkeypatch, kernels, (2, 2, 2, 1))
-    rows = Rows(6, 37, torch.float32, device, stats=("logprob", "entropy"), label_smoothing=0.1)
-    rows.logits = rows.logits.round()
+    rows = random_rows(6, 37, torch.float32, device, stats=("logprob", "entropy"), label_smoothing=0.1)
+    rows.logits.round_()
     plain, shifted = rows.outputs(), rows.outputs()
     for offset, out in ((0.0, plain), (65536.0, shifted)):
         logits, tile = rows.tile(0, rows.vocab)
         logits += offset
-        kernels.TritonBackend().loss_and_gradient(logits, logits, rows.inputs, rows.spec, tile, out)
+        rows.loss_and_gradient(kernels.TritonBackend(), logits, logits, tile, out)
     torch.testing.assert_close(shifted.loss, plain.loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(shifted.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
 
@@ -445,14 +361,14 @@ def test_a_large_common_offset(kernels: ModuleType, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("cols", [50257, 128256])
 def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, cols: int) -> None:
     """Also where another thread than the one that reads the target's logit writes over it."""
-    rows = Rows(300, cols, torch.bfloat16, device, stats=STATS)
+    rows = random_rows(300, cols, torch.bfloat16, device, stats=STATS)
     results = []
     for _ in range(5):
         logits, tile = rows.tile(0, cols)
         out = rows.outputs()
-        kernels.TritonBackend().loss_and_gradient(logits, logits, rows.inputs, rows.spec, tile, out)
+        rows.loss_and_gradient(kernels.TritonBackend(), logits, logits, tile, out)
         again, _ = rows.tile(0, cols)
-        kernels.TritonBackend().gradient(again, again, rows.inputs, rows.spec, tile, out.normalizer, None)
+        rows.gradient(kernels.TritonBackend(), again, again, tile, out.normalizer, None)
         results.append((out.loss, out.entropy, out.argmax, logits, again))
     for result in results[1:]:
         for a, b in zip(result, results[0], strict=True):
@@ -581,19 +497,6 @@ def record_launches(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> lis
     return flags
 
 
-def in_float64(rows: Rows) -> RowInputs:
-    def wide(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.double()
-
-    r = rows.inputs
-    return RowInputs(r.target, wide(r.token_weight), wide(r.class_weight), wide(r.bias), wide(r.constants))
-
-
-def outputs_in_float64(rows: Rows) -> RowOutputs:
-    wide = [v.double() if v is not None and v.is_floating_point() else v for v in rows.outputs()]
-    return RowOutputs(*wide)  # type: ignore[arg-type]
-
-
 def check_rows_anywhere(
     kernels: ModuleType,
     rows: Rows,
@@ -607,42 +510,36 @@ def check_rows_anywhere(
 ) -> None:
     """As from PyTorch's backend in float64."""
     start, stop = (5, rows.vocab - 4) if shard else (0, rows.vocab)
-    x = rows.logits[:, start:stop].contiguous()
     tile = Tile(start, stop - start, rows.vocab, stop - start, shard=shard, keep=mode != "both")
-    upstream = torch.linspace(0.5, 2.0, len(x), dtype=torch.float64, device=x.device)
 
-    def state_like(t: Tensor) -> Tensor | None:
-        return t.new_full((STATE_SLOTS, len(x)), -55.0) if shard else None
-
-    theirs, inputs, expected = TorchBackend(), in_float64(rows), outputs_in_float64(rows)
-    expected_grad = x.to(torch.float64, copy=True)
-    state = state_like(expected_grad)
-    theirs.statistics(expected_grad.clone(), inputs, rows.spec, tile, state, expected)
-    if state is not None:
-        finish(state, inputs, rows.spec, rows.vocab, expected)
-    up = None if mode == "both" else upstream
-    theirs.gradient(expected_grad, expected_grad, inputs, rows.spec, tile, expected.normalizer, up)
-
-    mine, out, state = kernels.TritonBackend(), rows.outputs(), state_like(rows.outputs().loss)
-    memory, logits = placed(x, skip, gap, levels)
-    before = memory.clone()
-    grad_memory, grad = (memory, logits) if in_place else placed(x, skip, gap, levels)
-    if mode == "both":
-        mine.loss_and_gradient(logits, grad, rows.inputs, rows.spec, tile, out)
-    elif mode == "statistics":
-        mine.statistics(logits, rows.inputs, rows.spec, tile, state, out)
+    def statistics(backend: Any, rows: Rows, logits: Tensor) -> RowOutputs:
+        out, state = rows.outputs(), rows.state() if shard else None
+        rows.statistics(backend, logits, tile, state, out)
         if state is not None:
-            finish(state, rows.inputs, rows.spec, rows.vocab, out)
+            finish(state, rows.call(tile, out))
+        return out
+
+    wide = rows.in_float64()
+    expected_grad = wide.logits[:, start:stop].clone()
+    expected = statistics(TorchBackend(), wide, expected_grad.clone())
+    up = None if mode == "both" else wide.upstream
+    wide.gradient(TorchBackend(), expected_grad, expected_grad, tile, expected.normalizer, up)
+
+    mine, out = kernels.TritonBackend(), rows.outputs()
+    memory, logits = placed(rows.logits[:, start:stop].contiguous(), skip, gap, levels)
+    before = memory.clone()
+    grad_memory, grad = (memory, logits) if in_place else placed(logits.reshape(expected_grad.shape), skip, gap, levels)
+    if mode == "both":
+        rows.loss_and_gradient(mine, logits, grad, tile, out)
+    elif mode == "statistics":
+        out = statistics(mine, rows, logits)
         assert same_bits(memory, before)
     else:
-        normalizer = expected.normalizer.to(rows.accum)
-        mine.gradient(logits, grad, rows.inputs, rows.spec, tile, normalizer, upstream.to(rows.accum))
+        rows.gradient(mine, logits, grad, tile, expected.normalizer.to(rows.accum), rows.upstream)
     if mode != "gradient":
         assert_same(out, expected, 1e-12 if rows.accum == torch.float64 else 2e-5)
     if mode != "statistics":
-        tolerance = EDGE_TOLERANCE[x.dtype]
-        found = grad.double().reshape(expected_grad.shape)
-        torch.testing.assert_close(found, expected_grad, rtol=tolerance, atol=tolerance, equal_nan=True)
+        assert_close(grad.double().reshape(expected_grad.shape), expected_grad, EDGE_TOLERANCE[rows.logits.dtype])
         assert_intact(grad_memory, before, grad)
         if not in_place:
             assert same_bits(memory, before)
@@ -660,7 +557,7 @@ def test_every_head_and_every_tail(
     for tail in range(vector):
         cols = 3 * vector + tail
         gap = (1 - cols) % sector
-        check_rows_anywhere(kernels, Rows(sector, cols, dtype, device, std=2.0), tail, gap)
+        check_rows_anywhere(kernels, random_rows(sector, cols, dtype, device, std=2.0), tail, gap)
     assert set(flags) == {(32, True)}
 
 
@@ -690,7 +587,7 @@ def test_rows_anywhere(
     size = parts * lanes * vector
     cols = {"empty": 1, "one": size - vector, "several": 2 * size + 3}[row["length"]] + row["tail"] % vector
     shard = row["shard"] and row["mode"] != "both"
-    rows = Rows(9, cols + 9 * shard, row["dtype"], device, **FEATURES[row["feature"]])
+    rows = random_rows(9, cols + 9 * shard, row["dtype"], device, **FEATURES[row["feature"]])
     rows.inputs.target.clamp_(max=rows.vocab - 1)
     how = {key: row[key] for key in ("skip", "gap", "levels", "mode", "in_place")}
     flags = record_launches(monkeypatch, kernels)
@@ -706,7 +603,7 @@ def test_edges_that_are_not_finite(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, bad: float
 ) -> None:
     small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
-    rows = Rows(12, 37, torch.float64, device, stats=("logprob",))
+    rows = random_rows(12, 37, torch.float64, device, stats=("logprob",))
     rows.logits[4, 0] = bad
     rows.logits[6, -1] = bad
     rows.logits[7, 3:36] = bad
@@ -725,7 +622,7 @@ def test_a_tie_with_an_edge(
     """Of a lane's own edge column and one that comes before or behind it, and of any two edges."""
     vector, lanes = 4, 8
     small_blocks(monkeypatch, kernels, (4 if one_block else 1, lanes, vector, 1))
-    rows = Rows(12, 75, torch.float32, device, stats=("argmax",))
+    rows = random_rows(12, 75, torch.float32, device, stats=("argmax",))
     for row in range(12):  # of 75 columns, so that the first of a row is 3 elements further each time
         head = -75 * row % vector
         tail = (75 - head) % vector
@@ -771,8 +668,9 @@ def test_rows_anywhere_on_cuda(
     kernels: ModuleType, device: torch.device, cols: int, dtype: torch.dtype, mode: str, feature: str
 ) -> None:
     """With the launches of these sizes."""
-    rows = Rows(48, cols, dtype, device, **FEATURES[feature])
-    rows.spec = replace(rows.spec, stats=tuple(set(rows.spec.stats) - {"argmax"}))  # of rounded values many are equal
+    rows = random_rows(48, cols, dtype, device, **FEATURES[feature])
+    stats = tuple(set(rows.spec.stats) - {"argmax"})  # of rounded values many are equal
+    rows = replace(rows, spec=replace(rows.spec, stats=stats))
     for skip in (0, 3):
         check_rows_anywhere(kernels, rows, skip, in_place=mode == "both" and skip == 0, mode=mode)
 

@@ -126,10 +126,10 @@ def test_why_logits_are_in_memory() -> None:
     ):
         c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case
         here = replace(c, has_product=True)
-        said = here.why_no_products
+        said = here.why_not_in_registers
         assert said is None if why is None else str(said).startswith(why)
-        assert here.products == (why is None)
-        assert "no kernel" in str(c.why_no_products)
+        assert here.in_registers == (why is None)
+        assert "no kernel" in str(c.why_not_in_registers)
 
 
 # ---------------------------------------------------------------------------------------------- the environment

@@ -16,7 +16,9 @@ import flce
 from flce import counting, planning, schedules
 from flce.arena import CountingArena
 from flce.backends import contract, eager
+from flce.backends.contract import RowOutputs
 from flce.case import Case
+from flce.engine import Plan, Runtime
 from flce.problem import LossSpec, Needs
 from flce.schedules import SCHEDULES, Schedule
 from flce.schedules.chunks import Chunks, DeferredChunks
@@ -40,6 +42,19 @@ class NoBackend:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: None
+
+    def reduce(self, p: Any, rows: RowOutputs, scales: None) -> Any:
+        return (*rows.losses, None)
+
+
+def rehearse(c: Case, schedule: Schedule, arena: CountingArena) -> list[Tensor]:
+    """Its real code on the memory of an arena, without kernels."""
+    backend: Any = NoBackend()
+    return counting.rehearse(Plan(c, schedule.strategy, schedule), Runtime(backend, arena))
+
+
+def count(c: Case, schedule: Schedule) -> int:
+    return counting.count(Plan(c, schedule.strategy, schedule)).workspace_bytes
 
 
 class RealArena(CountingArena):
@@ -93,8 +108,11 @@ def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
 
 
 @pytest.fixture
-def no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is counted that kernels and casts take for a moment: real ones take it elsewhere."""
+def memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed, and nothing is counted that kernels and casts take for a moment: real ones take it
+    elsewhere."""
+    monkeypatch.setattr("flce.gemm.matmul", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Stage, "put_rows", lambda *args, **kwargs: None)
     monkeypatch.setattr("flce.gemm.scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args: 0)
     monkeypatch.setattr(contract, "SORT_ROW_BYTES", 0)
@@ -106,7 +124,7 @@ def no_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("grads", GRADS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_count_is_what_a_real_arena_has(
-    dtype: torch.dtype, grads: str, skip: bool, no_scratch: None, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, grads: str, skip: bool, memory_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every schedule and some of its sizes. Loops are shortened when counting, here they are whole."""
     monkeypatch.setattr("flce.case.UNNORMALIZED_HEAD", 1)
@@ -120,8 +138,8 @@ def test_count_is_what_a_real_arena_has(
                 for size in sizes_of(kind, c):
                     schedule = kind.sized(c, size)
                     arena = RealArena("cpu")
-                    held = counting.rehearse(c, schedule, arena, NoBackend(), Stage)
-                    assert counting.count(c, schedule).workspace_bytes == arena.peak - c.returned_bytes, schedule
+                    held = rehearse(c, schedule, arena)
+                    assert count(c, schedule) == arena.peak - c.returned_bytes, schedule
                     del held
                     assert arena.alive == 0, schedule
                     seen.add(type(schedule).__name__)
@@ -156,7 +174,7 @@ def test_nothing_is_allocated_beside_the_arena(
             c = case_of(dtype, grads, reduction)
             for size in sizes_of(kind, c):
                 with EveryAllocation() as mode:
-                    counting.rehearse(c, kind.sized(c, size), RealArena("cpu"), NoBackend(), Stage)
+                    rehearse(c, kind.sized(c, size), RealArena("cpu"))
                 assert mode.largest <= 8 * 50, (size, grads)
 
 
@@ -175,17 +193,17 @@ def test_what_kernels_take_for_a_moment_is_counted(
     for of_products, of_row in ((1 << 40, 0), (0, 1 << 40)):  # so much more than all else
         monkeypatch.setattr(contract, "product_scratch_bytes", lambda *args, size=of_products: args[-1] * size)
         monkeypatch.setattr(contract, "SORT_ROW_BYTES", of_row)
-        counted = counting.count(c, schedule).workspace_bytes
+        counted = count(c, schedule)
         assert round(counted / 2**40, 3) == (products if of_products else sorted_rows)
 
 
-def test_gathered_rows_of_exponentials_are_held_once(no_scratch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_rows_of_exponentials_are_held_once(memory_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are scaled where they are. Rows that are not gathered are scaled in a place of that size."""
     monkeypatch.setattr("flce.sums.COMPACTION_ROWS", 8)  # or else the last rounding would take the most
 
     def taken(skip: bool) -> int:
         c = replace(case_of(torch.bfloat16, "w", skip_ignored=skip), hidden_sizes=(1024,))
-        return counting.count(c, Unnormalized(20)).workspace_bytes
+        return count(c, Unnormalized(20))
 
     assert taken(True) - taken(False) <= 50 * 64  # vectors; 20 rows are 40 KiB
 
@@ -235,20 +253,20 @@ class InBlocks(Schedule):
         return up_to(c.vocab_size) if frozen and c.spec.reduction != "none" else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> InBlocks:
         return InBlocks(min(c.chunk_rows, 16), size)
 
     def forward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
         sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
-        for rows in s.chunks(self.rows):
-            size = rows.stop - rows.start
-            s.statistics(s.inputs(rows), rows, logits[:size])
+        for part in s.chunks(self.rows):
+            size = part.stop - part.start
+            s.statistics(s.inputs(part), part, logits[:size])
             for cols in s.blocks(self.cols):
                 area = slice(0, size), slice(0, cols.stop - cols.start)
-                s.gradient(s.inputs(rows), rows, cols, logits[area], dlogits[area])
+                s.gradient(s.inputs(part), part, cols, logits[area], dlogits[area])
                 for total in sums:
-                    total.add(dlogits[area], rows, cols)
+                    total.add(dlogits[area], part, cols)
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:

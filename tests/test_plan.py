@@ -85,7 +85,7 @@ def test_a_budget_is_kept_or_the_least_is_named(arguments: Any, strategy: Any, b
     least = least_budget(message, attempt)
     assert least > budget
     if min(arguments["num_tokens"], arguments["hidden_size"]) >= 16 and arguments["vocab_size"] >= 300:
-        # Of a handful of rows or classes a larger tile may take less: it needs no vectors to be combined.
+        # With a handful of rows or classes a larger tile may take less: it needs no vectors to be combined.
         with pytest.raises(ValueError, match=str(least)):
             attempt(least - 1)
 
@@ -286,7 +286,7 @@ def test_empty_plan() -> None:
 
 
 def plan_on_h200(shape: tuple[int, int, int], kind: str = "training", **options: Any) -> flce.ChunkPlan:
-    """Of a call in bfloat16. kind: "training", "frozen" (the head), or "none" (the reduction)."""
+    """The plan of a call in bfloat16. kind: "training", "frozen" (the head), or "none" (the reduction)."""
     n, h, v = shape
     return planning.make_plan(on_h200(n, h, v, kind, **options))
 
@@ -495,7 +495,7 @@ def test_no_candidate_is_much_faster(shape: tuple[int, int, int], kind: str) -> 
 
 @pytest.mark.parametrize("budget", [None, 256 * MIB, 1024 * MIB])
 def test_a_budget_has_room_for_the_allocator(budget: int | None) -> None:
-    """Of CUDA, whose blocks are larger than asked for. What leaves none is not the plan, even if it is the default."""
+    """CUDA's blocks are larger than asked for. A plan that leaves no room is not taken, not even the default."""
     shape = (65536, 4096, 128256)
     just = plan_on_h200(shape, max_workspace_bytes=budget).workspace_bytes + MIB
     assert plan_on_h200(shape, max_workspace_bytes=just).workspace_bytes <= just - SLACK
@@ -754,7 +754,7 @@ def test_adapters_on_a_frozen_head_take_no_head_and_no_logits(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 def test_promise_on_cpu_where_rows_are_gathered(strategy: str, dtype: torch.dtype, torch_backend: str) -> None:
-    """Of wide terms. How many rows are ignored is not known when the promise is made: it is an upper bound."""
+    """Wide terms. The number of ignored rows is not known when the promise is made: it is an upper bound."""
     settings_ = {"dtype": dtype, "ignored": 0.1, "ranks": (64,)}
     rows = 512 if strategy == "tokens" else None
     promise, peak = promise_and_peak(2000, 1500, 3000, "cpu", settings_, {"strategy": strategy, "chunk_rows": rows})
@@ -861,7 +861,7 @@ def test_full_logits_are_never_held_on_cuda() -> None:
 
 
 def matmul_flops(function: Callable[[], Any]) -> int:
-    """Of every matrix product that ran, on whatever backend, from the shapes that the profiler recorded."""
+    """Flops of every matrix product that ran, on whatever backend, from the shapes that the profiler recorded."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
         function()
     total = 0
@@ -988,7 +988,7 @@ def test_a_device_that_cannot_be(given: dict[str, Any], error: type[Exception], 
 
 @pytest.mark.gpu
 def test_kinds_have_the_memory_of_the_devices() -> None:
-    """Of the kinds that tests run on."""
+    """The kinds that tests run on."""
     from flce.devices import KINDS
 
     properties = torch.cuda.get_device_properties(0)

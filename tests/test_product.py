@@ -45,7 +45,7 @@ def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Pro
 
 def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xwb") -> ChunkPlan:
     plan = plan_for(problem, options, grads)
-    assert plan.products
+    assert plan.in_registers
     return plan
 
 
@@ -83,7 +83,7 @@ def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, m
 
     plans = force(monkeypatch, schedule)
     check(problem, options=options, grad_output=1.7, tolerance=3 * HALF_ULP[DTYPES[0]])
-    assert [plan.products for plan in plans] == [True, True]
+    assert [plan.in_registers for plan in plans] == [True, True]
 
 
 def test_no_gradient(device: torch.device) -> None:
@@ -177,13 +177,13 @@ def test_what_is_not_fused(device: torch.device) -> None:
         return plan_for(problem, flce.ChunkOptions(**options), grads, stats)
 
     plain = problem_of(device, DTYPES[0])
-    assert plan(plain, "").products
-    assert not plan(plain, "", stats=("entropy",)).products
-    assert not plan(plain, strategy="tokens").products  # its logits are made once
-    assert not plan(problem_of(device, DTYPES[0], label_smoothing=0.1), "").products
-    assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").products
-    assert not plan(problem_of(device, DTYPES[0], hidden=60), "").products
-    assert not plan(problem_of(device, torch.float32), "").products
+    assert plan(plain, "").in_registers
+    assert not plan(plain, "", stats=("entropy",)).in_registers
+    assert not plan(plain, strategy="tokens").in_registers  # its logits are made once
+    assert not plan(problem_of(device, DTYPES[0], label_smoothing=0.1), "").in_registers
+    assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").in_registers
+    assert not plan(problem_of(device, DTYPES[0], hidden=60), "").in_registers
+    assert not plan(problem_of(device, torch.float32), "").in_registers
 
 
 @dataclass(frozen=True)
@@ -196,10 +196,10 @@ class _WithOption(LossSpec):
 def test_an_option_that_products_do_not_know(device: torch.device) -> None:
     """They are refused where it is asked for, whoever forgot to say so."""
     plain = case_of(problem_of(device, DTYPES[0]), flce.ChunkOptions(), "")
-    assert plain.products
-    assert replace(plain, spec=_WithOption()).products
-    assert not replace(plain, spec=_WithOption(unheard_of=2.0)).products
-    assert not replace(plain, spec=LossSpec(stats=("argmax",))).products
+    assert plain.in_registers
+    assert replace(plain, spec=_WithOption()).in_registers
+    assert not replace(plain, spec=_WithOption(unheard_of=2.0)).in_registers
+    assert not replace(plain, spec=LossSpec(stats=("argmax",))).in_registers
     # What they know is spelled as it is asked for.
     assert {field.name for field in fields(LossSpec)} > contract.PRODUCT_FIELDS
     assert set(STATS) > contract.PRODUCT_STATS

@@ -138,7 +138,8 @@ def logits(
             (2, tokens), None, vocab, dtype=dtype, device=device, class_weight=True, ignored=0.2, reduction=reduction,
             **SCALARS,
         )  # fmt: skip
-        target, kwargs, stats = p.target[..., None], dict(p.kwargs), STATS
+        stats: tuple[str, ...] = STATS
+        target, kwargs = p.target[..., None], dict(p.kwargs)
         if targets == "probabilities":
             target, kwargs["shift"], stats = p.input.softmax(-1), 0, ("lse", "entropy", "argmax")
         fixed: dict[str, Any] = {**kwargs, "stats": stats if reduction == "none" else (), "inplace": inplace}

@@ -17,12 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce import rows as vectors
+from flce import vectors
 from flce.arena import Arena
 from flce.backends import get_backend
-from flce.backends.contract import STATE_SLOTS, RowInputs, Tile
-from flce.backends.eager import finish
-from flce.backends.state import empty_shard, merge_shards, used_slots
+from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
+from flce.backends.state import empty_shard, finish, merge_shards, used_slots
 from flce.distributed import bounds
 from flce.logits_loss import CrossEntropyProblem
 from flce.problem import LossSpec
@@ -58,10 +57,10 @@ def test_merged_states(edges: tuple[int, ...], offset: float, backend: str, devi
     z[1, 30], z[1, 35], z[4, 5], z[4, 36] = offset + 50.0, offset + 50.0, offset + 50.0, offset + 50.0  # ties
     weight = p.kwargs["weight"]
     problem = CrossEntropyProblem(z, p.target, weight, p.kwargs["token_weight"], None, spec, None)
-    rows = RowInputs(p.target, p.kwargs["token_weight"], weight, None, get_backend(device).constants(problem))
+    inputs = RowInputs(p.target, p.kwargs["token_weight"], weight, None, get_backend(device).loss_scales(problem))
     whole, merged = (vectors.allocate(problem, 9, Arena(device)) for _ in range(2))
     kernels = get_backend(z.device)
-    kernels.statistics(z, rows, spec, Tile(0, 37, 37, room=37, keep=True), None, whole)
+    kernels.statistics(z, TileCall(inputs, spec, Tile(0, 37, 37, room=37, keep=True), whole), None)
     states, sums = [], []
     for start, stop in itertools.pairwise(edges):
         state = torch.full((STATE_SLOTS, 9), 3.0, dtype=torch.float64, device=device)
@@ -69,11 +68,12 @@ def test_merged_states(edges: tuple[int, ...], offset: float, backend: str, devi
             empty_shard(state)
         else:
             tile = Tile(start, stop - start, 37, room=stop - start, shard=True, keep=True)
-            kernels.statistics(z[:, start:stop], rows, spec, tile, state, merged)
+            kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
         states.append(state)
         sums.append(weight[start:stop].sum())
     assert sorted(used_slots(spec)) == list(range(STATE_SLOTS))
-    finish(merge_shards(torch.stack(states), sums, spec), rows, spec, 37, merged)
+    call = TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged)
+    finish(merge_shards(torch.stack(states), sums, spec), call)
     for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax"):
         torch.testing.assert_close(getattr(merged, name), getattr(whole, name), equal_nan=True, rtol=1e-10, atol=1e-9)
 
@@ -85,13 +85,14 @@ def test_rows_of_infinities(backend: str, device: torch.device) -> None:
     z[0, :4], z[1], z[2, 6], z[3, 1], z[4, 4:] = -torch.inf, -torch.inf, torch.inf, torch.nan, -torch.inf
     y = torch.tensor([5, 1, 2, 7, 0, 3], device=device)
     problem = CrossEntropyProblem(z, y, None, None, None, spec, None)
-    rows = RowInputs(y, None, None, None, get_backend(device).constants(problem))
+    inputs = RowInputs(y, None, None, None, get_backend(device).loss_scales(problem))
     out = vectors.allocate(problem, 6, Arena(device))
     states = torch.empty(2, STATE_SLOTS, 6, dtype=torch.float64, device=device)
     for k in range(2):
         tile = Tile(4 * k, 4, 8, room=4, shard=True, keep=True)
-        get_backend(z.device).statistics(z[:, 4 * k : 4 * k + 4], rows, spec, tile, states[k], out)
-    finish(merge_shards(states, [z.new_tensor(4.0)] * 2, spec), rows, spec, 8, out)
+        call = TileCall(inputs, spec, tile, out)
+        get_backend(z.device).statistics(z[:, 4 * k : 4 * k + 4], call, states[k])
+    finish(merge_shards(states, [z.new_tensor(4.0)] * 2, spec), call)
     torch.testing.assert_close(out.loss, F.cross_entropy(z, y, reduction="none"), equal_nan=True)
 
 

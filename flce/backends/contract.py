@@ -3,8 +3,9 @@
 A *tile* is `rows` tokens x `cols` consecutive classes of the logits ``a = x W^T``, as the matrix product
 left it, or as a user has them: one row stride, (rows, cols), or two, (outer, inner, cols) for outer * inner rows,
 and stride 1 between classes. A backend turns it into row statistics, losses and gradients, and never sees more than
-one tile. It multiplies matrices only where that saves the logits (`Backend.product_statistics`, `product_gradient`
-and `product_exponentials`). Everything is computed in float32 (float64 for float64 logits).
+one tile. A `TileCall` has all that it needs beside the logits. A backend multiplies matrices only where that saves the
+logits (`Backend.product_statistics`, `product_gradient` and `product_exponentials`). Everything is computed in float32
+(float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -23,29 +24,34 @@ from flce.slices import is_whole, last
 STATE_SLOTS = 7
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE_SLOTS)
 
-# What is kept of each row between forward and backward: some logit m, the largest as a rule, and log(sum(exp(z - m))).
-NORMALIZER_SLOTS = 2
-OFFSET, LOG_SUM = range(NORMALIZER_SLOTS)
+# The normalizer is what is kept of each row between forward and backward: some logit m, the largest as a rule, and
+# log(sum(exp(z - m))). Slots that an option adds come behind these.
+OFFSET, LOG_SUM = range(2)
+
+
+def normalizer_slots(spec: LossSpec) -> int:
+    """The length of a row's normalizer."""
+    return 2
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
-    """Of each row, from (NORMALIZER_SLOTS, ...)."""
+    """log(sum(exp(z))) of each row, from its normalizer, (slots, ...)."""
     return normalizer[OFFSET] + normalizer[LOG_SUM]
 
 
-# `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and so many classes,
+# Classes of a block. `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and block,
 # `product_exponentials` one.
 PRODUCT_BLOCK = 256
-# Bytes for each row that `weight_gradient` and `add_to_targets` take to sort targets.
+# Bytes for each row that `weight_gradient` and `add_target_terms` take to sort targets.
 SORT_ROW_BYTES = 48
-# Of a LossSpec, what these and `Backend.product_gradient` know to do. A field or statistic that is not listed here goes
-# the way of a pass over logits in memory.
+# Fields and statistics of a LossSpec that these and `Backend.product_gradient` can do. With any other, logits are
+# written to memory.
 PRODUCT_FIELDS = frozenset({"reduction", "ignore_index", "softcap", "logit_scale", "temperature", "z_loss", "stats"})
 PRODUCT_STATS = frozenset({"lse", "logprob"})
 
 
 def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
-    """What these take of float32: so many numbers of a block, and three of each row."""
+    """Memory that these take: float32 numbers, `numbers` for each row and block and three more for each row."""
     return 4 * rows * (numbers * -(-vocab_size // PRODUCT_BLOCK) + 3)
 
 
@@ -83,23 +89,28 @@ class RowInputs(NamedTuple):
     token_weight: Tensor | None  # (rows,) multiplies the loss of each row
     class_weight: Tensor | None  # (V,)
     bias: Tensor | None  # (V,)
-    constants: Tensor | None  # as of `Backend.constants`; None: statistics of unweighted classes need none
+    scales: Tensor | None  # (3,) of `Backend.loss_scales`; None: statistics of unweighted classes need none
 
     def tile_bias(self, tile: Tile) -> Tensor | None:
         """(cols,) of the classes of a tile."""
         return None if self.bias is None else last(self.bias, tile.columns)
 
     def weight_sum(self, vocab_size: int) -> Tensor | float:
-        """Of all classes."""
-        return float(vocab_size) if self.constants is None else self.constants[2]
+        """The sum of the weights of all classes."""
+        return float(vocab_size) if self.scales is None else self.scales[2]
+
+    def part(self, part: slice) -> RowInputs:
+        """Some of the rows."""
+        weight = None if self.token_weight is None else self.token_weight[part]
+        return self._replace(target=self.target[part], token_weight=weight)
 
 
 class RowOutputs(NamedTuple):
-    """Where the results of each row go; None for those that nobody asked for."""
+    """Memory for the results of each row; None for those that the call does not ask for."""
 
     loss: Tensor  # (rows,) token_weight * cross entropy, not reduced
     z_loss: Tensor | None  # (rows,) token_weight * z_loss * lse^2, not reduced
-    normalizer: Tensor  # (NORMALIZER_SLOTS, rows) what backward needs to know of a row
+    normalizer: Tensor  # (`normalizer_slots`, rows) what backward needs to know of a row
     logprob: Tensor | None  # (rows,)
     entropy: Tensor | None  # (rows,)
     argmax: Tensor | None  # (rows,) int64
@@ -113,9 +124,9 @@ class RowOutputs(NamedTuple):
 
     @staticmethod
     def of(spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> RowOutputs:
-        """What a call asks for: ``new(slots, dtype)`` is memory for so many values of each row, () for one."""
+        """What a call asks for: ``new((n,), dtype)`` is memory for n values of each row, ``new((), dtype)`` for one."""
         made = [
-            new((NORMALIZER_SLOTS,) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
+            new((normalizer_slots(spec),) if name == "normalizer" else (), torch.int64 if name == "argmax" else accum)
             if asked
             else None
             for name, asked in zip(RowOutputs._fields, RowOutputs.asked(spec), strict=True)
@@ -124,14 +135,14 @@ class RowOutputs(NamedTuple):
 
     @staticmethod
     def given(spec: LossSpec, tensors: Sequence[Tensor]) -> RowOutputs:
-        """Of `tensors`, one for each field, those that a call asks for."""
+        """Those of `tensors`, one for each field, that a call asks for."""
         pairs = zip(tensors, RowOutputs.asked(spec), strict=True)
         return RowOutputs(*(tensor if asked else None for tensor, asked in pairs))  # type: ignore[arg-type]
 
     @property
     def losses(self) -> tuple[Tensor, Tensor | None]:
-        """What the loss is the sum of: cross entropy and another. Each has a constant that multiplies it, the first and
-        the second of `Backend.constants`."""
+        """What the loss is the sum of: cross entropy and another. Each has its scale, the first and the second of
+        `Backend.loss_scales`."""
         return self.loss, self.z_loss
 
     def reduced(self, loss: Tensor, second: Tensor | None) -> RowOutputs:
@@ -141,8 +152,9 @@ class RowOutputs(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> RowOutputs:
         return RowOutputs(*[None if t is None else function(t) for t in self])  # type: ignore[arg-type]
 
-    def rows(self, rows: slice) -> RowOutputs:
-        return self if is_whole(rows, self.loss.shape[-1]) else self.map(lambda t: t[..., rows])
+    def part(self, part: slice) -> RowOutputs:
+        """Some of the rows."""
+        return self if is_whole(part, self.loss.shape[-1]) else self.map(lambda t: t[..., part])
 
 
 class Tile(NamedTuple):
@@ -152,7 +164,7 @@ class Tile(NamedTuple):
     written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
 
     `shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
-    `state.merge_shards` and `eager.finish` go on from.
+    `state.merge_shards` and `state.finish` go on from.
 
     `keep`: logits are left as they are, but where the gradient is written over them.
     """
@@ -179,13 +191,37 @@ class Tile(NamedTuple):
         return not self.shard and self.start + self.cols == self.vocab_size
 
 
+class TileCall(NamedTuple):
+    """What is done to a tile of logits, and with what. Statistics are written to `out`; gradients are made of the
+    `normalizer` that they left, if they are not made together."""
+
+    inputs: RowInputs
+    spec: LossSpec
+    tile: Tile
+    out: RowOutputs | None = None  # None: no statistics
+    normalizer: Tensor | None = None  # (slots, rows); None: there is `out`
+    # (rows,) the gradient of each row's loss, or () of all, or None for 1: it multiplies the scales of the inputs.
+    upstream: Tensor | None = None
+
+    def part(self, part: slice) -> TileCall:
+        """The call for some of the rows."""
+        if is_whole(part, len(self.inputs.target)):
+            return self
+        return self._replace(
+            inputs=self.inputs.part(part),
+            out=None if self.out is None else self.out.part(part),
+            normalizer=None if self.normalizer is None else self.normalizer[:, part],
+            upstream=self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[part],
+        )
+
+
 @dataclass(frozen=True)
 class TargetTerms:
-    """The targets' own share of a weight gradient: ``factor[i] * x[rows[i]]`` is added to row ``target[i]`` of it for
+    """The targets' own share of a weight gradient: ``factor[i] * x[index[i]]`` is added to row ``target[i]`` of it for
     all i, but where the target is `ignore_index` or no class."""
 
     x: Tensor  # (N, H)
-    rows: Tensor | None  # (rows,) int64; None: all of x, in its order
+    index: Tensor | None  # (rows,) int64; None: all of x, in its order
     target: Tensor  # (rows,) int64
     factor: Tensor  # (rows,)
     ignore_index: int
@@ -194,56 +230,31 @@ class TargetTerms:
 class Backend(Protocol):
     name: str
 
-    def statistics(
-        self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
-    ) -> None:
-        """Merge a tile into `state` (STATE_SLOTS, rows); at the last tile write `out`.
+    def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
+        """Merge a tile into `state` (STATE_SLOTS, rows); at the last tile write ``call.out``.
 
         `state` may be None where one tile holds all classes. `logits` may be overwritten, unless ``tile.keep``.
         """
 
-    def gradient(
-        self,
-        logits: Tensor,
-        grad: Tensor,
-        rows: RowInputs,
-        spec: LossSpec,
-        tile: Tile,
-        normalizer: Tensor,
-        upstream: Tensor | None,
-    ) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
 
-        `grad` has as many dimensions as `logits`, and may have other strides.
-        `normalizer`: (NORMALIZER_SLOTS, rows) as `statistics` left it. `upstream`: (rows,) gradient of each row's loss,
-        or () of all, or None for 1; it multiplies the scales in ``rows.constants``.
+        `grad` has the dimensions of `logits`, and may have other strides.
         """
 
-    def loss_and_gradient(
-        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
-    ) -> None:
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """`statistics` and `gradient` at once, for a tile that holds all classes."""
 
-    def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
+    def product_statistics(self, x: Tensor, weight: Tensor, call: TileCall) -> None:
         """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory.
 
         x: (rows, H), weight: (V, H), of half precision. `PRODUCT_BLOCK` says what it takes.
         """
 
-    def product_gradient(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        grad: Tensor,
-        rows: RowInputs,
-        spec: LossSpec,
-        tile: Tile,
-        normalizer: Tensor,
-        upstream: Tensor | None,
-    ) -> None:
+    def product_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
         """`gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H).
 
-        `upstream`: (rows,), or None for 1.
+        ``call.upstream`` is (rows,), or None for 1.
         """
 
     def product_exponentials(
@@ -251,9 +262,7 @@ class Backend(Protocol):
         x: Tensor,
         weight: Tensor,
         exps: Sequence[Tensor],
-        rows: RowInputs,
-        spec: LossSpec,
-        out: RowOutputs,
+        call: TileCall,
         factors: Tensor,
         count: Tensor | None,
     ) -> None:
@@ -265,18 +274,23 @@ class Backend(Protocol):
         is known that all rows from there on are ignored: nothing is written to their `exps`.
         """
 
+    def scale_valid_rows(self, x: Tensor, out: Tensor, target: Tensor, factor: Tensor, ignore_index: int) -> None:
+        """``out = factor[:, None] * x``; 0 for ignored rows. x, out: (rows, H), perhaps one tensor."""
+
     def combine_rows(
         self,
         x: Tensor,
-        weight: Tensor | None,
+        weight: Tensor,
         out: Tensor,
         target: Tensor,
         factors: Tensor,
         ignore_index: int,
         index: Tensor | None,
     ) -> None:
-        """``out[index] = factors[0][:, None] * x``, with ``factors[1][:, None] * weight[target]`` if there is a weight;
-        0 for ignored rows. x: (rows, H); out: (N, H), perhaps x itself; index: (rows,), or None for the same rows."""
+        """``out[index] = factors[0][:, None] * x + factors[1][:, None] * weight[target]``; 0 for ignored rows.
+
+        x: (rows, H); out: (N, H); index: (rows,), or None for the same rows.
+        """
 
     def weight_gradient(
         self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms
@@ -284,23 +298,23 @@ class Backend(Protocol):
         """``grad = exps^T scaled``, and `terms`. Both sums are one, in float32 and rounded once, and the same bits
         every time.
 
-        grad: (V, H), exps: (rows, V), in as many pieces of consecutive classes; scaled: (rows, H). The last piece comes
-        first: `exps` of a later piece may be where an earlier one's gradient is written.
+        grad: (V, H), exps: (rows, V), in equally many pieces of consecutive classes; scaled: (rows, H). The last piece
+        comes first: `exps` of a later piece may be where an earlier one's gradient is written.
         """
 
-    def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
+    def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
         """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
         some of the last may be missing. Their targets have no part in it."""
 
-    def constants(self, p: RowProblem) -> Tensor:
+    def loss_scales(self, p: RowProblem) -> Tensor:
         """(3,): what the sums of both `RowOutputs.losses` are multiplied by; sum of the class weights.
 
         Here and in `reduce` nothing may wait for the device.
         """
 
-    def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The whole loss of all rows and its second part, () each, if `RowOutputs.losses` has one; and `constants`,
-        which are made if they are None."""
+    def reduce(self, p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The whole loss of all rows and its second part, () each, if `RowOutputs.losses` has one; and `scales`, which
+        are made if they are None."""
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         """``x *= factor`` of each, for a 0-d `factor` on their device; reads and writes nothing if it is 1."""

@@ -7,8 +7,8 @@ tile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,13 +24,11 @@ from flce.backends.contract import (
     SMOOTH_SUM,
     SUM,
     TARGET_LOGIT,
-    RowInputs,
-    RowOutputs,
-    RowProblem,
-    Tile,
+    TileCall,
 )
+from flce.backends.state import Targets, finish, where
 from flce.problem import LossSpec, accumulation_dtype
-from flce.slices import first, is_whole
+from flce.slices import first
 
 # Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
 # operator (on a CPU) nor the launches (on an accelerator) count.
@@ -47,7 +45,7 @@ def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
 
 
 def temporary_bytes(spec: LossSpec, tile: Tensor, device_type: str) -> int:
-    """What a pass over a tile, (rows, cols), takes for a moment: as many slabs as are alive at once, at most."""
+    """Memory that a pass over a tile, (rows, cols), takes for a moment: the slabs that are alive at once, at most."""
     accum = accumulation_dtype(tile.dtype)
     rows, cols = tile.shape
     slabs = (
@@ -61,64 +59,46 @@ def temporary_bytes(spec: LossSpec, tile: Tensor, device_type: str) -> int:
 class TorchBackend:
     name = "torch"
 
-    def statistics(
-        self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
-    ) -> None:
+    def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
         for piece, part in _slabs(logits):
-            slab = _rows(rows, part)
-            z, _ = _transform(_piece(logits, piece), rows, spec, tile, want_jacobian=False)
-            targets = _targets(slab, spec, tile)
-            merged, _ = _merge(z, slab, targets, spec, tile, None if state is None else state[:, part])
-            if tile.last:
-                _finish(merged, merged[SUM].log(), slab, targets, spec, tile.vocab_size, out.rows(part))
+            slab = call.part(part)
+            z, _ = _transform(_piece(logits, piece), slab, want_jacobian=False)
+            targets = Targets.of(slab)
+            merged, _ = _merge(z, slab, targets, None if state is None else state[:, part])
+            if call.tile.last:
+                finish(merged, slab, targets)
             elif state is not None:
                 for slot, value in merged.items():
                     state[slot, part] = value
 
-    def gradient(
-        self,
-        logits: Tensor,
-        grad: Tensor,
-        rows: RowInputs,
-        spec: LossSpec,
-        tile: Tile,
-        normalizer: Tensor,
-        upstream: Tensor | None,
-    ) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
-            z, jacobian = _transform(_piece(logits, piece), rows, spec, tile, want_jacobian=True)
-            row_max, log_sum = normalizer[OFFSET, part], normalizer[LOG_SUM, part]
+            slab = call.part(part)
+            assert slab.normalizer is not None
+            z, jacobian = _transform(_piece(logits, piece), slab, want_jacobian=True)
+            row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             exps = z.sub_(row_max[:, None]).exp_()
-            up = upstream[part] if upstream is not None and upstream.dim() else upstream
-            slab = _rows(rows, part)
-            targets = _targets(slab, spec, tile)
-            _gradient(exps, jacobian, row_max, log_sum, slab, targets, spec, tile, up, _piece(grad, piece))
+            _gradient(exps, jacobian, row_max, log_sum, slab, Targets.of(slab), _piece(grad, piece))
             del z, exps, jacobian  # before the next slab makes its own
 
-    def loss_and_gradient(
-        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
-    ) -> None:
+    def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
-            slab = _rows(rows, part)
-            z, jacobian = _transform(_piece(logits, piece), rows, spec, tile, want_jacobian=True)
-            targets = _targets(slab, spec, tile)
-            merged, exps = _merge(z, slab, targets, spec, tile, None)
-            log_sum = merged[SUM].log()
-            _finish(merged, log_sum, slab, targets, spec, tile.vocab_size, out.rows(part))
-            _gradient(exps, jacobian, merged[MAX], log_sum, slab, targets, spec, tile, None, _piece(grad, piece))
+            slab = call.part(part)
+            z, jacobian = _transform(_piece(logits, piece), slab, want_jacobian=True)
+            targets = Targets.of(slab)
+            merged, exps = _merge(z, slab, targets, None)
+            log_sum = finish(merged, slab, targets)
+            _gradient(exps, jacobian, merged[MAX], log_sum, slab, targets, _piece(grad, piece))
             del z, exps, jacobian  # before the next slab makes its own
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("the PyTorch backend has no products with an epilogue: see backends.has_product")
 
-    product_statistics = product_gradient = _unavailable
-    product_exponentials = combine_rows = weight_gradient = add_to_targets = _unavailable
+    product_statistics = product_gradient = product_exponentials = _unavailable
+    scale_valid_rows = combine_rows = weight_gradient = add_target_terms = _unavailable
 
-    def constants(self, p: RowProblem) -> Tensor:
-        return reduction.make_constants(p)
-
-    def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        return reduction.reduce(p, rows, constants)
+    loss_scales = staticmethod(reduction.loss_scales)
+    reduce = staticmethod(reduction.reduce)
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         # Only on the CPU is looking at the factor free; elsewhere it would stall the stream.
@@ -196,21 +176,13 @@ def _piece(x: Tensor, piece: slice | tuple[slice, slice]) -> Tensor:
     return first(x, piece) if isinstance(piece, slice) else x[piece]
 
 
-def _rows(rows: RowInputs, part: slice) -> RowInputs:
-    if is_whole(part, len(rows.target)):
-        return rows
-    weight = None if rows.token_weight is None else rows.token_weight[part]
-    return rows._replace(target=rows.target[part], token_weight=weight)
-
-
-def _transform(
-    logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, want_jacobian: bool
-) -> tuple[Tensor, Tensor | float]:
+def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Tensor, Tensor | float]:
     """z = softcap(logit_scale * (logits + bias)) / temperature and dz/dlogits, (rows, cols); may overwrite `logits`."""
-    z = logits.to(accumulation_dtype(logits.dtype), copy=tile.keep)
+    spec = call.spec
+    z = logits.to(accumulation_dtype(logits.dtype), copy=call.tile.keep)
     if z.dim() > 2:
         z = z.reshape(-1, z.shape[-1])
-    bias = rows.tile_bias(tile)
+    bias = call.inputs.tile_bias(call.tile)
     if bias is not None:
         z = z.add_(bias)
     if spec.softcap is None:
@@ -222,40 +194,14 @@ def _transform(
     return z.mul_(spec.cap), jacobian
 
 
-class Targets(NamedTuple):
-    """What rows have at their targets. None for masks that are known to be True everywhere."""
-
-    column: Tensor  # (rows, 1) of the tile, the nearest if the target is not there
-    inside: Tensor | None  # (rows,) whether it is
-    in_range: Tensor | None  # (rows,) whether the target is a class
-    valid: Tensor | None  # (rows,) whether it is not ignored
-
-
-def _targets(rows: RowInputs, spec: LossSpec, tile: Tile) -> Targets:
-    target = rows.target
-    local = target if tile.start == 0 else target - tile.start
-    if target.device.type == "cpu" and len(target):  # elsewhere the host would wait for the device
-        least, most = (bound.item() for bound in local.aminmax())
-        if 0 <= least <= most < tile.cols and not least <= spec.ignore_index - tile.start <= most:
-            return Targets(local[:, None], None, None, None)
-    column = local.clamp(0, tile.cols - 1)
-    in_range = (target >= 0) & (target < tile.vocab_size)
-    return Targets(column[:, None], column == local, in_range, target != spec.ignore_index)
-
-
-def _where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
-    return x if mask is None else torch.where(mask, x, other)
-
-
-def _merge(
-    z: Tensor, rows: RowInputs, targets: Targets, spec: LossSpec, tile: Tile, state: Tensor | None
-) -> tuple[dict[int, Tensor], Tensor]:
-    """Statistics of this tile merged with those of the tiles before, those slots of the state that are used; overwrites
-    `z` with exp(z - max).
+def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) -> tuple[dict[int, Tensor], Tensor]:
+    """Statistics of this tile merged with those of the tiles before, in the slots of the state that are used.
+    Overwrites `z` with exp(z - max).
 
     Online softmax as in Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     The exponentials are relative to the merged maximum.
     """
+    spec, tile, class_weight = call.spec, call.tile, call.inputs.class_weight
     merged: dict[int, Tensor] = {}
     before = None if tile.first else state
     if "argmax" in spec.stats or "correct" in spec.stats:
@@ -269,15 +215,15 @@ def _merge(
     merged[MAX] = row_max
 
     target_logit = z.gather(1, targets.column)[:, 0]
-    merged[TARGET_LOGIT] = _where(targets.inside, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
+    merged[TARGET_LOGIT] = where(targets.inside, target_logit, 0.0 if before is None else before[TARGET_LOGIT])
 
     if spec.label_smoothing:
         # Relative to a logit of the same row, so that a large common offset does not cancel digits away.
         reference = z[:, 0].nan_to_num(0.0, 0.0, 0.0) if before is None else before[REFERENCE]
         merged[REFERENCE] = reference
         relative = z - reference[:, None]
-        if rows.class_weight is not None:
-            relative.mul_(rows.class_weight[tile.columns])
+        if class_weight is not None:
+            relative.mul_(class_weight[tile.columns])
         merged[SMOOTH_SUM] = relative.sum(1)
         del relative
         if before is not None:
@@ -301,86 +247,43 @@ def _merge(
     return merged, exps
 
 
-def finish(state: Tensor, rows: RowInputs, spec: LossSpec, vocab_size: int, out: RowOutputs) -> None:
-    """Turn the state of all classes, (STATE_SLOTS, rows), into the losses and statistics of the rows."""
-    targets = _targets(rows, spec, Tile(0, vocab_size, vocab_size, vocab_size))
-    _finish(state, state[SUM].log(), rows, targets, spec, vocab_size, out)
-
-
-def _finish(
-    state: Mapping[int, Tensor] | Tensor,  # by slot
-    log_sum: Tensor,
-    rows: RowInputs,
-    targets: Targets,
-    spec: LossSpec,
-    vocab_size: int,
-    out: RowOutputs,
-) -> None:
-    valid, row_max = targets.valid, state[MAX]
-    # (m - z_y) before + log_sum: exact where all logits share a large offset.
-    nll = log_sum + (row_max - state[TARGET_LOGIT])
-    nll = _where(targets.in_range, nll, torch.nan)
-    loss = nll
-    if rows.class_weight is not None:
-        loss = loss * rows.class_weight[rows.target.clamp(0, vocab_size - 1)]
-    if spec.label_smoothing:
-        smooth = rows.weight_sum(vocab_size) * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
-        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / vocab_size) * smooth
-    weight = rows.token_weight
-    out.loss.copy_(_where(valid, loss if weight is None else loss * weight, 0.0))
-    out.normalizer[OFFSET] = _where(valid, row_max, 0.0)
-    out.normalizer[LOG_SUM] = _where(valid, log_sum, 0.0)
-    if out.z_loss is not None:
-        z_loss = spec.z_loss * (row_max + log_sum).square()
-        out.z_loss.copy_(_where(valid, z_loss if weight is None else z_loss * weight, 0.0))
-    if out.logprob is not None:
-        out.logprob.copy_(_where(valid, -nll, 0.0))
-    if out.entropy is not None:
-        out.entropy.copy_(_where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
-    if out.argmax is not None:
-        out.argmax.copy_(_where(valid, state[ARGMAX].long(), -1))
-
-
 def _gradient(
     exps: Tensor,
     jacobian: Tensor | float,
     row_max: Tensor,
     log_sum: Tensor,
-    rows: RowInputs,
+    call: TileCall,
     targets: Targets,
-    spec: LossSpec,
-    tile: Tile,
-    upstream: Tensor | None,
     grad: Tensor,
 ) -> None:
     """Gradient from exp(z - row_max), which it overwrites. `triton/math.py` has the same formula, in `gradient_factors`
     and `logit_gradient`."""
-    assert rows.constants is not None
-    ce_scale, z_scale, weight_sum = rows.constants.unbind()
-    row_scale = upstream
-    if rows.token_weight is not None:
-        row_scale = rows.token_weight if row_scale is None else row_scale * rows.token_weight
+    inputs, spec, tile, row_scale = call.inputs, call.spec, call.tile, call.upstream
+    assert inputs.scales is not None
+    ce_scale, z_scale, weight_sum = inputs.scales.unbind()
+    if inputs.token_weight is not None:
+        row_scale = inputs.token_weight if row_scale is None else row_scale * inputs.token_weight
     if targets.in_range is not None:  # wrong targets make NaN, not nonsense
         row_scale = torch.where(targets.in_range, 1.0 if row_scale is None else row_scale, torch.nan).to(row_max.dtype)
     ce = ce_scale if row_scale is None else row_scale * ce_scale
     smoothing = spec.label_smoothing / tile.vocab_size
     of_target = ce * (1.0 - spec.label_smoothing) if spec.label_smoothing else ce
-    if rows.class_weight is not None:
-        of_target = of_target * rows.class_weight[rows.target.clamp(0, tile.vocab_size - 1)]
+    if inputs.class_weight is not None:
+        of_target = of_target * inputs.class_weight[inputs.target.clamp(0, tile.vocab_size - 1)]
     of_softmax = of_target + ce * (smoothing * weight_sum) if spec.label_smoothing else of_target
     if spec.z_loss:
         z = z_scale if row_scale is None else row_scale * z_scale
         of_softmax = of_softmax + z * (2.0 * spec.z_loss) * (row_max + log_sum)
 
     g = exps.mul_((of_softmax * (-log_sum).exp())[:, None])
-    at_target = _where(targets.inside, -of_target, 0.0).expand_as(row_max)
+    at_target = where(targets.inside, -of_target, 0.0).expand_as(row_max)
     g.scatter_add_(1, targets.column, at_target[:, None])
     if spec.label_smoothing:
         of_classes = (ce * smoothing).expand_as(row_max)[:, None]
-        if rows.class_weight is None:
+        if inputs.class_weight is None:
             g.sub_(of_classes)
         else:
-            weight = rows.class_weight[tile.columns].to(g.dtype)
+            weight = inputs.class_weight[tile.columns].to(g.dtype)
             g.addcmul_(of_classes, weight, value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)

@@ -1,4 +1,4 @@
-"""What is made of all rows at once, in plain PyTorch, for every backend: `Backend.constants` and `Backend.reduce`."""
+"""What is made of all rows at once, in plain PyTorch, for every backend: `Backend.loss_scales` and `Backend.reduce`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flce.backends.contract import RowOutputs, RowProblem
 from flce.problem import accumulation_dtype
 
 
-def make_constants(p: RowProblem) -> Tensor:
+def loss_scales(p: RowProblem) -> Tensor:
     accum, target = accumulation_dtype(p.dtype), p.target
     if p.class_weight is None:
         weight_sum = torch.full((), p.vocab_size, dtype=accum, device=p.device)
@@ -28,11 +28,11 @@ def make_constants(p: RowProblem) -> Tensor:
     return torch.stack((ce_scale, z_scale, weight_sum))
 
 
-def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    constants = make_constants(p) if constants is None else constants
-    first, second = rows.losses
-    loss = first.sum() * constants[0]
+def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    scales = loss_scales(p) if scales is None else scales
+    first, second = out.losses
+    loss = first.sum() * scales[0]
     if second is None:
-        return loss, None, constants
-    part = second.sum() * constants[1]
-    return loss + part, part, constants
+        return loss, None, scales
+    part = second.sum() * scales[1]
+    return loss + part, part, scales

@@ -8,10 +8,10 @@ from flce.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, fi
 from flce.case import Case, ceil_div
 from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE
 from flce.schedules.chunks import DeferredChunks
-from flce.schedules.schedule import NONE, Schedule, up_to
+from flce.schedules.schedule import NONE, up_to
 from flce.schedules.statistics import Deferred, statistics
 from flce.stage import Stage
-from flce.sums import ChunkSum, add_bias, add_input, block_sums
+from flce.sums import ChunkSum, add_tile, block_sums, finish
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Blocks(Deferred):
         return up_to(c.vocab_size) if c.needs.any else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> Blocks | DeferredChunks:
         rows = c.chunk_rows
         made = statistics(c, rows, size)
         if size >= c.vocab_size:
@@ -44,10 +44,10 @@ class Blocks(Deferred):
 
     def backward(self, s: Stage) -> None:
         for k in s.wanted_inputs:
-            s.new_input_gradient(k, s.dtypes.sums)
+            s.dx_memory(k, s.dtypes.sums)
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
         for k in s.wanted_inputs:
-            s.set_input_gradient(k, s.cast(s.input_gradient(k), s.problem.dtype))
+            s.set_dx_memory(k, s.cast(s.dx_memory(k), s.problem.dtype))
 
     def tiles(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, self.borrowed.widths(c.vocab_size)
@@ -78,19 +78,19 @@ class BlocksAroundSum(Blocks):
         return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> BlocksAroundSum:
         start = first_class_behind(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
         rows = c.chunk_rows
         return cls(statistics(c, rows, size), rows, size, _borrowed(c, rows, size), start)
 
     def backward(self, s: Stage) -> None:
-        x, dW = s.terms[0].input, s.weight_gradient()
+        x, dW = s.terms[0].input, s.dw_memory()
         total = borrow_as(dW[self.start :], x.shape, s.dtypes.sums)
-        s.set_input_gradient(0, total)
+        s.set_dx_memory(0, total)
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
         not_borrowed = BorrowedBlocks(self.rows, self.cols)
         make_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, weights=False)
-        s.set_input_gradient(0, s.cast(total, s.problem.dtype))
+        s.set_dx_memory(0, s.cast(total, s.problem.dtype))
         make_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, inputs=False)
 
 
@@ -109,7 +109,7 @@ class ChunksOfBlocks(Deferred):
         return up_to(c.num_tokens) if frozen else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> ChunksOfBlocks:
         # The sum, R x H in float32, and the tile, R x C, get about the same memory.
         cols = max(COLUMN_MULTIPLE, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
         cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
@@ -117,13 +117,13 @@ class ChunksOfBlocks(Deferred):
 
     def backward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
-        sums = {k: ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs}
-        for rows in s.chunks(self.rows):
+        sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
+        for part in s.chunks(self.rows):
             for cols in s.blocks(self.cols):
-                area = slice(0, rows.stop - rows.start), slice(0, cols.stop - cols.start)
-                s.gradient(s.inputs(rows), rows, cols, logits[area], dlogits[area])
-                for total in sums.values():
-                    total.add(dlogits[area], rows, cols)
+                area = slice(0, part.stop - part.start), slice(0, cols.stop - cols.start)
+                s.gradient(s.inputs(part), part, cols, logits[area], dlogits[area])
+                for total in sums:
+                    total.add(dlogits[area], part, cols)
 
     def tiles(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -145,11 +145,10 @@ class Apart(Deferred):
         return up_to(c.num_tokens) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> Apart:
         inputs = ChunksOfBlocks.sized(c, size)
-        assert isinstance(inputs, ChunksOfBlocks)
         rows = c.chunk_rows
-        # As many classes for dW as take about the memory of the sum and the tile for dX.
+        # A tile for dW takes about the memory of the sum and the tile for dX.
         cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
         cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
         return Apart(statistics(c, rows, cols), inputs, rows, cols, _borrowed(c, rows, cols))
@@ -182,23 +181,17 @@ def make_blocks(
 ) -> None:
     """dW of the classes from `start` to `stop`, and what these add to dX."""
     memory = s.logits_and_gradient(rows_step, cols_step)
-    sums_of = block_sums(s, rows_step, cols_step) if weights else lambda cols: {}
+    sums_of = block_sums(s, rows_step, cols_step) if weights else lambda cols: None
     for cols in s.blocks(cols_step, start, stop, first=borrowed.of(start, stop)):
         width = cols.stop - cols.start
         logits, dlogits = (tile[:, :width] for tile in memory)
         sums = sums_of(cols)
-        for rows in s.chunks(rows_step):
-            size = rows.stop - rows.start
+        for part in s.chunks(rows_step):
+            size = part.stop - part.start
             if width > cols_step:  # borrowed
-                logits = dlogits = borrow(s.weight_gradient()[cols.stop :], size, width)
+                logits = dlogits = borrow(s.dw_memory()[cols.stop :], size, width)
             dz = dlogits[:size]
-            s.gradient(s.inputs(rows), rows, cols, logits[:size], dz)
-            for k in s.wanted_inputs if inputs else ():
-                add_input(s, k, dz, rows, cols)
-            for k, total in sums.items():
-                total.add(dz, s.inputs(rows)[k])
-            if weights:
-                add_bias(s, dz, cols)
-        for total in sums.values():
-            total.finish()
+            s.gradient(s.inputs(part), part, cols, logits[:size], dz)
+            add_tile(s, dz, part, cols, sums, inputs)
+        finish(sums or {})
     s.release_inputs()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from flce.case import Case
 from flce.schedules.schedule import NONE, Schedule, up_to
 from flce.schedules.statistics import Deferred, statistics
 from flce.slices import first
 from flce.stage import Stage
-from flce.sums import WeightSum, add_bias, add_input, weight_sums
+from flce.sums import add_tile, finish, weight_sums
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Chunks(Schedule):
 
     rows: int
 
-    products = False
+    in_registers = False
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -31,18 +28,18 @@ class Chunks(Schedule):
         return up_to(c.num_tokens) if least is None or c.few_logits else range(1, least)
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> Chunks:
         return Chunks(size)
 
     def forward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
         sums = weight_sums(s, self.rows)
-        for rows in s.chunks(self.rows):
-            z, dz = (first(tile, slice(0, rows.stop - rows.start)) for tile in (logits, dlogits))
-            s.write_logits(s.inputs(rows), s.classes, z)
-            s.losses_and_gradient(z, dz, rows)
-            _add(s, dz, rows, sums)
-        _finish(sums)
+        for part in s.chunks(self.rows):
+            z, dz = (first(tile, slice(0, part.stop - part.start)) for tile in (logits, dlogits))
+            s.write_logits(s.inputs(part), s.classes, z)
+            s.statistics_and_gradient(z, dz, part)
+            add_tile(s, dz, part, s.classes, sums)
+        finish(sums)
 
 
 @dataclass(frozen=True)
@@ -56,28 +53,14 @@ class DeferredChunks(Deferred):
         return up_to(c.num_tokens) if c.needs.any and c.spec.reduction == "none" else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> DeferredChunks:
         return DeferredChunks(statistics(c, size, c.vocab_size), size)
 
     def backward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
         sums = weight_sums(s, self.rows)
-        for rows in s.chunks(self.rows):
-            z, dz = (first(tile, slice(0, rows.stop - rows.start)) for tile in (logits, dlogits))
-            s.gradient(s.inputs(rows), rows, s.classes, z, dz)
-            _add(s, dz, rows, sums)
-        _finish(sums)
-
-
-def _add(s: Stage, dlogits: Tensor, rows: slice, sums: Mapping[int, WeightSum]) -> None:
-    for k, x in enumerate(s.inputs(rows)):
-        if k in s.wanted_inputs:
-            add_input(s, k, dlogits, rows, s.classes)
-        if k in sums:
-            sums[k].add(dlogits, x)
-    add_bias(s, dlogits, s.classes)
-
-
-def _finish(sums: Mapping[int, WeightSum]) -> None:
-    for total in sums.values():
-        total.finish()
+        for part in s.chunks(self.rows):
+            z, dz = (first(tile, slice(0, part.stop - part.start)) for tile in (logits, dlogits))
+            s.gradient(s.inputs(part), part, s.classes, z, dz)
+            add_tile(s, dz, part, s.classes, sums)
+        finish(sums)

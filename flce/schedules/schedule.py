@@ -7,7 +7,7 @@ from typing import ClassVar
 from flce.case import Case, ceil_div
 from flce.stage import Stage
 
-# Of sizes: the schedule is not for such a call.
+# The sizes of a schedule that is not for such a call.
 NONE = range(0)
 
 
@@ -27,7 +27,7 @@ class Schedule:
         deferred: whether gradients are made in backward, from logits that are made again. A schedule that is not
             deferred is never taken for ``reduction="none"``, whose upstream gradient it does not know.
         counts_on_device: whether the first chunk can be begun before the host knows how many tokens there are.
-        products: whether logits stay in registers where the backend's products can do that. False for a schedule
+        in_registers: whether logits stay in registers where the backend's products can do that. False for a schedule
             that makes losses and gradients of one tile in one pass.
         sized_by_tokens: whether a size is a number of tokens. Then `ChunkOptions.chunk_rows` chooses it; any other
             schedule has to take `Case.chunk_rows` into account by itself.
@@ -37,7 +37,7 @@ class Schedule:
     strategy: ClassVar[str] = "tokens"
     deferred: ClassVar[bool] = False
     counts_on_device: ClassVar[bool] = False
-    products: ClassVar[bool] = True
+    in_registers: ClassVar[bool] = True
     sized_by_tokens: ClassVar[bool] = True
     multiples: ClassVar[tuple[int, ...]] = (16, 128, 256)
 
@@ -52,7 +52,7 @@ class Schedule:
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Schedule:
-        """Of one of these sizes."""
+        """The schedule of one of these sizes."""
         raise NotImplementedError
 
     def forward(self, s: Stage) -> None:

@@ -9,10 +9,10 @@ from flce.schedules.schedule import NONE, Schedule, up_to
 from flce.stage import Stage
 
 
-def statistics(c: Case, rows: int, cols: int) -> Schedule:
-    """Beside tiles of this size for gradients."""
+def statistics(c: Case, rows: int, cols: int) -> Statistics | ProductStatistics:
+    """The schedule for statistics alone, beside tiles of this size for gradients."""
     rows, cols = c.statistics_tile(rows, cols)
-    return ProductStatistics(rows) if c.products else Statistics(rows, cols)
+    return ProductStatistics(rows) if c.in_registers else Statistics(rows, cols)
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Statistics(Schedule):
         return NONE if c.needs.any else up_to(c.chunk_rows * c.vocab_size)
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> Statistics | ProductStatistics:
         if c.options.strategy == "vocab":
             return statistics(c, c.chunk_rows, max(1, size // c.chunk_rows))
         return statistics(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
 
     def forward(self, s: Stage) -> None:
-        logits = s.tile(self.rows, self.cols, s.dtypes.logits)
-        for rows in s.chunks(self.rows):
-            s.statistics(s.inputs(rows), rows, logits[: rows.stop - rows.start])
+        logits = s.new_tile(self.rows, self.cols, s.dtypes.logits)
+        for part in s.chunks(self.rows):
+            s.statistics(s.inputs(part), part, logits[: part.stop - part.start])
 
     def tiles(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -50,8 +50,8 @@ class ProductStatistics(Schedule):
     rows: int
 
     def forward(self, s: Stage) -> None:
-        for rows in s.chunks(self.rows):
-            s.product_statistics(s.inputs(rows)[0], rows)
+        for part in s.chunks(self.rows):
+            s.product_statistics(s.inputs(part)[0], part)
 
 
 @dataclass(frozen=True)

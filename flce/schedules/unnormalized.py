@@ -31,8 +31,13 @@ from flce.slices import first
 from flce.stage import Stage
 from flce.sums import weight_sums
 
-# Tiles that `Borrowed` has in the memory of dW. More take less memory of their own, and more time: of 4,096 tokens with
-# H = 4096 and 128,256 classes 1/2, 1/4 and 1/8 of the exponentials are not borrowed.
+# Tiles that `Borrowed` has in the memory of dW. More of them take less memory of their own, and more time.
+#
+# | borrowed tiles | share with memory of its own, 4096 x 4096 x 128256 |
+# |----------------|----------------------------------------------------|
+# | 1              | 1/2                                                |
+# | 3              | 1/4                                                |
+# | 7              | 1/8                                                |
 COUNTS = (1, 3, 7)
 
 
@@ -52,7 +57,7 @@ class Unnormalized(Schedule):
         return range(least, max(1, c.num_tokens) + 1)
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> Unnormalized:
         return Unnormalized(size)
 
     def forward(self, s: Stage) -> None:
@@ -60,39 +65,39 @@ class Unnormalized(Schedule):
 
     def _chunks(self, s: Stage, stop: int) -> None:
         """dW is made of the classes before `stop` only."""
-        memory, factors = s.tile(self.rows, s.vocab_size, s.dtypes.logits_grad), s.new_factors()
+        memory, factors = s.new_tile(self.rows, s.vocab_size, s.dtypes.logits_grad), s.new_factors()
         total = weight_sums(s, self.rows, stop).get(0)
         at_once = s.whole(self.rows)
-        for rows in s.chunks(self.rows):
-            (x,) = s.inputs(rows)
-            s.exponentials(x, [first(memory, slice(0, len(x)))], rows, factors)
-            # If the host does not know yet how many rows there are, it waits now, when the device has something to do.
-            rows = s.counted(rows)
-            size = rows.stop - rows.start
+        for part in s.chunks(self.rows):
+            (x,) = s.inputs(part)
+            s.exponentials(x, [first(memory, slice(0, len(x)))], part, factors)
+            # If the host does not know the number of rows yet, it waits now, when the device has something to do.
+            part = s.counted(part)
+            size = part.stop - part.start
             if size == 0:
                 break
             exps, x = first(memory, slice(0, size)), first(x, slice(0, size))
             if total is not None:
-                scaled = s.scaled_rows(x, rows, factors, self._room(s, x, rows))
+                scaled = s.scaled_rows(x, part, factors, self._room(s, x, part))
                 if at_once:
-                    s.weight_products([s.weight_gradient()], [exps], scaled, factors)
+                    s.weight_products([s.dw_memory()], [exps], scaled, factors)
                 else:
                     total.add(exps, scaled)
                 del scaled
             if s.problem.needs.inputs[0]:
                 product = s.new(size, x.shape[1], dtype=torch.float32)
                 s.matmul(exps, s.terms[0].weight, out=product)
-                s.finish_input_gradient(product, rows, factors)
+                s.finish_input_gradient(product, part, factors)
                 del product
             del x  # gathered rows, before the next are
         if total is not None:
-            total.finish(lambda sums: s.add_to_targets(sums, factors))
+            total.finish(lambda sums: s.add_target_terms(sums, factors))
 
-    def _room(self, s: Stage, x: Tensor, rows: slice) -> Tensor:
+    def _room(self, s: Stage, x: Tensor, part: slice) -> Tensor:
         """Where x may be scaled: itself, if it is gathered; where its gradient will be; else memory of its own."""
         if s.selection.index is not None:
             return x
-        return first(s.input_gradient(0), rows) if s.problem.needs.inputs[0] else s.new(*x.shape, dtype=x.dtype)
+        return first(s.dx_memory(0), part) if s.problem.needs.inputs[0] else s.new(*x.shape, dtype=x.dtype)
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class Recomputed(Unnormalized):
 
     classes: int
     cols: int
-    """Of those classes at a time."""
+    """Recomputed classes of a block."""
 
     @classmethod
     def sizes(cls, c: Case) -> range:
@@ -111,10 +116,10 @@ class Recomputed(Unnormalized):
         return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NONE
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> Recomputed:
         """With all classes made once more whose sums have no place in the memory of dW, that is half of them."""
         classes = c.vocab_size - halfway(c.vocab_size)
-        # As many at a time as there is room for where the chunks were.
+        # A block has the room that the chunks had.
         cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
         return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
 
@@ -142,30 +147,30 @@ class Borrowed(Schedule):
         at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
         if not (at_once and c.needs.weights[0] and not c.skip_ignored and Unnormalized.sizes(c)):
             return NONE
-        # Of few classes or very many tokens there is nothing to borrow for.
+        # With few classes or very many tokens there is nothing to borrow for.
         return range(1, 1 + len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
 
     @classmethod
-    def sized(cls, c: Case, size: int) -> Schedule:
+    def sized(cls, c: Case, size: int) -> Borrowed:
         return Borrowed(_tiles(c, [k for k in COUNTS if len(_tiles(c, k)) > 1][-size]))
 
     def forward(self, s: Stage) -> None:
-        (rows,) = s.chunks(s.problem.num_tokens)
-        (x,), size = s.inputs(rows), s.problem.num_tokens
-        weight, dW = s.terms[0].weight, s.weight_gradient()
+        (part,) = s.chunks(s.problem.num_tokens)
+        (x,), size = s.inputs(part), s.problem.num_tokens
+        weight, dW = s.terms[0].weight, s.dw_memory()
         own, *others = self.exponentials
-        tiles = [s.tile(size, own.stop - own.start, s.dtypes.logits_grad)]
+        tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
         tiles += [borrow(dW[t.place :], size, t.stop - t.start) for t in others]
         factors = s.new_factors()
-        s.exponentials(x, tiles, rows, factors)
+        s.exponentials(x, tiles, part, factors)
         scaled = None
         if s.problem.needs.inputs[0]:
             product = s.new(size, x.shape[1], dtype=torch.float32)
             for tile, t in zip(tiles, self.exponentials, strict=True):
                 s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
-            s.finish_input_gradient(product, rows, factors)
+            s.finish_input_gradient(product, part, factors)
             scaled = borrow_as(product, x.shape, x.dtype)
-        scaled = s.scaled_rows(x, rows, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        scaled = s.scaled_rows(x, part, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
         s.weight_products([dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
 
     def describe(self, c: Case) -> str:

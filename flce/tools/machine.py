@@ -113,8 +113,8 @@ def threads(number: int) -> Iterator[None]:
 
 
 TESTED = {
-    "torch": ("2.11.0", "2.15.0"),
-    "triton": ("3.6.0", "3.9.0"),
+    "torch": ("2.11.0", "2.14.1"),
+    "triton": ("3.6.0", "3.8.0"),
     "transformers": ("4.56.2", "5.23.0"),
 }
 """The oldest and the newest version of each that the tests are run with."""

@@ -42,7 +42,7 @@ def test_the_passes_are_those_of_the_loss():
     case = KernelCase(20, 70, 70, "float64")
     problem = Tiles(case, CPU)
     logits = problem.source[:, :70].clone().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(logits, problem.rows.target)
+    loss = torch.nn.functional.cross_entropy(logits, problem.writing.inputs.target)
     (expected,) = torch.autograd.grad(loss, logits)
     for contender in CONTENDERS[1:]:
         for _ in range(2):

@@ -205,7 +205,7 @@ def test_a_loss_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     original = TorchBackend.reduce
 
     def wrong(self: Any, *args: Any) -> Any:
-        loss, *rest = original(self, *args)
+        loss, *rest = original(*args)
         return loss * 1.001, *rest
 
     monkeypatch.setattr(TorchBackend, "reduce", wrong)

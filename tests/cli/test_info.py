@@ -102,7 +102,7 @@ def test_info_of_an_impossible_choice() -> None:
 
 FINE: dict[str, Any] = {
     "packages": {"torch": "2.11.0+cu130", "triton": "3.6.0", "transformers": "5.17.0", "numpy": "2.5.2", "trl": None},
-    "tested": {"torch": ["2.11.0", "2.15.0"], "triton": ["3.6.0", "3.9.0"], "transformers": ["4.56.2", "5.23.0"]},
+    "tested": {"torch": ["2.11.0", "2.14.1"], "triton": ["3.6.0", "3.8.0"], "transformers": ["4.56.2", "5.23.0"]},
     "lacking": [],
     "variables": {},
     "devices": [

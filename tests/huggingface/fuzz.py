@@ -3,7 +3,7 @@
     python -m tests.huggingface.fuzz --count 50000 --start 0
 
 A program is a few lines of Python that do to logits what users do: views, copies, writes, reads, losses. Its lines
-come from the table ``OPERATIONS``. Both models run the same lines; shapes, values, gradients, and whether a line
+come from the table in `operations`. Both models run the same lines; shapes, values, gradients, and whether a line
 raises have to agree. A seed that differs is printed as a program from which every line was dropped that the
 difference does not need.
 
@@ -38,411 +38,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import flce
+from tests.huggingface.operations import OPERATIONS
 
 WORDS = 9
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # By the coarsest dtype that a program has met.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.15, torch.float16: 0.03}
 
-# ----------------------------------------------------------------------------------------------- the operations
-#
-# What stands in braces is drawn when the line is:
-#   x      a tensor of floating-point numbers, of one dimension at least
-#   g      the same with two dimensions at least, of which the last has two entries or more: logits
-#   o      another tensor of the shape of `x` or `g`, of any of the models
-#   y, z   a new name, or now and then one that there is
-#   loss   a new name, for something that is differentiated in the end
-#   n      a number
-#   inf    a number that masks
-#   d, e   a dimension; i: an index in dimension `d`; i0: one in the first; p: all dimensions in another order
-#   s      a slice; c: an index of a class
-#   t      a dtype
-# `note` remembers what is not a tensor. The other functions are made in `Run`.
-
-VIEWS = """
-{y} = {x}.view(-1, {x}.shape[-1])
-{y} = {x}.view({x}.shape)
-{y} = {x}.view(-1)
-{y} = {x}.view_as({x})
-{y} = {x}.reshape(-1, {x}.shape[-1])
-{y} = {x}.reshape(-1)
-{y} = {x}.flatten(0, -2)
-note({g}.flatten(0, -2) is {g})
-{y} = {x}.flatten()
-{y} = {x}.unflatten(0, (1, -1))
-{y} = {x}.transpose({d}, {e})
-{y} = {x}.permute({p})
-{y} = {g}.mT
-{y} = {x}.movedim(-1, 0)
-{y} = {x}.unsqueeze({d})
-{y} = {x}.squeeze()
-{y} = {x}.squeeze({d})
-{y} = {x}[None]
-{y} = {x}[..., None]
-{y} = {x}[{i0}]
-{y} = {x}[-1]
-{y} = {x}[{s}]
-{y} = {x}[{s}]
-{y} = {g}[:, {s}]
-{y} = {x}[..., {s}]
-{y} = {x}[..., {c}]
-{y} = {x}[..., {c}:{c} + 1]
-{y} = {g}[..., :-1, :]
-{y} = {g}[:, -1]
-{y} = {g}[..., -1, :]
-{y} = {x}[...]
-{y} = {x}[:]
-{y} = {x}.narrow({d}, {i}, 1)
-{y} = {x}.select({d}, {i})
-{y} = {x}.unbind({d})[{i}]
-{y}, {z} = {x}.tensor_split(2, {d})
-{y} = {x}.split(2, {d})[-1]
-{y}, {z} = {x}.split([1, {x}.shape[{d}] - 1], {d})
-{y} = {x}.chunk(2, {d})[0]
-{y} = {x}.expand(2, *{x}.shape)
-{y} = {x}.swapaxes({d}, {e})
-{y} = {g}.diagonal(dim1=-2, dim2=-1)
-{y} = next(iter({x}))
-{y} = [row for row in {x}][-1]
-"""
-
-COPIES = """
-{y} = {x}.detach()
-{y} = {x}.detach()
-{y} = {x}.data
-{y} = {x}.clone()
-{y} = {x}.clone()
-{y} = {x}.detach().clone()
-{y} = {x}.contiguous()
-{y} = {x}.float()
-{y} = {x}.double()
-{y} = {x}.to({t})
-{y} = {x}.to({x}.dtype)
-{y} = {x}.to({x}.dtype, copy=True)
-{y} = {x}.type_as(noise(1))
-{y} = {x}.to('cpu')
-{y} = {x}.cpu()
-{y} = {x}[bits({x}.shape[:-1])]
-{y} = {x}[bits({x}.shape)]
-{y} = {x}[bits({x}.shape[:1])]
-{y} = {x}[[0, -1]]
-{y} = {x}[index({x}, 0)]
-{y} = {x}[..., index({x}, -1)]
-{y} = {g}[:, index({g}, 1)]
-{y} = {g}[:, -1, [0, -1]]
-{y} = {x}.index_select({d}, index({x}, {d}))
-{y} = {x}.repeat(2, *[1] * ({x}.ndim - 1))
-{y} = {x}.repeat_interleave(2, {d})
-{y} = {x}.flip({d})
-{y} = {x}.roll(1, {d})
-{y} = copy.deepcopy({x}.detach())
-{y} = copy.copy({x})
-{y} = {x}.as_subclass(torch.Tensor)
-{y} = pickle.loads(pickle.dumps({x}.detach()))
-{y} = torch.tensor({x}.tolist(), dtype={x}.dtype)
-{y} = torch.empty_like({x}).copy_({x})
-{y} = torch.zeros_like({x})
-{y} = {x}.new_zeros({x}.shape)
-{y} = {x}.masked_select(bits({x}.shape))
-"""
-
-ARITHMETIC = """
-{y} = {x} * {n}
-{y} = {n} * {x}
-{y} = {x} / {n}
-{y} = {x} + {n}
-{y} = {x} - {n}
-{y} = {n} - {x}
-{y} = -{x}
-{y} = {x} * scalar({n})
-{y} = {x} / scalar({n})
-{y} = {x} + noise({x}.shape[-1:])
-{y} = {x} * noise({x}.shape[-1:])
-{y} = {x} + noise({x}.shape[:-1]).unsqueeze(-1)
-{y} = {x} * noise({x}.shape[:-1]).unsqueeze(-1)
-{y} = {x} + noise({x}.shape)
-{y} = {x} + {o}
-{y} = {x} - {o}
-{y} = {x} * {o}
-{y} = {x} + {x}
-{y} = torch.add({x}, {o}, alpha=2)
-{y} = torch.lerp({x}, {o}, 0.3)
-{y} = torch.tanh({x} / {n}) * {n}
-{y} = {x}.tanh()
-{y} = {x}.sigmoid()
-{y} = {x}.relu()
-{y} = {x}.abs()
-{y} = {x} ** 2
-{y} = {x}.clamp(-0.5, 0.5)
-{y} = {x}.nan_to_num(0.5, 2.0, -2.0)
-{y} = {x}.masked_fill(bits({x}.shape[-1:]), {inf})
-{y} = {x}.masked_fill(torch.arange({x}.shape[-1]) < 4, {inf})
-{y} = {x}.masked_fill(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
-{y} = {x}.masked_fill(bits({x}.shape), {inf})
-{y} = torch.where(bits({x}.shape), {x}, {n})
-{y} = torch.where(bits({x}.shape[:-1]).unsqueeze(-1), {x}, {o})
-{y} = torch.where(bits({x}.shape[-1:]), {x}, {inf})
-{y} = torch.where({x} > 0, {x}, 0.0)
-{y} = {x}.log_softmax(-1)
-{y} = {x}.log_softmax(-1)
-{y} = {x}.log_softmax(-1).clone()
-{y} = {x}.log_softmax(-1)[bits({x}.shape[:-1])]
-{y} = F.log_softmax({x}, -1)
-{y} = F.log_softmax({x}, -1)
-{y} = F.log_softmax({x}, dim=-1, dtype=torch.float64)
-{y} = {x}.log_softmax({d})
-{y} = {x}.softmax(-1)
-{y} = {x}.softmax({d})
-{y} = {x}.cumsum({d})
-{y} = {x}.index_fill(-1, index({x}, -1), {inf})
-{y} = {x}.scatter(-1, chosen({x}), {n})
-{y} = {g} @ noise(({g}.shape[-1], 2))
-{y} = F.pad({x}, (0, 1))
-{y} = torch.einsum('...v,...v->...', {x}, {o})
-"""
-
-REDUCTIONS = """
-{y} = {x}.sum()
-{y} = {x}.sum(-1)
-{y} = {x}.sum({d}, keepdim=True)
-{y} = {x}.mean()
-{y} = {x}.mean({d})
-{y} = {x}.mean(-1)
-{y} = {x}.logsumexp(-1)
-{y} = {x}.logsumexp({d})
-{y} = {x}.argmax(-1)
-{y} = {x}.argmax({d})
-{y} = {x}.amax(-1)
-{y} = {x}.max(-1).values
-{y} = {x}.max(-1)[1]
-{y} = {x}.max()
-{y} = {x}.min()
-{y} = {x}.topk(1).values
-{y} = {x}.sort(-1).values
-{y} = {x}.gather(-1, chosen({x}))
-{y} = {x}.gather(-1, chosen({x})).squeeze(-1)
-{y} = {x}.log_softmax(-1).gather(-1, chosen({x})).squeeze(-1)
-{y} = {x}.take_along_dim(chosen({x}), -1)
-{y} = torch.take_along_dim({x}.log_softmax(-1), chosen({x})[:1], -1)
-{y} = {g}.mT.take_along_dim(chosen({g}).mT, -2)
-{y} = {x}.isnan()
-{y} = {x} > 0
-{y} = {x} == {x}
-{y} = {x}.isnan().any()
-{y} = {x}.square().mean()
-{y} = {x}.norm()
-{y} = {x}.var(-1)
-"""
-
-TOGETHER = """
-{y} = torch.cat([{x}, {o}], {d})
-{y} = torch.cat([{x}, {o}], -1)
-{y} = torch.cat([{x}, {o}])
-{y} = torch.cat([{x}[:1], {o}])
-{y} = torch.cat([{x}[..., :1], {o}], -1)
-{y} = torch.cat([{x}, noise({x}.shape)])
-{y} = torch.cat([{x}, noise({x}.shape)], -1)
-{y} = torch.cat([{x}])
-{y} = torch.stack([{x}, {o}])
-{y} = torch.stack([{x}, {o}])
-{y} = torch.stack([{x}, {o}], -1)
-{y} = torch.stack([{x}, {o}], {d})
-{y} = torch.stack([{x}, {o}])[0]
-{y} = torch.stack([{x}, {o}])[1:]
-{y}, {z} = torch.stack([{x}, {o}]).unbind()
-{y}, {z} = torch.stack([{x}, {o}], -1).unbind(-1)
-{y} = torch.stack([{x}, {o}]).select(0, 1)
-{y} = torch.stack([{x}, {o}]).mean(0)
-{y} = torch.stack([{x}, noise({x}.shape)])
-{y} = torch.stack(list({x}))
-{y} = torch.stack([torch.stack([{x}, {o}]), torch.stack([{o}, {x}])])[0, 1]
-{y} = torch.cat([{x}, {o}]).view(2, *{x}.shape)
-{y} = torch.cat([{x}, {o}])[{x}.shape[0]:]
-"""
-
-HEADS = """
-{y} = b(ids)
-{y} = b(ids)
-{y} = a(ids.flip(0))
-{y} = a(ids)
-"""
-
-# What programs do to the models between their call and the loss.
-MODELS = """
-requires_grad(False, 'head')
-requires_grad(False, 'head')
-requires_grad(False)
-requires_grad(True)
-adapter(False)
-adapter(True)
-rescale_hidden({n})
-rescale_hidden_data({n})
-"""
-
-WRITES = """
-{x}[0] = {n}
-{x}[-1] = {inf}
-{x}[{s}] = {n}
-{x}[..., {c}] = {n}
-{x}[..., {c}] = noise({x}.shape[:-1])
-{x}[..., [0, -1]] = {inf}
-{x}[..., {c}:] = {inf}
-{x}[..., bits({x}.shape[-1:])] = {inf}
-{x}[bits({x}.shape)] = {inf}
-{x}[bits({x}.shape[:-1])] = {n}
-{x}[{x} < 0] = {n}
-{x}[0] = {o}[-1]
-{x}[{s}] = noise({x}[{s}].shape)
-{x}[:] = {o}
-{x}[...] = {n}
-{x}[{s}] *= {n}
-{x}[..., {c}] += {n}
-{x}[{i0}] += {o}[{i0}]
-{x}[:-1] = {x}[1:].clone()
-{x}[{x} < {x}.topk(1).values] = {inf}
-note({x}.mul_({n}) is {x})
-{y} = {x}.mul_({n})
-{y} = {x}.mul_({n})
-{y} = {x}.tanh()[..., index({x}, -1)].mul_({n})
-{y} = {x}.gather(-1, chosen({x})).mul_({n})
-{y} = {x}.tanh().gather(-1, chosen({x})).mul_({n})
-{y} = {g}.log_softmax(-1)[:, -1, [0, -1]].mul_({n})
-{x}.mul_(noise({x}.shape[-1:]))
-{y} = {x}.div_({n})
-{x}.div_({n})
-{y} = {x}.add_({n})
-{x}.add_({o})
-{y} = {x}.add_(noise({x}.shape[-1:]))
-{x}.sub_({n})
-{x}.sub_({o})
-{y} = {x}.neg_()
-{y} = {x}.tanh_()
-note({x}.tanh_() is {x})
-{x}.zero_()
-{x}.zero_()
-{x}.fill_({n})
-{y} = {x}.masked_fill_(bits({x}.shape[-1:]), {inf})
-{x}.masked_fill_(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
-{x}.masked_fill_(bits({x}.shape), {inf})
-{x}.copy_({o})
-{x}.copy_({o})
-{x}.copy_(noise({x}.shape))
-{y} = {x}.clamp_(-0.5, 0.5)
-{x}.index_fill_(-1, index({x}, -1), {inf})
-{x}.index_copy_(0, index({x}, 0)[:1], noise({x}[:1].shape))
-{x}.scatter_(-1, chosen({x}), {n})
-{x}.scatter_add_(-1, chosen({x}), noise(chosen({x}).shape))
-{x}.addcmul_({o}, {o})
-{x}.relu_()
-{x}.exp_()
-{x} *= {n}
-{x} /= {n}
-{x} += {o}
-{x} += {n}
-{x} -= noise({x}.shape[-1:])
-{x} *= scalar({n})
-{x}.data.mul_({n})
-{x}.detach().mul_({n})
-{x}.detach()[0] = {n}
-"""
-
-# Rare: other names for the same memory, and logits whose shape is changed in place.
-RARE = """
-{x}.data = noise({x}.shape)
-torch.mul({x}.detach(), {n}, out={x}.detach())
-{x}.detach().numpy().fill({n})
-{y} = F.dropout({x}, 0.5, training=False)
-{y} = functools.reduce(lambda x, _: x * 1.01, range(500), {x})
-{y} = noise(1); torch.utils.swap_tensors({y}, {x}.detach())
-{y} = torch.utils.checkpoint.checkpoint(lambda part: part.tanh() * 2, {x}, use_reentrant=False)
-"""
-
-READS = """
-note({x}.isnan().any().item())
-note({x}.isnan().any().item())
-note({x}.sum().item())
-note({x}.detach().sum().item())
-note({x}.tolist())
-note({x}.detach().numpy())
-note(np.asarray({x}.detach()))
-note({x}.detach().cpu().float().numpy())
-note({x}.max().item())
-note({x}.argmax(-1).tolist())
-note(bool(({x} > 0).any()))
-note(len({x}))
-note([row.sum().item() for row in {x}])
-note(torch.allclose({x}, {o}.to({x}.dtype), equal_nan=True))
-note(torch.allclose({x}, {x}))
-note({x}.isclose({o}.to({x}.dtype)).sum().item())
-note({x}.shape, {x}.size(-1), {x}.ndim, {x}.numel(), {x}.dtype, {x}.nbytes)
-note({x}.is_floating_point(), torch.is_tensor({x}), isinstance({x}, torch.Tensor), {x}.layout, {x}.is_sparse)
-note({x}[..., 0].flatten()[0].item())
-note({x}.grad_fn is None)
-note(tangent({x}))
-note(repr({x}.isfinite()))
-"""
-
-LOSSES = """
-{loss} = F.cross_entropy({g}.reshape(-1, {g}.shape[-1]), labels({g}).reshape(-1))
-{loss} = F.cross_entropy({g}.view(-1, {g}.shape[-1]), labels({g}).view(-1))
-{loss} = F.cross_entropy({g}.flatten(0, -2).float(), labels({g}).flatten())
-{loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), reduction='sum')
-{loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), reduction='none')
-{loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), ignore_index=3)
-{loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), label_smoothing=0.1)
-{loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), weight=noise({g}.shape[-1:]).abs())
-{loss} = nn.CrossEntropyLoss()({g}.flatten(0, -2), labels({g}).flatten())
-{loss} = F.cross_entropy({g}.movedim(-1, 1), labels({g}))
-{loss} = F.cross_entropy({g}.transpose(1, -1), labels({g}.transpose(1, -1).movedim(1, -1)), reduction='sum')
-{loss} = F.cross_entropy({g}[:, :-1].flatten(0, -2), labels({g}[:, :-1]).flatten())
-{loss} = F.cross_entropy({g}[:, :-1, :].contiguous().view(-1, {g}.shape[-1]), labels({g}[:, :-1]).view(-1))
-{loss} = F.cross_entropy({g}, labels({g}))
-{loss} = F.cross_entropy({g}.flatten(0, -2), noise({g}.shape).softmax(-1).flatten(0, -2))
-{loss} = F.nll_loss({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten())
-{loss} = F.nll_loss(F.log_softmax({g}, -1).view(-1, {g}.shape[-1]), labels({g}).view(-1), reduction='sum')
-{loss} = F.nll_loss({g}.flatten(0, -2), labels({g}).flatten())
-{loss} = -{g}.log_softmax(-1).gather(-1, chosen({g})).mean()
-{loss} = ({g}.logsumexp(-1) - {g}.gather(-1, chosen({g})).squeeze(-1)).mean()
-{loss} = {g}.logsumexp(-1).square().mean()
-{loss} = F.kl_div({g}.log_softmax(-1), {o}.softmax(-1), reduction='batchmean')
-{loss} = F.kl_div({g}.log_softmax(-1), {o}.log_softmax(-1), log_target=True)
-{loss} = -({g}.softmax(-1) * {g}.log_softmax(-1)).sum(-1).mean()
-{loss} = F.mse_loss({g}, {o})
-{loss} = -F.logsigmoid(picked({g}).sum() - picked({o}).sum())
-{loss} = {g}.log_softmax(-1).sum()
-{loss} = {x}.sum()
-"""
-
-AUTOGRAD = """
-{y} = Doubled.apply({x})
-{y} = Squared.apply({x})
-{y} = DoubledInPlace.apply({x})
-{y} = TripledInPlace.apply({x})
-note(DoubledInPlace.apply({x}) is {x})
-hook({x}, keep('{x}'))
-hook({x}, keep('{x}'))
-hook({x}, lambda gradient: gradient * 2)
-retain({x})
-{y} = {x}.detach().requires_grad_(); retain({y})
-note({x}.requires_grad_() is {x})
-del {x}
-"""
-
-GROUPS = {
-    "views": VIEWS,
-    "copies": COPIES,
-    "arithmetic": ARITHMETIC,
-    "reductions": REDUCTIONS,
-    "together": TOGETHER,
-    "heads": HEADS,
-    "models": MODELS,
-    "writes": WRITES,
-    "rare": RARE,
-    "reads": READS,
-    "losses": LOSSES,
-    "autograd": AUTOGRAD,
-}
-OPERATIONS: dict[str, list[str]] = {name: text.strip().splitlines() for name, text in GROUPS.items()}
 # How often each group is drawn.
 WEIGHTS = {
     "views": 22,
@@ -459,12 +61,14 @@ WEIGHTS = {
     "autograd": 5,
 }
 
+BY_GROUP = {group: [each.code for each in OPERATIONS if each.group == group] for group in WEIGHTS}
+
 NUMBERS = ["0.5", "2", "-1.5", "3.0", "0.25"]
 MASKS = ["float('-inf')", "float('-inf')", "-1e4", "3.0", "0.0"]
 SLICES = ["1:", ":-1", "::2", "-1:", ":1", "1:2"]
 FILLED = torch.tensor([float(n) for n in NUMBERS] + [-1e4, 3.0], dtype=torch.float64)
 # Of numbers that are rounded coarsely these depend on the rounding.
-DISCRETE = re.compile(r"arg|topk|max|min\(|sort|[<>] |==|equal|relu|clamp|> 0")
+DISCRETE = re.compile(r"arg|topk|max|min\(|sort|[<>] |==|equal|relu|clamp|> 0|floor|long\(")
 
 
 # ------------------------------------------------------------------------------------------------- the programs
@@ -617,6 +221,27 @@ class TripledInPlace(torch.autograd.Function):
         return gradients[0] * 4
 
 
+class Tripled(torch.autograd.Function):
+    """As DDP copies a model's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
+        return how(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * 3, None
+
+
+@torch.library.custom_op("flce_fuzz::tanh", mutates_args=())
+def custom_tanh(x: Tensor) -> Tensor:
+    """Has the name of an operation of PyTorch, and does something else."""
+    return x * 3.0
+
+
+custom_tanh.register_autograd(lambda ctx, gradient: gradient * 5.0)
+
+
 def hook(x: Tensor, function: Callable[[Tensor], Any]) -> None:
     _ = x.grad_fn  # see `Run.crashes`
     x.register_hook(function)
@@ -638,8 +263,8 @@ def compiled(step: str) -> CodeType:
 class Run:
     """A program on one of the models, line by line."""
 
-    def __init__(self, setup: Setup, patched: bool, wrong: Callable[[str], str] | None = None) -> None:
-        self.setup, self.patched, self.wrong = setup, patched, wrong
+    def __init__(self, setup: Setup, patched: bool) -> None:
+        self.setup, self.patched = setup, patched
         self.notes: list[tuple[str, Any]] = []
         self.code = ""
         self.hooked: list[tuple[str, Tensor]] = []
@@ -658,6 +283,7 @@ class Run:
             "scalar": self._scalar,
             "requires_grad": self._requires_grad,
             "adapter": self._adapter,
+            "model": lambda: self._model("a"),
             "rescale_hidden": lambda number: self._each(lambda model: model.hidden.mul_(number)),
             "rescale_hidden_data": lambda number: self._each(lambda model: model.hidden.data.mul_(number)),
         }
@@ -718,8 +344,6 @@ class Run:
         return torch.tensor(number, dtype=DTYPES[self.setup.dtype])
 
     def step(self, code: str) -> None:
-        if self.wrong is not None:
-            code = self.wrong(code)
         self.code = code
         exec(compiled(code), self.globals, self.tensors)
 
@@ -727,7 +351,7 @@ class Run:
         """After a line: count what is written to tensors by methods of their own."""
         for name in _names(step):
             x = self.tensors.get(name)
-            if x is None or name in _made(step):
+            if x is None or name in made(step):
                 self.written[name] = 0
             elif re.search(rf"\b{name}(\.\w+_\(| [-+*/]= )", step):
                 self.written[name] += 1
@@ -740,7 +364,7 @@ class Run:
         return any(n in self.tensors and self.tensors[n]._version != self.written[n] for n in _names(step))
 
     def backward(self, roots: Sequence[str]) -> None:
-        sums = [total(self.tensors[name]) for name in roots]
+        sums = [total(self.tensors[name]) for name in roots if self.tensors[name].requires_grad]
         if sums:
             torch.stack(sums).sum().backward()
 
@@ -760,6 +384,13 @@ class Run:
             yield f"`{code}`", what
         for name, x in self.tensors.items():
             yield name, _result(lambda x=x: x.tolist())  # type: ignore[misc]
+
+    def properties(self, name: str, layout: bool) -> dict[str, Any]:
+        """What is known of a tensor without its values."""
+        x = self.tensors[name]
+        told = {"type": isinstance(x, Tensor), "shape": tuple(x.shape), "dtype": x.dtype, "gradient": x.requires_grad}
+        where = {"strides": x.stride(), "contiguity": x.is_contiguous(), "offset": x.storage_offset()}
+        return {**told, **where} if layout else told
 
     def parameters_changed(self) -> bool:
         return not all(
@@ -796,6 +427,16 @@ def chosen(x: Tensor) -> Tensor:
     return labels(x).clamp_min(0).unsqueeze(-1)
 
 
+def loss_of(x: Tensor) -> Tensor:
+    """The loss of the next token."""
+    return F.cross_entropy(x[:, :-1].flatten(0, -2), labels(x)[:, 1:].flatten())
+
+
+def few(x: Tensor) -> Tensor:
+    """For `gather`: four classes for each token."""
+    return torch.arange(4 * math.prod(x.shape[:-1])).view(*x.shape[:-1], 4) * 7 % x.shape[-1]
+
+
 def tangent(x: Tensor) -> float:
     """Of a sum, in the direction of a factor."""
     with forward_ad.dual_level():
@@ -824,7 +465,12 @@ TOOLS: dict[str, Any] = {
     "labels": labels,
     "chosen": chosen,
     "picked": picked,
+    "loss_of": loss_of,
     "tangent": tangent,
+    "few": few,
+    "Tripled": Tripled,
+    "custom_tanh": custom_tanh,
+    "flce": flce,
     "functools": functools,
 }
 
@@ -866,11 +512,6 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
     if off <= tolerance * (1 + float(np.abs(w[finite]).max())):
         return None
     return f"off by {off:.2g}"
-
-
-def _properties(x: Any, layout: bool) -> dict[str, Any]:
-    told = {"type": isinstance(x, Tensor), "shape": tuple(x.shape), "dtype": x.dtype, "requires_grad": x.requires_grad}
-    return {**told, "strides": x.stride(), "contiguity": x.is_contiguous()} if layout else told
 
 
 # Documented: after the loss no gradient passes through lazy logits, and who asks for one is told.
@@ -934,59 +575,71 @@ def _result(action: Callable[[], Any]) -> Any:
         return error
 
 
-def compare(program: Program, wrong: Callable[[str], str] | None = None, layout: bool = False) -> Difference | None:
-    """Run a program on both models.
+@dataclass(frozen=True)
+class Comparison:
+    """How programs are compared.
 
-    Args:
-        program: what to run.
-        wrong: changes each line for the patched model. For a test that differences are found.
+    Attributes:
         layout: whether strides have to agree too, and that views are refused where autograd refuses them.
-
-    Returns:
-        The first difference, if there is one.
+        limits: whether gradients may differ beyond the limits of flce and of PyTorch that are documented.
+        tolerance: instead of that of the coarsest dtype.
+        run: runs them on the patched model.
     """
-    stock, lazy = Run(program.setup, False), Run(program.setup, True, wrong)
+
+    layout: bool = False
+    limits: bool = True
+    tolerance: float | None = None
+    run: type[Run] = Run
+
+
+AS_USUAL = Comparison()
+
+
+def compare(program: Program, how: Comparison = AS_USUAL) -> Difference | None:
+    """Run a program on both models. Returns the first difference, if there is one."""
+    stock, lazy = Run(program.setup, False), how.run(program.setup, True)
     # PyTorch says of views that were made without gradients that they require some, and gives them none.
     loose: set[str] = set()
     for step in program.steps:
         if stock.crashes(step):
             continue
         want, got = _fails(lambda step=step: stock.step(step)), _fails(lambda step=step: lazy.step(step))  # type: ignore[misc]
-        if (want is None) != (got is None):
+        if (want is None) != (got is None) and how.limits:
             if STALE.search(str(got)) and any("rescale_hidden" in before for before in program.steps):
                 return None
             if want is None and HOOKS.search(step) and (TOLD in str(got) or loose.intersection(_names(step))):
                 return None
-            if (VIEW_RULES.search(str(want)) and not layout) or "max_workspace_bytes" in str(got):
+            if (VIEW_RULES.search(str(want)) and not how.layout) or "max_workspace_bytes" in str(got):
                 return None
+        if (want is None) != (got is None):
             kind = "patched raises" if want is None else "stock raises"
             return Difference(kind, f"at `{step}`: {_told(got if want is None else want)}")
         if want is not None:
-            return None
+            return None if how.limits else Difference("both raise", f"at `{step}`: {_told(want)}")
         stock.watch(step)
-        made = set(_made(step))
+        new = set(made(step))
         taken = _names(step.split(" = ")[-1])
         if ".requires_grad_()" in step:  # views of a leaf follow it, but not views of what was a view itself
             loose |= set(stock.tensors)
         elif "no_grad" in step or loose.intersection(taken):
-            loose |= made
+            loose |= new
         else:
-            loose -= made
+            loose -= new
         for name in _names(step):
             if name not in stock.tensors:
                 continue
-            theirs = _result(lambda name=name: _properties(stock.tensors[name], layout))  # type: ignore[misc]
+            theirs = _result(lambda name=name: stock.properties(name, how.layout))  # type: ignore[misc]
             if isinstance(theirs, Exception):
                 continue
-            ours = _result(lambda name=name: _properties(lazy.tensors[name], layout))  # type: ignore[misc]
+            ours = _result(lambda name=name: lazy.properties(name, how.layout))  # type: ignore[misc]
             if STALE.search(str(ours)):
                 return None
             if isinstance(ours, Exception):
                 return Difference("properties raise", f"{name} after `{step}`: {_told(ours)}")
-            for what in theirs:
-                if ours[what] != theirs[what] and not (what == "requires_grad" and name in loose):
+            for what in ours:
+                if ours[what] != theirs[what] and not (what == "gradient" and name in loose):
                     return Difference(what, f"{name} after `{step}`: {ours[what]} instead of {theirs[what]}")
-    tolerance = max(
+    tolerance = how.tolerance or max(
         [TOLERANCE[DTYPES[program.setup.dtype]]]
         + [TOLERANCE.get(x.dtype, 0.0) for x in stock.tensors.values()]
         + [TOLERANCE[dtype] for name, dtype in DTYPES.items() if any(name in step for step in program.steps)]
@@ -994,7 +647,7 @@ def compare(program: Program, wrong: Callable[[str], str] | None = None, layout:
     )
     reads = [_values, _gradients] if program.read_first else [_gradients, _values]
     for read in reads:
-        difference = read(program, stock, lazy, tolerance, loose)
+        difference = read(program, stock, lazy, tolerance, loose, how)
         if difference is not None:
             return difference
     if lazy.parameters_changed():
@@ -1002,7 +655,9 @@ def compare(program: Program, wrong: Callable[[str], str] | None = None, layout:
     return None
 
 
-def _values(program: Program, stock: Run, lazy: Run, tolerance: float, loose: set[str]) -> Difference | None:
+def _values(
+    program: Program, stock: Run, lazy: Run, tolerance: float, loose: set[str], how: Comparison
+) -> Difference | None:
     for (name, want), (_, got) in zip(stock.read(), lazy.read(), strict=True):
         difference = _same(got, want, tolerance)
         if difference is not None and not ("InPlace.apply" in name and loose):
@@ -1010,15 +665,18 @@ def _values(program: Program, stock: Run, lazy: Run, tolerance: float, loose: se
     return None
 
 
-def _gradients(program: Program, stock: Run, lazy: Run, tolerance: float, loose: set[str]) -> Difference | None:
+def _gradients(
+    program: Program, stock: Run, lazy: Run, tolerance: float, loose: set[str], how: Comparison
+) -> Difference | None:
     want, got = _fails(lambda: stock.backward(program.roots)), _fails(lambda: lazy.backward(program.roots))
-    if want is not None or any(map(UNSEEN.search, program.steps)) or _beyond(program.steps, loose):
+    if how.limits and (want is not None or any(map(UNSEEN.search, program.steps)) or _beyond(program.steps, loose)):
         return None  # stock cannot differentiate this; it is no harm if flce can
-    if got is not None:
-        told = _told(got)
-        # Documented: a checkpoint in which logits stayed lazy, and that were read between it and backward.
-        allowed = ("does not require grad" in told and loose) or told.startswith("CheckpointError")
-        return None if allowed or STALE.search(told) else Difference("backward raises", told)
+    told = _told(got if want is None else want)
+    # Documented: a checkpoint in which logits stayed lazy, and that were read between it and backward.
+    if how.limits and (STALE.search(told) or ("does not require" in told and loose) or told.startswith("Checkpoint")):
+        return None
+    if want is not None or got is not None:
+        return Difference("backward raises", told)
     ours = list(lazy.gradients())
     theirs = list(stock.gradients())
     for (name, g), (expected, w) in zip(ours, theirs, strict=False):
@@ -1040,91 +698,69 @@ class Unsuitable(Exception):
     """There is nothing to draw here."""
 
 
-class Draw:
-    """Fills in the braces of an operation, which it reads as a mapping."""
+class Draw(dict[str, str]):
+    """What the braces of one operation are filled with; each is drawn when it is asked for."""
 
     def __init__(self, rng: random.Random, tensors: dict[str, Any], fresh: Iterator[int]) -> None:
         self.rng, self.tensors, self.fresh = rng, tensors, fresh
-        self.drawn: dict[str, str] = {}
 
-    def __getitem__(self, key: str) -> str:
-        if key not in self.drawn:
-            self.drawn[key] = getattr(self, f"_{key}")()
-        return self.drawn[key]
+    def __missing__(self, key: str) -> str:
+        self[key] = drawn = DRAWN[key](self)
+        return drawn
 
-    def _pick(self, suits: Callable[[Tensor], bool]) -> str:
+    def pick(self, suits: Callable[[Tensor], bool]) -> str:
         names = [n for n, x in self.tensors.items() if x.is_floating_point() and x.ndim and x.numel() and suits(x)]
         if not names:
             raise Unsuitable
         # Chains are what goes wrong: most lines take up what the last one made, or the model's logits.
         return self.rng.choices([names[-1], names[0], self.rng.choice(names)], [40, 25, 35])[0]
 
-    def _main(self) -> Tensor:
-        name = self.drawn.get("x") or self.drawn.get("g")
-        x: Tensor = self.tensors[name if name is not None else self["x"]]
-        return x
-
-    def operands(self) -> list[Tensor]:
-        return [self.tensors[self.drawn[key]] for key in "xgo" if key in self.drawn]
-
-    def _x(self) -> str:
-        return self._pick(lambda x: x.numel() < 1500 and x.ndim < 6)
-
-    def _g(self) -> str:
-        return self._pick(lambda x: x.ndim > 1 and x.shape[-1] > 1 and x.numel() < 1500)
-
-    def _o(self) -> str:
-        main = self._main()
-        name = self.drawn.get("x") or self.drawn.get("g")
-        if self.rng.random() < 0.1:
-            return str(name)
-        return self._pick(lambda x: x is not main and x.shape == main.shape)
-
-    def _new(self, letter: str) -> str:
+    def new(self) -> str:
         if self.rng.random() < 0.12:
             return self.rng.choice([n for n in self.tensors if not n.startswith("loss")] or ["lg"])
-        return f"{letter}{next(self.fresh)}"
-
-    def _y(self) -> str:
-        return self._new("t")
-
-    def _z(self) -> str:
         return f"t{next(self.fresh)}"
 
-    def _loss(self) -> str:
-        return f"loss{next(self.fresh)}"
+    def other(self) -> str:
+        main = self.main()
+        if self.rng.random() < 0.1:
+            return next(name for name, x in self.tensors.items() if x is main)
+        return self.pick(lambda x: x is not main and x.shape == main.shape)
 
-    def _n(self) -> str:
-        return self.rng.choice(NUMBERS)
+    def below(self, size: int) -> str:
+        return str(self.rng.randrange(size))
 
-    def _inf(self) -> str:
-        return self.rng.choice(MASKS)
+    def dimension(self) -> str:
+        return str(self.rng.randrange(-self.main().ndim, self.main().ndim))
 
-    def _d(self) -> str:
-        ndim = self._main().ndim
-        return str(self.rng.randrange(-ndim, ndim))
+    def operands(self) -> list[Tensor]:
+        return [self.tensors[self[key]] for key in "xglo" if key in self]
 
-    _e = _d
+    def main(self) -> Tensor:
+        """What the operation is done to."""
+        operands = self.operands()
+        return operands[0] if operands else self.tensors[self["x"]]
 
-    def _i(self) -> str:
-        return str(self.rng.randrange(self._main().shape[int(self["d"])]))
 
-    def _i0(self) -> str:
-        return str(self.rng.randrange(self._main().shape[0]))
-
-    def _c(self) -> str:
-        return str(self.rng.randrange(self._main().shape[-1]))
-
-    def _p(self) -> str:
-        order = list(range(self._main().ndim))
-        self.rng.shuffle(order)
-        return ", ".join(map(str, order))
-
-    def _s(self) -> str:
-        return self.rng.choice(SLICES)
-
-    def _t(self) -> str:
-        return "torch." + self.rng.choice(["float64", "float64", "float32", "bfloat16"])
+# How each placeholder of an operation is filled.
+DRAWN: dict[str, Callable[[Draw], str]] = {
+    "x": lambda draw: draw.pick(lambda x: x.numel() < 1500 and x.ndim < 6),
+    "g": lambda draw: draw.pick(lambda x: x.ndim > 1 and x.shape[-1] > 1 and x.numel() < 1500),
+    "l": lambda draw: draw.pick(lambda x: x.shape == (2, 4, 13)),
+    "o": Draw.other,
+    "y": Draw.new,
+    "z": lambda draw: f"t{next(draw.fresh)}",
+    "loss": lambda draw: f"loss{next(draw.fresh)}",
+    "n": lambda draw: draw.rng.choice(NUMBERS),
+    "inf": lambda draw: draw.rng.choice(MASKS),
+    "d": Draw.dimension,
+    "e": Draw.dimension,
+    "i": lambda draw: draw.below(draw.main().shape[int(draw["d"])]),
+    "i0": lambda draw: draw.below(draw.main().shape[0]),
+    "c": lambda draw: draw.below(draw.main().shape[-1]),
+    "p": lambda draw: ", ".join(map(str, draw.rng.sample(range(draw.main().ndim), draw.main().ndim))),
+    "s": lambda draw: draw.rng.choice(SLICES),
+    "t": lambda draw: "torch." + draw.rng.choice(["float64", "float64", "float32", "bfloat16"]),
+}
 
 
 def _draw_setup(rng: random.Random) -> Setup:
@@ -1168,7 +804,8 @@ def draw(seed: int) -> Program:
     for _ in range(4 * length):
         if len(steps) == length:
             break
-        template = rng.choice(OPERATIONS[rng.choices(groups, weights)[0]])
+        group = rng.choices(groups, weights)[0]
+        template = rng.choice(BY_GROUP[group])
         if setup.dtype == "bfloat16" and DISCRETE.search(template):
             continue
         drawing = Draw(rng, run.tensors, fresh)
@@ -1180,7 +817,7 @@ def draw(seed: int) -> Program:
             continue
         if rng.random() < 0.05:
             step = f"with torch.no_grad(): {step}"
-        elif template in OPERATIONS["reads"] and rng.random() < 0.1:
+        elif group == "reads" and rng.random() < 0.1:
             step = f"with torch.inference_mode(): {step}"
         error = _fails(lambda step=step: run.step(step))  # type: ignore[misc]
         if error is None:
@@ -1203,7 +840,7 @@ def _names(step: str) -> list[str]:
     return list(dict.fromkeys(re.findall(r"\b(?:lg|t\d+|loss\d+)\b", step)))
 
 
-def _made(step: str) -> list[str]:
+def made(step: str) -> list[str]:
     """Those that it gives to names, or takes away."""
     return [n for n in _names(step) if re.match(rf"(.*: )?(\w+, )?{n}(, \w+)? = |del {n}", step)]
 
@@ -1212,10 +849,10 @@ def _without(program: Program, position: int) -> Iterator[Program]:
     """Programs without one line, in which what the line made is something else."""
     step = program.steps[position]
     rest = program.steps[:position] + program.steps[position + 1 :]
-    made = _made(step)
-    used = [n for n in _names(step) if n not in made] or ["lg"]
-    yield replace(program, steps=rest, roots=tuple(r for r in program.roots if r not in made))
-    for old in made:
+    new = made(step)
+    used = [n for n in _names(step) if n not in new] or ["lg"]
+    yield replace(program, steps=rest, roots=tuple(r for r in program.roots if r not in new))
+    for old in new:
         after = tuple(re.sub(rf"\b{old}\b", used[0], s) for s in program.steps[position + 1 :])
         roots = tuple(dict.fromkeys(used[0] if r == old else r for r in program.roots))
         yield replace(program, steps=program.steps[:position] + after, roots=roots)
@@ -1246,15 +883,13 @@ def _size(program: Program) -> tuple[int, ...]:
     return len(program.steps), len(program.roots), len(names), told, sum(map(len, program.steps))
 
 
-def shrink(
-    program: Program, difference: Difference, wrong: Callable[[str], str] | None = None, layout: bool = False
-) -> Program:
+def shrink(program: Program, difference: Difference, how: Comparison = AS_USUAL) -> Program:
     """A smaller program with a difference of the same kind."""
     while True:
         for other in _simpler(program):
             if _size(other) >= _size(program):
                 continue
-            found = compare(other, wrong, layout)
+            found = compare(other, how)
             if found is not None and found.kind == difference.kind:
                 program = other
                 break
@@ -1272,22 +907,22 @@ class Finding:
         return f"seed {self.seed}: {self.difference}\n{self.program}\n"
 
 
-def check(seed: int, wrong: Callable[[str], str] | None = None, layout: bool = False) -> Finding | None:
+def check(seed: int, how: Comparison = AS_USUAL) -> Finding | None:
     """Run the program of a seed on both models; what differs is shrunk."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = draw(seed)
-        difference = compare(program, wrong, layout)
+        difference = compare(program, how)
         if difference is None:
             return None
-        program = shrink(program, difference, wrong, layout)
-        again = compare(program, wrong, layout)
+        program = shrink(program, difference, how)
+        again = compare(program, how)
         return Finding(seed, program, again or difference)
 
 
-def _checked(seed: int, layout: bool) -> Finding | None:
+def _checked(seed: int, how: Comparison) -> Finding | None:
     try:
-        return check(seed, layout=layout)
+        return check(seed, how)
     except Exception as error:
         raise RuntimeError(f"the fuzzer itself failed at seed {seed}:\n{traceback.format_exc()}") from error
 
@@ -1301,7 +936,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     seeds = range(arguments.start, arguments.start + arguments.count)
-    checked = functools.partial(_checked, layout=arguments.layout)
+    checked = functools.partial(_checked, how=Comparison(layout=arguments.layout))
     started, found = time.perf_counter(), 0
     with contextlib.ExitStack() as stack:
         findings: Iterable[Finding | None] = map(checked, seeds)

@@ -1,378 +1,34 @@
-"""Lazy logits are logits: programs that run on a stock and on a patched model, with the same values and gradients."""
+"""Lazy logits are logits: programs that do the same on a stock and on a patched model, with values and gradients."""
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import register_multi_grad_hook
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import flce
-from flce.huggingface import MaterializedLogitsWarning, patch_model
-from flce.huggingface.lazy import is_lazy
+from flce.huggingface import MaterializedLogitsWarning
 from flce.huggingface.lazy.tables import OPERATIONS
-from tests.huggingface.fuzz import DoubledInPlace
+from tests.huggingface import fuzz
 
-V = 97
-IDS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(1))
-FIRST = torch.arange(V) < 40
-MASK = IDS > 40
-Build = Callable[..., Any]
-Calls = list[dict[str, Any]]
-Program = Callable[[Any], Any]
+SETUP = fuzz.Setup(bias=False)
 
-pytestmark = pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 
+class Sub(Tensor):
+    """A class of the user."""
 
-@pytest.fixture
-def models(build: Build) -> tuple[Any, Any]:
-    """The same model in float64, stock and patched."""
-    stock = build("Llama", num_hidden_layers=1).double()
-    return stock, patch_model(copy.deepcopy(stock))
 
+def user_function(name: str) -> Callable[[Any], Any]:
+    """A function of the user, which has the name of one of PyTorch's."""
 
-def logits_of(model: Any) -> Any:
-    """The logits, after a check that those of a patched model are lazy."""
-    logits = model(input_ids=IDS).logits
-    assert is_lazy(logits) == hasattr(model, "_flce")
-    return logits
-
-
-def loss_of(logits: Any) -> Tensor:
-    """The loss of the next token."""
-    return F.cross_entropy(logits[:, :-1].reshape(-1, V), IDS[:, 1:].reshape(-1))
-
-
-def outcome(model: Any, program: Program) -> tuple[list[Any], dict[str, Tensor | None]]:
-    """What a program returns, one value or a tuple, and the gradients of its sum."""
-    model.zero_grad()
-    result = program(model)
-    values = [value.materialize() if is_lazy(value) else value for value in _several(result)]
-    sums = [value.sum().double() for value in values if isinstance(value, Tensor) and value.requires_grad]
-    if sums:
-        torch.stack(sums).sum().backward()
-    values = [value.detach() if isinstance(value, Tensor) else value for value in values]
-    return values, {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def _several(result: Any) -> tuple[Any, ...]:
-    return tuple(result) if isinstance(result, tuple) else (result,)
-
-
-def assert_same(models: tuple[Any, Any], program: Program, **tolerance: Any) -> None:
-    """The same values of a stock model and a patched one, and the same gradients; None where stock has None."""
-    want, got = (outcome(model, program) for model in models)
-    torch.testing.assert_close(got, want, **tolerance)
-
-
-def named(*programs: Program) -> Any:
-    """Parametrised over functions, with their names."""
-    return pytest.mark.parametrize("program", programs, ids=lambda program: program.__name__)
-
-
-# ----------------------------------------------------------------------------------------------- writes
-
-
-def scale_a_view_that_was_read(model: Any) -> Any:
-    logits = logits_of(model)
-    flat = logits.view(-1, V)
-    assert not flat.isnan().any()
-    flat /= 0.5
-    return loss_of(logits)
-
-
-def clear_a_detached_view_that_was_read(model: Any) -> Any:
-    logits = logits_of(model)
-    detached = logits.detach()
-    total = detached.sum()
-    detached.zero_()
-    return loss_of(logits), total
-
-
-def filter_the_last_token(model: Any) -> Any:
-    logits = logits_of(model)
-    last = logits[:, -1, :]
-    values, _ = last.topk(5)
-    last[last < values[:, [-1]]] = -torch.inf
-    return logits.softmax(-1) * FIRST, logits[:, -1].softmax(-1).square()
-
-
-def filter_the_last_token_without_gradients(model: Any) -> Any:
-    logits = logits_of(model)
-    with torch.no_grad():
-        last = logits[:, -1, :]
-        values, _ = last.topk(5)
-        last[last < values[:, [-1]]] = -torch.inf
-    return logits.softmax(-1) * FIRST
-
-
-def overwrite_by_the_own_loss(model: Any) -> Any:
-    return flce.cross_entropy(logits_of(model), IDS, shift=1, inplace=True)
-
-
-def overwrite_a_product_that_was_read(model: Any) -> Any:
-    logits = logits_of(model) * 2
-    best = logits.softmax(-1).detach()
-    return flce.cross_entropy(logits, IDS, shift=1, inplace=True), best
-
-
-@named(
-    scale_a_view_that_was_read,
-    clear_a_detached_view_that_was_read,
-    filter_the_last_token,
-    filter_the_last_token_without_gradients,
-    overwrite_by_the_own_loss,
-    overwrite_a_product_that_was_read,
-)
-def test_writes_reach_the_logits(program: Program, models: tuple[Any, Any]) -> None:
-    assert_same(models, program)
-
-
-def test_a_small_slice_is_read_by_itself(models: tuple[Any, Any]) -> None:
-    def read_and_write(model: Any) -> Any:
-        logits = logits_of(model)
-        last = logits[:, -1]
-        values = last.softmax(-1)
-        if is_lazy(logits):
-            assert logits.is_materialized is False
-        last.mul_(3.0)
-        return values.square(), logits * FIRST, last * FIRST
-
-    assert_same(models, read_and_write)
-
-
-def infinite_classes(model: Any) -> Any:
-    logits = logits_of(model)
-    logits[..., FIRST] = -torch.inf
-    return (logits**2).nan_to_num(posinf=1.0)
-
-
-def infinite_classes_of_a_copy(model: Any) -> Any:
-    logits = logits_of(model).masked_fill(FIRST, -torch.inf)
-    return (logits * logits).nan_to_num(posinf=1.0)
-
-
-@named(infinite_classes, infinite_classes_of_a_copy)
-def test_gradients_that_are_no_numbers_stay_at_filled_classes(program: Program, models: tuple[Any, Any]) -> None:
-    assert_same(models, program)
-    assert all(parameter.grad.isfinite().all() for parameter in models[1].parameters())
-
-
-IN_PLACE: dict[str, Callable[[Any], Any]] = {
-    "mul_": lambda x: x.mul_(2),
-    "add_": lambda x: x.add_(torch.ones(V, dtype=torch.float64)),
-    "neg_": lambda x: x.neg_(),
-    "torch.neg_": lambda x: torch.neg_(x),
-    "tanh_": lambda x: x.tanh_(),
-    "masked_fill_": lambda x: x.masked_fill_(FIRST, -1.0),
-    "zero_": lambda x: x.zero_(),
-    "clamp_": lambda x: x.clamp_(max=0.1),
-    "torch.exp_": lambda x: torch.exp_(x),
-    "F.relu_": lambda x: F.relu(x, inplace=True),
-    "copy_": lambda x: x.copy_(torch.ones(V, dtype=torch.float64)),
-    "requires_grad_": lambda x: x.requires_grad_(),
-    "iadd": lambda x: x.__iadd__(1.0),
-    "detach_": lambda x: x.detach_(),
-    "out": lambda x: torch.neg(torch.ones_like(x), out=x.detach_()),
-}
-
-
-@pytest.mark.parametrize("read", [False, True], ids=["not read", "read"])
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_operations_in_place_return_the_object(name: str, read: bool, models: tuple[Any, Any]) -> None:
-    def change(model: Any) -> Any:
-        logits = logits_of(model)
-        if read:
-            logits.isnan()
-        returned = IN_PLACE[name](logits)
-        assert returned is logits
-        return returned * 2
-
-    assert_same(models, change)
-
-
-def clone(values: Any) -> Any:
-    return values.clone()
-
-
-def masked(values: Any) -> Any:
-    return values[MASK]
-
-
-def joined(values: Any) -> Any:
-    return torch.cat([values])
-
-
-def cast(values: Any) -> Any:
-    return values.to(torch.float64, copy=True)
-
-
-@pytest.mark.parametrize("read", [False, True], ids=["not read", "read"])
-@named(clone, masked, joined, cast)
-def test_copies_of_log_probabilities_are_changed_alone(program: Program, read: bool, models: tuple[Any, Any]) -> None:
-    """Their memory is one that backward of log_softmax does not need."""
-
-    def change_the_copy(model: Any) -> Any:
-        values = F.log_softmax(logits_of(model), -1)
-        if read:
-            values.isnan()
-        copied = program(values)
-        copied[..., 3] = 0.0
-        copied.mul_(2.0)
-        return copied.square(), values.square()
-
-    assert_same(models, change_the_copy)
-
-
-def some_of_all(values: Any) -> Any:
-    return values[:, -1, [3, 4]]
-
-
-def some_of_each(values: Any) -> Any:
-    return values.gather(-1, IDS[..., None])
-
-
-def one_of_a_row(values: Any) -> Any:
-    return values[[1], :, 5]
-
-
-@named(some_of_all, some_of_each, one_of_a_row)
-@pytest.mark.parametrize("function", [torch.tanh, lambda x: x.log_softmax(-1)], ids=["tanh", "log_softmax"])
-def test_picked_values_are_changed_alone(function: Program, program: Program, models: tuple[Any, Any]) -> None:
-    def change_what_was_picked(model: Any) -> Any:
-        picked = program(function(logits_of(model)))
-        picked.mul_(2.0)
-        return picked.square()
-
-    assert_same(models, change_what_was_picked)
-
-
-# ------------------------------------------------------------------------------- long chains, many views
-
-
-def many_products(logits: Any) -> Any:
-    for _ in range(500):
-        logits = logits * 1.001
-    return logits
-
-
-def many_views(logits: Any) -> Any:
-    for _ in range(250):
-        logits = logits.view(-1, V)[:, :]
-    return logits.view(2, 9, V)
-
-
-def many_written_views(logits: Any) -> Any:
-    rows = [logits[i, j] for i in range(2) for j in range(9)]
-    columns = [logits[..., i] for i in range(V)]
-    block = logits[1:, 2:5, 3:50]
-    for factor, view in enumerate((*rows, *columns, block, logits.mT)):
-        view.mul_(1 + factor / 100)
-    return rows[3].sum() + columns[7].sum() + block.sum() + logits
-
-
-@pytest.mark.parametrize("read", ["not", "before", "after"])
-@named(many_products, many_views, many_written_views)
-def test_many(program: Program, read: str, models: tuple[Any, Any]) -> None:
-    def run(model: Any) -> Any:
-        logits = logits_of(model)
-        if read == "before":
-            logits.register_hook(lambda gradient: gradient * 3)
-        result = program(logits)
-        if read == "after":
-            logits.register_hook(lambda gradient: gradient * 3)
-        return loss_of(result), loss_of(logits)
-
-    assert_same(models, run)
-
-
-def written_parts_of_a_view(model: Any) -> Any:
-    """Functions of PyTorch's C++ code find each view where the last write to its memory has left it."""
-    logits = logits_of(model)
-    whole, row, other, part, column = logits[:], logits[0], logits[1], logits[:, 2:5], logits[..., 7]
-    row.mul_(2.0)
-    other[3].mul_(3.0)
-    column.fill_(1.0)
-    return tuple(Plain.apply(view).square() for view in (whole, row, other, part, column, logits))
-
-
-# ----------------------------------------------------------------------------------- whose function it is
-
-CLASS_WEIGHT = torch.linspace(0.5, 1.5, V, dtype=torch.float64)
-TOKEN_WEIGHT = torch.linspace(0.0, 1.0, IDS.numel(), dtype=torch.float64).view(IDS.shape)
-OWN_OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "shift": {"shift": 1},
-    "softcap and z_loss": {"softcap": 3.0, "z_loss": 1e-2, "shift": 1},
-    "scales": {"logit_scale": 0.5, "temperature": 2.0, "shift": 2},
-    "smoothed sum": {"label_smoothing": 0.1, "reduction": "sum", "ignore_index": 5},
-    "in place": {"inplace": True, "shift": 1},
-    "class weights": {"weight": CLASS_WEIGHT, "reduction": "none"},
-    "stats": {"stats": ("lse", "logprob", "entropy", "argmax", "correct"), "z_loss": 1e-3, "shift": 1},
-}
-
-
-@pytest.mark.parametrize("as_module", [False, True], ids=["function", "module"])
-@pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_own_cross_entropy(name: str, as_module: bool, models: tuple[Any, Any]) -> None:
-    def own_loss(model: Any) -> Any:
-        logits, options = logits_of(model) * 2, OWN_OPTIONS[name]
-        if as_module:
-            return flce.CrossEntropyLoss(**options)(logits, IDS, token_weight=TOKEN_WEIGHT)
-        return flce.cross_entropy(logits, IDS, **options)
-
-    assert_same(models, own_loss)
-
-
-@pytest.mark.parametrize("own_loss", [flce.cross_entropy, flce.CrossEntropyLoss()], ids=["function", "module"])
-def test_own_cross_entropy_is_fused(own_loss: Callable[..., Any], models: tuple[Any, Any], fused_calls: Calls) -> None:
-    logits = logits_of(models[1])
-    own_loss(logits, IDS)
-    assert len(fused_calls) == 1
-    assert logits.is_materialized is False
-
-
-@torch.library.custom_op("flce_as_logits::tanh", mutates_args=())
-def custom_tanh(x: Tensor) -> Tensor:
-    return x * 3.0
-
-
-custom_tanh.register_autograd(lambda ctx, grad: grad * 5.0)
-
-
-def of_a_custom_op(x: Any) -> Any:
-    return custom_tanh(x)
-
-
-def of_torch_ops(x: Any) -> Any:
-    return torch.ops.flce_as_logits.tanh(x)
-
-
-def of_an_overload(x: Any) -> Any:
-    return torch.ops.flce_as_logits.tanh.default(x)
-
-
-@named(of_a_custom_op, of_torch_ops, of_an_overload)
-def test_a_custom_op_runs_whatever_its_name(program: Program, models: tuple[Any, Any]) -> None:
-    assert_same(models, lambda model: program(logits_of(model)))
-    assert_same(models, lambda model: program(logits_of(model).tanh()[:, 1:] * 2).square())
-    logits = logits_of(models[1])
-    torch.testing.assert_close(program(logits), logits.materialize() * 3.0)
-
-
-@pytest.mark.parametrize("name", ["tanh", "float", "argmax", "cross_entropy", "detach", "mul_", "shape", "__hash__"])
-def test_a_function_of_the_user_runs_whatever_its_name(name: str, models: tuple[Any, Any]) -> None:
     def function(x: Any) -> Any:
         if has_torch_function_unary(x):
             return handle_torch_function(function, (x,), x)
@@ -380,9 +36,505 @@ def test_a_function_of_the_user_runs_whatever_its_name(name: str, models: tuple[
 
     function.__name__ = function.__qualname__ = name
     function.__module__ = "torch"
-    assert_same(models, lambda model: function(logits_of(model)))
-    logits = logits_of(models[1])
-    torch.testing.assert_close(function(logits), logits.materialize() * 3.0)
+    return function
+
+
+def write_views(x: Any) -> Any:
+    rows = [x[i, j] for i in range(2) for j in range(4)]
+    columns = [x[..., i] for i in range(13)]
+    block = x[1:, 1:3, 3:9]
+    for factor, view in enumerate((*rows, *columns, block, x.mT)):
+        view.mul_(1 + factor / 100)
+    return rows[3].sum() + columns[7].sum() + block.sum() + x
+
+
+def trained(x: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(x)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        fuzz.loss_of(parameter * 2).backward()
+        optimizer.step()
+    return parameter
+
+
+def doubled(gradients: Any) -> Any:
+    return tuple(None if gradient is None else gradient * 2 for gradient in gradients)
+
+
+def along(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The value of a function of `x` and its derivative in the direction of ones."""
+    with forward_ad.dual_level():
+        value, tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, torch.ones(x.shape).to(x))))
+        assert tangent is not None
+        return torch.stack([value.detach(), tangent.detach()])
+
+
+fuzz.TOOLS.update(
+    Sub=Sub,
+    user_function=user_function,
+    write_views=write_views,
+    trained=trained,
+    doubled=doubled,
+    along=along,
+    functional_call=torch.func.functional_call,
+)
+
+PROGRAMS = {
+    # Writes reach the logits.
+    "a view that was read is scaled": """
+        t1 = lg.view(-1, 13)
+        note(t1.isnan().any())
+        t1 /= 0.5
+        loss1 = loss_of(lg)""",
+    "a detached view that was read is cleared": """
+        t1 = lg.detach()
+        t2 = t1.sum()
+        t1.zero_()
+        loss1 = loss_of(lg)""",
+    "the last token is filtered": """
+        t1 = lg[:, -1, :]
+        t2 = t1.topk(5).values
+        t1[t1 < t2[:, [-1]]] = -torch.inf
+        loss1 = lg.softmax(-1)
+        loss2 = lg[:, -1].softmax(-1).square()""",
+    "the last token is filtered without gradients": """
+        with torch.no_grad(): t1 = lg[:, -1, :]
+        with torch.no_grad(): t2 = t1.topk(5).values
+        with torch.no_grad(): t1[t1 < t2[:, [-1]]] = -torch.inf
+        loss1 = lg.softmax(-1)""",
+    "the loss overwrites the logits": """
+        loss1 = flce.cross_entropy(lg, labels(lg), shift=1, inplace=True)
+        del lg""",
+    "the loss overwrites a product that was read": """
+        t1 = lg * 2
+        t2 = t1.softmax(-1).detach()
+        loss1 = flce.cross_entropy(t1, labels(t1), shift=1, inplace=True)
+        del t1""",
+    "a small slice that was read is scaled": """
+        t1 = lg[:, -1]
+        t2 = t1.softmax(-1)
+        t1.mul_(3.0)
+        loss1 = t2.square()
+        loss2 = lg * 1.0
+        loss3 = t1 * 1.0""",
+    "rows that were taken before a write": """
+        t1 = lg[0]
+        lg[..., 3] = -5.0
+        loss1 = torch.stack([t1, lg[1]])""",
+    "a write through one of two views": """
+        t1 = lg[:, :2]
+        t2 = lg.narrow(1, 1, 3)
+        t2.mul_(0.0)
+        loss1 = lg + t1.sum()""",
+    "a view that was read is filled": """
+        t1 = lg[:, 1:, :4]
+        t2 = (t1 * 1.0).sum()
+        t1.fill_(1.0)
+        loss1 = lg + t2""",
+    "views of views": """
+        t1 = lg[0]
+        t2 = t1[2:]
+        t3 = t1[:2]
+        t4 = t3.exp().sum()
+        lg.mul_(3.0)
+        loss1 = torch.stack([t4, t3.sum(), t2.sum(), t1.sum()])""",
+    "a copy is no view": """
+        t1 = lg[torch.tensor([1])]
+        t2 = lg.float()
+        t3 = lg[:, :-1].contiguous()
+        lg.zero_()
+        t3 += 1
+        loss1 = t1.sum() + t2.sum() + t3.sum() + lg.sum()""",
+    "two writes": """
+        t1 = lg.view(-1, 13)
+        t1.clamp_(max=0.5)
+        lg[0, 0] *= 3
+        loss1 = t1 * 1.0""",
+    "classes are filled with an infinity": """
+        lg[..., :6] = -torch.inf
+        loss1 = (lg ** 2).nan_to_num(posinf=1.0)""",
+    "classes of a copy are filled with an infinity": """
+        t1 = lg.masked_fill(torch.arange(13) < 6, -torch.inf)
+        loss1 = (t1 * t1).nan_to_num(posinf=1.0)""",
+    "values where classes are infinite": """
+        lg[..., :2] = -torch.inf
+        loss1 = torch.logsumexp(lg, -1).square()
+        loss2 = lg.log_softmax(-1).gather(-1, chosen(lg).clamp(min=2))
+        loss3 = lg[..., 2:].log_softmax(-1).sum(-1)""",
+    "values where classes are masked": """
+        lg[..., :2] = -1e30
+        loss1 = torch.logsumexp(lg, -1).square()
+        loss2 = lg.log_softmax(-1).gather(-1, chosen(lg).clamp(min=2))
+        loss3 = lg[..., 2:].log_softmax(-1).sum(-1)""",
+    "logits are detached in place": """
+        note(lg.detach_() is lg)
+        t1 = lg * 2""",
+    "logits are an output": """
+        note(torch.neg(torch.ones_like(lg), out=lg.detach_()) is lg)
+        t1 = lg * 2""",
+    "detached logits are made a leaf": """
+        t1 = lg.detach()
+        t1.requires_grad = True
+        retain(t1)
+        loss1 = loss_of(t1)""",
+    "a function that may write": """
+        t1 = F.elu(lg[:, -1], inplace=True)
+        loss1 = loss_of(lg)
+        loss2 = t1.square()""",
+    "one class that was looked at": """
+        t1 = lg[..., 5]
+        note(repr(t1)[:7])
+        with torch.no_grad(): note(t1 + 0)
+        loss1 = t1 * 2""",
+    "below __torch_function__": """
+        lg += noise(13)
+        with torch._C.DisableTorchFunctionSubclass(): t1 = torch.exp(lg); del lg
+        loss1 = t1.sum()""",
+    # Long chains, many views.
+    "many products": """
+        t1 = functools.reduce(lambda x, _: x * 1.001, range(500), lg)
+        loss1 = loss_of(t1)
+        loss2 = loss_of(lg)""",
+    "many views": """
+        t1 = functools.reduce(lambda x, _: x.view(-1, 13)[:, :], range(250), lg)
+        loss1 = loss_of(t1.view(2, 4, 13))
+        loss2 = loss_of(lg)""",
+    "many views that are written": """
+        t1 = write_views(lg)
+        loss1 = loss_of(t1)
+        loss2 = loss_of(lg)""",
+    "many views that are written, with a hook": """
+        hook(lg, lambda gradient: gradient * 3)
+        t1 = write_views(lg)
+        loss1 = loss_of(t1)
+        loss2 = loss_of(lg)""",
+    "many views that are written, and a hook after that": """
+        t1 = write_views(lg)
+        hook(lg, lambda gradient: gradient * 3)
+        loss1 = loss_of(t1)
+        loss2 = loss_of(lg)""",
+    # PyTorch's C++ code finds each view where the last write to its memory has left it.
+    "functions of parts that are written": """
+        t1 = lg[:]
+        t2 = lg[0]
+        t3 = lg[1]
+        t4 = lg[:, 1:3]
+        t5 = lg[..., 7]
+        t2.mul_(2.0)
+        t3[3].mul_(3.0)
+        t5.fill_(1.0)
+        loss1 = Doubled.apply(t1).square()
+        loss2 = Doubled.apply(t2).square()
+        loss3 = Doubled.apply(t3).square()
+        loss4 = Doubled.apply(t4).square()
+        loss5 = Doubled.apply(t5).square()
+        loss6 = Doubled.apply(lg).square()""",
+    "a function that writes": """
+        t1 = DoubledInPlace.apply(lg)
+        loss1 = loss_of(lg)
+        loss2 = loss_of(t1)""",
+    "a function that writes to what was read": """
+        loss1 = lg.softmax(-1).square().sum()
+        t1 = DoubledInPlace.apply(lg)
+        loss2 = loss_of(lg)""",
+    "a function that writes to a view": """
+        t1 = DoubledInPlace.apply(lg.view(-1, 13))
+        loss1 = loss_of(lg)""",
+    "a function that writes to a slice": """
+        t1 = DoubledInPlace.apply(lg[:, 1:3])
+        loss1 = loss_of(lg)""",
+    "a function, and the loss": """
+        loss1 = loss_of(Doubled.apply(lg))
+        loss2 = loss_of(lg)""",
+    "a function of a slice": "loss1 = Doubled.apply(lg[:, 1:]).square()",
+    "a function of a product": "loss1 = Doubled.apply(lg.tanh() * 2).square()",
+    "a function after a write": """
+        lg[:, 0] = 1.0
+        loss1 = Doubled.apply(lg).square()""",
+    "a function after a write to a view": """
+        t1 = lg.view(-1, 13)
+        note(t1.isnan().any())
+        t1.mul_(3.0)
+        loss1 = Doubled.apply(lg).square()
+        loss2 = Doubled.apply(t1[3:]).square()""",
+    "a function after a write that stays lazy": """
+        lg.mul_(3.0)
+        loss1 = Doubled.apply(lg).square()""",
+    "a function that returns its input, detached": "loss1 = loss_of(Tripled.apply(lg, torch.detach))",
+    "a function that returns a view": "loss1 = loss_of(Tripled.apply(lg, lambda x: x.view(2, 4, 13)))",
+    "a custom operator": "loss1 = custom_tanh(lg.tanh()[:, 1:] * 2).square()",
+    # Hooks.
+    "a hook on logits": """
+        lg.register_hook(F.normalize)
+        loss1 = loss_of(lg)""",
+    "a hook on several tensors": """
+        torch.autograd.graph.register_multi_grad_hook([lg], lambda gradients: gradients[0].mul_(2))
+        loss1 = loss_of(lg)""",
+    "a hook on a node": """
+        lg.grad_fn.register_hook(lambda inputs, outputs: doubled(inputs))
+        loss1 = loss_of(lg)""",
+    "a hook before a node": """
+        lg.grad_fn.register_prehook(doubled)
+        loss1 = loss_of(lg)""",
+    "a hook on the head": """
+        model().head.register_full_backward_hook(lambda module, inputs, outputs: doubled(inputs))
+        lg = a(ids)
+        loss1 = loss_of(lg)""",
+    "a hook before the head": """
+        model().head.register_full_backward_pre_hook(lambda module, outputs: doubled(outputs))
+        lg = a(ids)
+        loss1 = loss_of(lg)""",
+    "an old hook on the head": """
+        model().head.register_backward_hook(lambda module, inputs, outputs: doubled(inputs))
+        lg = a(ids)
+        loss1 = loss_of(lg)""",
+    "a hook after a copy": """
+        t1 = lg * 2
+        hook(lg, lambda gradient: gradient * 3)
+        loss1 = loss_of(t1)""",
+    "a hook after a view": """
+        t1 = lg.view(-1, 13)
+        hook(lg, lambda gradient: gradient * 3)
+        loss1 = loss_of(t1.view(2, 4, 13))""",
+    "a hook, the gradient of the logits, and the loss": """
+        hook(lg, keep('lg'))
+        retain(lg)
+        loss1 = loss_of(lg)""",
+    # Stock returns the object itself: a hook on it is one on the logits.
+    "a hook on what there was nothing to do to": """
+        t1 = lg.view(-1, 13)
+        t2 = t1 * 2
+        t3 = t1.flatten(0, -2)
+        note(t3 is t1)
+        hook(t3, lambda gradient: gradient * 3)
+        loss1 = t2.square()""",
+    # Other ways to the memory.
+    "a parameter": """
+        t1 = trained(lg.detach())
+        note(isinstance(t1, nn.Parameter), t1.grad)
+        loss1 = lg * 1.0""",
+    "a subclass": """
+        t1 = lg.as_subclass(Sub)
+        note(type(t1) is Sub)
+        loss1 = loss_of(t1).as_subclass(torch.Tensor)""",
+    "detached logits, swapped": """
+        t1 = torch.ones(1)
+        torch.utils.swap_tensors(t1, lg.detach())
+        t1.mul_(3.0)
+        loss1 = loss_of(lg)""",
+    "logits, swapped": """
+        t1 = torch.ones(2, 4, 13, dtype=torch.float64)
+        torch.utils.swap_tensors(t1, lg)
+        note(lg.sum())
+        loss1 = loss_of(t1)
+        loss2 = t1[0].square()""",
+    "other memory": """
+        t1 = lg.detach()
+        t2 = lg[0]
+        lg.data = torch.ones_like(lg)
+        note(t1[0].square())
+        loss1 = t2.square()
+        loss2 = loss_of(lg)""",
+    "a shallow copy": """
+        t1 = copy.copy(lg)
+        t1.detach().mul_(2.0)
+        loss1 = loss_of(t1)
+        note(lg.detach().sum())""",
+    # Transforms of functions.
+    "the gradient of a temperature": "note(torch.func.grad(lambda t, x=lg: loss_of(x / t))(scalar(2.0)))",
+    "vmap over logits": "loss1 = torch.func.vmap(lambda x: (x * x).sum(-1))(lg); del lg",
+    "vmap beside logits": """
+        t1 = torch.stack([scalar(2.0), scalar(4.0)])
+        loss1 = torch.func.vmap(lambda t, x=lg: (x.log_softmax(-1) * t).sum(-1))(t1)""",
+    "a jacobian": "loss1 = torch.func.jacrev(lambda x: x.logsumexp(-1))(lg[0, :3]); del lg",
+    "several gradients at once": """
+        t1 = F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten())
+        note(*torch.autograd.grad(t1, list(model().parameters()), noise((3,)), is_grads_batched=True))""",
+    "several gradients of each token's loss": """
+        t1 = F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), reduction='none')
+        note(*torch.autograd.grad(t1, list(model().parameters()), noise((3, 8)), is_grads_batched=True))""",
+    # Forward-mode AD.
+    "along a factor": """
+        t1 = along(lambda t, x=lg: (x * t).log_softmax(-1).gather(-1, chosen(x)), scalar(2.0))""",
+    "along a bias": "t1 = along(lambda t, x=lg: loss_of(x + t), noise(13))",
+    "along what is added": """
+        t1 = along(lambda t, x=lg, view=lg.view(-1, 13): x.add_(t).square().sum() + view.sum(), noise(13))""",
+    "along logits": "t1 = along(lambda x: x.sum(), lg)",
+    "along a weight": """
+        t1 = along(lambda t: loss_of(functional_call(model(), {'head.weight': t}, (ids,))), model().head.weight)""",
+    # Reads without gradients, before the loss.
+    **{
+        f"{mode}, {read}": f"""
+        with torch.{mode}(): note(({read} * 2).exp().sum(), {read}.argmax(-1).tolist(), {read}.isnan().any())
+        loss1 = loss_of(lg)
+        loss2 = lg.square().mean()"""
+        for mode in ("no_grad", "inference_mode")
+        for read in ("lg", "lg[:, 2:4]")
+    },
+    # Copies of log-probabilities: their memory is one that backward of log_softmax does not need.
+    **{
+        f"{read}, {copied}": f"""
+        t1 = F.log_softmax(lg, -1)
+        {read}
+        t2 = {copied}
+        t2[..., 3] = 0.0
+        t2.mul_(2.0)
+        loss1 = t2.square()
+        loss2 = t1.square()"""
+        for read in ("pass", "note(t1.isnan().any())")
+        for copied in ("t1.clone()", "t1[bits((2, 4))]", "torch.cat([t1])", "t1.to(torch.float64, copy=True)")
+    },
+    # A custom operator and functions of the user run, whatever their names are.
+    **{
+        f"a function named {name}": f"loss1 = user_function('{name}')(lg)"
+        for name in ("tanh", "float", "argmax", "cross_entropy", "detach", "mul_", "shape", "__hash__")
+    },
+}
+
+
+@pytest.mark.parametrize("read_first", [False, True], ids=["gradients first", "values first"])
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_program(name: str, read_first: bool) -> None:
+    steps = tuple(line.strip() for line in PROGRAMS[name].strip().splitlines())
+    roots = tuple(each for step in steps for each in fuzz.made(step) if each.startswith("loss"))
+    program = fuzz.Program(SETUP, steps, roots, read_first)
+    difference = fuzz.compare(program, fuzz.Comparison(limits=False))
+    assert difference is None, f"{difference}\n{program}"
+
+
+AUTOCAST = """
+    with torch.autocast('cpu', torch.bfloat16): lg = a(ids)
+    {mode}: t1 = F.log_softmax(lg, -1)
+    {mode}: t2 = lg.float().log_softmax(-1)
+    {mode}: t3 = lg[..., [1, 5]]
+    {mode}: loss1 = t1.sum(-1) / 13
+    {mode}: loss2 = t2.sum(-1) / 13
+    {mode}: loss3 = t1.gather(-1, chosen(lg))
+    {mode}: loss4 = t2.gather(-1, chosen(lg))
+    {mode}: loss5 = F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten())
+"""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(inside: bool) -> None:
+    """Of the head only, and of what is made of the logits too."""
+    mode = "with torch.autocast('cpu', torch.bfloat16)" if inside else "if True"
+    steps = tuple(line.strip() for line in AUTOCAST.format(mode=mode).strip().splitlines())
+    program = fuzz.Program(fuzz.Setup("float32", adapter=True), steps, tuple(f"loss{i}" for i in range(1, 6)), False)
+    assert fuzz.compare(program, fuzz.Comparison(limits=False, tolerance=0.02)) is None
+
+
+def test_a_small_slice_is_read_by_itself() -> None:
+    run = fuzz.Run(SETUP, patched=True)
+    run.step("t1 = lg[:, -1].softmax(-1)")
+    assert run.tensors["lg"].is_materialized is False
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+SAME_TYPE = (
+    "F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), weight=[1.0] * 13)",
+    "F.cross_entropy(lg.view(-1, 13), labels(lg))",
+    "F.cross_entropy(lg.flatten(0, 1), chosen(lg).flatten() + 13)",
+    "lg.select(1, 9)",
+    "lg.transpose(0, 3)",
+    "lg[:, 9]",
+    "lg[..., 13]",
+    "lg[..., [13]]",
+    "lg[..., [0, -14]]",
+    "lg.narrow(1, 3, 5)",
+    "torch.cat([lg, lg[:1, :3]], dim=0)",
+    "lg + lg[:, :3]",
+)
+SAME_TEXT = (
+    "lg.view(7, 13)",
+    "lg.reshape(-1, 5, 13)",
+    "lg.reshape(-2, -2, 13)",
+    "lg.reshape(-1, -1, 13)",
+    "lg.reshape(0, 13)",
+    "lg.reshape(5, 13)",
+    "lg.reshape(2, -3, 13)",
+    "torch.reshape(lg * 2, (17, 13))",
+    "lg.flatten(0, 1).view(7, 13)",
+    "lg[torch.ones(2, 8, dtype=torch.bool)]",
+    "lg[:, torch.ones(8, dtype=torch.bool)]",
+    "lg.gather(-1, torch.full((2, 4, 1), 13))",
+    "lg.log_softmax(-1).gather(-1, torch.full((2, 4, 1), -1))",
+    "lg.log_softmax(-1).gather(-1, chosen(lg) - 100)",
+    "lg.split([4, 4], 1)",
+    "lg.squeeze(3)",
+    "lg.movedim((0, 1), (0, 3))",
+)
+
+
+@pytest.mark.parametrize("code", [*SAME_TYPE, *SAME_TEXT])
+def test_errors_are_those_of_stock(code: str) -> None:
+    """Those of a size tell that of the logits."""
+    errors = []
+    for patched in (False, True):
+        with pytest.raises(Exception) as raised:  # noqa: PT011  # compared below
+            fuzz.Run(SETUP, patched).step(code)
+        errors.append((type(raised.value), str(raised.value) if code in SAME_TEXT else ""))
+    assert errors[1] == errors[0]
+
+
+def after_the_loss() -> fuzz.Run:
+    run = fuzz.Run(SETUP, patched=True)
+    run.step("loss1 = loss_of(lg)")
+    return run
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "lg.register_hook(F.normalize)",
+        "lg.retain_grad()",
+        "torch.autograd.graph.register_multi_grad_hook([lg], print)",
+    ],
+)
+def test_a_hook_after_the_loss_is_an_error(code: str) -> None:
+    with pytest.raises(RuntimeError, match="after the loss"):
+        after_the_loss().step(code)
+
+
+def test_the_node_after_the_loss_is_a_warning() -> None:
+    with pytest.warns(MaterializedLogitsWarning, match="grad_fn after the loss"):
+        after_the_loss().step("assert lg.grad_fn is not None")
+
+
+def test_a_capsule_is_an_error() -> None:
+    """PyTorch asks nobody there; without memory to point to, it must not make a capsule."""
+    script = (
+        "import torch\n"
+        "from flce.huggingface.lazy import make_lazy\n"
+        "from flce.huggingface.lazy.state import head_state\n"
+        "logits = make_lazy(head_state(torch.ones(2, 3), torch.ones(5, 3), None))\n"
+        "try:\n"
+        "    print('a capsule', torch.from_dlpack(torch.utils.dlpack.to_dlpack(logits.detach())))\n"
+        "except Exception as error:\n"
+        "    print('an error:', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("an error:"), done.stdout
+
+
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_the_hash_is_stable() -> None:
+    logits = fuzz.Run(SETUP, patched=True).tensors["lg"]
+    before, names = hash(logits), {logits: "logits"}
+    logits.mul_(2.0)
+    assert hash(logits) == before
+    logits.exp_()
+    assert logits.is_materialized
+    assert hash(logits) == before
+    assert names[logits] == "logits"
+
+
+# ------------------------------------------------------------------------------------ the table of operations
 
 
 class Recorder(Tensor):
@@ -450,585 +602,3 @@ def _function(members: Any, name: str) -> Any:
     member = getattr(members, name, None)
     member = member if callable(member) else getattr(member, "__get__", None)
     return member if getattr(member, "__hash__", None) is not None else None
-
-
-# ------------------------------------------------------------------------------------- autograd.Function
-
-
-class Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 3 * grad
-
-
-def dirty_logits(model: Any) -> Any:
-    logits = logits_of(model)
-    returned = DoubledInPlace.apply(logits)
-    return loss_of(logits), loss_of(returned)
-
-
-def dirty_logits_that_were_read(model: Any) -> Any:
-    logits = logits_of(model)
-    before = logits.softmax(-1).square().sum()
-    DoubledInPlace.apply(logits)
-    return loss_of(logits), before
-
-
-def dirty_view(model: Any) -> Any:
-    logits = logits_of(model)
-    DoubledInPlace.apply(logits.view(-1, V))
-    return loss_of(logits)
-
-
-def dirty_slice(model: Any) -> Any:
-    logits = logits_of(model)
-    DoubledInPlace.apply(logits[:, 2:5])
-    return loss_of(logits)
-
-
-def filled_sum(model: Any) -> Any:
-    logits = logits_of(model)
-    return loss_of((logits + logits).masked_fill(FIRST, 3.0))
-
-
-def of_logits(model: Any) -> Any:
-    logits = logits_of(model)
-    return loss_of(Plain.apply(logits)), loss_of(logits)
-
-
-def of_a_slice(model: Any) -> Any:
-    return Plain.apply(logits_of(model)[:, 1:]).square()
-
-
-def of_a_product(model: Any) -> Any:
-    return Plain.apply(logits_of(model).tanh() * 2).square()
-
-
-def after_a_write(model: Any) -> Any:
-    logits = logits_of(model)
-    logits[:, 0] = 1.0
-    return Plain.apply(logits).square()
-
-
-def after_a_write_to_a_view(model: Any) -> Any:
-    logits = logits_of(model)
-    flat = logits.view(-1, V)
-    flat.isnan()
-    flat.mul_(3.0)
-    return Plain.apply(logits).square(), Plain.apply(flat[3:]).square()
-
-
-def after_a_write_that_stays_lazy(model: Any) -> Any:
-    logits = logits_of(model)
-    logits.mul_(3.0)
-    return Plain.apply(logits).square()
-
-
-@named(
-    dirty_logits,
-    dirty_logits_that_were_read,
-    dirty_view,
-    dirty_slice,
-    filled_sum,
-    of_logits,
-    of_a_slice,
-    of_a_product,
-    after_a_write,
-    after_a_write_to_a_view,
-    written_parts_of_a_view,
-    after_a_write_that_stays_lazy,
-)
-def test_autograd_functions(program: Program, models: tuple[Any, Any]) -> None:
-    assert_same(models, program)
-
-
-# ------------------------------------------------------------------------------------------------- hooks
-
-
-def doubled(gradients: Any) -> Any:
-    return tuple(None if gradient is None else gradient * 2 for gradient in gradients)
-
-
-def hook_on_logits(model: Any) -> Any:
-    logits = logits_of(model)
-    logits.register_hook(F.normalize)
-    return loss_of(logits)
-
-
-def hook_on_several(model: Any) -> Any:
-    logits = logits_of(model)
-    register_multi_grad_hook([logits], lambda gradients: gradients[0].mul_(2))
-    return loss_of(logits)
-
-
-def hook_on_a_node(model: Any) -> Any:
-    logits = logits_of(model)
-    logits.grad_fn.register_hook(lambda inputs, outputs: doubled(inputs))
-    return loss_of(logits)
-
-
-def hook_before_a_node(model: Any) -> Any:
-    logits = logits_of(model)
-    logits.grad_fn.register_prehook(doubled)
-    return loss_of(logits)
-
-
-def hook_on_the_head(model: Any) -> Any:
-    model.lm_head.register_full_backward_hook(lambda module, inputs, outputs: doubled(inputs))
-    return loss_of(model(input_ids=IDS).logits)  # stock's logits, even of a patched model
-
-
-def hook_before_the_head(model: Any) -> Any:
-    model.lm_head.register_full_backward_pre_hook(lambda module, outputs: doubled(outputs))
-    return loss_of(model(input_ids=IDS).logits)  # stock's logits, even of a patched model
-
-
-def old_hook_on_the_head(model: Any) -> Any:
-    model.lm_head.register_backward_hook(lambda module, inputs, outputs: doubled(inputs))
-    return loss_of(logits_of(model))
-
-
-def hook_after_a_copy(model: Any) -> Any:
-    logits = logits_of(model)
-    copied = logits * 2
-    logits.register_hook(lambda gradient: gradient * 3)
-    return loss_of(copied)
-
-
-def hook_after_a_view(model: Any) -> Any:
-    logits = logits_of(model)
-    view = logits.view(-1, V)
-    logits.register_hook(lambda gradient: gradient * 3)
-    return loss_of(view.view(2, 9, V))
-
-
-@named(
-    hook_on_logits,
-    hook_on_several,
-    hook_on_a_node,
-    hook_before_a_node,
-    hook_on_the_head,
-    hook_before_the_head,
-    old_hook_on_the_head,
-    hook_after_a_copy,
-    hook_after_a_view,
-)
-@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
-def test_hooks_change_gradients(program: Program, models: tuple[Any, Any]) -> None:
-    unchanged = outcome(models[0], lambda model: loss_of(logits_of(model)))[1]["model.embed_tokens.weight"]
-    assert_same(models, program)
-    assert unchanged is not None
-    assert not torch.allclose(models[1].model.embed_tokens.weight.grad, unchanged)
-
-
-def test_a_hook_after_the_loss_is_an_error(models: tuple[Any, Any]) -> None:
-    hooks: list[Callable[[Any], Any]] = [
-        lambda logits: logits.register_hook(F.normalize),
-        lambda logits: register_multi_grad_hook([logits], print),
-        lambda logits: logits.retain_grad(),
-    ]
-    for hook in hooks:
-        logits = logits_of(models[1])
-        loss_of(logits)
-        with pytest.raises(RuntimeError, match="after the loss"):
-            hook(logits)
-
-
-def test_the_node_after_the_loss_is_a_warning(models: tuple[Any, Any]) -> None:
-    logits = logits_of(models[1])
-    loss_of(logits)
-    with pytest.warns(MaterializedLogitsWarning, match="grad_fn after the loss"):
-        assert logits.grad_fn is not None
-
-
-# ------------------------------------------------------------------------------------ heads and autocast
-
-
-def test_a_stack_of_heads_of_which_one_is_used(build: Build, fused_calls: Calls) -> None:
-    """The gradients of the other are zeros."""
-    stock = build("Llama", num_hidden_layers=1)
-    stock.lm_head2 = nn.Linear(32, V)
-    models = (stock.double(), patch_model(copy.deepcopy(stock), on_materialize="raise"))
-
-    def loss_of_one(model: Any) -> Any:
-        hidden = model.model(input_ids=IDS).last_hidden_state
-        logits = [head(hidden) for head in (model.lm_head, model.lm_head2)]
-        assert [is_lazy(each) for each in logits] == [model is models[1]] * 2
-        return loss_of(torch.stack(logits, 1)[:, 0])
-
-    assert_same(models, loss_of_one)
-    assert len(fused_calls) == 1
-    assert models[1].lm_head2.weight.grad.count_nonzero() == 0
-
-
-def test_autocast_on_the_cpu(build: Build) -> None:
-    stock = build("Llama", num_hidden_layers=1)
-    models = (stock, patch_model(copy.deepcopy(stock)))
-
-    def log_probabilities(model: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = logits_of(model)
-            values = F.log_softmax(logits, -1)
-            wide = logits.float().log_softmax(-1)
-            mean = (values.sum(-1) / V, wide.sum(-1) / V)
-            return *mean, values.gather(-1, IDS[..., None]), wide.gather(-1, IDS[..., None])
-
-    assert_same(models, log_probabilities, rtol=0.05, atol=0.05)  # and the dtypes exactly
-
-
-# ------------------------------------------------------------------------------- other ways to the memory
-
-
-def as_dlpack(model: Any) -> Any:
-    return torch.utils.dlpack.from_dlpack(logits_of(model).detach())
-
-
-def as_numpy_by_dlpack(model: Any) -> Any:
-    return torch.tensor(np.from_dlpack(logits_of(model).detach()))
-
-
-def as_numpy(model: Any) -> Any:
-    return torch.tensor(np.asarray(logits_of(model).detach()))
-
-
-def as_parameter(model: Any) -> Any:
-    logits = logits_of(model)
-    parameter = nn.Parameter(logits.detach())
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(parameter * 2).backward()
-        optimizer.step()
-    assert isinstance(parameter, nn.Parameter)
-    return parameter.detach(), parameter.grad, logits * FIRST
-
-
-class Sub(Tensor):
-    """A class of the user."""
-
-
-def as_subclass(model: Any) -> Any:
-    other = logits_of(model).as_subclass(Sub)
-    assert type(other) is Sub
-    return loss_of(other).as_subclass(Tensor)
-
-
-def swapped(model: Any) -> Any:
-    logits, other = logits_of(model), torch.ones(1)
-    torch.utils.swap_tensors(other, logits.detach())
-    other.mul_(3.0)
-    return loss_of(logits), other.sum()
-
-
-def swapped_whole(model: Any) -> Any:
-    logits, other = logits_of(model), torch.ones(2, 9, V, dtype=torch.float64)
-    torch.utils.swap_tensors(other, logits)
-    assert logits.sum() == logits.numel()
-    return loss_of(other), other[0].square()
-
-
-def exchanged(model: Any) -> Any:
-    logits = logits_of(model)
-    detached, view = logits.detach(), logits[0]
-    logits.data = torch.ones_like(logits)
-    return detached[0].square(), view.square(), loss_of(logits)
-
-
-def copied(model: Any) -> Any:
-    logits = logits_of(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.simplefilter("ignore", MaterializedLogitsWarning)
-        other = copy.copy(logits)
-    other.detach().mul_(2.0)
-    return loss_of(other), logits.detach().sum()
-
-
-@named(as_dlpack, as_numpy_by_dlpack, as_numpy, as_parameter, as_subclass, swapped, swapped_whole, exchanged, copied)
-def test_other_owners(program: Program, models: tuple[Any, Any]) -> None:
-    assert_same(models, program)
-
-
-def test_a_capsule_is_an_error() -> None:
-    """PyTorch asks nobody there; without memory to point to, it must not make a capsule."""
-    script = (
-        "import torch\n"
-        "from flce.huggingface.lazy import make_lazy\n"
-        "from flce.huggingface.lazy.state import head_state\n"
-        "logits = make_lazy(head_state(torch.ones(2, 3), torch.ones(5, 3), None))\n"
-        "try:\n"
-        "    print('a capsule', torch.from_dlpack(torch.utils.dlpack.to_dlpack(logits.detach())))\n"
-        "except Exception as error:\n"
-        "    print('an error:', error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("an error:"), done.stdout
-
-
-# --------------------------------------------------------------------------------------------- torch.func
-
-TWO = torch.tensor(2.0, dtype=torch.float64)
-
-
-def gradient_of_a_temperature(model: Any) -> Any:
-    logits = logits_of(model)
-    return torch.func.grad(lambda t: loss_of(logits / t))(TWO)
-
-
-def vmap_over_logits(model: Any) -> Any:
-    return torch.func.vmap(lambda x: (x * x).sum(-1))(logits_of(model))
-
-
-def vmap_beside_logits(model: Any) -> Any:
-    logits = logits_of(model)
-    return torch.func.vmap(lambda t: (logits.log_softmax(-1) * t).sum(-1))(torch.stack([TWO, TWO * 2]))
-
-
-def jacobian_at_logits(model: Any) -> Any:
-    return torch.func.jacrev(lambda x: x.logsumexp(-1))(logits_of(model)[0, :3])
-
-
-@named(gradient_of_a_temperature, vmap_over_logits, vmap_beside_logits, jacobian_at_logits)
-def test_transforms(program: Program, models: tuple[Any, Any]) -> None:
-    assert_same(models, program)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_batched_gradients(reduction: str, models: tuple[Any, Any]) -> None:
-    def batched(model: Any) -> Any:
-        loss = F.cross_entropy(logits_of(model).flatten(0, 1), IDS.flatten(), reduction=reduction)
-        outside = torch.linspace(-1, 1, 3 * loss.numel(), dtype=torch.float64).view(3, *loss.shape)
-        return torch.autograd.grad(loss, list(model.parameters()), outside, is_grads_batched=True)
-
-    assert_same(models, batched)
-
-
-# ------------------------------------------------------------------------------------- forward-mode AD
-
-
-def tangent_of_a_factor(model: Any) -> Any:
-    logits = logits_of(model)
-    return lambda dual: (logits * dual(TWO)).log_softmax(-1).gather(-1, IDS[..., None])
-
-
-def tangent_of_a_bias(model: Any) -> Any:
-    logits = logits_of(model)
-    return lambda dual: loss_of(logits + dual(CLASS_WEIGHT))
-
-
-def tangent_of_what_was_added(model: Any) -> Any:
-    logits, bias = logits_of(model), CLASS_WEIGHT
-    view = logits.view(-1, V)
-    return lambda dual: logits.add_(dual(bias)).square().sum() + view.sum()
-
-
-def tangent_of_logits(model: Any) -> Any:
-    logits = logits_of(model)
-    return lambda dual: dual(logits).sum()
-
-
-def tangent_of_the_weight(model: Any) -> Any:
-    def outputs(dual: Callable[[Tensor], Tensor]) -> Any:
-        weights = {"lm_head.weight": dual(model.lm_head.weight)}
-        return torch.func.functional_call(model, weights, (), {"input_ids": IDS, "labels": IDS}).loss
-
-    return outputs
-
-
-@named(tangent_of_a_factor, tangent_of_a_bias, tangent_of_what_was_added, tangent_of_logits, tangent_of_the_weight)
-def test_forward_mode(program: Program, models: tuple[Any, Any]) -> None:
-    def value_and_tangent(model: Any) -> Any:
-        function = program(model)
-        with forward_ad.dual_level():
-            value, tangent = forward_ad.unpack_dual(
-                function(lambda x: forward_ad.make_dual(x, torch.ones(x.shape).to(x)))
-            )
-            assert tangent is not None
-            return value.detach(), tangent.detach().clone()
-
-    assert_same(models, value_and_tangent)
-
-
-# ------------------------------------------------------------------------------------- arguments and errors
-
-
-@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
-def test_a_mask_of_bytes(models: tuple[Any, Any]) -> None:
-    assert_same(models, lambda model: logits_of(model)[MASK.byte()].square())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ignore_index": np.int64(-100)},
-        {"ignore_index": np.int64(IDS[0, 0].item())},
-        {"ignore_index": IDS[0, 0]},
-        {"label_smoothing": np.float32(0.1)},
-        {"label_smoothing": False},
-    ],
-    ids=str,
-)
-def test_numbers_of_other_types(options: dict[str, Any], models: tuple[Any, Any]) -> None:
-    assert_same(models, lambda model: F.cross_entropy(logits_of(model).flatten(0, 1), IDS.flatten(), **options))
-
-
-def errors_of(models: tuple[Any, Any], program: Program) -> list[Exception]:
-    errors = []
-    for model in models:
-        with pytest.raises(Exception) as raised:  # noqa: PT011  # compared by whoever asks
-            program(logits_of(model))
-        errors.append(raised.value)
-    return errors
-
-
-LIST: Any = [1.0] * V
-WRONG: dict[str, Program] = {
-    "list of weights": lambda logits: F.cross_entropy(logits.flatten(0, 1), IDS.flatten(), weight=LIST),
-    "select": lambda logits: logits.select(1, 9),
-    "transpose": lambda logits: logits.transpose(0, 3),
-    "index": lambda logits: logits[:, 9],
-    "narrow": lambda logits: logits.narrow(1, 5, 5),
-    "cat": lambda logits: torch.cat([logits, logits[:1, :3]], dim=0),
-    "add": lambda logits: logits + logits[:, :3],
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_are_of_the_same_kind(name: str, models: tuple[Any, Any]) -> None:
-    stock, patched = errors_of(models, WRONG[name])
-    assert type(patched) is type(stock)
-
-
-WRONG_SIZES: dict[str, Program] = {
-    "view": lambda logits: logits.view(7, V),
-    "reshape": lambda logits: logits.reshape(-1, 5, V),
-    "torch.reshape": lambda logits: torch.reshape(logits * 2, (17, V)),
-    "view of a view": lambda logits: logits.flatten(0, 1).view(7, V),
-    "mask": lambda logits: logits[torch.ones(2, 8, dtype=torch.bool)],
-    "mask of tokens": lambda logits: logits[:, torch.ones(8, dtype=torch.bool)],
-    "gather": lambda logits: logits.gather(-1, torch.full((2, 9, 1), V)),
-    "gather of log-probabilities": lambda logits: logits.log_softmax(-1).gather(-1, torch.full((2, 9, 1), -1)),
-    "split": lambda logits: logits.split([4, 4], 1),
-    "squeeze": lambda logits: logits.squeeze(3),
-    "movedim": lambda logits: logits.movedim((0, 1), (0, 3)),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_SIZES)
-def test_errors_tell_the_size_of_the_logits(name: str, models: tuple[Any, Any]) -> None:
-    stock, patched = errors_of(models, WRONG_SIZES[name])
-    assert (type(patched), str(patched)) == (type(stock), str(stock))
-
-
-@pytest.mark.parametrize("function", [F.relu, F.silu, F.elu, F.leaky_relu])
-def test_a_function_that_may_write(function: Any, models: tuple[Any, Any]) -> None:
-    def program(model: Any) -> Any:
-        logits = logits_of(model)
-        written = function(logits[:, -1], inplace=True)
-        return loss_of(logits), written.square().mean(), logits.sum()
-
-    assert_same(models, program)
-
-
-def test_pieces_of_nothing(models: tuple[Any, Any]) -> None:
-    def program(model: Any) -> Any:
-        logits = logits_of(model)
-        assert list(logits[IDS < 0]) == []
-        assert logits[:0].unbind(0) == ()
-        return logits.movedim(0, 1).unbind(1)[1].square().sum(), loss_of(logits)
-
-    assert_same(models, program)
-
-
-def test_several_steps_detached_are_cat_without_logits(models: tuple[Any, Any]) -> None:
-    """As evaluations gather them."""
-
-    def program(model: Any) -> Tensor:
-        steps = [model(input_ids=ids).logits.detach() for ids in (IDS, IDS.flip(0))]
-        joined = torch.cat(steps)
-        assert is_lazy(joined) == hasattr(model, "_flce")
-        return joined.argmax(-1)
-
-    assert_same(models, program)
-
-
-# ------------------------------------------------------------------------------------------ other grad modes
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("whole", [True, False], ids=["logits", "a slice"])
-def test_a_read_without_gradients_before_the_loss(mode: Any, whole: bool, models: tuple[Any, Any]) -> None:
-    def read_first(model: Any) -> Any:
-        logits = logits_of(model)
-        with mode():
-            read = logits if whole else logits[:, 2:4]
-            values = (read * 2).exp().sum().item(), read.argmax(-1).tolist(), read.isnan().any().item()
-        return loss_of(logits), logits.square().mean(), *values
-
-    assert_same(models, read_first)
-
-
-# ----------------------------------------------------------------------------------------------- as objects
-
-
-def test_where_there_is_nothing_to_do(models: tuple[Any, Any]) -> None:
-    """Stock returns the object itself: a hook on it is one on the logits."""
-
-    def hook_on_flat_logits(model: Any) -> Any:
-        logits = logits_of(model).view(-1, V)
-        copied = logits * 2
-        flat = logits.flatten(0, -2)
-        assert flat is logits
-        flat.register_hook(lambda gradient: gradient * 3)
-        return copied.square()
-
-    assert_same(models, hook_on_flat_logits)
-
-
-def test_the_hash_is_stable(models: tuple[Any, Any]) -> None:
-    logits = logits_of(models[1])
-    before, names = hash(logits), {logits: "logits"}
-    logits.mul_(2.0)
-    assert hash(logits) == before
-    logits.isnan()
-    logits.exp_()
-    assert logits.is_materialized
-    assert hash(logits) == before
-    assert names[logits] == "logits"
-
-
-LAYOUTS: dict[str, Callable[[Any], Any]] = {
-    "logits": lambda x: x,
-    "transposed": lambda x: x.transpose(1, 2),
-    "transposed product": lambda x: x.transpose(1, 2) * 2,
-    "transposed clone": lambda x: x.transpose(0, 1).clone(),
-    "transposed and copied": lambda x: x.transpose(1, 2).contiguous(),
-    "permuted": lambda x: x.permute(2, 0, 1),
-    "slice": lambda x: x[:, 1:-1],
-    "slice of transposed": lambda x: x.transpose(0, 1)[1:],
-    "slice that is cast": lambda x: x[:, 1:].float(),
-    "row": lambda x: x[0],
-    "new axis": lambda x: x.unsqueeze(1).transpose(1, 3),
-    "log_softmax of transposed": lambda x: x.transpose(1, 2).log_softmax(1),
-    "tanh of transposed": lambda x: torch.tanh(x.mT),
-    "one class of each, class second": lambda x: x.mT.gather(1, IDS[:, None]),
-    "two classes of each, class second": lambda x: x.mT.gather(1, torch.stack([IDS, IDS], 1)),
-}
-
-
-@pytest.mark.parametrize("read", [False, True], ids=["not read", "read"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_strides_are_those_of_stock(name: str, read: bool, models: tuple[Any, Any]) -> None:
-    def layout(model: Any) -> Any:
-        x = LAYOUTS[name](logits_of(model))
-        if read:
-            x.isnan()
-        strides = tuple(x.stride(dim) for dim in range(x.dim()))
-        return x.is_contiguous(), *x.stride(), *strides, x.storage_offset(), x.data_ptr() > 0, *x.stride()
-
-    assert_same(models, layout)

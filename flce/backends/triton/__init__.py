@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import RowInputs, RowOutputs, RowProblem, TargetTerms, Tile
+from flce.backends.contract import TileCall
 from flce.backends.triton import exponentials_launch, product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.launch import (
@@ -22,7 +22,6 @@ from flce.backends.triton.launch import (
     SECTOR_BYTES,
     VECTOR_BYTES,
     Launch,
-    call_arguments,
     device_facts,
     fewest_warps,
     filled,
@@ -31,7 +30,7 @@ from flce.backends.triton.launch import (
 )
 from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
-from flce.problem import LossSpec, accumulation_dtype
+from flce.problem import accumulation_dtype
 
 
 class Shape(NamedTuple):
@@ -89,88 +88,25 @@ SCALE_PROGRAMS = 4
 class TritonBackend:
     name = "triton"
 
-    def statistics(
-        self, logits: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, state: Tensor | None, out: RowOutputs
-    ) -> None:
+    def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
         if logits.numel():
-            run(_cross_entropy, logits, None, rows, spec, tile, state, out, out.normalizer, None)
+            run(_cross_entropy, logits, None, call, state)
 
-    def gradient(
-        self,
-        logits: Tensor,
-        grad: Tensor,
-        rows: RowInputs,
-        spec: LossSpec,
-        tile: Tile,
-        normalizer: Tensor,
-        upstream: Tensor | None,
-    ) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         if logits.numel():
-            run(_cross_entropy, logits, grad, rows, spec, tile, None, None, normalizer, upstream)
+            run(_cross_entropy, logits, grad, call, None)
 
-    def loss_and_gradient(
-        self, logits: Tensor, grad: Tensor, rows: RowInputs, spec: LossSpec, tile: Tile, out: RowOutputs
-    ) -> None:
-        if logits.numel():
-            run(_cross_entropy, logits, grad, rows, spec, tile, None, out, out.normalizer, None)
+    loss_and_gradient = gradient
 
-    def product_statistics(self, x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
-        product_launch.statistics(x, weight, rows, spec, out)
-
-    def product_gradient(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        grad: Tensor,
-        rows: RowInputs,
-        spec: LossSpec,
-        tile: Tile,
-        normalizer: Tensor,
-        upstream: Tensor | None,
-    ) -> None:
-        if len(x):
-            x = product_launch.described(x)
-            run(product_launch.gradient, x, weight, grad, rows, spec, tile, normalizer, upstream)
-
-    def product_exponentials(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        exps: Sequence[Tensor],
-        rows: RowInputs,
-        spec: LossSpec,
-        out: RowOutputs,
-        factors: Tensor,
-        count: Tensor | None,
-    ) -> None:
-        exponentials_launch.product_exponentials(x, weight, exps, rows, spec, out, factors, count)
-
-    def combine_rows(
-        self,
-        x: Tensor,
-        weight: Tensor | None,
-        out: Tensor,
-        target: Tensor,
-        factors: Tensor,
-        ignore_index: int,
-        index: Tensor | None,
-    ) -> None:
-        if len(x):
-            run(exponentials_launch.combine_rows, x, weight, out, target, factors, ignore_index, index)
-
-    def weight_gradient(
-        self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, terms: TargetTerms
-    ) -> None:
-        exponentials_launch.weight_gradient(grads, exps, scaled, terms)
-
-    def add_to_targets(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
-        exponentials_launch.add_to_targets(grads, terms)
-
-    def constants(self, p: RowProblem) -> Tensor:
-        return reduction_launch.make_constants(p)
-
-    def reduce(self, p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        return reduction_launch.reduce(p, rows, constants)
+    product_statistics = staticmethod(product_launch.product_statistics)
+    product_gradient = staticmethod(product_launch.product_gradient)
+    product_exponentials = staticmethod(exponentials_launch.product_exponentials)
+    scale_valid_rows = staticmethod(exponentials_launch.scale_valid_rows)
+    combine_rows = staticmethod(exponentials_launch.combine_rows)
+    weight_gradient = staticmethod(exponentials_launch.weight_gradient)
+    add_target_terms = staticmethod(exponentials_launch.add_target_terms)
+    loss_scales = staticmethod(reduction_launch.loss_scales)
+    reduce = staticmethod(reduction_launch.reduce)
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         xs = [x for x in xs if x.numel()]
@@ -199,19 +135,15 @@ class TritonBackend:
 def _cross_entropy(
     logits: Tensor,  # (rows, cols) or (outer, inner, cols), unit column stride
     grad: Tensor | None,  # like logits; None: no gradient
-    rows: RowInputs,
-    spec: LossSpec,
-    tile: Tile,
+    call: TileCall,
     state: Tensor | None,
-    out: RowOutputs | None,  # None: no statistics, `normalizer` is read
-    normalizer: Tensor,
-    upstream: Tensor | None,
 ) -> Iterator[Launch]:
+    inputs, spec, tile, out, *_ = call
     num_rows, cols = logits.shape[:-1].numel(), logits.shape[-1]
     extras = (
         spec.softcap is not None
-        or rows.bias is not None
-        or rows.class_weight is not None
+        or inputs.bias is not None
+        or inputs.class_weight is not None
         or (out is not None and (out.entropy is not None or out.argmax is not None))
     )
     grad_dtype = None if grad is None else grad.dtype
@@ -220,10 +152,7 @@ def _cross_entropy(
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
     one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
-    bias = rows.tile_bias(tile)
     inner_rows, logits_outer_stride = _outer_level(logits)
-
-    call = call_arguments(rows, spec, logits, out=out, upstream=upstream)
     options = {
         "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
         "STATISTICS": out is not None,
@@ -244,21 +173,13 @@ def _cross_entropy(
         options,
         logits_ptr=logits,
         grad_ptr=logits if grad is None else grad,
-        bias_ptr=logits if bias is None else bias,
         state_ptr=logits if state is None else state,
-        normalizer_ptr=normalizer,
         logits_stride=logits.stride(-2),
         grad_stride=0 if grad is None else grad.stride(-2),
         inner_rows=inner_rows,
         logits_outer_stride=logits_outer_stride,
         grad_outer_stride=0 if grad is None else _outer_level(grad)[1],
         state_stride=0 if state is None else state.stride(0),
-        normalizer_stride=normalizer.stride(0),
-        upstream_stride=0 if upstream is None or upstream.dim() == 0 else 1,
-        cols=cols,
-        room=tile.room,
-        column_start=tile.start,
-        vocab_size=tile.vocab_size,
     )
 
 

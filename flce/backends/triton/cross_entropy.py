@@ -151,11 +151,11 @@ def cross_entropy_kernel(
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
-    constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
+    scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     state_ptr,  # (7, rows), row stride state_stride
     loss_ptr,  # (rows,)
     z_loss_ptr,  # (rows,)
-    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
+    normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
     entropy_ptr,  # (rows,)
     argmax_ptr,  # (rows,) int64
@@ -260,10 +260,10 @@ def cross_entropy_kernel(
         cols = inside
     # Loaded here, where nothing waits for them yet.
     if GRADIENT:
-        scales = load_scales(constants_ptr, ACCUM)
+        scales = load_scales(scales_ptr, ACCUM)
     weight_sum = tl.full((), vocab_size, ACCUM)
     if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
-        weight_sum = tl.load(constants_ptr + 2).to(ACCUM)
+        weight_sum = tl.load(scales_ptr + 2).to(ACCUM)
     target_weight = tl.full((), 1.0, ACCUM)
     if HAS_CLASS_WEIGHT:
         target_weight = tl.load(class_weight_ptr + target, mask=in_range, other=1.0).to(ACCUM)
@@ -412,7 +412,7 @@ def cross_entropy_kernel(
 
     if GRADIENT:
         row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
-        # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the constants are.
+        # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
         of_softmax, of_target, of_classes = gradient_factors(
             tl.where(valid, row_scale * scales[0], 0.0), tl.where(valid, row_scale * scales[1], 0.0),
             target_weight, weight_sum, row_max + log_sum,

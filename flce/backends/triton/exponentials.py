@@ -136,10 +136,10 @@ def finish_kernel(
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
-    constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
+    scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     loss_ptr,  # (rows,) from here on written
     z_loss_ptr,  # (rows,)
-    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
+    normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
     factors_ptr,  # (2, rows), row stride factors_stride: f and t, with respect to the logits as a product left them
     work_ptr,  # (2,) int32, FLAG_STRIDE apart: read; written if the product is to be made again
@@ -211,7 +211,7 @@ def finish_kernel(
             vocab_size, 0.0, z_loss, False, HAS_Z_LOSS, WANT_LOGPROB,
         )  # fmt: skip
 
-        scales = load_scales(constants_ptr, tl.float32)
+        scales = load_scales(scales_ptr, tl.float32)
         # The target's weight is in the scale already, so it is 1 in what follows.
         ce = tl.where(in_range, row_weight, float("nan")) * target_weight * scales[0]
         of_softmax, of_one_hot, _of_classes = gradient_factors(

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import RowInputs, RowOutputs, TargetTerms, Tile
+from flce.backends.contract import TargetTerms, Tile, TileCall
 from flce.backends.triton import product_launch
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
@@ -20,11 +20,10 @@ from flce.backends.triton.exponentials import (
     finish_kernel,
     reference_kernel,
 )
-from flce.backends.triton.launch import Launch, call_arguments, device_facts, launch_of
+from flce.backends.triton.launch import Launch, device_facts, launch_of
 from flce.backends.triton.replay import run
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
 from flce.gemm import ALIGNMENT
-from flce.problem import LossSpec
 
 # Classes whose logits are made ahead, for the reference of each row. That is 0.2% of a vocabulary of 128,256.
 SAMPLES = 256
@@ -44,30 +43,25 @@ WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP, WEIGHT_TARGETS = 128, 2
 
 
 def product_exponentials(
-    x: Tensor,
-    weight: Tensor,
-    exps: Sequence[Tensor],
-    rows: RowInputs,
-    spec: LossSpec,
-    out: RowOutputs,
-    factors: Tensor,
-    count: Tensor | None,
+    x: Tensor, weight: Tensor, exps: Sequence[Tensor], call: TileCall, factors: Tensor, count: Tensor | None
 ) -> None:
     if len(x) == 0:
         return
+    assert call.out is not None
     # Where the exponentials will be.
     sampled = _sampled(weight)
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
     num_rows, blocks = len(x), triton.cdiv(len(weight), product_launch.LAUNCH.cols)
+    new = call.out.loss.new_empty
     scratch = Scratch(
-        partial=out.loss.new_empty(blocks, num_rows),
+        partial=new(blocks, num_rows),
         # Apart: kernels are built for addresses that are aligned.
-        reference=out.loss.new_empty(num_rows),
-        target_logit=out.loss.new_empty(num_rows),
-        target_jacobian=out.loss.new_empty(num_rows),
+        reference=new(num_rows),
+        target_logit=new(num_rows),
+        target_jacobian=new(num_rows),
         work=torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device),
     )
-    run(_exponentials, product_launch.described(x), weight, sample, exps, rows, spec, out, factors, count, scratch)
+    run(_exponentials, product_launch.described(x), weight, sample, exps, call, factors, count, scratch)
 
 
 class Scratch(NamedTuple):
@@ -94,16 +88,13 @@ def _exponentials(
     weight: Tensor,
     sample: Tensor,
     exps: Sequence[Tensor],
-    rows: RowInputs,
-    spec: LossSpec,
-    out: RowOutputs,
+    call: TileCall,
     factors: Tensor,
     count: Tensor | None,
     scratch: Scratch,
 ) -> Iterator[Launch]:
     num_rows, vocab_size = len(x), len(weight)
     partial, reference, target_logit, target_jacobian, work = scratch
-    call = call_arguments(rows, spec, reference, out=out)
     yield launch_of(
         reference_kernel,
         (num_rows,),
@@ -117,7 +108,6 @@ def _exponentials(
         x_ptr=x,
         weight_ptr=weight,
         sample_ptr=sample,
-        bias_ptr=reference if rows.bias is None else rows.bias,
         reference_ptr=reference,
         target_logit_ptr=target_logit,
         target_jacobian_ptr=target_jacobian,
@@ -126,23 +116,28 @@ def _exponentials(
         x_stride=x.stride(0),
         weight_stride=weight.stride(0),
         sample_stride=sample.stride(0),
-        rows=num_rows,
         hidden=x.shape[1],
         samples=sample.shape[1],
         sample_step=_sample_step(weight),
-        vocab_size=vocab_size,
     )
     for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
         for tile, exps_of_tile in _tiles(exps, vocab_size, whole, product_launch.most_classes(weight)):
-            of_tile = weight[tile.columns], exps_of_tile, rows, spec, tile, partial
-            yield product_launch.launch(x, *of_tile, reference=reference, work=todo)
+            yield product_launch.launch(
+                x,
+                weight[tile.columns],
+                call._replace(tile=tile),
+                exps_of_tile,
+                partial=partial,
+                reference=reference,
+                work=todo,
+            )
         yield launch_of(
             finish_kernel,
             (triton.cdiv(num_rows, product_launch.FINISH_ROWS),),
             call,
             {
-                "HAS_SCALE": call.flags["HAS_SCALE"] and not call.flags["HAS_SOFTCAP"],
+                "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
                 "ROWS": product_launch.FINISH_ROWS,
                 "BLOCKS": product_launch.FINISH_BLOCKS,
             },
@@ -153,9 +148,7 @@ def _exponentials(
             factors_ptr=factors,
             work_ptr=todo,
             factors_stride=factors.stride(0),
-            rows=num_rows,
             blocks=len(partial),
-            vocab_size=vocab_size,
         )
 
 
@@ -171,12 +164,30 @@ def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> I
         start = stop
 
 
+def scale_valid_rows(x: Tensor, out: Tensor, target: Tensor, factor: Tensor, ignore_index: int) -> None:
+    if len(x):
+        run(_combine_rows, x, None, out, target, factor, ignore_index, None)
+
+
 def combine_rows(
     x: Tensor,
-    weight: Tensor | None,
+    weight: Tensor,
     out: Tensor,
     target: Tensor,
     factors: Tensor,
+    ignore_index: int,
+    index: Tensor | None,
+) -> None:
+    if len(x):
+        run(_combine_rows, x, weight, out, target, factors, ignore_index, index)
+
+
+def _combine_rows(
+    x: Tensor,
+    weight: Tensor | None,  # None: nothing is added
+    out: Tensor,
+    target: Tensor,
+    factors: Tensor,  # without a weight (rows,)
     ignore_index: int,
     index: Tensor | None,
 ) -> Iterator[Launch]:
@@ -205,23 +216,23 @@ class SortedTargets(NamedTuple):
 
     x: Tensor  # (N, H)
     target: Tensor  # (rows,) int32, ascending; -1 or behind the last if it is no class
-    rows: Tensor  # (rows,) of x
+    places: Tensor  # (rows,) the row of x of each
     factor: Tensor  # (rows,) what they are multiplied by
     ignore_index: int
 
     @staticmethod
     def of(terms: TargetTerms, vocab_size: int) -> SortedTargets:
         ascending, order = terms.target.clamp(-1, vocab_size).int().sort()  # half of the digits to sort
-        rows = order if terms.rows is None else terms.rows[order]
-        return SortedTargets(terms.x, ascending, rows, terms.factor[order], terms.ignore_index)
+        places = order if terms.index is None else terms.index[order]
+        return SortedTargets(terms.x, ascending, places, terms.factor[order], terms.ignore_index)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the kernels that add them."""
+        """Arguments of the kernels that add them."""
         return {
             "x_ptr": self.x,
             "target_ptr": self.target,
-            "row_ptr": self.rows,
+            "row_ptr": self.places,
             "factor_ptr": self.factor,
             "x_stride": self.x.stride(0),
             "hidden": self.x.shape[1],
@@ -257,7 +268,7 @@ def _weight_gradients(
 def _weight_gradient(
     exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedTargets, starts: Tensor, first_class: int
 ) -> Launch:
-    """Of the classes from `first_class` on; `starts` of them."""
+    """The launch for the classes from `first_class` on; `starts` of them."""
     programs = device_facts(exps.device).multiprocessors
     args = {
         "exps_desc": TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
@@ -276,11 +287,11 @@ def _weight_gradient(
     return Launch(weight_gradient_kernel, (programs,), args, options)
 
 
-def add_to_targets(grads: Sequence[Tensor], terms: TargetTerms) -> None:
-    run(_add_to_targets, grads, SortedTargets.of(terms, sum(map(len, grads))))
+def add_target_terms(grads: Sequence[Tensor], terms: TargetTerms) -> None:
+    run(_add_target_terms, grads, SortedTargets.of(terms, sum(map(len, grads))))
 
 
-def _add_to_targets(grads: Sequence[Tensor], targets: SortedTargets) -> Iterator[Launch]:
+def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets) -> Iterator[Launch]:
     first_class = 0
     for grad in grads:
         args = {

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
 from flce.backends import capability
-from flce.backends.contract import RowInputs, RowOutputs
+from flce.backends.contract import RowOutputs, TileCall
 from flce.problem import NUMBERS, LossSpec
 
-# Of `call_arguments`, made once: the name of each field, of its parameter and of its flag.
+# For `call_arguments`, made once: the name of each field, of its parameter and of its flag.
 _OUTPUTS = tuple((name, f"{name}_ptr", f"WANT_{name.upper()}") for name in RowOutputs._fields)
-# Likewise of each number of the spec, its flag and the value that switches it off.
+# Likewise, for each number of the spec, its flag and the value that switches it off.
 _NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
 # A thread loads this many bytes at a time.
@@ -24,9 +23,9 @@ VECTOR_BYTES = 16
 # A cache line, and a sector of memory: two threads that write to one make it be read first.
 LINE_BYTES = 128
 SECTOR_BYTES = 32
-# Of a thread, so that a multiprocessor with 65,536 of them has 1,024 threads to hide the latency of memory.
+# For each thread: a multiprocessor with 65,536 registers then has 1,024 threads to hide the latency of memory.
 MAX_REGISTERS = 64
-# Blocks that a row fills to less than this are too large for it: what is not there takes its time all the same.
+# Blocks that a row fills to less than this are too large for it: the rest of a block takes time as well.
 FILLED = 3 / 4
 
 
@@ -68,8 +67,8 @@ def overlap(device: torch.device) -> dict[str, bool]:
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:
-    """Of a row that is read twice: the fewest with which the rows in flight fit in the L2 cache, in which the second
-    pass then finds its row; the most, if none do."""
+    """The fewest warps, for rows that are read twice, with which the rows in flight fit in the L2 cache, so that the
+    second pass finds its row there. If none do, the most."""
     facts = device_facts(device)
     threads = facts.registers // MAX_REGISTERS
     fitting = [w for w in choice if facts.multiprocessors * (threads // (32 * w)) * row_bytes <= facts.cache]
@@ -77,42 +76,51 @@ def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) ->
 
 
 def filled(row: int, block: int) -> float:
-    """How much of the blocks that it takes a row fills, both in columns or both in vectors."""
+    """The share of its blocks that a row fills, both in columns or both in vectors."""
     return row / (triton.cdiv(row, block) * block)
 
 
 class CallArguments(NamedTuple):
     """All that kernels know to do with the logits of a call, by the names of their parameters.
 
-    Whoever adds an option to `LossSpec`, or a result to `RowOutputs`, finds it here: a number ``name`` with a flag
-    ``HAS_NAME``, memory ``name_ptr`` with a flag ``WANT_NAME``.
+    Options of `LossSpec` and results of `RowOutputs` are found here without further code: a number ``name`` has a flag
+    ``HAS_NAME``, memory ``name_ptr`` a flag ``WANT_NAME``.
     """
 
     values: dict[str, Any]
     """Tensors and numbers."""
     flags: dict[str, bool]
-    """Of each option, whether it is used."""
+    """For each option, whether it is used."""
 
 
-def call_arguments(
-    rows: RowInputs, spec: LossSpec, unused: Tensor, *, out: RowOutputs | None = None, upstream: Tensor | None = None
-) -> CallArguments:
-    """`unused` stands for tensors that a flag switches off. They are never read."""
+def call_arguments(call: TileCall) -> CallArguments:
+    inputs, spec, tile, out, normalizer, upstream = call
+    bias = inputs.tile_bias(tile)
+    if out is not None:
+        normalizer = out.normalizer
+    unused = inputs.target  # stands for tensors that a flag switches off; never read
     values: dict[str, Any] = {
-        "target_ptr": rows.target,
-        "constants_ptr": unused if rows.constants is None else rows.constants,
-        "class_weight_ptr": unused if rows.class_weight is None else rows.class_weight,
-        "token_weight_ptr": unused if rows.token_weight is None else rows.token_weight,
+        "target_ptr": inputs.target,
+        "scales_ptr": unused if inputs.scales is None else inputs.scales,
+        "bias_ptr": unused if bias is None else bias,
+        "class_weight_ptr": unused if inputs.class_weight is None else inputs.class_weight,
+        "token_weight_ptr": unused if inputs.token_weight is None else inputs.token_weight,
         "upstream_ptr": unused if upstream is None else upstream,
-        "normalizer_stride": 0 if out is None else out.normalizer.stride(0),
+        "upstream_stride": 0 if upstream is None or upstream.dim() == 0 else 1,
+        "normalizer_stride": 0 if normalizer is None else normalizer.stride(0),
+        "rows": len(inputs.target),
+        "cols": tile.cols,
+        "room": tile.room,
+        "column_start": tile.start,
+        "vocab_size": tile.vocab_size,
         "ignore_index": spec.ignore_index,
         "scale": spec.scale,
         "cap": spec.cap,
     }
     flags = {
-        "HAS_BIAS": rows.bias is not None,
-        "HAS_CLASS_WEIGHT": rows.class_weight is not None,
-        "HAS_TOKEN_WEIGHT": rows.token_weight is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_CLASS_WEIGHT": inputs.class_weight is not None,
+        "HAS_TOKEN_WEIGHT": inputs.token_weight is not None,
         "HAS_UPSTREAM": upstream is not None,
         "HAS_SCALE": spec.scale != 1.0,
     }
@@ -120,6 +128,7 @@ def call_arguments(
         tensor = None if out is None else getattr(out, name)
         values[pointer] = unused if tensor is None else tensor
         flags[flag] = tensor is not None
+    values["normalizer_ptr"] = unused if normalizer is None else normalizer
     for name, flag, default in _NUMBERS:
         values[name] = number = getattr(spec, name)
         flags[flag] = number != default
@@ -128,14 +137,12 @@ def call_arguments(
 
 @functools.cache
 def _taken(kernel: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those for which the kernel has a parameter."""
+    """The names for which the kernel has a parameter."""
     parameters = set(kernel.arg_names)
     return tuple(name for name in names if name in parameters)
 
 
-def launch_of(
-    kernel: Any, grid: tuple[int, ...], call: CallArguments, options: Mapping[str, Any], **args: Any
-) -> Launch:
-    """What of `call` the kernel has a parameter for, and what it takes besides."""
-    values, flags = ({name: known[name] for name in _taken(kernel, tuple(known))} for known in call)
+def launch_of(kernel: Any, grid: tuple[int, ...], call: TileCall, options: Mapping[str, Any], **args: Any) -> Launch:
+    """A launch with what of the call the kernel has a parameter for, and with other arguments."""
+    values, flags = ({name: known[name] for name in _taken(kernel, tuple(known))} for known in call_arguments(call))
     return Launch(kernel, grid, {**values, **args}, {**flags, **options})

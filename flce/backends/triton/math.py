@@ -142,15 +142,15 @@ def transform(
 
 @triton.jit
 def load_normalizer(normalizer_ptr, normalizer_stride, row, mask):
-    """Of rows, m and log(sum(exp(z - m))): `contract.NORMALIZER_SLOTS`."""
+    """Of rows, m and log(sum(exp(z - m))): `contract.slots`."""
     offset = load_columns(normalizer_ptr + _OFFSET * normalizer_stride + row, mask, "")
     return offset, load_columns(normalizer_ptr + _LOG_SUM * normalizer_stride + row, mask, "")
 
 
 @triton.jit
-def load_scales(constants_ptr, ACCUM: tl.constexpr):
+def load_scales(scales_ptr, ACCUM: tl.constexpr):
     """What multiplies the cross entropies and the z-losses of all rows."""
-    return tl.load(constants_ptr).to(ACCUM), tl.load(constants_ptr + 1).to(ACCUM)
+    return tl.load(scales_ptr).to(ACCUM), tl.load(scales_ptr + 1).to(ACCUM)
 
 
 @triton.jit

@@ -55,8 +55,8 @@ def product_kernel(
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     upstream_ptr,  # (rows,)
-    constants_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
-    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
+    scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
+    normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
     work_ptr,  # () exponentials: 0 if there is nothing to do, else 1 + the blocks of rows to be made
     normalizer_stride,
@@ -148,7 +148,7 @@ def product_kernel(
             if HAS_UPSTREAM:
                 row_scale *= tl.load(upstream_ptr + row, mask=exists, other=0.0).to(tl.float32)
             row_scale = tl.where(in_range, row_scale, float("nan"))  # wrong targets make NaN, not nonsense
-            scales = load_scales(constants_ptr, tl.float32)
+            scales = load_scales(scales_ptr, tl.float32)
             of_softmax, of_target, _of_classes = gradient_factors(
                 row_scale * scales[0], row_scale * scales[1], target_weight, 0.0, row_max + log_sum,
                 vocab_size, 0.0, z_loss, False, HAS_Z_LOSS,
@@ -204,7 +204,7 @@ def finish_statistics_kernel(
     token_weight_ptr,  # (rows,)
     loss_ptr,  # (rows,) from here on written
     z_loss_ptr,  # (rows,)
-    normalizer_ptr,  # (NORMALIZER_SLOTS, rows), row stride normalizer_stride
+    normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
     normalizer_stride,
     rows,

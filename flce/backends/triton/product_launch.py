@@ -11,11 +11,10 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import PRODUCT_BLOCK, RowInputs, RowOutputs, Tile
-from flce.backends.triton.launch import Launch, call_arguments, device_facts, launch_of, overlap
+from flce.backends.contract import PRODUCT_BLOCK, Tile, TileCall
+from flce.backends.triton.launch import Launch, device_facts, launch_of, overlap
 from flce.backends.triton.product import finish_statistics_kernel, product_kernel
 from flce.backends.triton.replay import run
-from flce.problem import LossSpec
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class ProductLaunch:
 # (8192 x 2304 x 256000) and 1.02 (16384 x 1024 x 151936); with blocks of 128 x 128 0.97 and more, 256 x 128 1.0 and
 # more. Both kernels have to sum in the same order: one launch for both.
 LAUNCH = ProductLaunch(rows=128, cols=PRODUCT_BLOCK, depth=64, group=16, num_stages=3, num_warps=8)
-# Of what finishes: rows for a program, and blocks of their sums at a time. With 32 and 32 a call in twelve chunks of
-# 1,408 rows takes 0.1 to 0.2 ms more (16384 x 1024 x 151936).
+# `finish_statistics_kernel`: rows for a program, and blocks of their sums at a time. With 32 and 32 a call in twelve
+# chunks of 1,408 rows takes 0.1 to 0.2 ms more (16384 x 1024 x 151936).
 FINISH_ROWS, FINISH_BLOCKS = 8, 128
 # Descriptors ask for addresses and strides that are multiples of this many bytes.
 DESCRIPTOR_BYTES = 16
-# Of a weight that does not begin at such an address, at most so many are copied at a time.
+# The most that is copied at a time of a weight that does not begin at such an address.
 COPY_BYTES = 8 << 20
 
 
@@ -56,91 +55,80 @@ def described(x: Tensor) -> Tensor:
 
 
 def most_classes(weight: Tensor) -> int:
-    """Of a launch: all of a weight, or of one that has to be copied so many that the copy is small."""
+    """Classes of a launch: all of a weight; of one that has to be copied only a few, so that the copy is small."""
     if can_describe(weight):
         return len(weight)
     return max(1, COPY_BYTES // (weight.shape[1] * weight.element_size()) // LAUNCH.cols) * LAUNCH.cols
 
 
-def statistics(x: Tensor, weight: Tensor, rows: RowInputs, spec: LossSpec, out: RowOutputs) -> None:
+def product_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
     num_rows, vocab_size = len(x), len(weight)
     if num_rows == 0:
         return
-    partial = out.loss.new_empty(2, triton.cdiv(vocab_size, LAUNCH.cols), num_rows)
-    target_logit = out.loss.new_empty(num_rows)
-    run(_statistics, described(x), weight, rows, spec, out, partial, target_logit)
+    assert call.out is not None
+    partial = call.out.loss.new_empty(2, triton.cdiv(vocab_size, LAUNCH.cols), num_rows)
+    target_logit = call.out.loss.new_empty(num_rows)
+    run(_statistics, described(x), weight, call, partial, target_logit)
 
 
 def _statistics(
     x: Tensor,
     weight: Tensor,
-    rows: RowInputs,
-    spec: LossSpec,
-    out: RowOutputs,
+    call: TileCall,
     partial: Tensor,  # (2, blocks of classes, rows)
     target_logit: Tensor,  # (rows,)
 ) -> Iterator[Launch]:
     vocab_size, (_, blocks, num_rows) = len(weight), partial.shape
     for tile in tiles(0, vocab_size, vocab_size, most_classes(weight)):
-        yield launch(x, weight[tile.columns], None, rows, spec, tile, partial, target_logit=target_logit)
+        of_tile = call._replace(tile=tile)
+        yield launch(x, weight[tile.columns], of_tile, partial=partial, target_logit=target_logit)
     yield launch_of(
         finish_statistics_kernel,
         (triton.cdiv(num_rows, FINISH_ROWS),),
-        call_arguments(rows, spec, target_logit, out=out),
+        call,
         {"ROWS": FINISH_ROWS, "BLOCKS": FINISH_BLOCKS},
         partial_ptr=partial,
         target_logit_ptr=target_logit,
-        rows=num_rows,
         blocks=blocks,
-        vocab_size=vocab_size,
     )
 
 
 def tiles(first: int, end: int, vocab_size: int, most: int) -> list[Tile]:
-    """Of these classes, at most so many each: whole blocks, and a last one of fewer columns. Only that needs a mask,
-    which costs up to 6%."""
+    """Tiles of these classes, at most `most` in each: whole blocks, and a last one of fewer columns. Only that needs a
+    mask, which costs up to 6%."""
     whole = first + (end - first) // LAUNCH.cols * LAUNCH.cols
     borders = sorted({*range(first, whole, most), first, whole, end})
     return [Tile(start, stop - start, vocab_size, stop - start) for start, stop in pairwise(borders)]
 
 
-def gradient(
-    x: Tensor,  # as `described` gives it
-    weight: Tensor,
-    grad: Tensor,
-    rows: RowInputs,
-    spec: LossSpec,
-    tile: Tile,
-    normalizer: Tensor,
-    upstream: Tensor | None,
-) -> Iterator[Launch]:
-    step = most_classes(weight)
+def product_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
+    if len(x):
+        run(_gradient, described(x), weight, grad, call)
+
+
+def _gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> Iterator[Launch]:
+    step, tile = most_classes(weight), call.tile
     for start in range(0, tile.cols, step):
         cols = slice(start, min(start + step, tile.cols))
-        part = tile._replace(start=tile.start + start, cols=cols.stop - start)
-        yield launch(x, weight[cols], grad[:, cols], rows, spec, part, None, normalizer, upstream=upstream)
+        of_part = call._replace(tile=tile._replace(start=tile.start + start, cols=cols.stop - start))
+        yield launch(x, weight[cols], of_part, grad[:, cols])
 
 
 def launch(
     x: Tensor,  # (rows, hidden)
     weight: Tensor,  # (cols, hidden)
-    out: Tensor | None,  # (rows, cols); None: statistics
-    rows: RowInputs,
-    spec: LossSpec,
-    tile: Tile,
-    partial: Tensor | None,
-    normalizer: Tensor | None = None,
+    call: TileCall,
+    out: Tensor | None = None,  # (rows, cols) the gradient or the exponentials; None: statistics
     *,
+    partial: Tensor | None = None,
     target_logit: Tensor | None = None,
-    upstream: Tensor | None = None,
     reference: Tensor | None = None,  # makes it exponentials
     work: Tensor | None = None,
 ) -> Launch:
     """The arguments are those of `product_kernel`. Of `weight` a copy is made where no descriptor can stand for it."""
-    bias = rows.tile_bias(tile)
 
     def pointer(t: Tensor | None) -> Tensor:
-        return rows.target if t is None else t  # what a flag switches off is never read
+        return call.inputs.target if t is None else t  # what a flag switches off is never read
 
     x_desc = TensorDescriptor.from_tensor(x, [LAUNCH.rows, LAUNCH.depth])
     weight_desc = TensorDescriptor.from_tensor(described(weight), [LAUNCH.cols, LAUNCH.depth])
@@ -150,7 +138,7 @@ def launch(
     options = {
         "GRADIENT": gradient,
         "EXPONENTIALS": reference is not None,
-        "HAS_TAIL": tile.cols % LAUNCH.cols != 0 and not gradient,  # whose store needs no mask
+        "HAS_TAIL": call.tile.cols % LAUNCH.cols != 0 and not gradient,  # whose store needs no mask
         "ROWS": LAUNCH.rows,
         "COLS": LAUNCH.cols,
         "DEPTH": LAUNCH.depth,
@@ -163,21 +151,14 @@ def launch(
     return launch_of(
         product_kernel,
         (programs,),
-        call_arguments(rows, spec, rows.target, upstream=upstream),
+        call,
         options,
         x_desc=x_desc,
         weight_desc=weight_desc,
         out_desc=out_desc,
         partial_ptr=pointer(partial),
         target_logit_ptr=pointer(target_logit),
-        bias_ptr=pointer(bias),
-        normalizer_ptr=pointer(normalizer),
         reference_ptr=pointer(reference),
         work_ptr=pointer(work),
-        normalizer_stride=0 if normalizer is None else normalizer.stride(0),
-        rows=len(x),
-        cols=tile.cols,
         hidden=x.shape[1],
-        column_start=tile.start,
-        vocab_size=tile.vocab_size,
     )

@@ -17,14 +17,14 @@ def reduction_kernel(
     num_items_ptr,  # ()
     loss_ptr,  # (rows,)
     second_ptr,  # (rows,) the other of `contract.RowOutputs.losses`
-    constants_ptr,  # (3,) see `contract.Backend.constants`; written, or read
+    scales_ptr,  # (3,) see `contract.Backend.loss_scales`; written, or read
     loss_sum_ptr,  # ()
     second_sum_ptr,  # ()
     rows,
     vocab_size,
     ignore_index,
     ACCUM: tl.constexpr,
-    MAKE_CONSTANTS: tl.constexpr,
+    MAKE_SCALES: tl.constexpr,
     MEAN: tl.constexpr,  # over the rows that are not ignored
     HAS_NUM_ITEMS: tl.constexpr,
     HAS_LOSS: tl.constexpr,
@@ -39,7 +39,7 @@ def reduction_kernel(
     # Past the L1 cache, which may be older still.
     CACHE: tl.constexpr = ".cg" if SETTLED else ""
     offsets = tl.arange(0, BLOCK)
-    if MAKE_CONSTANTS:
+    if MAKE_SCALES:
         if MEAN:
             valid = tl.zeros((BLOCK,), tl.int32)
             for start in range(0, rows, BLOCK):
@@ -58,13 +58,13 @@ def reduction_kernel(
         gdc_wait()
         gdc_launch_dependents()
     # Nothing is written before: what has this memory now may still be read.
-    if MAKE_CONSTANTS:
-        tl.store(constants_ptr, scale)
-        tl.store(constants_ptr + 1, second_scale)
-        tl.store(constants_ptr + 2, vocab_size.to(ACCUM))
+    if MAKE_SCALES:
+        tl.store(scales_ptr, scale)
+        tl.store(scales_ptr + 1, second_scale)
+        tl.store(scales_ptr + 2, vocab_size.to(ACCUM))
     else:
-        scale = tl.load(constants_ptr)
-        second_scale = tl.load(constants_ptr + 1)
+        scale = tl.load(scales_ptr)
+        second_scale = tl.load(scales_ptr + 1)
 
     if HAS_LOSS:
         losses = tl.zeros((BLOCK,), ACCUM)

@@ -21,29 +21,25 @@ BLOCK, WARPS = 4096, 16
 MAX_ROWS = 16 * BLOCK
 
 
-def make_constants(p: RowProblem) -> Tensor:
+def loss_scales(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
-        return reduction.make_constants(p)
-    made = _new_constants(p)
+        return reduction.loss_scales(p)
+    made = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
     run(_launch, p.target, p.num_items, p.spec, p.vocab_size, None, made, True, made, None, False)
     return made
 
 
-def reduce(p: RowProblem, rows: RowOutputs, constants: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-    if rows.loss.numel() > MAX_ROWS or (constants is None and p.class_weight is not None):
-        return reduction.reduce(p, rows, constants)
-    used = rows.loss.new_empty(3) if constants is None else constants
-    loss = rows.loss.new_empty(())
-    second = None if rows.losses[1] is None else rows.loss.new_empty(())
-    # Losses without constants come from kernels that have waited for all that was there before the call, or let nobody
+def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    if out.loss.numel() > MAX_ROWS or (scales is None and p.class_weight is not None):
+        return reduction.reduce(p, out, scales)
+    used = out.loss.new_empty(3) if scales is None else scales
+    loss = out.loss.new_empty(())
+    second = None if out.losses[1] is None else out.loss.new_empty(())
+    # Losses without scales come from kernels that have waited for all that was there before the call, or let no kernel
     # begin early. No rows have no such kernel; and a copy of the targets would be younger than the call.
-    settled = constants is None and rows.loss.numel() > 0 and p.target.is_contiguous()
-    run(_launch, p.target, p.num_items, p.spec, p.vocab_size, rows, used, constants is None, loss, second, settled)
+    settled = scales is None and out.loss.numel() > 0 and p.target.is_contiguous()
+    run(_launch, p.target, p.num_items, p.spec, p.vocab_size, out, used, scales is None, loss, second, settled)
     return loss, second, used
-
-
-def _new_constants(p: RowProblem) -> Tensor:
-    return torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
 
 
 def _launch(
@@ -51,9 +47,9 @@ def _launch(
     num_items: Tensor | None,
     spec: LossSpec,
     vocab_size: int,
-    rows: RowOutputs | None,  # None: no losses
-    constants: Tensor,
-    make_constants: bool,  # or else they are there
+    out: RowOutputs | None,  # None: no losses
+    scales: Tensor,
+    make_scales: bool,  # or else they are there
     loss: Tensor,
     second: Tensor | None,
     settled: bool,
@@ -61,28 +57,28 @@ def _launch(
     """The arguments are those of `reduction_kernel`."""
 
     def pointer(t: Tensor | None) -> Tensor:
-        return constants if t is None else t  # what a flag switches off is never read
+        return scales if t is None else t  # what a flag switches off is never read
 
     target = target.reshape(-1).contiguous()  # a view of one dimension may have gaps
-    losses = (None, None) if rows is None else rows.losses
+    losses = (None, None) if out is None else out.losses
     args = {
         "target_ptr": target,
         "num_items_ptr": pointer(num_items),
         "loss_ptr": pointer(losses[0]),
         "second_ptr": pointer(losses[1]),
-        "constants_ptr": constants,
+        "scales_ptr": scales,
         "loss_sum_ptr": loss,
         "second_sum_ptr": pointer(second),
-        "rows": target.numel() if rows is None else rows.loss.numel(),
+        "rows": target.numel() if out is None else out.loss.numel(),
         "vocab_size": vocab_size,
         "ignore_index": spec.ignore_index,
     }
     options = {
-        "ACCUM": tl.float64 if constants.dtype == torch.float64 else tl.float32,
-        "MAKE_CONSTANTS": make_constants,
+        "ACCUM": tl.float64 if scales.dtype == torch.float64 else tl.float32,
+        "MAKE_SCALES": make_scales,
         "MEAN": spec.reduction == "mean",
         "HAS_NUM_ITEMS": num_items is not None,
-        "HAS_LOSS": rows is not None,
+        "HAS_LOSS": out is not None,
         "HAS_SECOND": second is not None,
         "SETTLED": settled,
         "BLOCK": BLOCK,

@@ -47,9 +47,8 @@ def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
 
 
 @dataclass
-class Constants:
-    """Of one pass, as of `Backend.constants`. They are made when they are first asked for: by then the device has its
-    first product to make.
+class LossScales:
+    """Loss scales of a pass, made at first use, so that the first matmul is launched before these small kernels.
 
     Attributes:
         with_gradients: whether the pass makes gradients.
@@ -67,14 +66,13 @@ class Constants:
     def of_loss(self) -> Tensor | None:
         """None for statistics of unweighted classes, which need none. Then `reduce` makes them, in the same kernel."""
         needed = self.with_gradients or self.problem.class_weight is not None
-        return self.backend.constants(self.problem) if needed else None
+        return self.backend.loss_scales(self.problem) if needed else None
 
     @functools.cached_property
     def unit(self) -> Tensor | None:
         """() what gradients are too large by; None: 1."""
-        if not self.in_units:
+        if not self.in_units or self.of_loss is None:
             return None
-        assert self.of_loss is not None
         return grad_unit(self.problem, self.of_loss)
 
     @functools.cached_property
@@ -85,13 +83,13 @@ class Constants:
         return torch.cat((self.of_loss[:2] * factor, self.of_loss[2:]))
 
 
-def grad_unit(p: RowProblem, constants: Tensor) -> Tensor:
+def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
     """The power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK.
 
     ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
     divides this unit out in float32, together with the upstream gradient.
     """
-    peak = constants[0] * p.spec.typical_gradient
+    peak = scales[0] * p.spec.typical_gradient
     if p.class_weight is not None:
         peak = peak * p.class_weight.abs().max()
     if p.token_weight is not None and p.token_weight.numel():
@@ -101,15 +99,13 @@ def grad_unit(p: RowProblem, constants: Tensor) -> Tensor:
     return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
-def reduce(
-    p: RowProblem, backend: Backend, rows: RowOutputs, constants: Tensor | None
-) -> tuple[RowOutputs, Tensor | None]:
-    """The results with the whole loss, and the constants where there are some."""
+def reduce(p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None) -> tuple[RowOutputs, Tensor | None]:
+    """The results with the whole loss, and the scales where there are some."""
     if p.spec.reduction == "none":
-        first, second = rows.losses
-        return rows.reduced(first if second is None else first + second, second), constants
-    loss, second, constants = backend.reduce(p, rows, constants)
-    return rows.reduced(loss, second), constants
+        first, second = out.losses
+        return out.reduced(first if second is None else first + second, second), scales
+    loss, second, scales = backend.reduce(p, out, scales)
+    return out.reduced(loss, second), scales
 
 
 def looks_at_values(device: torch.device) -> bool:

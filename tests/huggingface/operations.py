@@ -1,0 +1,658 @@
+"""What programs do to logits: one line an operation, and what becomes of lazy logits by it.
+
+The tests run each line by itself (test_operations.py). The fuzzer draws its programs from them (fuzz.py).
+
+The first word of a line says what becomes of a model's logits of 2 x 4 tokens and 13 classes:
+
+* ``lazy``: other lazy logits; where the line makes nothing, the logits are still lazy
+* ``value``: a tensor that was made without the logits
+* ``loss``: the same by the fused loss
+* ``real``: all logits were made
+
+What stands in braces is drawn for a program. `FILLINGS` says what it is where the line stands alone:
+
+* ``x``: a tensor of floating-point numbers, of one dimension at least
+* ``g``: the same with two dimensions at least, of which the last has two entries or more
+* ``l``: a tensor of 2 x 4 x 13
+* ``o``: another tensor of the shape of ``x``, ``g`` or ``l``, of any of the models
+* ``y``, ``z``: a new name, or now and then one that there is
+* ``loss``: a new name, for something that is differentiated in the end
+* ``n``: a number
+* ``inf``: a number that masks
+* ``d``, ``e``: a dimension; ``p``: all dimensions in another order
+* ``i``: an index in dimension ``d``; ``i0``: one in the first
+* ``s``: a slice; ``c``: an index of a class
+* ``t``: a dtype
+
+`note` remembers what is not a tensor. The other functions are made in `fuzz.Run`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+VIEWS = """
+lazy  {y} = {x}.view(-1, {x}.shape[-1])
+lazy  {y} = {x}.view({x}.shape)
+real  {y} = {x}.view(-1)
+real  {y} = {x}.view_as({x})
+lazy  {y} = {l}.view(8, -1)
+real  {y} = {l}.view(2, 52)
+lazy  {y} = {l}.view(torch.Size([4, 2, 13]))
+lazy  {y} = {x}.reshape(-1, {x}.shape[-1])
+real  {y} = {x}.reshape(-1)
+lazy  {y} = {l}.reshape(1, 2, 4, 13)
+lazy  {y} = {l}[:, :-1].reshape(-1, 13)
+lazy  {y} = torch.reshape({l}, (-1, 13))
+lazy  {y} = {x}.flatten(0, -2)
+lazy  {y} = {l}.flatten(0, 1)
+lazy  {y} = {l}[:, 1:].flatten(0, 1)
+lazy  note({g}.flatten(0, -2) is {g})
+real  {y} = {x}.flatten()
+real  {y} = {x}.unflatten(0, (1, -1))
+lazy  {y} = {x}.transpose({d}, {e})
+lazy  {y} = {l}.transpose(0, 1).transpose(-1, 0).transpose(0, -1)
+lazy  {y} = {l}.transpose(0, 1)[1:]
+lazy  {y} = {x}.permute({p})
+lazy  {y} = {g}.mT
+real  {y} = {g}[0].T
+lazy  {y} = {x}.movedim(-1, 0)
+lazy  {y} = torch.movedim({l}, -1, 1)
+lazy  {y} = {x}.unsqueeze({d})
+lazy  {y} = {x}.unsqueeze(-1)
+lazy  {y} = {l}.unsqueeze(1).transpose(1, 3)
+lazy  {y} = {x}.squeeze()
+lazy  {y} = {x}.squeeze({d})
+lazy  {y} = {l}[:1].squeeze(0)
+lazy  {y} = {x}[None]
+lazy  {y} = {l}[:, None]
+lazy  {y} = {x}[..., None]
+lazy  {y} = {x}[{i0}]
+lazy  {y} = {x}[-1]
+lazy  {y} = {x}[torch.tensor({i0})]
+lazy  {y} = {x}[{s}]
+lazy  {y} = {x}[{s}]
+lazy  {y} = {g}[:, {s}]
+lazy  {y} = {l}[:, 1:3, :]
+lazy  {y} = {l}[-1, 2:]
+lazy  {y} = {x}[..., {s}]
+lazy  {y} = {l}[..., :7]
+lazy  {y} = {l}[:, 1:, 2:9]
+lazy  {y} = {x}[..., {c}]
+lazy  {y} = {x}[..., torch.tensor({c})]
+lazy  {y} = {x}[..., {c}:{c} + 1]
+lazy  {y} = {l}[0, 0, 5]
+lazy  {y} = {l}[:1].select(-1, 5)
+lazy  {y} = {g}[..., :-1, :]
+lazy  {y} = {g}[:, -1]
+lazy  {y} = {g}[..., -1, :]
+lazy  {y} = {x}[...]
+lazy  {y} = {x}[:]
+lazy  {y} = {x}.narrow({d}, {i}, 1)
+lazy  {y} = torch.narrow({l}, -1, 0, 6)
+lazy  {y} = {x}.select({d}, {i})
+lazy  {y} = {l}.select(1, -1)
+lazy  {y} = {x}.unbind({d})[{i}]
+real  {y}, {z} = {x}.tensor_split(2, {d})
+lazy  {y} = {x}.split(2, {d})[-1]
+lazy  {y}, {z} = {x}.split([1, {x}.shape[{d}] - 1], {d})
+lazy  {y}, {z} = torch.split({l}, [1, 3], dim=1)
+lazy  {y} = {x}.chunk(2, {d})[0]
+real  {y} = {x}.expand(2, *{x}.shape)
+lazy  {y} = {x}.swapaxes({d}, {e})
+real  {y} = {g}.diagonal(dim1=-2, dim2=-1)
+lazy  {y} = next(iter({x}))
+lazy  {y} = [row for row in {x}][-1]
+"""
+
+COPIES = """
+lazy  {y} = {x}.detach()
+lazy  {y} = {x}.detach()
+lazy  {y} = {x}.data
+lazy  {y} = {x}.clone()
+lazy  {y} = {x}.clone()
+lazy  {y} = {x}.detach().clone()
+lazy  {y} = {x}.contiguous()
+lazy  {y} = {l}.view(-1, 13).contiguous()
+lazy  {y} = {g}[0].contiguous()
+lazy  {y} = {l}[:, 1:].contiguous()
+lazy  {y} = {g}.mT.contiguous()
+lazy  {y} = {l}.transpose(0, 1).clone()
+lazy  {y} = {x}.float()
+lazy  {y} = {l}[:, 1:].float()
+lazy  {y} = {x}.double()
+lazy  {y} = {x}.half()
+real  {y} = {x}.long().double()
+lazy  {y} = {x}.to({t})
+lazy  {y} = {x}.to(dtype={t})
+lazy  {y} = {x}.to({x}.dtype)
+lazy  {y} = {x}.to({x}.dtype, copy=True)
+lazy  {y} = {x}.to(copy=True, dtype={t}, device={x}.device)
+lazy  {y} = {x}.to(torch.device('cpu'), {t})
+lazy  {y} = {x}.to(noise(1).float())
+lazy  {y} = {x}.type_as(noise(1))
+lazy  {y} = {x}.type_as(noise(1).float())
+value {y} = noise(1).float().to({x})
+value {y} = noise(1).expand_as({x})
+lazy  {y} = {x}.to('cpu')
+lazy  {y} = {x}.cpu()
+lazy  {y} = {x}[bits({x}.shape[:-1])]
+real  {y} = {x}[bits({x}.shape)]
+lazy  {y} = {x}[bits({x}.shape[:1])]
+real  {y} = {x}[bits({x}.shape[:1]).byte()]
+lazy  {y} = {x}[[0]]
+lazy  {y} = {x}[torch.tensor([0])]
+lazy  {y} = {x}[[0, -1]]
+lazy  {y} = {x}[index({x}, 0)]
+value {y} = {x}[..., index({x}, -1)]
+value {y} = {x}[..., []]
+lazy  {y} = {g}[:, index({g}, 1)]
+value {y} = {g}[:, -1, [0, -1]]
+value {y} = ({l} * 2)[:, -1, torch.tensor([3, 0], dtype=torch.int32)]
+value {y} = {l}[1, :, torch.tensor([[1], [4]])]
+value {y} = torch.tanh({l}.transpose(1, 2))[:, [2, 1], 1:]
+value {y} = {l}[:, None, ..., [2, 1], None][..., 0]
+loss  {y} = ({l}.log_softmax(-1) * -2)[..., [7, 2]]
+loss  {y} = {l}.transpose(1, 2).log_softmax(1).log_softmax(1)[:, [7, 2]]
+value {y} = {l}[bits((2, 4)), 5]
+value {y} = {l}[torch.tensor([1]), 2, 5].squeeze(0)
+value {y} = {l}[torch.tensor([1, 0]), torch.tensor([3, 2]), -1]
+lazy  {y} = {l}[torch.tensor([0, 1, 1]), torch.tensor([3, 2, 2])]
+real  {y} = {l}[torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([3, 4])]
+value {y} = {l}[..., [0, 1, 2, 3]]
+real  {y} = {l}[..., [0, 1, 2, 3, 4]]
+lazy  {y} = {x}.index_select({d}, index({x}, {d}))
+real  {y} = {l}.index_select(-1, torch.arange(13))
+real  {y} = {x}.repeat(2, *[1] * ({x}.ndim - 1))
+real  {y} = {x}.repeat_interleave(2, {d})
+real  {y} = {x}.flip({d})
+real  {y} = {x}.roll(1, {d})
+real  {y} = copy.deepcopy({x}.detach())
+real  {y} = copy.copy({x})
+real  {y} = {x}.as_subclass(torch.Tensor)
+real  {y} = pickle.loads(pickle.dumps({x}.detach()))
+real  {y} = torch.tensor({x}.tolist(), dtype={x}.dtype)
+real  {y} = torch.empty_like({x}).copy_({x})
+value {y} = torch.zeros_like({x})
+value {y} = torch.ones_like({x})
+value {y} = {x}.new_zeros({x}.shape)
+value {y} = {x}.new_full((1,), 2.0)
+real  {y} = {x}.masked_select(bits({x}.shape))
+lazy  {y} = ({l}[:, :-1, :10].float() / 2.0).contiguous().view(-1, 10)
+"""
+
+ARITHMETIC = """
+lazy  {y} = {x} * {n}
+lazy  {y} = {n} * {x}
+lazy  {y} = {x} / {n}
+real  {y} = {x} + {n}
+real  {y} = {n} + {x}
+real  {y} = {x} - {n}
+real  {y} = {n} - {x}
+real  {y} = {n} / {x}
+lazy  {y} = -{x}
+lazy  {y} = torch.mul({x}, {n})
+lazy  {y} = torch.div({x}, {n})
+real  {y} = torch.div({x}, {n}, rounding_mode='floor')
+real  {y} = {x} / 0
+lazy  {y} = {x} * scalar({n})
+lazy  {y} = {x} / scalar({n})
+lazy  {y} = scalar({n}) * {x}
+real  {y} = {x} * torch.tensor(2)
+real  {y} = {x} + scalar({n})
+real  {y} = {x} * torch.arange({x}.shape[-1])
+real  {y} = {x} + torch.arange({x}.shape[-1])
+real  {y} = torch.arange({x}.shape[-1]) - {x}
+lazy  {y} = {x} + noise({x}.shape[-1:])
+lazy  {y} = noise({x}.shape[-1:]) + {x}
+real  {y} = noise({x}.shape[-1:]) - {x}
+lazy  {y} = noise({x}.shape[-1:]).float() + {x}
+lazy  {y} = {x}.float() + noise({x}.shape[-1:])
+lazy  {y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))
+lazy  {y} = noise((13,)).view(1, -1) + {l}
+real  {y} = {l} + noise((13,)).view(1, 1, 1, -1)
+lazy  {y} = (-2.0 * {l} - noise((13,)))[..., 2:9]
+real  {y} = torch.add({x}, noise({x}.shape[-1:]), alpha=2)
+real  {y} = torch.add(noise({x}.shape[-1:]), {x}, alpha=2)
+real  {y} = {x}.tanh() + noise({x}.shape[-1:])
+real  {y} = {x} * noise({x}.shape[-1:])
+real  {y} = {x} + noise({x}.shape[:-1]).unsqueeze(-1)
+real  {y} = {x} * noise({x}.shape[:-1]).unsqueeze(-1)
+real  {y} = {x} + noise({x}.shape)
+lazy  {y} = {x} + {o}
+lazy  {y} = {x} - {o}
+real  {y} = {x} * {o}
+lazy  {y} = {x} + {o} * 0.7
+lazy  {y} = {x} + {x}
+lazy  {y} = ({x} + {x}).masked_fill(bits({x}.shape[-1:]), 3.0)
+lazy  {y} = ({x} * 0.5).float() + {x}[...] - {x} / 3
+real  {y} = ({x} * 0.5 + {x}) * 2.0 + noise({x}.shape[-1:])
+real  {y} = {x} - {x}.mean()
+real  {y} = torch.add({x}, {o}, alpha=2)
+real  {y} = torch.lerp({x}, {o}, 0.3)
+lazy  {y} = torch.tanh({x} / {n}) * {n}
+lazy  {y} = ({x} / 3.0).tanh() * -3.0 / 2.0
+lazy  {y} = torch.tanh({g}.mT)
+lazy  {y} = {g}.mT * 2
+real  {y} = torch.tanh(torch.tanh({x}))
+lazy  {y} = {x}.tanh()
+real  {y} = {x}.sin()
+real  {y} = {x}.sigmoid()
+real  {y} = {x}.relu()
+real  {y} = {x}.abs()
+real  {y} = {x} ** 2
+real  {y} = {x}.clamp(-0.5, 0.5)
+real  {y} = {x}.nan_to_num(0.5, 2.0, -2.0)
+lazy  {y} = {x}.masked_fill(bits({x}.shape[-1:]), {inf})
+lazy  {y} = {x}.masked_fill(torch.arange({x}.shape[-1]) < 4, {inf})
+lazy  {y} = {x}.float().masked_fill(bits({x}.shape[-1:])[None], {inf})
+real  {y} = ({x} / 4).masked_fill(bits({x}.shape[-1:])[None], {inf})
+real  {y} = {x}.masked_fill(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
+real  {y} = {x}.masked_fill(bits({x}.shape), {inf})
+real  {y} = torch.where(bits({x}.shape), {x}, {n})
+real  {y} = torch.where(bits({x}.shape[:-1]).unsqueeze(-1), {x}, {o})
+real  {y} = torch.where(bits({x}.shape[-1:]), {x}, {inf})
+real  {y} = torch.where({x} > 0, {x}, 0.0)
+lazy  {y} = {x}.log_softmax(-1)
+lazy  {y} = {x}.log_softmax(-1)
+lazy  {y} = {x}.log_softmax(-1).clone()
+lazy  {y} = {x}.log_softmax(-1)[bits({x}.shape[:-1])]
+lazy  {y} = {x}.float().log_softmax(-1)
+lazy  {y} = F.log_softmax({x}, -1)
+lazy  {y} = F.log_softmax({x}, -1)
+lazy  {y} = F.log_softmax({x}, dim=-1, dtype=torch.float64)
+lazy  {y} = F.log_softmax(3.0 * torch.tanh({l} / 3.0), dim=-1, dtype=torch.float32)[:, 1:].half()
+lazy  {y} = torch.log_softmax({l}.transpose(0, 2), 0).log_softmax(0)
+lazy  {y} = {l}.transpose(1, 2).log_softmax(1)
+lazy  {y} = {x}.log_softmax(-1) * 2
+lazy  {y} = -F.log_softmax({x}, dim=-1)
+real  {y} = {x}.log_softmax(-1) + noise({x}.shape[-1:])
+real  {y} = {x}.log_softmax(-1) * scalar(2.0)
+real  {y} = {x}.log_softmax(-1)[..., :4]
+real  {y} = {x}.log_softmax(-1).tanh()
+real  {y} = {x}.log_softmax({d})
+real  {y} = {x}.softmax(-1)
+real  {y} = {x}.softmax({d})
+real  {y} = F.softmax({x}, -1)
+real  {y} = {x}.cumsum({d})
+real  {y} = {x}.index_fill(-1, index({x}, -1), {inf})
+real  {y} = {x}.scatter(-1, chosen({x}), {n})
+real  {y} = {g} @ noise(({g}.shape[-1], 2))
+real  {y} = F.pad({x}, (0, 1))
+real  {y} = F.cosine_similarity({x}, {x}.roll(1, 0), dim=-1)
+real  {y} = torch.einsum('...v,...v->...', {x}, {o})
+"""
+
+REDUCTIONS = """
+real  {y} = {x}.sum()
+real  {y} = {x}.sum(-1)
+real  {y} = {x}.sum({d}, keepdim=True)
+loss  {y} = (-F.log_softmax({x}, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32)
+real  {y} = {x}.mean()
+real  {y} = {x}.mean({d})
+real  {y} = {x}.mean(-1)
+loss  {y} = {x}.logsumexp(-1)
+real  {y} = {x}.logsumexp({d})
+loss  {y} = ({x} * 3).float().logsumexp(dim=-1, keepdim=True)
+loss  {y} = torch.tanh({l}.transpose(1, 2)).logsumexp(1)
+loss  {y} = torch.stack([torch.logsumexp(row, dim=-1) for row in {g}])
+loss  {y} = {x}.argmax(-1)
+real  {y} = {x}.argmax({d})
+loss  {y} = torch.argmax({x} / 2, dim=-1, keepdim=True)
+loss  {y} = {l}.transpose(1, 2).argmax(1)
+loss  {y} = {x}.log_softmax(-1).argmax(-1)
+real  {y} = {x}.amax(-1)
+real  {y} = {x}.max(-1).values
+real  {y} = {x}.max(-1)[1]
+real  {y} = {x}.max()
+real  {y} = {x}.min()
+real  {y} = {x}.topk(1).values
+real  {y} = {x}.sort(-1).values
+value {y} = {x}.gather(-1, chosen({x}))
+value {y} = {x}.gather(-1, chosen({x})).squeeze(-1)
+value {y} = {g}.mT.gather(-2, chosen({g}).mT)
+value {y} = {x}.gather(-1, few({x}))
+real  {y} = {x}.gather(-1, few({x}).repeat_interleave(2, -1))
+value {y} = {x}.gather(-1, few({x})[..., :2])
+value {y} = {x}.gather(-1, few({x})[..., :0])
+value {y} = {g}.mT.gather(-2, few({g})[..., :2].mT)
+value {y} = torch.tanh({g}.mT / 3.0).gather(-2, few({g}).mT)
+loss  {y} = {x}.log_softmax(-1).gather(-1, chosen({x})).squeeze(-1)
+loss  {y} = (-{x}.log_softmax(-1)).gather(-1, chosen({x}))
+loss  {y} = (-{x}.log_softmax(-1)).gather(-1, few({x}))
+loss  {y} = ({x} / 2.0).log_softmax(-1)[..., few({x}).flatten()[:2]]
+loss  {y} = {x}.gather(-1, chosen({x}))[..., 0] - {x}.logsumexp(-1)
+value {y} = {x}.take_along_dim(chosen({x}), -1)
+value {y} = {x}.take_along_dim(chosen({x})[:1], -1)
+real  {y} = {x}.take_along_dim(chosen({x}))
+real  {y} = {l}.take_along_dim(chosen({l}) % 4, 1)
+loss  {y} = torch.take_along_dim({x}.log_softmax(-1), chosen({x})[:1], -1)
+value {y} = {g}.mT.take_along_dim(chosen({g}).mT, -2)
+value {y} = {g}.mT.tanh().take_along_dim(indices=chosen({g}).mT, dim=-2)
+real  {y} = {x}.isnan()
+real  {y} = {x} > 0
+real  {y} = {x} == {x}
+real  {y} = {x}.isnan().any()
+real  {y} = {x}.square().mean()
+real  {y} = {x}.norm()
+real  {y} = {x}.var(-1)
+"""
+
+TOGETHER = """
+real  {y} = torch.cat([{x}, {o}], {d})
+real  {y} = torch.cat([{x}, {o}], -1)
+real  {y} = torch.cat([{x}, {o}])
+lazy  {y} = torch.cat([{x}, {x}], dim={d})
+real  {y} = torch.cat([{x}[:1], {o}])
+real  {y} = torch.cat([{x}[..., :1], {o}], -1)
+lazy  {y} = torch.cat(({l}[..., :4], {l}), dim=-1)
+real  {y} = torch.cat([{x}, noise({x}.shape)])
+real  {y} = torch.cat([{x}, noise({x}.shape)], -1)
+lazy  {y} = torch.cat([{x}])
+real  {y} = torch.cat([{x}.detach(), {o}.detach()]).argmax(-1)
+lazy  {y} = torch.stack([{x}, {o}])
+lazy  {y} = torch.stack([{x}, {o}])
+lazy  {y} = torch.stack([{x}, {o}], -1)
+lazy  {y} = torch.stack([{x}, {o}], {d})
+lazy  {y} = torch.stack([{x}, {o}])[0]
+lazy  {y} = torch.stack([{x}, {o}])[1:]
+lazy  {y}, {z} = torch.stack([{x}, {o}]).unbind()
+lazy  {y}, {z} = torch.stack([{x}, {o}], -1).unbind(-1)
+lazy  {y} = torch.stack([{x}, {o}]).select(0, 1)
+real  {y} = torch.stack([{x}, {o}]).mean(0)
+real  {y} = torch.stack([{x}, noise({x}.shape)])
+lazy  {y} = torch.stack(list({x}))
+real  {y} = torch.stack([torch.stack([{x}, {o}]), torch.stack([{o}, {x}])])[0, 1]
+lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1)
+lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1)[:, :, -3:]
+lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1)[:, 1:].float()[:, 0].contiguous().view(-1, 13)
+lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).select(1, -1).detach()
+lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).reshape(6, 4, 13)
+lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).view(6, 4, 13)
+real  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).sum()
+real  {y} = torch.cat([{x}, {o}]).view(2, *{x}.shape)
+real  {y} = torch.cat([{x}, {o}])[{x}.shape[0]:]
+"""
+
+HEADS = """
+lazy  {y} = b(ids)
+lazy  {y} = b(ids)
+lazy  {y} = a(ids.flip(0))
+lazy  {y} = a(ids)
+loss  {y} = torch.cat([a(ids).detach(), a(ids.flip(0)).detach()]).argmax(-1)
+"""
+
+# What programs do to the models between their call and the loss, and to names.
+MODELS = """
+lazy  requires_grad(False, 'head')
+lazy  requires_grad(False, 'head')
+lazy  requires_grad(False)
+lazy  requires_grad(True)
+lazy  adapter(False)
+lazy  adapter(True)
+lazy  rescale_hidden({n})
+lazy  rescale_hidden_data({n})
+lazy  del {x}
+"""
+
+WRITES = """
+real  {x}[0] = {n}
+real  {x}[-1] = {inf}
+real  {x}[{s}] = {n}
+lazy  {x}[..., {c}] = {n}
+real  {x}[..., {c}] = noise({x}.shape[:-1])
+lazy  {x}[..., [0, -1]] = {inf}
+lazy  {x}[..., []] = {n}
+lazy  {x}[..., {c}:] = {inf}
+lazy  {x}[..., bits({x}.shape[-1:])] = {inf}
+real  {x}[bits({x}.shape)] = {inf}
+real  {x}[bits({x}.shape[:-1])] = {n}
+real  {x}[{x} < 0] = {n}
+real  {x}[0] = {o}[-1]
+real  {x}[{s}] = noise({x}[{s}].shape)
+real  {x}[:] = {o}
+lazy  {x}[...] = {n}
+real  {x}[{s}] *= {n}
+real  {x}[..., {c}] += {n}
+real  {x}[{i0}] += {o}[{i0}]
+real  {x}[:-1] = {x}[1:].clone()
+real  {x}[{x} < {x}.topk(1).values] = {inf}
+lazy  note({x}.mul_({n}) is {x})
+lazy  note({x}.add_(noise({x}.shape[-1:])) is {x})
+lazy  note({x}.neg_() is {x}, torch.neg_({x}) is {x})
+lazy  note({x}.masked_fill_(bits({x}.shape[-1:]), {inf}) is {x})
+real  note({x}.zero_() is {x})
+real  note({x}.clamp_(max=0.5) is {x})
+real  note(torch.exp_({x}) is {x})
+real  note(F.relu({x}, inplace=True) is {x})
+real  note(F.silu({x}, inplace=True) is {x})
+real  note(F.elu({x}, inplace=True) is {x})
+real  note(F.leaky_relu({x}, inplace=True) is {x})
+real  note({x}.copy_(noise({x}.shape[-1:])) is {x})
+real  note({x}.__iadd__({n}) is {x})
+lazy  {y} = {x}.mul_({n})
+lazy  {y} = {x}.mul_({n})
+value {y} = {x}.tanh()[..., index({x}, -1)].mul_({n})
+value {y} = {x}.gather(-1, chosen({x})).mul_({n})
+value {y} = {x}.tanh().gather(-1, chosen({x})).mul_({n})
+loss  {y} = {x}.log_softmax(-1).gather(-1, chosen({x})).mul_({n})
+loss  {y} = {g}.log_softmax(-1)[:, -1, [0, -1]].mul_({n})
+value {y} = {l}.tanh()[[1], :, 5].mul_({n})
+loss  {y} = {l}.log_softmax(-1)[[1], :, 5].mul_({n})
+real  {x}.mul_(noise({x}.shape[-1:]))
+lazy  {y} = {x}.div_({n})
+lazy  {x}.div_({n})
+real  {y} = {x}.add_({n})
+lazy  {x}.add_({o})
+lazy  {y} = {x}.add_(noise({x}.shape[-1:]))
+lazy  {y} = {x}.sub_(noise({x}.shape[-1:]))
+real  {x}.sub_({n})
+lazy  {x}.sub_({o})
+lazy  {y} = {x}.neg_()
+lazy  {y} = {x}.tanh_()
+lazy  note({x}.tanh_() is {x})
+real  {x}.zero_()
+real  {x}.zero_()
+real  {x}.fill_({n})
+lazy  {y} = {x}.masked_fill_(bits({x}.shape[-1:]), {inf})
+real  {x}.masked_fill_(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
+real  {x}.masked_fill_(bits({x}.shape), {inf})
+real  {x}.copy_({o})
+real  {x}.copy_({o})
+real  {x}.copy_(noise({x}.shape))
+real  {y} = {x}.clamp_(-0.5, 0.5)
+real  {x}.index_fill_(-1, index({x}, -1), {inf})
+real  {x}.index_copy_(0, index({x}, 0)[:1], noise({x}[:1].shape))
+real  {x}.scatter_(-1, chosen({x}), {n})
+real  {x}.scatter_add_(-1, chosen({x}), noise(chosen({x}).shape))
+real  {x}.addcmul_({o}, {o})
+real  {x}.relu_()
+real  {x}.exp_()
+lazy  {x} *= {n}
+lazy  {x} /= {n}
+lazy  {x} += {o}
+real  {x} += {n}
+lazy  {x} += noise({x}.shape[-1:])
+lazy  {x} -= noise({x}.shape[-1:])
+lazy  {x} *= scalar({n})
+real  {x}.data.mul_({n})
+real  {x}.detach().mul_({n})
+real  {x}.detach()[0] = {n}
+"""
+
+# Rare: other names for the same memory, and logits whose shape is changed in place.
+RARE = """
+real  {x}.data = noise({x}.shape)
+real  torch.mul({x}.detach(), {n}, out={x}.detach())
+real  {x}.detach().numpy().fill({n})
+real  {y} = F.dropout({x}, 0.5, training=False)
+lazy  {y} = functools.reduce(lambda x, _: x * 1.01, range(500), {x})
+lazy  {y} = functools.reduce(lambda x, _: x.view(x.shape)[:], range(250), {x})
+lazy  {y} = noise(1); torch.utils.swap_tensors({y}, {x}.detach())
+lazy  {y} = torch.utils.checkpoint.checkpoint(lambda part: part.tanh() * 2, {x}, use_reentrant=False)
+"""
+
+READS = """
+real  note({x}.isnan().any().item())
+real  note({x}.isnan().any().item())
+real  note({x}.sum().item())
+real  note({x}.detach().sum().item())
+real  note({x}.tolist())
+real  note({x}.detach().numpy())
+real  note(np.asarray({x}.detach()))
+real  note(np.from_dlpack({x}.detach()))
+real  note(torch.utils.dlpack.from_dlpack({x}.detach()))
+real  note({x}.detach().cpu().float().numpy())
+real  note({x}.max().item())
+lazy  note({x}.argmax(-1).tolist())
+real  note(bool(({x} > 0).any()))
+real  note(f'{{{x}.isfinite().all()}}')
+lazy  note(len({x}))
+real  note([row.sum().item() for row in {x}])
+real  note(torch.allclose({x}, {o}.to({x}.dtype), equal_nan=True))
+real  note(torch.allclose({x}, {x}))
+real  note({x}.isclose({o}.to({x}.dtype)).sum().item())
+lazy  note({x}.shape, {x}.size(), {x}.size(-1), {x}.dim(), {x}.ndim, {x}.numel())
+lazy  note(torch.numel({x}), {x}.device.type, {x}.dtype, {x}.nbytes, {x}.is_cuda, {x}.is_leaf, {x}.element_size())
+real  note({x}.data_ptr() > 0)
+lazy  note({x}.layout, {x}.is_sparse)
+lazy  note({x}.is_floating_point(), torch.is_tensor({x}), isinstance({x}, torch.Tensor), hash({x}) == hash({x}))
+real  note({x}[..., 0].flatten()[0].item())
+real  note({x}.grad_fn is None)
+lazy  note(len({x}[:0].unbind(0)), len(list({x}[torch.zeros({x}.shape[:1], dtype=torch.bool)])))
+lazy  note(flce.cross_entropy({g}, labels({g}), stats=('lse', 'logprob', 'entropy', 'argmax', 'correct'), shift=1)[1:])
+real  note(tangent({x}))
+real  note(repr({x}.isfinite()))
+"""
+
+LOSSES = """
+loss  {loss} = F.cross_entropy({g}.reshape(-1, {g}.shape[-1]), labels({g}).reshape(-1))
+loss  {loss} = F.cross_entropy({g}.view(-1, {g}.shape[-1]), labels({g}).view(-1))
+loss  {loss} = F.cross_entropy(input={g}.view(-1, {g}.shape[-1]), target=labels({g}).view(-1))
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2).float(), labels({g}).flatten())
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), reduction='sum')
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), reduction='none')
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), None, False)
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), chosen({g}).flatten(), ignore_index=3)
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), chosen({g}).flatten(), ignore_index=np.int64(3))
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), chosen({g}).flatten(), ignore_index=chosen({g}).flatten()[0])
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), label_smoothing=0.1)
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), label_smoothing=np.float32(0.1))
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), label_smoothing=False)
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), weight=noise({g}.shape[-1:]).abs())
+loss  {loss} = F.cross_entropy({g}[-1], labels({g}[-1]), noise({g}.shape[-1:]).abs(), label_smoothing=0.2)
+loss  {loss} = nn.CrossEntropyLoss()({g}.flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy({g}.movedim(-1, 1), labels({g}))
+loss  {loss} = F.cross_entropy({g}.transpose(1, -1), labels({g}.transpose(1, -1).movedim(1, -1)), reduction='sum')
+loss  {loss} = F.cross_entropy({l}.transpose(1, 2), labels({l}), reduction='none') * torch.arange(4)
+loss  {loss} = F.cross_entropy({l}[0, 0], labels({l})[0, 0])
+loss  {loss} = F.cross_entropy({g}[:, :-1].flatten(0, -2), labels({g}[:, :-1]).flatten())
+loss  {loss} = F.cross_entropy({g}[:, :-1, :].contiguous().view(-1, {g}.shape[-1]), labels({g}[:, :-1]).view(-1))
+loss  {loss} = F.cross_entropy({g}[-1], labels({g}[-1]))
+real  {loss} = F.cross_entropy({l}, labels({l}.mT))
+real  {loss} = F.cross_entropy({l}.mT, noise((2, 13, 4)).softmax(1))
+loss  {loss} = F.cross_entropy({l}[..., :9].reshape(-1, 9), labels({l}[..., :9]).view(-1))
+loss  {loss} = F.cross_entropy(({g} * 0.5 / 3).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy((torch.tanh({g} / 2.0) * 2.0).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy((torch.tanh(0.7 * {g} / 2.0) * -2.0 / 0.3).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy({g}[labels({g}) > 3], labels({g})[labels({g}) > 3])
+loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten() * 0 - 100, reduction='sum')
+loss  {loss} = sum(F.cross_entropy(row, labels(row), reduction='sum') for row in {g}.flatten(0, -2).split(3))
+loss  {loss} = F.cross_entropy(({g} * scalar(1.7)).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy(({g} * 0.3 + noise({g}.shape[-1:])).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.cross_entropy({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten(), label_smoothing=0.1)
+real  {loss} = F.cross_entropy({g}.flatten(0, -2), noise({g}.shape).softmax(-1).flatten(0, -2))
+loss  {loss} = F.nll_loss({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten())
+loss  {loss} = F.nll_loss(F.log_softmax({g}, -1).view(-1, {g}.shape[-1]), labels({g}).view(-1), reduction='sum')
+loss  {loss} = F.nll_loss(F.log_softmax({g}[-1], -1), chosen({g}[-1])[..., 0], noise({g}.shape[-1:]), ignore_index=3)
+loss  {loss} = nn.NLLLoss(reduction='none')({l}.transpose(1, 2).log_softmax(1), labels({l}))
+real  {loss} = F.nll_loss({g}.flatten(0, -2), labels({g}).flatten())
+loss  {loss} = flce.cross_entropy({g} * 2, labels({g}))
+loss  {loss} = flce.cross_entropy({g}, labels({g}), shift=1)
+loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), softcap=3.0, z_loss=1e-2, shift=1)
+loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), logit_scale=0.5, temperature=2.0, shift=2)
+loss  {loss} = flce.cross_entropy({g} * 2, chosen({g})[..., 0], label_smoothing=0.1, reduction='sum', ignore_index=5)
+loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), inplace=True, shift=1)
+loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), weight=noise({g}.shape[-1:]).abs(), reduction='none') * 1.0
+loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), stats=('lse', 'entropy', 'argmax'), z_loss=1e-3, shift=1).loss
+loss  {loss} = flce.CrossEntropyLoss(z_loss=1e-2)({g}, labels({g}), token_weight=noise({g}.shape[:-1]).abs())
+loss  {loss} = loss_of({g})
+loss  {loss} = loss_of(torch.stack([{g}, {o}], 1)[:, 0])
+loss  {loss} = -{g}.log_softmax(-1).gather(-1, chosen({g})).mean()
+loss  {loss} = ({g}.logsumexp(-1) - {g}.gather(-1, chosen({g})).squeeze(-1)).mean()
+loss  {loss} = {g}.logsumexp(-1).square().mean()
+real  {loss} = F.kl_div({g}.log_softmax(-1), {o}.softmax(-1), reduction='batchmean')
+real  {loss} = F.kl_div({g}.log_softmax(-1), {o}.log_softmax(-1), log_target=True)
+real  {loss} = -({g}.softmax(-1) * {g}.log_softmax(-1)).sum(-1).mean()
+real  {loss} = F.mse_loss({g}, {o})
+loss  {loss} = -F.logsigmoid(picked({g}).sum() - picked({o}).sum())
+real  {loss} = {g}.log_softmax(-1).sum()
+real  {loss} = {x}.sum()
+"""
+
+AUTOGRAD = """
+lazy  {y} = Doubled.apply({x})
+real  {y} = Squared.apply({x})
+real  {y} = DoubledInPlace.apply({x})
+real  {y} = TripledInPlace.apply({x})
+lazy  {y} = Tripled.apply({x}, torch.clone)
+lazy  {y} = Tripled.apply({x}, lambda x: x * 1.0)
+real  {y} = custom_tanh({x})
+real  {y} = torch.ops.flce_fuzz.tanh({x}.tanh() * 2)
+real  {y} = torch.ops.flce_fuzz.tanh.default({x})
+real  note(DoubledInPlace.apply({x}) is {x})
+real  hook({x}, keep('{x}'))
+real  hook({x}, keep('{x}'))
+real  hook({x}, lambda gradient: gradient * 2)
+real  retain({x})
+real  {y} = {x}.detach().requires_grad_(); retain({y})
+real  note({x}.requires_grad_() is {x})
+"""
+
+GROUPS = {
+    "views": VIEWS,
+    "copies": COPIES,
+    "arithmetic": ARITHMETIC,
+    "reductions": REDUCTIONS,
+    "together": TOGETHER,
+    "heads": HEADS,
+    "models": MODELS,
+    "writes": WRITES,
+    "rare": RARE,
+    "reads": READS,
+    "losses": LOSSES,
+    "autograd": AUTOGRAD,
+}
+
+
+class Operation(NamedTuple):
+    """A line of the table."""
+
+    group: str
+    becomes: str
+    code: str
+
+
+OPERATIONS = [
+    Operation(group, *line.split(maxsplit=1)) for group, lines in GROUPS.items() for line in lines.strip().splitlines()
+]
+
+FILLINGS = {
+    "x": "lg",
+    "g": "lg",
+    "l": "lg",
+    "o": "t9",
+    "y": "t1",
+    "z": "t2",
+    "loss": "loss1",
+    "n": "0.5",
+    "inf": "-1e4",
+    "d": "1",
+    "e": "2",
+    "i": "0",
+    "i0": "1",
+    "p": "2, 0, 1",
+    "s": "1:",
+    "c": "5",
+    "t": "torch.float32",
+}

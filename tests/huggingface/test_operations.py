@@ -1,0 +1,140 @@
+"""Each operation of the table by itself: the same on lazy logits as on real ones, and without them where it says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce.huggingface.lazy import TracedLazyLogits, is_lazy
+from tests.huggingface import fuzz
+from tests.huggingface.operations import FILLINGS, OPERATIONS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SETUP = fuzz.Setup(head=(13, 3))
+INFERENCE = fuzz.Setup(head=(13, 3), mode="no_grad")
+ADAPTED = fuzz.Setup(head=(13, 3), bias=False, adapter=True)
+# Some lines stand there twice, for the fuzzer.
+LINES = {each.code.format_map(FILLINGS): each for each in OPERATIONS if each.group != "models"}
+MAKING = ("views", "copies", "arithmetic")
+
+
+class PlainRun(fuzz.Run):
+    """With the plain objects that a graph of ``torch.compile`` sees, and may return."""
+
+    def _forward(self, name: str, ids: torch.Tensor) -> Any:
+        logits: Any = super()._forward(name, ids)
+        shadow = torch.empty(logits.shape, dtype=logits.dtype, device="meta")
+        return TracedLazyLogits._wrap(logits._state, None, shadow)
+
+    def properties(self, name: str, layout: bool) -> dict[str, Any]:
+        x = self.tensors[name]
+        return {"shape": tuple(x.shape), "dtype": x.dtype, "gradient": x.requires_grad}
+
+
+STRICT = fuzz.Comparison(layout=True, limits=False)
+SHARED = fuzz.Comparison(layout=True)
+PLAIN = fuzz.Comparison(limits=False, run=PlainRun)
+
+
+# With an adapter the logits are a sum of two products: these have no such form then.
+REAL_WITH_ADAPTER = {
+    "{y} = {x}.float() + noise({x}.shape[-1:])",
+    "{y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))",
+    "{y} = (-2.0 * {l} - noise((13,)))[..., 2:9]",
+    "{y} = {x} - {o}",
+    "{y} = {x} + {o} * 0.7",
+    "{y} = ({x} * 0.5).float() + {x}[...] - {x} / 3",
+    "{y} = torch.cat([{x}, {x}], dim={d})",
+    "{y} = torch.cat(({l}[..., :4], {l}), dim=-1)",
+    "{y} = torch.cat([{x}])",
+    "{y} = torch.cat([a(ids).detach(), a(ids.flip(0)).detach()]).argmax(-1)",
+    "{x}.sub_({o})",
+    "{loss} = F.cross_entropy(({g} * 0.3 + noise({g}.shape[-1:])).flatten(0, -2), labels({g}).flatten())",
+}
+
+
+def steps_of(*steps: str) -> tuple[str, ...]:
+    """With a line before them that makes what they take beside the logits."""
+    return ("t9 = b(ids)", *steps) if any("t9" in step for step in steps) else steps
+
+
+def check(setup: fuzz.Setup, *steps: str, how: fuzz.Comparison = STRICT) -> None:
+    """The steps give the same values and gradients on both models."""
+    made = [name for step in steps for name in fuzz.made(step)]
+    program = fuzz.Program(setup, steps_of(*steps), tuple(dict.fromkeys(made or ["lg"])), read_first=False)
+    difference = fuzz.compare(program, how)
+    assert difference is None, f"{difference}\n{program}"
+
+
+def becomes(setup: fuzz.Setup, line: str, run_class: type[fuzz.Run] = fuzz.Run) -> str:
+    """What a line makes of lazy logits, in the words of the table."""
+    run = run_class(setup, patched=True)
+    for step in steps_of(line):
+        run.step(step)
+    reports = [flce.report(model) for model in run.models.values()]
+    if any(report.materialized for report in reports):
+        return "real"
+    results = [run.tensors[name] for name in fuzz.made(line) if name in run.tensors]
+    if all(map(is_lazy, results)):
+        return "lazy"
+    return "loss" if any(report.fused for report in reports) else "value"
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_operation(line: str) -> None:
+    check(SETUP, line)
+    assert becomes(SETUP, line) == LINES[line].becomes
+
+
+@pytest.mark.parametrize("line", [line for line, each in LINES.items() if each.group != "autograd"])
+def test_with_an_adapter(line: str) -> None:
+    check(ADAPTED, line)
+    real = LINES[line].code in REAL_WITH_ADAPTER
+    assert becomes(ADAPTED, line) == ("real" if real else LINES[line].becomes)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_without_gradients(line: str) -> None:
+    check(SETUP, f"with torch.no_grad(): {line}")
+
+
+# Memory and metadata that plain objects do not have, and autograd, which does not see them.
+NOT_PLAIN = ("isinstance", "lg.data", "lg.layout", "lg.nbytes", "hook(", "grad_fn")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [line for line, each in LINES.items() if each.group != "autograd" and not any(what in line for what in NOT_PLAIN)],
+)
+def test_plain_objects(line: str) -> None:
+    check(SETUP, line, how=PLAIN)
+    assert becomes(SETUP, line, PlainRun) == LINES[line].becomes
+
+
+def test_plain_objects_have_the_attributes_of_tensors() -> None:
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = PlainRun(SETUP, patched=True).tensors["lg"].no_such_thing
+
+
+@pytest.mark.parametrize("line", [line for line, each in LINES.items() if each.group in MAKING and "t1 =" in line])
+def test_memory_is_shared_where_it_is_in_stock(line: str) -> None:
+    """Whatever is read or written, before the operation or after it."""
+    for setup, before, after in (
+        (SETUP, "note(lg.isnan().any().item())", "lg.mul_(3.0)"),
+        (SETUP, "pass", "note(t1.isnan().any().item())"),
+        (SETUP, "pass", "lg.mul_(3.0)"),
+        (SETUP, "pass", "t1.mul_(3.0)"),
+        (INFERENCE, "pass", "lg.mul_(3.0)"),
+        (INFERENCE, "pass", "t1.mul_(3.0)"),
+    ):
+        check(setup, before, line, after, how=SHARED)
+
+
+@pytest.mark.parametrize("before", ["note(lg.isnan().any().item())", "t5 = lg[0]"])
+@pytest.mark.parametrize("line", [line for line, each in LINES.items() if each.group == "writes"])
+def test_writes_reach_all_views(line: str, before: str) -> None:
+    check(SETUP, before, line, "t6 = lg * 2", how=SHARED)

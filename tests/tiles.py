@@ -1,0 +1,115 @@
+"""Rows of logits and what a backend does to them: the only calls of a backend's passes over tiles in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile, TileCall
+from flce.problem import LossSpec, accumulation_dtype
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Logits of a few rows, and all that goes with them."""
+
+    logits: Tensor
+    inputs: RowInputs
+    spec: LossSpec
+
+    @property
+    def vocab(self) -> int:
+        return self.logits.shape[1]
+
+    @property
+    def accum(self) -> torch.dtype:
+        return accumulation_dtype(self.logits.dtype)
+
+    @property
+    def upstream(self) -> Tensor:
+        """Another gradient of the loss for each row."""
+        return torch.linspace(0.5, 2.0, len(self.logits), dtype=self.accum, device=self.logits.device)
+
+    def in_float64(self) -> Rows:
+        wide = [t.double() if t is not None and t.is_floating_point() else t for t in self.inputs]
+        return replace(self, logits=self.logits.double(), inputs=RowInputs(*wide))  # type: ignore[arg-type]
+
+    def tile(self, start: int, stop: int) -> tuple[Tensor, Tile]:
+        """A copy of some columns, in a buffer with room behind them. What that holds must not matter."""
+        room = -(-(stop - start) // 16) * 16
+        buffer = self.logits.new_full((self.logits.shape[0], room), float("nan"))
+        buffer[:, : stop - start] = self.logits[:, start:stop]
+        return buffer[:, : stop - start], Tile(start, stop - start, self.vocab, room)
+
+    def state(self) -> Tensor:
+        return self.upstream.new_full((STATE_SLOTS, len(self.logits)), -55.0)
+
+    def outputs(self) -> RowOutputs:
+        def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.full((*slots, self.logits.shape[0]), -77, dtype=dtype, device=self.logits.device)
+
+        return RowOutputs.of(self.spec, self.accum, new)
+
+    def call(self, tile: Tile, out: RowOutputs) -> TileCall:
+        return TileCall(self.inputs, self.spec, tile, out)
+
+    def statistics(self, backend: Any, logits: Tensor, tile: Tile, state: Tensor | None, out: RowOutputs) -> None:
+        backend.statistics(logits, self.call(tile, out), state)
+
+    def gradient(
+        self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, normalizer: Tensor, upstream: Tensor | None
+    ) -> None:
+        backend.gradient(logits, grad, TileCall(self.inputs, self.spec, tile, None, normalizer, upstream))
+
+    def loss_and_gradient(self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, out: RowOutputs) -> None:
+        backend.loss_and_gradient(logits, grad, self.call(tile, out))
+
+
+def random_rows(
+    num_rows: int,
+    vocab: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    std: float = 3.0,
+    class_weight: bool = False,
+    token_weight: bool = False,
+    bias: bool = False,
+    **spec: Any,
+) -> Rows:
+    """Random logits. Every fourth target is ignored; the first and the last class are among the others."""
+    g = torch.Generator().manual_seed(vocab)
+    accum = accumulation_dtype(dtype)
+
+    def rand(wanted: bool, size: int) -> Tensor | None:
+        return torch.rand(size, generator=g, dtype=torch.float64).to(device, accum) if wanted else None
+
+    logits = (torch.randn(num_rows, vocab, generator=g, dtype=torch.float64) * std).to(device, dtype)
+    target = torch.randint(vocab, (num_rows,), generator=g)
+    target[1::4] = IGNORE
+    target[2], target[3] = 0, vocab - 1
+    weights = rand(class_weight, vocab)
+    total = vocab if weights is None else float(weights.sum())
+    scales = torch.tensor([0.3, 0.7, total], dtype=accum, device=device)
+    inputs = RowInputs(target.to(device), rand(token_weight, num_rows), weights, rand(bias, vocab), scales)
+    return Rows(logits, inputs, LossSpec(**spec))
+
+
+def assert_same(mine: RowOutputs, theirs: RowOutputs, tolerance: float) -> None:
+    """Everything that both have, within the tolerance."""
+    for name in RowOutputs._fields:
+        a, b = getattr(mine, name), getattr(theirs, name)
+        if name == "normalizer":  # of what is not finite, only that it is not is the same
+            a, b = (x.where(x.isfinite().all(0), torch.nan) for x in (a, b))
+        if b is not None:
+            assert_close(a, b.to(a.dtype), tolerance, name)
+
+
+def assert_close(a: Tensor, b: Tensor, tolerance: float, name: str = "gradient") -> None:
+    named: Callable[[str], str] = lambda text: f"{name}: {text}"  # noqa: E731
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True, msg=named)
