@@ -155,8 +155,7 @@ class Meter:
     def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
 
-    def combine_rows(self, x: Tensor, weight: Tensor, out: Tensor, *args: Any) -> None:
-        self.moved(x, out)
+    combine_rows = scale_valid_rows
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):

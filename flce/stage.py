@@ -259,7 +259,7 @@ class Stage:
         index = None if self.selection.index is None else self.selection.index[part]
         out = first(self.dx_memory(0), part) if index is None else self.dx_memory(0)
         weight, factors = self.terms[0].weight, last(factors, part)
-        self.backend.combine_rows(product, weight, out, target, factors, ignore_index, index)
+        self.backend.combine_rows(product, out, weight, target, factors, ignore_index, index)
 
     def weight_products(
         self, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor

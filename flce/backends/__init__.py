@@ -91,7 +91,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def _properties(index: int | None) -> tuple[int, int | None]:
-    """Of a CUDA device, None being the current one: major number of its compute capability, bytes of memory."""
+    """The major number of the compute capability and the bytes of memory of a CUDA device; None: the current one."""
     if index is None:
         if not torch.cuda.is_available():
             return 0, None

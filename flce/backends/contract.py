@@ -280,8 +280,8 @@ class Backend(Protocol):
     def combine_rows(
         self,
         x: Tensor,
-        weight: Tensor,
         out: Tensor,
+        weight: Tensor,
         target: Tensor,
         factors: Tensor,
         ignore_index: int,

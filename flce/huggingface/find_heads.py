@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from flce.frames import never_compiled
+
 
 def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:
     """The outermost modules with an output embedding, of which there may be several; and by name why others stay."""
@@ -57,7 +59,7 @@ def backbone(owner: Any) -> nn.Module:
 
 
 def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
-    """The layers of the output embedding, and heads of as many classes beside it and the model below it.
+    """The layers of the output embedding, and heads with the same number of classes beside it and the model below it.
 
     Args:
         owner: a model with an output embedding.
@@ -167,6 +169,7 @@ class WideProducts(TorchFunctionMode):
         self._sizes, self._replace = _vocabulary_sizes(owner, owner.get_output_embeddings()), replace
         self._heads = [_own_weight(layer) for layer in embedding_layers(owner)] if only_own else []
 
+    @never_compiled  # where a graph has ended within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         product = _as_linear(func, args, kwargs)

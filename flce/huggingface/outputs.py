@@ -1,7 +1,7 @@
 """What a patched model returns: where lazy logits leave a graph of ``torch.compile``, and where they are left out.
 
 No graph can make a tensor of ours, so within a graph lazy logits are plain objects
-(:class:`~flce.huggingface.lazy.TracedLazyLogits`). Whoever gets a model's outputs expects tensors. So the
+(:class:`~flce.huggingface.lazy.TracedLazyLogits`). Callers of a model expect tensors. So the
 outermost frame of a patched model is left to Python, which changes what comes out of the graph below it.
 """
 
@@ -25,7 +25,7 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
     """The outputs of a model with plain lazy logits replaced by tensors.
 
     Args:
-        outputs: of any kind; a mapping is changed in place.
+        outputs: what the model returned; a mapping is changed in place.
         usage: where to count what becomes of the logits.
         owner: the model.
         passed_by: the graph has computed a loss, whose gradient does not pass through the logits.

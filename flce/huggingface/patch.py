@@ -47,7 +47,7 @@ class _Patch:
 
     settings: Settings
     compiled_call_has_labels: bool = False
-    """Of calls that are being compiled; of others `_running` knows, but the compiler knows no threads."""
+    """Whether the call that is being compiled has labels. In Python `_running` tells; the compiler knows no threads."""
     leaves_graph: bool = False
     """Whether what a graph makes of the model's outputs becomes tensors where it ends."""
     watch_products: bool | None = None
@@ -97,7 +97,7 @@ _running = _Running()
 
 
 def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
-    """Of a linear layer of the output embedding."""
+    """Methods for a linear layer of the output embedding."""
     forward = original.forward
 
     @functools.wraps(forward)
@@ -149,7 +149,7 @@ def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tens
 
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Of the model."""
+    """Methods for the model."""
     forward = original.forward
     place = _place_of_labels(forward)
 
@@ -164,8 +164,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 return forward(self, *args, **kwargs)
             finally:
                 patch.compiled_call_has_labels = before
-        _change(find_heads(self), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
-        if not patch.expects_loss(self):
+        if not _finds_lazy_heads(self, patch):
             return forward(self, *args, **kwargs)
         products = _watched_products(self, patch)
         patch.head_called = False
@@ -181,7 +180,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
-    """Of what holds the model, if that was patched with it: it may be compiled as a whole."""
+    """Methods for a wrapper that was patched together with its model: the wrapper may be compiled as a whole."""
     return {name: _outermost(getattr(original, name), None) for name in ("forward", "__call__")}
 
 
@@ -191,7 +190,8 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
     @functools.wraps(method)
     def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # The graph is somebody else's. It is to end here, so that this frame is the outermost of another.
+            # We are inside a caller's graph. Break it, so that this method runs in Python and can turn lazy objects
+            # into tensors.
             patch: _Patch | None = None if is_recorded() else getattr(self, "_flce", None)
             if patch is not None and not patch.leaves_graph:
                 labels = place is not None and _has_labels(args, kwargs, place)
@@ -210,7 +210,7 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
 
 
 class _Call:
-    """A call of a patched model, or of what holds one. That has no ``place`` for labels."""
+    """A call of a patched model, or of a wrapper that was patched with it, which has no ``place`` for labels."""
 
     @never_compiled
     def __init__(self, owner: Any, args: Any, kwargs: Any, place: slice | None) -> None:
@@ -258,6 +258,14 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
     return slice(names.index("labels"), names.index("labels") + 1) if "labels" in names else slice(0)
 
 
+@never_compiled
+def _finds_lazy_heads(owner: Any, patch: _Patch) -> bool:
+    """Whether this call's logits are to be lazy, before it."""
+    _change(find_heads(owner), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
+    return patch.expects_loss(owner)
+
+
+@never_compiled
 def _watched_products(owner: Any, patch: _Patch) -> WideProducts | None:
     """A mode for a call: finds out where logits for a loss are made. None: an earlier call has."""
     watched = patch.watch_products

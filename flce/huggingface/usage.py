@@ -71,7 +71,7 @@ class Usage:
     told: set[Told] = field(default_factory=set)
     """Warnings that named a line."""
     used: bool = False
-    """Whether something with a gradient was made from logits; what evaluations make tells nothing of training."""
+    """Whether something with a gradient was made from logits; evaluations tell nothing about training."""
 
     def forward_begins(self, training: bool) -> None:
         """At the start of every forward with gradients enabled, in training mode or not."""

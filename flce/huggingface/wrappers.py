@@ -109,7 +109,7 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
     Args:
         layer: whose weight is wanted.
         owner: a module that contains it.
-        hooks: of wrappers on its output. Where ``owner`` has no units, those around it are only known by these.
+        hooks: wrappers' hooks on its output. Where ``owner`` has no units, those around it are only known by these.
     """
     kind = _imported("torch.distributed.fsdp", "FSDPModule")
     if kind is None or layer is None:

@@ -47,41 +47,57 @@ class Shape(NamedTuple):
     # Parts of a row of one block and of 16 bits that would otherwise need all of `one_warps`: they stay 16 bits wide.
     # Not with extras, which take registers.
     narrow_parts: int | None = None
-    # Of a thread, of a row of one block whose gradient has the type of the logits.
+    # Registers of a thread, for a row of one block whose gradient has the type of the logits.
     one_registers: int = MAX_REGISTERS
 
 
-# On an H200, in percent of the speed of a copy that moves as many bytes (every logit read once, its gradient written);
-# rows of bfloat16, 4096 of them, unless said otherwise. A row of one block has 64 bytes in flight for each thread.
+# Figures were measured on an H200, in percent of the speed of a copy that moves the same number of bytes (every logit
+# read once, its gradient written); rows of bfloat16, 4096 of them, unless said otherwise. A row of one block has 64
+# bytes in flight for each thread.
 SHAPES = {
-    # A warp for a row, which meets no other at its end: 4096 columns have 74 with one, 67 with four, 10007 85 and 73,
-    # 3001 71 and 55; of float32 3001 86 and 74. In one block of eight 10007 have 53. Of long rows nearly any choice has
-    # 99. What is missing of short ones is the launch: to copy half as many bytes has 89 at 4096, 85 at 2048 columns.
+    # A warp for a row, which meets no other at its end. Long rows have 99 with nearly any choice. Short rows lack the
+    # time of a launch: a copy of half the bytes has 89 at 4096 columns, 85 at 2048.
+    #   columns                4096    10007    3001    3001 float32
+    #   one warp               74      85       71      86
+    #   four warps             67      73       55      74
+    #   one block of eight             53
     "statistics": Shape(4, 2, 4, (1, 4, 8), (32 << 10, 64 << 10)),
-    # 16384 columns are 97 in one block and 87 in several, of float32 97 and 91. In one of 8 parts 20000 have 97 (in
-    # several 90), 32001 94 (86; of 4 parts 84), 50257 95 (86); of float32 12000 have 89 of 8 parts and 97 of 4. Very
-    # long ones 92.
+    # Very long rows have 92.
+    #   columns            12000 float32    16384    16384 float32    20000    32001    50257
+    #   one of 4 parts     97               97       97                        84
+    #   one of 8 parts     89                                         97       94       95
+    #   several                             87       91               90       86       86
     "gradient": Shape(4, 32, 2, (16,), narrow_parts=8),
-    # 8192 columns are 91 in one block of 48 registers, 88 with 64, 87 in several; 16384 90, 87 and 89. 4096 have 87
-    # with either. A row that stays 16 bits wide between its uses: 81 to 84 and 87.
-    # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8; 16: 77, 32: 55).
+    # 8192 x 152064 has 82 (32 warps), 16384 x 50257 81 (8 warps; 16: 77, 32: 55).
+    #   columns                           4096    8192        16384
+    #   one block of 48 registers         87      91          90
+    #   one block of 64 registers         87      88          87
+    #   16 bits wide between its uses             81 to 84    87
+    #   several                                   87          89
     "both": Shape(4, 8, 4, (8, 16, 32), one_registers=48),
-    # 2048 columns have 92 with 40 registers, 80 with 64, 4096 92 and 81, 8192 97 in one block and 93 in several, 3001
-    # 95 with 40 and 92 with 48.
+    #   columns                       2048    3001    4096    8192
+    #   one block of 40 registers     92      95      92      97
+    #   one block of 48 registers             92
+    #   one block of 64 registers     80              81
+    #   several                                               93
     "both, float32": Shape(4, 16, 4, (8, 16, 32), one_registers=40),
     # With softcap, weights or entropies, which take registers, blocks of 2 are up to a quarter faster than of 4.
     "both, with extras": Shape(2, 16, 2, (8, 16, 32)),
 }
-# Where several blocks are filled to less than FILLED, others of half as many lanes, down to these. Both passes: 10007
-# columns, 61% of two blocks or 81% of three, have 66 and 82, 12000 76 and 87, 5003 of float32 79 and 89.
+# Blocks of several that a row fills to less than FILLED become blocks of half the lanes, down to these. Both passes:
+#   columns             10007                12000    5003 float32
+#   more lanes          66 (61% of two)      76       79
+#   half the lanes      82 (81% of three)    87       89
 FEWEST_LANES = 128
-# One block of so many lanes, where rows have edges and fill it to less than two thirds, gives way to several: 10007
-# columns, gradient, 87 for 72. Without edges 20000 have 97 in such a block.
+# One block of at least EDGED_LANES lanes, of which rows with edges fill less than EDGED_FILLED, becomes several: 87 for
+# 72 (10007 columns, gradient). Without edges 20000 columns have 97 in such a block.
 EDGED_LANES = 512
 EDGED_FILLED = 2 / 3
 SCALE_BLOCK = 4096
-# For each multiprocessor. On an H200 they take 1.6 us to find that there is nothing to do, 8 take 2.1, 2048 in all 3.7;
-# what there is to do takes 1 to 2% longer than with 8, and with 2 4 to 10%.
+# Programs for each multiprocessor. On an H200:
+#   programs                        2                4               8        2048 in all
+#   us, with nothing to do                           1.6             2.1      3.7
+#   time, with something to do      4 to 10% more    1 to 2% more    least
 SCALE_PROGRAMS = 4
 
 
@@ -89,12 +105,10 @@ class TritonBackend:
     name = "triton"
 
     def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
-        if logits.numel():
-            run(_cross_entropy, logits, None, call, state)
+        run(_cross_entropy, logits, None, call, state)
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
-        if logits.numel():
-            run(_cross_entropy, logits, grad, call, None)
+        run(_cross_entropy, logits, grad, call, None)
 
     loss_and_gradient = gradient
 
@@ -114,13 +128,11 @@ class TritonBackend:
             run(_scale, x, x, second, factor)
 
     def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
-        if x.numel():
-            run(_scale_rows, x, factor, target, ignore_index)
+        run(_scale_rows, x, factor, target, ignore_index)
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
-        if x.numel():
-            run(_scale, x, out, None, factor)
+        run(_scale, x, out, None, factor)
         return out
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
@@ -219,7 +231,7 @@ def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
 
 
 def _outer_level(x: Tensor) -> tuple[int, int]:
-    """Of (outer, inner, cols): inner and the stride of outer; 1 and 0 without that level."""
+    """`inner` and the stride of `outer` in (outer, inner, cols); 1 and 0 without that level."""
     return (x.shape[1], x.stride(0)) if x.dim() == 3 else (1, 0)
 
 

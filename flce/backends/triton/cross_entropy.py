@@ -102,7 +102,7 @@ def _merge(
     old_total = total
     largest, total, exps, zero, decay = softmax_update(largest, total, z, LANES, VECTOR)
     if WANT_ARGMAX:
-        # Of a tie the lowest column. A lane whose maximum did not grow keeps that of an earlier block.
+        # The lowest column wins a tie. A lane whose maximum did not grow keeps that of an earlier block.
         at_maximum = z == over_lanes(largest, LANES, VECTOR)
         found = lane_min(tl.where(at_maximum, columns, _NO_COLUMN), LANES, VECTOR)
         if ASCENDING:
@@ -135,7 +135,9 @@ def _gradient(
     """`logit_gradient` of some columns of a row."""
     if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
         of_classes *= load_columns(class_weight_ptr + columns, mask, "").to(term.dtype)
-    return logit_gradient(term, None, of_target, of_classes, jacobian, HAS_LABEL_SMOOTHING, HAS_JACOBIAN)
+    return logit_gradient(
+        term, None, of_target, jacobian, HAS_JACOBIAN, of_classes=of_classes, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING
+    )
 
 
 @triton.jit(
@@ -352,7 +354,8 @@ def cross_entropy_kernel(
                 largest, total, entropy_sum, smooth_sum, argmax, _exps = _merge(
                     z, columns, None, column_start, tile_weight_ptr, reference,
                     largest, total, entropy_sum, smooth_sum, argmax,
-                    LANES, VECTOR, WANT_ENTROPY, HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
+                    LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
+                    HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
                 )  # fmt: skip
         if ONE_BLOCK:
             last_a = one_a
@@ -364,7 +367,8 @@ def cross_entropy_kernel(
         largest, total, entropy_sum, smooth_sum, argmax, last_exps = _merge(
             tl.where(present, last_z, float("-inf")), last_columns, present, column_start, tile_weight_ptr, reference,
             largest, total, entropy_sum, smooth_sum, argmax,
-            LANES, VECTOR, WANT_ENTROPY, HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, WANT_ARGMAX, not EDGES,
+            LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
+            HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
         )  # fmt: skip
 
         row_max, row_sum = tl.reduce((largest, total), 0, softmax_merge)
@@ -399,9 +403,11 @@ def cross_entropy_kernel(
             if HAS_LABEL_SMOOTHING:
                 smooth = weight_sum * (log_sum + (row_max - reference)) - row_smooth_sum
             store_results(
-                row, None, valid, nll, row_max, log_sum, smooth, target_weight, row_weight,
-                loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride,
-                vocab_size, label_smoothing, z_loss, HAS_LABEL_SMOOTHING, HAS_Z_LOSS, WANT_LOGPROB,
+                row=row, mask=None, valid=valid, nll=nll, offset=row_max, log_sum=log_sum,
+                target_weight=target_weight, row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+                normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+                z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, vocab_size=vocab_size, smooth=smooth,
+                label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
             )  # fmt: skip
             if WANT_ENTROPY:
                 tl.store(entropy_ptr + row, tl.where(valid, log_sum - row_entropy_sum / row_sum, 0.0))
@@ -414,9 +420,10 @@ def cross_entropy_kernel(
         row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
         # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
         of_softmax, of_target, of_classes = gradient_factors(
-            tl.where(valid, row_scale * scales[0], 0.0), tl.where(valid, row_scale * scales[1], 0.0),
-            target_weight, weight_sum, row_max + log_sum,
-            vocab_size, label_smoothing, z_loss, HAS_LABEL_SMOOTHING, HAS_Z_LOSS,
+            ce=tl.where(valid, row_scale * scales[0], 0.0), second=tl.where(valid, row_scale * scales[1], 0.0),
+            lse=row_max + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
+            vocab_size=vocab_size, weight_sum=weight_sum,
+            label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
         )  # fmt: skip
         # All threads have read the target's logit, and the edges. From here on they may be written over.
         tl.debug_barrier()

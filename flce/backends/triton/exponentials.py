@@ -15,16 +15,16 @@ which the epilogue of the product that makes the logits writes (`product.py`):
 The logits themselves are never in memory, nor are they rounded; E, which is, and f * X are rounded to bfloat16, as p is
 elsewhere. The targets' own terms, which are most of the gradient of a model that is not sure yet, are not rounded
 before they are added, nor are the products, whose large terms they may cancel: E W is float32, and for dW see
-`weight_gradient.py` or, for sums over chunks (float32, if nobody asked for bfloat16), `add_to_targets_kernel`.
+`weight_gradient.py` or, for sums over chunks (float32, unless bfloat16 is asked for), `add_to_targets_kernel`.
 
-The reference need not be the largest logit, which nobody knows before all are made. It is the largest of some of them
+The reference need not be the largest logit, which is not known before all are made. It is the largest of some of them
 plus HEADROOM octaves, since others may be larger, and no less than the target's. bfloat16 reaches over 252 octaves:
 exponentials are right as long as the largest is between 2^-HEADROOM, by construction, and 2^LIMIT, which is 88 nats
 above the largest of the sample. Where a row has a larger one, the product's epilogue says how large, and the product is
 made again with a reference that is right. (Where float32 has no digits left for that, at logits of 10^8, it is NaN.)
 
 All that is decided on the device. `work` has three numbers, FLAG_STRIDE apart: 1 + the blocks of rows of the first
-product, the same of the second, or 0 if there is none, and one that nobody reads. The second product is always
+product, the same of the second, or 0 if there is none, and one that is never read. The second product is always
 launched, and its programs return at once when there is nothing to do.
 """
 
@@ -37,10 +37,10 @@ from flce.backends.triton.math import LOG2_E, gradient_factors, load_scales, sto
 from flce.backends.triton.product import load_weights
 
 _LN_2 = tl.constexpr(0.6931471805599453)
-# Of flags: kernels are built for addresses that are multiples of 16 bytes.
+# Distance of the flags: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
 _FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
-# Of the entries of a bfloat16 product, at most.
+# The largest rounding error of the entries of a bfloat16 product, relative to them.
 _ROUNDING = tl.constexpr(2.0**-8)
 # A right normalizer is 2^-HEADROOM or more. What is as small as this is none.
 _LEAST = tl.constexpr(2.0**-96)
@@ -116,7 +116,7 @@ def reference_kernel(
 
     reference = largest * LOG2_E + _HEADROOM
     reference = tl.where(in_range, tl.maximum(reference, target_z * LOG2_E), reference)
-    # Of a row that seems to have nothing but -inf: so small that whatever else there is asks for another.
+    # A row that seems to have nothing but -inf: so small that any other logit asks for another reference.
     reference = tl.where(reference == float("-inf"), _VERY_SMALL, reference)
     tl.store(reference_ptr + row, tl.where(valid, reference, float("inf")))
     if row == 0:
@@ -206,16 +206,17 @@ def finish_kernel(
             row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
         )
         store_results(
-            row, exists, valid, nll, offset, log_sum, 0.0, target_weight, row_weight,
-            loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride,
-            vocab_size, 0.0, z_loss, False, HAS_Z_LOSS, WANT_LOGPROB,
+            row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum,
+            target_weight=target_weight, row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+            z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
         )  # fmt: skip
 
         scales = load_scales(scales_ptr, tl.float32)
-        # The target's weight is in the scale already, so it is 1 in what follows.
+        # With the target's weight, which `gradient_factors` then takes as 1.
         ce = tl.where(in_range, row_weight, float("nan")) * target_weight * scales[0]
         of_softmax, of_one_hot, _of_classes = gradient_factors(
-            ce, row_weight * scales[1], 1.0, 0.0, offset + log_sum, vocab_size, 0.0, z_loss, False, HAS_Z_LOSS
+            ce=ce, second=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS
         )
         factor = tl.where(normalizer > _LEAST, of_softmax / normalizer, float("nan"))
         of_target = (of_softmax - of_one_hot) - factor * total
@@ -259,7 +260,7 @@ def combine_rows_kernel(
     for start in range(0, hidden, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < hidden
-        # Of an ignored row nothing is read, and what is written is 0, whatever it holds.
+        # An ignored row is not read: 0 is written, whatever it holds.
         out = factor * tl.load(x_ptr + row * x_stride + offsets, mask=mask & valid, other=0.0).to(tl.float32)
         if ADD_TARGETS:
             w = tl.load(weight_ptr + target * weight_stride + offsets, mask=mask & in_range, other=0.0)

@@ -29,16 +29,21 @@ from flce.gemm import ALIGNMENT
 SAMPLES = 256
 # Elements of a row of hidden states at a time. On an H200 512 to 4096 are the same.
 BLOCK = 1024
-# Of the sums for each target: rows and columns at a time, and targets that are compared at a time. Microseconds on an
-# H200 for half of the classes, 16384 x 1024 x 151936 and 8192 x 4096 x 128256: targets at random 33 and 63, as frequent
-# as 1/rank (up to 896 and 477 rows) 255 and 175. With 2 rows 25 and 49, 281 and 180; with 32 rows of 256 columns, whose
-# registers leave room for few programs, 334 and 664, 321 and 629.
+# Sums for each target: rows and columns at a time, and targets that are compared at a time. Microseconds on an H200 for
+# half of the classes of two heads, with targets at random or as frequent as 1/rank (up to 896 and 477 rows of one):
+#   rows x columns                    8 x 1024    2 x 1024    32 x 256, whose registers leave room for few programs
+#   16384 x 1024 x 151936, random     33          25          334
+#   16384 x 1024 x 151936, 1/rank     255         281         321
+#   8192 x 4096 x 128256, random      63          49          664
+#   8192 x 4096 x 128256, 1/rank      175         180         629
 SUM_ROWS, SUM_BLOCK, SCAN = 8, 1024, 128
-# A block of the weight gradient, summed over so many tokens at a time; blocks of classes of a group; targets at a
-# time. On an H200, in times the vendor's product without targets: 1.04 (4096 x 4096 x 128256), 1.02 (16384 x 1024 x
-# 151936) and 1.01 (8192 x 2304 x 256000); in blocks of 256 x 128 1.06 to 1.12; groups of 8 and 32 within 1% the same.
-# 16 targets, the fewest that a product takes, are 1.5 and 2% faster than 32 where a block has 4 or 2 (4096 and 2048 x
-# 4096 x 128256), 1% slower where one has half of 16384 and others few.
+# A block of the weight gradient, classes x columns; tokens that it sums at a time; blocks of classes of a group;
+# targets at a time, 16 being the fewest that a product takes. In times the vendor's product without targets (H200):
+#   head                       4096 x 4096 x 128256    16384 x 1024 x 151936    8192 x 2304 x 256000
+#   blocks of 128 x 256        1.04                    1.02                     1.01
+#   blocks of 256 x 128        1.06 to 1.12
+# Groups of 8 and 32 are within 1%. 16 targets at a time are 1.5 and 2% faster than 32 where a block has 4 or 2 (4096
+# and 2048 x 4096 x 128256), and 1% slower where one block has half of 16384 and others few.
 WEIGHT_CLASSES, WEIGHT_COLS, WEIGHT_DEPTH, WEIGHT_GROUP, WEIGHT_TARGETS = 128, 256, 64, 16, 16
 
 
@@ -165,27 +170,25 @@ def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> I
 
 
 def scale_valid_rows(x: Tensor, out: Tensor, target: Tensor, factor: Tensor, ignore_index: int) -> None:
-    if len(x):
-        run(_combine_rows, x, None, out, target, factor, ignore_index, None)
+    run(_combine_rows, x, out, None, target, factor, ignore_index, None)
 
 
 def combine_rows(
     x: Tensor,
-    weight: Tensor,
     out: Tensor,
+    weight: Tensor,
     target: Tensor,
     factors: Tensor,
     ignore_index: int,
     index: Tensor | None,
 ) -> None:
-    if len(x):
-        run(_combine_rows, x, weight, out, target, factors, ignore_index, index)
+    run(_combine_rows, x, out, weight, target, factors, ignore_index, index)
 
 
 def _combine_rows(
     x: Tensor,
-    weight: Tensor | None,  # None: nothing is added
     out: Tensor,
+    weight: Tensor | None,  # None: nothing is added
     target: Tensor,
     factors: Tensor,  # without a weight (rows,)
     ignore_index: int,

@@ -142,7 +142,7 @@ def transform(
 
 @triton.jit
 def load_normalizer(normalizer_ptr, normalizer_stride, row, mask):
-    """Of rows, m and log(sum(exp(z - m))): `contract.slots`."""
+    """m and log(sum(exp(z - m))) of rows, from the slots of the normalizer."""
     offset = load_columns(normalizer_ptr + _OFFSET * normalizer_stride + row, mask, "")
     return offset, load_columns(normalizer_ptr + _LOG_SUM * normalizer_stride + row, mask, "")
 
@@ -161,7 +161,6 @@ def store_results(
     nll,  # lse - z_y
     offset,  # with log_sum the normalizer: their sum is lse
     log_sum,
-    smooth,  # sum_k w_k (lse - z_k), for label smoothing
     target_weight,
     row_weight,
     loss_ptr,
@@ -169,14 +168,15 @@ def store_results(
     normalizer_ptr,
     logprob_ptr,
     normalizer_stride,
-    vocab_size,
-    label_smoothing,
     z_loss,
-    HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
+    vocab_size=0,  # this and the following for label smoothing
+    smooth=0.0,  # sum_k w_k (lse - z_k)
+    label_smoothing=0.0,
+    HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
-    """The losses of rows, and what is kept of them."""
+    """The losses of rows, and what is kept of them. Called by keyword. Defaults are for kernels without an option."""
     loss = nll * target_weight
     if HAS_LABEL_SMOOTHING:
         loss = (1.0 - label_smoothing) * loss + (label_smoothing / vocab_size) * smooth
@@ -194,17 +194,17 @@ def store_results(
 def gradient_factors(
     ce,  # what the cross entropy of a row is multiplied by
     second,  # what its z-loss is multiplied by
-    target_weight,
-    weight_sum,  # of all classes, for label smoothing
     lse,
-    vocab_size,
-    label_smoothing,
     z_loss,
-    HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
+    target_weight=1.0,
+    vocab_size=0,  # this and the following for label smoothing
+    weight_sum=0.0,  # of all classes
+    label_smoothing=0.0,
+    HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
     """What is known of a row's gradient before its columns: the factors of softmax, of the target's one-hot vector, and
-    of the class weights. `logit_gradient` makes the gradient of them."""
+    of the class weights. `logit_gradient` makes the gradient of them. Called by keyword, as `store_results`."""
     of_target = ce
     if HAS_LABEL_SMOOTHING:
         of_target *= 1.0 - label_smoothing
@@ -221,7 +221,7 @@ def gradient_factors(
 
 @triton.jit
 def softmax_term(z, offset, log_sum, of_softmax):
-    """Of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset."""
+    """The softmax's term of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset."""
     # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
     return of_softmax * tl.exp2((z - offset) * LOG2_E - log_sum * LOG2_E)
 
@@ -231,10 +231,10 @@ def logit_gradient(
     term,  # `softmax_term`
     is_target,  # which of the columns is the target's; None: all
     of_target,
-    of_classes,  # times the weight of the class
     jacobian,  # of z in the logits as a product left them
-    HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_JACOBIAN: tl.constexpr,
+    of_classes=0.0,  # times the weight of the class
+    HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
     """The gradient of a row's loss in logits; the other arguments are of `gradient_factors`."""
     grad = term - of_target

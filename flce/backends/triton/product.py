@@ -9,7 +9,7 @@ in registers: it is neither written as logits, nor read again, nor rounded. Thre
 * exponentials relative to a reference of each row, and their sums, where gradients are made in one go: see
   `backends/triton/exponentials.py` for what becomes of them.
 
-A program makes one block after the other (there are as many as multiprocessors), those of GROUP blocks of rows before
+A program makes one block after the other (there is one for each multiprocessor), those of GROUP blocks of rows before
 the next, so that what is in the cache is used again. Operands come by tensor descriptors (the bulk copies of Hopper),
 those of the next block while the epilogue of this one runs: for that the loop must not branch (0.35 of the time of a
 product), and it is better to know the number of programs when it is compiled (0.04).
@@ -150,14 +150,12 @@ def product_kernel(
             row_scale = tl.where(in_range, row_scale, float("nan"))  # wrong targets make NaN, not nonsense
             scales = load_scales(scales_ptr, tl.float32)
             of_softmax, of_target, _of_classes = gradient_factors(
-                row_scale * scales[0], row_scale * scales[1], target_weight, 0.0, row_max + log_sum,
-                vocab_size, 0.0, z_loss, False, HAS_Z_LOSS,
+                ce=row_scale * scales[0], second=row_scale * scales[1], lse=row_max + log_sum,
+                z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
             )  # fmt: skip
-            grad = logit_gradient(
-                softmax_term(z, row_max[:, None], log_sum[:, None], of_softmax[:, None]),
-                columns == target_column[:, None], of_target[:, None], 0.0, jacobian,
-                False, HAS_SCALE or HAS_SOFTCAP,
-            )  # fmt: skip
+            term = softmax_term(z, row_max[:, None], log_sum[:, None], of_softmax[:, None])
+            is_target = columns == target_column[:, None]
+            grad = logit_gradient(term, is_target, of_target[:, None], jacobian, HAS_SCALE or HAS_SOFTCAP)
             grad = tl.where(valid[:, None], grad, 0.0)
             out_desc.store([row_start, col_start], grad.to(out_desc.dtype))
         else:
@@ -185,7 +183,7 @@ def load_weights(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
 ):
-    """Of rows, those of their tokens and of their targets."""
+    """The weights of rows: those of their tokens and of their targets."""
     row_weight = tl.full(row.shape, 1.0, tl.float32)
     if HAS_TOKEN_WEIGHT:
         row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
@@ -244,7 +242,8 @@ def finish_statistics_kernel(
         row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
     )
     store_results(
-        row, exists, valid, nll, row_max, log_sum, 0.0, target_weight, row_weight,
-        loss_ptr, z_loss_ptr, normalizer_ptr, logprob_ptr, normalizer_stride,
-        vocab_size, 0.0, z_loss, False, HAS_Z_LOSS, WANT_LOGPROB,
+        row=row, mask=exists, valid=valid, nll=nll, offset=row_max, log_sum=log_sum,
+        target_weight=target_weight, row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
+        normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
+        z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
     )  # fmt: skip

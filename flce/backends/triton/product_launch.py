@@ -62,12 +62,9 @@ def most_classes(weight: Tensor) -> int:
 
 
 def product_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
-    num_rows, vocab_size = len(x), len(weight)
-    if num_rows == 0:
-        return
     assert call.out is not None
-    partial = call.out.loss.new_empty(2, triton.cdiv(vocab_size, LAUNCH.cols), num_rows)
-    target_logit = call.out.loss.new_empty(num_rows)
+    partial = call.out.loss.new_empty(2, triton.cdiv(len(weight), LAUNCH.cols), len(x))
+    target_logit = call.out.loss.new_empty(len(x))
     run(_statistics, described(x), weight, call, partial, target_logit)
 
 
@@ -102,8 +99,7 @@ def tiles(first: int, end: int, vocab_size: int, most: int) -> list[Tile]:
 
 
 def product_gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
-    if len(x):
-        run(_gradient, described(x), weight, grad, call)
+    run(_gradient, described(x), weight, grad, call)
 
 
 def _gradient(x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> Iterator[Launch]:

@@ -25,7 +25,7 @@ def loss_scales(p: RowProblem) -> Tensor:
     if p.class_weight is not None or p.target.numel() > MAX_ROWS:
         return reduction.loss_scales(p)
     made = torch.empty(3, dtype=accumulation_dtype(p.dtype), device=p.device)
-    run(_launch, p.target, p.num_items, p.spec, p.vocab_size, None, made, True, made, None, False)
+    run(_launch, made, True, p.target, p.num_items, p.spec, p.vocab_size, None, made, None, False)
     return made
 
 
@@ -38,18 +38,18 @@ def reduce(p: RowProblem, out: RowOutputs, scales: Tensor | None) -> tuple[Tenso
     # Losses without scales come from kernels that have waited for all that was there before the call, or let no kernel
     # begin early. No rows have no such kernel; and a copy of the targets would be younger than the call.
     settled = scales is None and out.loss.numel() > 0 and p.target.is_contiguous()
-    run(_launch, p.target, p.num_items, p.spec, p.vocab_size, out, used, scales is None, loss, second, settled)
+    run(_launch, used, scales is None, p.target, p.num_items, p.spec, p.vocab_size, out, loss, second, settled)
     return loss, second, used
 
 
 def _launch(
+    scales: Tensor,  # first, because of no rows there is a sum, too
+    make_scales: bool,  # or else they are there
     target: Tensor,
     num_items: Tensor | None,
     spec: LossSpec,
     vocab_size: int,
     out: RowOutputs | None,  # None: no losses
-    scales: Tensor,
-    make_scales: bool,  # or else they are there
     loss: Tensor,
     second: Tensor | None,
     settled: bool,

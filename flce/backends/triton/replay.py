@@ -19,15 +19,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flce import private
 from flce.backends.triton.launch import Launch
 
-# Signatures that are kept: of some hundred shapes, as batches of different lengths have them. When there are as many,
+# Signatures that are kept, enough for some hundred shapes, as batches of different lengths have them. At this number
 # all are forgotten.
 MOST = 4096
-# Kernels and launch sizes ask where in so many bytes an address is, and of no more of it.
+# Kernels and launch sizes may depend on an address modulo this many bytes, and on no more of it.
 ADDRESS_BYTES = 16
 
 
 class Place(NamedTuple):
-    """Of an address among the arguments of a launch."""
+    """The place of an address among the arguments of a launch."""
 
     argument: int
     tensor: int  # among those of the call
@@ -56,7 +56,7 @@ class Ready(NamedTuple):
 
 
 class _Address(NamedTuple):
-    """All that a launch asks of the base of a descriptor."""
+    """Stands for the base of a descriptor: a launch asks for its address only."""
 
     address: int
 
@@ -68,7 +68,7 @@ _ready: dict[tuple[Any, ...], tuple[Ready, ...] | None] = {}
 
 
 def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
-    """Run the launches of ``make(*args)``, one after the other, on the device of the first tensor.
+    """Run the launches of ``make(*args)``, one after the other, on the device of the first tensor; none if it is empty.
 
     Args:
         make: a function of a module, which lists the launches. It may look at all of its arguments but values of
@@ -81,6 +81,8 @@ def run(make: Callable[..., Iterable[Launch]], *args: Any) -> None:
     tensors: list[Tensor] = []
     key: list[Any] = [make]
     _sign(args, key, tensors)
+    if not tensors[0].numel():
+        return
     addresses = [tensor.data_ptr() for tensor in tensors]
     # Which are one: an argument may have the memory of another in one call, and memory of its own in the next.
     key += [(address % ADDRESS_BYTES, addresses.index(address)) for address in addresses]
@@ -184,7 +186,7 @@ def _find(x: Tensor, tensors: Sequence[Tensor], addresses: Sequence[int]) -> tup
         for number, (tensor, address) in reversed(list(enumerate(zip(tensors, addresses, strict=True))))
         if tensor.untyped_storage().data_ptr() == storage and address <= begin and end <= _extent(tensor)[1]
     }
-    if len(of) != 1:  # of several, which share memory, nobody knows whose view it is
+    if len(of) != 1:  # it may be a view of any of several that share memory
         return None
     ((address, number),) = of.items()
     return number, begin - address

@@ -38,7 +38,7 @@ def scale_kernel(
         gdc_wait()
         gdc_launch_dependents()
     factor = tl.load(factor_ptr)
-    # The usual upstream gradient is exactly 1: then nothing is read or written, and nobody asked the host.
+    # The usual upstream gradient is exactly 1: then nothing is read or written, and the host need not know.
     if not IN_PLACE or factor != 1.0:
         _scale(x_ptr, out_ptr, factor, numel, BLOCK)
         if HAS_SECOND:

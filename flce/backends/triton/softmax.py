@@ -54,7 +54,7 @@ def _rows(local, num_rows, inner, FLAT: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _start(ptr, outer_index, inner_index, outer_stride, inner_stride, ALIGN: tl.constexpr, EDGES: tl.constexpr):
-    """Of the rows, or of their whole vectors; strides are in units of ALIGN elements."""
+    """Where the rows, or their whole vectors, begin; strides are in units of ALIGN elements."""
     start = (outer_index * outer_stride + inner_index * inner_stride) * ALIGN
     if EDGES:
         # The head added, as a product: the compiler sees that what it points to is as aligned as the tensor.
@@ -258,7 +258,7 @@ def softmax_resident_backward_kernel(
 
 @triton.jit
 def _term(y, grad, LOG: tl.constexpr):
-    """Of the sum over a row that its gradient takes."""
+    """A term of the sum over a row that its gradient takes."""
     if LOG:
         return grad
     else:

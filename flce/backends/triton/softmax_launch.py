@@ -32,50 +32,65 @@ from flce.backends.triton.softmax import (
 
 MAX_WARPS = 32
 
-# The launch table. Percentages are of the speed of a copy that moves as many bytes, 4096 rows on an H200. (Those beyond
-# 120 are of 512 MiB, where the copy that they were measured against had two thirds of the speed of a kernel.)
+# The launch table. Figures were measured on an H200 with 4096 rows. Percentages are of the speed of a copy that moves
+# the same number of bytes. (Those beyond 120 are of 512 MiB, where the copy that they were measured against had two
+# thirds of the speed of a kernel.)
 #
-# Of a multiprocessor's registers, those that a resident row may take as it is loaded (with its gradient, in backward):
-# the others compute. What is longer goes to the online kernel.
+# The share of a multiprocessor's registers that a resident row may take as it is loaded (with its gradient, in
+# backward): the rest computes. A longer row goes to the online kernel.
 RESIDENT_SHARE = 0.5
 # Values that a thread of a resident row holds, of both tensors in backward: enough loads in flight for the few threads
 # that such rows make.
 VALUES = 32
-# Rows shorter than SHORT_TILE columns share a program, which has as many columns of all its rows, and 2 warps (4 in
-# backward), but for those that begin anywhere (see EDGES_FROM): of programs of one warp, a multiprocessor runs half as
-# many warps as it could. 512 columns in backward, 2 warps for 1: 118% for 91%; 256, 4 for 1: 115% for 99%; 256 columns
-# of float32, 16 values for 32: 86% for 78%. Very short rows of float32, backward, half as many: 128 columns, 4 rows for
-# 8: 113% for 98%. Forward, very short rows and those up to twice as long have twice the warps, and 8 rows of 128 or 256
-# columns, or those that are two vectors for a thread: log-softmax of 128, 129 and 200 columns 72, 59 and 67% for 57, 55
-# and 51%, of float32 128, 200 and 256 columns 77, 70 and 76 to 80% (8 rows 75 to 77) for 74, 67 and 74%.
+# Rows shorter than SHORT_TILE columns share a program, whose rows together have that many columns, and SHORT_WARPS, but
+# for those that begin anywhere (see EDGES_FROM): with programs of one warp, a multiprocessor runs half of the warps
+# that it could. In backward a program has half of these rows if they are very short and of float32. In forward very
+# short rows, and those up to twice that length, have twice the warps, and 8 rows of 128 or 256 columns, or those that
+# are two vectors for a thread.
+#   backward, columns          512              256              256 float32       128 float32
+#   as here                    2 warps 118%     4 warps 115%     16 values 86%     4 rows 113%
+#   else                       1 warp 91%       1 warp 99%       32 values 78%     8 rows 98%
+#   log-softmax, columns       128    129    200    128 float32    200 float32    256 float32
+#   as here                    72%    59%    67%    77%            70%            76 to 80% (8 rows 75 to 77)
+#   with half of the warps     57%    55%    51%    74%            67%            74%
 SHORT_TILE = 1024
 SHORT_WARPS, SHORT_BACKWARD_WARPS = 2, 4
 VERY_SHORT, VERY_SHORT_TILE_BYTES = 128, 4096
-# Rows of 16 bits of more than half so many columns: half the warps, with twice the values, which fit as long as they
-# stay 16 bits wide, for more rows in flight. 16384: 96% for 91%, backward 102% for 96%; 5003, backward: 99% for 81%
-# (8192: 103% for 104%).
+# Rows of 16 bits with more columns than half of this have half the warps, with twice the values, which fit while they
+# stay 16 bits wide: more rows are in flight.
+#   columns            16384    16384 backward    5003 backward    8192 backward
+#   half the warps     96%      102%              99%              103%
+#   all of them        91%      96%               81%              104%
 NARROW_COLUMNS = 8192
-# Rows of 16 bits, forward, are online if longer than this, 32768 90% for 76%, 65536 142% for 122% (backward 32768 has
-# 101% in either kernel), and, beyond NARROW_COLUMNS, if they fill less than FILLED of a resident row: 10007 82% for
-# 71%, 12001 88% for 82%.
+# Rows of 16 bits are online in forward if they are longer than RESIDENT_COLUMNS or, beyond NARROW_COLUMNS, if they fill
+# less than FILLED of a resident row. (In backward 32768 columns have 101% in either kernel.)
+#   columns      10007    12001    32768    65536
+#   online       82%      88%      90%      142%
+#   resident     71%      82%      76%      122%
 RESIDENT_COLUMNS = 16384
-# Columns of a row up to which its edges are not treated apart (`softmax`). Microseconds of log-softmax so, with edges
-# at best, and in eager PyTorch: 67 bfloat16 columns (4 rows in 1 warp) 2.05, 2.36 and 2.64; 201 (2 in 1; 4 in 2: 3.30)
-# 3.15, 3.29 and 3.10, of float32 3.58 (4.21), 3.79 and 3.63; 385 (2 in 4) 4.30, 5.00 and 4.69, of float32 4.79, 5.42
-# and 5.07. Not so 16 bits just beyond a power of two: 129 3.05 and 2.70, 257 3.87 and 3.41. Backward one or the other
-# is 3% faster. Online edges go to the first cache line, so that no two rows write to parts of one with their vectors:
-# 50257, 82% for 80%. A resident row is slower for so many edges: 10007, backward 80% for 90%.
+# Columns of a row up to which its edges are not treated apart (`softmax`), but for 16 bits just beyond a power of two.
+# In backward one or the other is 3% faster. Edges of online rows go to the first cache line, so that no two rows write
+# to parts of one with their vectors. A resident row is slower with edges that long. Microseconds of log-softmax:
+#   columns             67              129     201                          257     385
+#   rows in warps       4 in 1                  2 in 1 (4 in 2)                      2 in 4
+#   not apart           2.05            3.05    3.15 (3.30)                  3.87    4.30
+#   apart, at best      2.36            2.70    3.29                         3.41    5.00
+#   eager PyTorch       2.64                    3.10                                 4.69
+#   the same of float32: 201 columns 3.58 (4.21), 3.79 and 3.63; 385 columns 4.79, 5.42 and 5.07
+#   edges that reach the first cache line, for 16 bytes: 50257 online 82% for 80%; 10007 resident, backward, 80% for 90%
 EDGES_FROM = 512
-# Of the online kernels, for `fewest_warps`. 65536 columns of 16 bits: 142% with 16 warps, 126% with 32, which is best
-# for twice as many bytes. 8 warps are no better even where they fit (32768: 87% for 90%). Backward is best with 32
-# everywhere (50257: 95% for 76%, 32768 of float32 154% for 108%).
+# For `fewest_warps` of the online kernels. Columns of 16 bits, unless said otherwise:
+#   forward, 65536        16 warps 142%    32 warps 126%, which is best for twice the bytes
+#   forward, 32768        8 warps 87%      16 warps 90%
+#   backward, 50257       32 warps 95%     16 warps 76%
+#   backward, 32768 float32    32 warps 154%    16 warps 108%
 ONLINE_WARPS = (16, 32)
 ONLINE_BACKWARD_WARPS = (32,)
-# Forward, half of the warps, down to these, as long as blocks are filled to less than FILLED: 20001 columns of 16
-# bits, 81% of three blocks or 61% of two, have 82% and 64%.
+# In forward half of the warps, down to these, while blocks are filled to less than FILLED: 20001 columns of 16 bits
+# have 82% where they are 81% of three blocks, 64% where they are 61% of two.
 FEWEST_ONLINE_WARPS = 4
-# Vectors of a thread and tensor in one block. Backward, 2 for 4: 142% for 158% (65536 columns of 16 bits), elsewhere
-# 2% worse to 1% better.
+# Vectors of a thread and tensor in one block. In backward 2 have 142% where 4 have 158% (65536 columns of 16 bits),
+# elsewhere 2% less to 1% more.
 ONLINE_PARTS = 4
 
 
@@ -181,7 +196,7 @@ def _choose(
         needed = triton.cdiv(values, 32 * VALUES)
         if rows == packed > 1:
             needed = short_warps * (2 if float64 else 1)
-        # Twice as many warps as there can be are needed at most, and only for values of 16 bits.
+        # At most twice the warps that there can be are needed, and only for values of 16 bits.
         narrow = (size == 2 and room >= NARROW_COLUMNS) or needed > MAX_WARPS
         return RowLaunch(True, triton.cdiv(needed, 2) if narrow else needed, rows, narrow=narrow)
 
@@ -244,12 +259,12 @@ def _launch(
 
 
 def _whole(cols: int, size: int) -> int:
-    """Of the columns, with elements of so many bytes, those in whole vectors."""
+    """The number of columns in whole vectors, for elements of `size` bytes."""
     return cols - cols % (VECTOR_BYTES // size)
 
 
 def _has_edges(cols: int, size: int) -> bool:
-    """Of rows that begin anywhere, see `EDGES_FROM`."""
+    """Whether edges of rows that begin anywhere are treated apart, see `EDGES_FROM`."""
     little_more = size == 2 and cols > VERY_SHORT and 2 * _whole(cols, size) <= triton.next_power_of_2(cols)
     return cols > EDGES_FROM or little_more
 

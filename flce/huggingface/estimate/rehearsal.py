@@ -34,8 +34,8 @@ ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
 # CUDA's caching allocator rounds each allocation up to a multiple of this.
 BLOCK = 512
-# Tensors of integers with so many entries, or more if there are more tokens, have values: positions and masks of
-# tokens, which models ask whether there is any padding. A mask of tokens by tokens is larger.
+# Integer tensors with up to this number of entries have values (more, if there are more tokens): positions, and masks
+# that models read to find padding. A mask of tokens by tokens is larger and has none.
 KNOWN_ENTRIES = 1 << 20
 
 _aten = torch.ops.aten
@@ -197,7 +197,7 @@ class StepMeter(TorchDispatchMode):
     # --------------------------------------------------------------------------------------------------- values
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
-        """The values of a tensor of integers, and so of what is made of it."""
+        """Note the values of an integer tensor: those of tensors made from it follow."""
         self._values[tensor] = value
         self._known_entries = max(self._known_entries, 2 * value.numel())
 

@@ -37,9 +37,9 @@ from flce.options import ChunkOptions
 # What the libraries of matrix products hold from the first product on: 32 MiB each of cuBLAS and cuBLASLt on Hopper.
 # Measured as what is allocated between two steps, beside weights and buffers.
 LIBRARIES = 64 << 20
-# Of the device's memory, what a process cannot allocate: the context with its kernels, and gaps between tensors.
+# Device memory that a process cannot allocate: the context with its kernels, and gaps between tensors.
 CONTEXT = 512 << 20
-# A length that takes so much of what there is, or one that is so close to one that does not fit, is the longest.
+# The longest length takes this part of the memory, or is this part of a length that does not fit.
 CLOSE = 0.99
 MOST_TOKENS = 1 << 26
 
@@ -53,7 +53,7 @@ class OptimizerMemory:
 
 
 def _eight_bits(parameter: Tensor) -> int:
-    """bitsandbytes: two states of one byte, a float32 for each 256; of fewer than 4,096 entries two float32."""
+    """bitsandbytes: two states of one byte, and a float32 for each 256 entries; two float32 below 4,096 entries."""
     n = parameter.numel()
     return 2 * (n + 4 * -(-n // 256)) if n >= 4096 else 8 * n
 
@@ -74,7 +74,7 @@ class Training:
 
     Args:
         batch_size: sequences of a step on one GPU.
-        dtype: of the weights, and of all that is made from them: gradients, activations, the optimizer's state.
+        dtype: the weights', and that of all that is made from them: gradients, activations, optimizer state.
         autocast: the dtype of matrix products under ``torch.autocast``, with weights in float32; None: it is off.
         optimizer: a key of `OPTIMIZERS`.
         frozen_head: the weight of the head, and of the embedding where they are one, gets no gradient.
@@ -96,15 +96,15 @@ class StepMemory:
     """What one training step takes, in bytes."""
 
     peak_bytes: int
-    """Of ``torch.cuda.memory_allocated``."""
+    """The peak of ``torch.cuda.memory_allocated``."""
     parts: dict[str, int] = field(hash=False)
-    """Of the peak, by category."""
+    """The bytes at the peak, by category."""
     fused: bool
     """Whether the loss was computed without the logits."""
 
 
 def fits(step: StepMemory, memory: int) -> bool:
-    """Whether a step fits a device of so many bytes."""
+    """Whether a step fits a device with ``memory`` bytes."""
     return step.peak_bytes <= memory - CONTEXT
 
 
@@ -153,7 +153,7 @@ class TrainingMemory:
     """Training steps of one model on a GPU that need not be there.
 
     Args:
-        config: of Transformers, for a model with a language-model head.
+        config: a configuration of Transformers, for a model with a language-model head.
         training: how it is trained.
         device: the GPU, as `flce.devices.described` tells it.
 

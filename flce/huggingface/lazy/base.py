@@ -57,7 +57,7 @@ class _Family:
     """The views of one memory, and the copies of what is in it.
 
     Args:
-        width: of a row of the memory.
+        width: entries in a row of the memory.
 
     Attributes:
         waiting: those that are not real yet, and have to be before the memory is written to. A view without gradients
@@ -81,7 +81,7 @@ class _Family:
         self.views = [view for view in self.views if view[0]() is not None]
         for ref in waiting:
             one = ref()
-            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows, for whoever uses it
+            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows: an error where it is used
                 if one is not None and one._existing() is None and _may_come(one):
                     self.waiting.append(ref)
 
@@ -117,19 +117,19 @@ class LazyBase:
 
     Views and copies refer to what they come from, their source. There is one memory for a root and all its views:
     whatever makes one of them real makes the root real, and repeats the views on it. So a write to one shows in all, as
-    in stock. A copy is a root of its own, but where somebody waits for gradients at its source: then it is made from
-    that, unless that was written to since.
+    in stock. A copy is a root of its own, unless a hook waits for gradients at its source: then it is made from
+    the source, if that was not written to since.
     """
 
     _state: State
     _real: Tensor | None
     _source: Source | None
-    # Of a small view: its values, in memory of their own, for operations that do nothing but read.
+    # The values of a small view, in memory of their own, for operations that only read.
     _values: Tensor | None
     _viewed: bool  # has views
     _asked: bool  # for its place in the autograd graph, where gradients of copies have to pass then
     _family: _Family  # shared by a root and all its views
-    # Of the shape and strides that stock's logits would have, without data: tells views from copies.
+    # A tensor without data that has the shape and strides of stock's logits: tells views from copies.
     _shadow: Tensor | None
     _made_as: Any  # the version of the real logits when their memory was made
 
@@ -180,7 +180,7 @@ class LazyBase:
         return self._existing() is not None
 
     def _is_awaited(self) -> bool:
-        """Whether somebody waits for gradients here, or at what this comes from."""
+        """Whether a hook waits for gradients here, or at what this comes from."""
         lazy: LazyBase = self
         while not lazy._asked and lazy._source is not None:
             lazy = lazy._source.lazy
@@ -218,7 +218,7 @@ class LazyBase:
         return []
 
     def _follow(self, func: Any) -> None:
-        """After `func`, for C++ code: this object and its views stand where the real ones do, if that has changed."""
+        """After a write to the real logits: gives this object and its views the real ones' grad_fn."""
 
     def _make_real(self) -> Tensor:
         if self._existing() is None:
@@ -248,7 +248,7 @@ class LazyBase:
     def _is_small(self) -> bool:
         """Whether this is a view of so few logits that reading is no reason to compute all."""
         root = self._root()
-        # Nobody sees what a graph does not use: there all views are made by themselves.
+        # A graph drops what it does not use: there each view is made by itself.
         return root is not self and (self._shadow is None or 4 * self._shadow.numel() <= math.prod(root._state.shape))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -188,7 +188,7 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
     ):
         view = _view(lazy, result, lambda real: func(real, *args, **kwargs))
         if isinstance(result, StackState) and isinstance(lazy._state, LazyState):
-            view._read()  # one class, no longer than the tokens: of use as it is, for as long as it is wanted
+            view._read()  # one class, as small as the tokens: worth computing by itself
         return view
     contiguous = lazy._viewed_source() is None if lazy._shadow is None else lazy._shadow.is_contiguous()
     if result is lazy._state and (func is not torch.Tensor.contiguous or contiguous):

@@ -86,7 +86,7 @@ def reshape(state: LazyState, *shape: Any) -> Any:
 
 
 def _fit(sizes: tuple[int, ...], rows: int) -> bool:
-    """Whether it is plain that so many rows can be given these sizes, of which one may be -1."""
+    """Whether it is plain that ``rows`` rows can be given these sizes, of which one may be -1."""
     if any(size < -1 for size in sizes):
         return False
     known = math.prod([size for size in sizes if size != -1])
@@ -100,7 +100,7 @@ def rearranged(name: str) -> Callable[..., Any]:
 
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
         def shape(size: int) -> list[int]:
-            """Of what would come of logits with so many classes. Raises PyTorch's error, if it is one."""
+            """The result's shape for logits with ``size`` classes. Raises PyTorch's error, if it is one."""
             before = (*state.shape[: state.class_dim], size, *state.shape[state.class_dim + 1 :])
             return list(method(torch.empty(before, device="meta"), *args, **kwargs).shape)
 

@@ -94,7 +94,7 @@ def stack_unbind(state: StackState, dim: int = 0) -> Any:
 
 
 def stack_reshape(state: StackState, *shape: Any) -> Any:
-    """Put off until somebody reads the logits."""
+    """Done when the logits are read."""
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
     known, total = math.prod(size for size in shape if size != -1), math.prod(state.shape)

@@ -46,7 +46,7 @@ class LazyState:
             Always such that :func:`fold` accepts them.
         autocast_dtype: what the head ran under, None for no autocast.
         device: where the logits are wanted.
-        calls: of the head and its adapters, from which the terms come; none under the compiler.
+        calls: the calls of the head and its adapters that made the terms; none under the compiler.
     """
 
     terms: tuple[Term, ...]
@@ -302,8 +302,8 @@ class StackState:
     Can be taken apart again; anything else needs the logits.
 
     Attributes:
-        parts: of one shape, dtype and device.
-        dim: of the stack.
+        parts: they have one shape, dtype and device.
+        dim: the new dimension.
         viewed_as: the shape that the stack was given since, after which it cannot be taken apart. None: its own.
     """
 

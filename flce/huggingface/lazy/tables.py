@@ -26,7 +26,7 @@ class Operation(NamedTuple):
     """What one function of PyTorch does to lazy logits.
 
     Attributes:
-        of_logits: takes the state and the function's other arguments; of ``"join"`` the sequence of states.
+        of_logits: takes the state and the function's other arguments; for ``"join"`` the sequence of states.
         of_stack: the same for a :class:`StackState`; None: real logits are needed.
         kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
             it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what

@@ -47,7 +47,8 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
 
     def _set_real(self, real: Tensor) -> None:
         LazyBase._set_real(self, real)
-        if self._viewed_source() is not None:
+        # A view without gradients follows when it is used: `torch.utils.swap_tensors` refuses weak references to it.
+        if self._viewed_source() is not None and self._node is not None:
             self._family.add_view(self, real)
 
     def _look_around(self) -> None:
@@ -74,7 +75,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         found = []
         assert self._real is not None
         for lazy in [self._root(), *self._family.overlapping(self._real)]:
-            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows, for whoever uses it
+            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows: an error where it is used
                 if isinstance(lazy, LazyLogits) and (real := lazy._existing()) is not None:
                     found.append((lazy, real))
         return found
@@ -86,13 +87,13 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return bool(versions_of(self._real) != seen)
 
     def _follow(self, func: Any) -> None:
-        """After ``func``, for C++ code: this tensor and its views stand where the real ones do, if that has changed."""
+        """After a write to the real logits: gives this object and its views the real ones' grad_fn."""
         for lazy, real in self._relatives():
             if func in tables.GRAPH or lazy._moved() or (lazy._node is not None) != real.requires_grad:
                 # What a Function saved is as it was, if nothing was written.
                 unmoved = not lazy._moved() and real.requires_grad
                 lazy._version_seen = versions_of(real)
-                # A view that was made without gradients has no place any more: an error for whoever uses it.
+                # A view that was made without gradients has no grad_fn any more: an error where it is used.
                 version = private.preserve_version(lazy) if unmoved else contextlib.nullcontext()
                 with (
                     torch._C.DisableTorchFunctionSubclass(),

@@ -22,7 +22,7 @@ class Product:
             happens to the token dimensions of the logits happens to this tensor.
         weight: ``(V, H)``.
         bias: ``(V,)`` or None.
-        dtype: of the product.
+        dtype: the product's.
         watched: the hidden states at the call, if `hidden` is or views them; None: nothing else can change `hidden`.
             The head's call watches its parameters.
         ops: factors and casts.
@@ -47,7 +47,7 @@ class Product:
         return _factor(self.ops)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Product:
-        """The term on other tensors, which nobody changes in place."""
+        """The term on other tensors, which are not changed in place."""
         bias = None if self.bias is None else tensors[2]
         return replace(self, hidden=tensors[0], weight=tensors[1], bias=bias, watched=None)
 
@@ -77,7 +77,7 @@ class BiasTerm:
     Attributes:
         bias: ``(V,)``.
         watched: the same vector; None: nothing else can change it.
-        ops: as of a :class:`Product`.
+        ops: factors and casts.
     """
 
     bias: Tensor
@@ -103,7 +103,7 @@ class BiasTerm:
         return replace(self, bias=self.bias.detach())
 
     def recorded(self) -> BiasTerm:
-        """As that of a product."""
+        """The vector as it is now, as a product is recorded."""
         bias = recorded(self.bias)
         return replace(self, bias=bias, watched=Watched(bias, "a vector that was added to the logits was"))
 

@@ -90,7 +90,7 @@ def take_along_dim(state: LazyState, indices: Tensor, dim: int | None = None) ->
 
 
 def total(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Of log-probabilities over the vocabulary: the cross entropy with a uniform distribution, times -V."""
+    """The sum of log-probabilities over the vocabulary: the cross entropy with a uniform distribution, times -V."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     if not isinstance(dim, int) or dimension(state, dim) != state.class_dim or not state.folded.normalised:
