@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 from typing import Any
 
@@ -11,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 import flce
+from flce import modules
 from flce.testing.problem import Problem, make_problem
 from tests.helpers import STATS
 
+# Each argument reaches the function, as a test below looks: these are for what comes back.
 LOSS_ARGUMENTS: list[dict[str, Any]] = [
     {},
-    {"reduction": "sum", "label_smoothing": 0.1},
-    {"reduction": "none", "softcap": 4.0, "logit_scale": 0.5, "temperature": 1.5},
-    {"z_loss": 0.01, "shift": 1, "ignore_index": 3},
-    {"stats": STATS},
+    {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "shift": 1, "ignore_index": 3},
+    {"reduction": "none", "softcap": 4.0, "logit_scale": 0.5, "temperature": 1.5, "stats": STATS},
 ]
 
 
@@ -37,14 +39,11 @@ def arguments_of_calls(p: Problem, reduction: str) -> dict[str, Any]:
     return {"token_weight": p.kwargs["token_weight"], "num_items": torch.tensor(9) if reduction == "sum" else None}
 
 
-@pytest.mark.parametrize("kwargs", [*LOSS_ARGUMENTS, {"options": flce.ChunkOptions(chunk_rows=4)}], ids=str)
+@pytest.mark.parametrize("kwargs", LOSS_ARGUMENTS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("class_weight", [False, True])
-def test_modules_with_a_head(
-    kwargs: dict[str, Any], bias: bool, class_weight: bool, torch_backend: str, device: torch.device
-) -> None:
+def test_modules_with_a_head(kwargs: dict[str, Any], bias: bool, torch_backend: str, device: torch.device) -> None:
     p = make_problem((3, 5), 8, 30, dtype=torch.float32, device=device, token_weight=True, adapter_ranks=(2, 3))
-    weight = torch.rand(30, device=device) if class_weight else None
+    weight = torch.rand(30, device=device) if bias else None
     owner = flce.LinearCrossEntropyLoss(8, 30, bias, weight=weight, device=device, **kwargs)
     w, b = owner.linear.weight, owner.linear.bias
     assert (b is not None) == bias
@@ -55,7 +54,57 @@ def test_modules_with_a_head(
     check_module(stateless, (p.input, w, p.target, b), more, expected)
 
 
-@pytest.mark.parametrize("kwargs", [*LOSS_ARGUMENTS, {"inplace": True}], ids=str)
+# Another value than the default for each argument that a module fixes.
+OTHER_VALUES: dict[str, Any] = {
+    "weight": torch.ones(30),
+    "reduction": "sum",
+    "ignore_index": 3,
+    "label_smoothing": 0.1,
+    "softcap": 5.0,
+    "logit_scale": 2.0,
+    "temperature": 0.5,
+    "z_loss": 0.01,
+    "shift": 1,
+    "stats": ("lse",),
+    "options": flce.ChunkOptions(chunk_rows=4),
+    "inplace": True,
+    "process_group": object(),
+    "vocab_size": 60,
+}
+
+
+@pytest.mark.parametrize(
+    "name, module, made_with, called_with",
+    [
+        ("fused_linear_cross_entropy", flce.FusedLinearCrossEntropyLoss, (), 3),
+        ("fused_linear_cross_entropy", flce.LinearCrossEntropyLoss, (8, 30), 2),
+        ("cross_entropy", flce.CrossEntropyLoss, (), 2),
+    ],
+)
+def test_every_argument_reaches_the_function(
+    name: str, module: Any, made_with: tuple[int, ...], called_with: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, and those of `forward`: no argument that the function has is left at its default."""
+    seen: dict[str, Any] = {}
+    function = getattr(flce, name)
+    arguments = inspect.signature(function).parameters
+    shown = inspect.signature(module).parameters
+    fixed = arguments.keys() & OTHER_VALUES.keys()
+    of_forward = dict.fromkeys({"adapters", "token_weight", "num_items"} & arguments.keys(), 7)
+    monkeypatch.setattr(modules, name, functools.wraps(function)(lambda *args, **kwargs: seen.update(kwargs)))
+    for given in fixed:
+        module(*made_with, **{given: OTHER_VALUES[given]})(*[torch.zeros(())] * called_with, **of_forward)
+        for argument in fixed:
+            want = OTHER_VALUES[argument] if argument == given else arguments[argument].default
+            assert seen[argument] is want or seen[argument] == want
+            assert shown[argument].default == arguments[argument].default
+        assert {argument: seen[argument] for argument in of_forward} == of_forward
+    assert seen.keys() | {"input", "linear_weight", "logits", "target"} >= arguments.keys()
+    with pytest.raises(TypeError, match="smoothing"):
+        module(*made_with, smoothing=0.1)
+
+
+@pytest.mark.parametrize("kwargs", LOSS_ARGUMENTS, ids=str)
 @pytest.mark.parametrize("class_weight", [False, True])
 def test_module_of_logits(kwargs: dict[str, Any], class_weight: bool, torch_backend: str, device: torch.device) -> None:
     p = make_problem((3, 5), None, 30, dtype=torch.float32, device=device, token_weight=True)
