@@ -4,7 +4,7 @@ PyTorch has two kinds of it. ``torch.autograd.grad(is_grads_batched=True)``, and
 ``torch.autograd.functional.jacobian(vectorize=True)``, hands out tensors of the older one, `torch.vmap` over a call of
 `torch.autograd.grad` those of the newer. In both a tensor stands for each element of a batch.
 
-Here a batch is a loop: the work of a backward is that for one upstream gradient, as often as there are some.
+Here a batch is a loop: each upstream gradient has a backward of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flce import private
 
-# The older kind has so many levels.
+# The levels of the older kind.
 _LEVELS = 64
 
 
@@ -57,7 +57,7 @@ def register_loop(name: str) -> None:
 
 
 def _element(value: Any, dims: Any, k: int) -> Any:
-    """Of all tensors in `value`, lists of them too, the k-th along their dimension of the batch."""
+    """The k-th element of all tensors in `value`, lists of them too, along their dimension of the batch."""
     if dims is None:
         return value
     if isinstance(value, Sequence):

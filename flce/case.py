@@ -9,7 +9,6 @@ import torch
 
 from flce.backends.contract import PRODUCT_BLOCK, unknown_to_products
 from flce.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
-from flce.hashing import HashedOnce
 from flce.options import ChunkOptions
 from flce.problem import LossSpec, Needs, accumulation_dtype
 
@@ -91,7 +90,7 @@ class Dtypes:
 
 
 @dataclass(frozen=True)
-class Case(HashedOnce):
+class Case:
     """A call's shape and options.
 
     Raises:
@@ -113,8 +112,6 @@ class Case(HashedOnce):
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
-
-    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype

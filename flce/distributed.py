@@ -24,7 +24,7 @@ from flce.vectors import looks_at_values
 
 @dataclass(frozen=True)
 class Shard:
-    """The classes [start, start + as many as there are columns) of `vocab_size`, in a process of `group`."""
+    """The classes that a process of `group` has: of `vocab_size` those from `start` on, one for each column."""
 
     group: str  # name
     start: int
@@ -38,7 +38,7 @@ def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
 
 
 def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
-    """What a process of the group has with `cols` columns; `vocab_size` None: all have as many.
+    """What a process of the group has with `cols` columns; `vocab_size` None: all have equally many.
 
     Raises:
         TypeError: `process_group` is none, or `vocab_size` no int.
@@ -104,7 +104,7 @@ def _widths_differ(widths: Tensor, shard: Shard) -> Tensor:
 
 
 def _weight_sums(like: Tensor, class_weight: Tensor | None, shards: int, shard: Shard) -> list[Tensor]:
-    """Of each shard, the sum of its class weights. Made on the device: a copy would wait for it."""
+    """The sum of the class weights of each shard. Made on the device: a copy would wait for it."""
     edges = [bounds(shard.vocab_size, shards, index) for index in range(shards)]
     if class_weight is None:
         return [torch.full((), stop - start, dtype=like.dtype, device=like.device) for start, stop in edges]
@@ -150,5 +150,5 @@ def local_vector(x: Any, name: str) -> Any:
 
 
 def is_dtensor(x: object) -> bool:
-    # Without its import, which takes long and which nobody has made who has no DTensor.
+    # Without its import, which takes long. Where there is a DTensor, it has been made.
     return isinstance(x, Tensor) and type(x).__name__ == "DTensor"

@@ -29,10 +29,10 @@ def declare(name: str, formula: Formula) -> None:
 
 
 def tell_active_counters() -> None:
-    """Before an operator is called, see to it that whoever counts its flops has the formula.
+    """Give the formulas to the flop counters that run, before an operator is called.
 
-    Importing PyTorch's counter imports Triton, which takes as long as all else together. So it is left to those who
-    count. If they import it after this package, then by now they have made a counter, which has a copy of all formulas.
+    Importing PyTorch's counter imports Triton, which takes as long as all else together. So this package does not. A
+    counter that was imported later has been made by now, with a copy of all formulas.
     """
     if not private.len_torch_dispatch_stack() or not _register():
         return

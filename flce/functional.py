@@ -9,25 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce import distributed, logits_loss, unfused
+from flce import logits_loss, unfused
 from flce.arguments import (
-    FLOATING,
-    autocast_dtype,
-    check_inplace,
-    check_shift,
-    check_tensors,
-    narrowed,
-    num_items_tensor,
+    check_options,
+    linear_arguments,
+    logits_arguments,
     output,
     overridable,
     shifted,
 )
-from flce.case import Case
 from flce.devices import described
 from flce.logits_loss import CrossEntropyProblem, check_overwritable
 from flce.operators import linear_cross_entropy
 from flce.options import ChunkOptions
-from flce.planning import make_plan
+from flce.planning import plan_of_call
 from flce.plans import ChunkPlan
 from flce.problem import (
     LinearCrossEntropyOutput,
@@ -36,8 +31,7 @@ from flce.problem import (
     LossSpec,
     Needs,
     accumulation_dtype,
-    check_shapes,
-    known,
+    loss_spec,
 )
 from flce.scalars import integer
 
@@ -146,60 +140,25 @@ def fused_linear_cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> fused_linear_cross_entropy(h, W, y, shift=1).backward()
     """
-    spec = LossSpec(
-        reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        z_loss=z_loss,
-        stats=stats,
+    ignore_index = -100 if ignore_index is None else ignore_index
+    spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    args = linear_arguments(
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec
     )
-    spec = known(spec)
-    _check_tensors(input, linear_weight, target, linear_bias, weight, token_weight, adapters)
-    check_options(options)
-    shift = check_shift(shift)
-    if shift and target.dim() == 0:
-        raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
-    if autocast_dtype(input.device.type) is not None:
-        input, linear_weight = _autocast(input), _autocast(linear_weight)
-        adapters = [(_autocast(a), _autocast(b)) for a, b in adapters]
-    accum = accumulation_dtype(input.dtype)
-    _check_dtypes(input, linear_weight, adapters)
-    if linear_bias is not None:
-        linear_bias = _wide_bias(linear_bias, input)
-    num_items = num_items_tensor(num_items, spec, input)
-    probabilities = target.is_floating_point()
-    if probabilities or linear_weight.dim() > 2:
-        if shift:
-            raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
-        return unfused.linear_cross_entropy(
-            input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, spec
-        )
-    tokens, vocab = tuple(input.shape[:-1]), (linear_weight.shape[0],)
-    check_shapes(
-        input,
-        linear_weight,
-        adapters,
-        ("target", target, tokens),
-        ("linear_bias", linear_bias, vocab),
-        ("weight", weight, vocab),
-        ("token_weight", token_weight, tokens),
-    )
-
-    shape = target.shape
-    grad = torch.is_grad_enabled()
-    terms = ((input, linear_weight), *adapters)
+    if args.composed:
+        return unfused.linear_cross_entropy(args, spec)
+    grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
+    terms = ((args.input, args.linear_weight), *args.adapters)
+    linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
     problem = LinearCrossEntropyProblem(
-        # Of two dimensions already, they are left alone: a view takes time of the host, twice if it is differentiated.
+        # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=shifted(target.to(torch.int64), shift, spec.ignore_index).reshape(-1).contiguous(),
+        target=shifted(target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
-        num_items=num_items,
+        num_items=args.num_items,
         spec=spec,
         needs=Needs(
             tuple([grad and x.requires_grad for x, _ in terms]),
@@ -208,7 +167,7 @@ def fused_linear_cross_entropy(
         ),
     )
     out = linear_cross_entropy(problem, options or _DEFAULT)
-    return output(out, problem.target, shape, spec)
+    return output(out, problem.target, target.shape, spec)
 
 
 @overload
@@ -301,7 +260,7 @@ def cross_entropy(
             vocabulary, in the order of their ranks. `target`, `weight`, `token_weight` and `num_items` are the same
             in all. Every process gets the whole loss (and statistics), and the gradient of its columns. One collective
             in forward, of 3 to 7 numbers per token; none in backward.
-        vocab_size: V, with `process_group`. None: all processes have as many columns. Otherwise the slices must be
+        vocab_size: V, with `process_group`. None: all processes have equally many columns. Otherwise the slices must be
             those of `torch.chunk`: ceil(V / processes) columns, the last ones fewer, or none. Where they are
             not, statistics, loss and gradient are NaN in all processes (on a CPU, and with ``FLCE_DEBUG=1``, it is a
             ValueError).
@@ -327,66 +286,30 @@ def cross_entropy(
         >>> y = torch.randint(100, (2, 6))
         >>> cross_entropy(logits, y, shift=1, z_loss=1e-4, inplace=True).backward()
     """
-    spec = LossSpec(
-        reduction=reduction,
-        ignore_index=-100 if ignore_index is None else ignore_index,
-        label_smoothing=label_smoothing,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-        z_loss=z_loss,
-        stats=stats,
+    ignore_index = -100 if ignore_index is None else ignore_index
+    spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
+    args = logits_arguments(
+        logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
-    spec = known(spec)
-    check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
-    shift = check_shift(shift)
-    check_inplace(inplace)
-    if logits.dim() < 1:
-        raise ValueError("logits must have shape (..., V), got a 0-d tensor")
-    if logits.dtype not in FLOATING:
-        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
-    if shift and target.dim() == 0:
-        raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
-    overwritten_dtensor = None
-    if distributed.is_dtensor(logits):
-        if process_group is not None or vocab_size is not None:
-            raise ValueError("process_group and vocab_size are for plain tensors; a DTensor has them itself")
-        if inplace and logits.requires_grad and torch.is_grad_enabled():
-            check_overwritable(logits)
-            overwritten_dtensor = logits
-        logits, process_group, vocab_size = distributed.local_logits(logits)
-    target = distributed.local_vector(target, "target")
-    weight = distributed.local_vector(weight, "weight")
-    token_weight = distributed.local_vector(token_weight, "token_weight")
-    shard = None
-    if process_group is not None:
-        shard = distributed.shard_of(logits.shape[-1], vocab_size, process_group)
-    elif vocab_size is not None:
-        raise ValueError(f"vocab_size={vocab_size} needs a process_group")
-    tokens, vocab = tuple(logits.shape[:-1]), logits.shape[-1] if shard is None else shard.vocab_size
-    probabilities = target.is_floating_point()
-    _check_logits_shapes(logits, target, weight, token_weight, vocab)
-    num_items = num_items_tensor(num_items, spec, logits)
-    if probabilities:
-        for name, value in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
-            if value:
-                raise ValueError(f"{name} needs class-index targets, got class probabilities")
-        return unfused.cross_entropy(logits, target, weight, token_weight, num_items, spec)
-
-    accum = accumulation_dtype(logits.dtype)
+    if args.composed:
+        return unfused.cross_entropy(args, spec)
+    weight, token_weight, accum = args.weight, args.token_weight, accumulation_dtype(args.logits.dtype)
     problem = CrossEntropyProblem(
-        logits=logits,
-        target=shifted(target.to(torch.int64), shift, spec.ignore_index),
+        logits=args.logits,
+        target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.detach().to(accum),
-        num_items=num_items,
+        num_items=args.num_items,
         spec=spec,
-        shard=shard,
+        shard=args.shard,
     )
+    overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
+    if overwritten:
+        check_overwritable(logits)
     out = logits_loss.cross_entropy(problem, inplace)
-    if overwritten_dtensor is not None:  # it counts its versions apart from what is in it
-        torch.autograd.graph.increment_version(overwritten_dtensor)
-    return output(out, problem.target, torch.Size(tokens), spec)
+    if overwritten:  # a DTensor counts its versions apart from what is in it
+        torch.autograd.graph.increment_version(logits)
+    return output(out, problem.target, args.target.shape, spec)
 
 
 def plan(
@@ -450,111 +373,15 @@ def plan(
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     check_options(options)
     device = torch.device(device)
-    planned_for = described(device, device_kind, device_memory)
     of_adapters = (True,) * len(ranks)
-    case = Case(
-        num_tokens=num_tokens,
-        hidden_sizes=(hidden_size, *ranks),
-        vocab_size=vocab_size,
-        dtype=dtype,
-        device_type=device.type,
-        backend=planned_for.backend,
-        has_product=planned_for.has_product,
-        memory=planned_for.memory,
-        spec=LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
-        needs=Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
-        options=options or _DEFAULT,
+    return plan_of_call(
+        num_tokens,
+        (hidden_size, *ranks),
+        vocab_size,
+        dtype,
+        device.type,
+        *described(device, device_kind, device_memory),
+        LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
+        Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
+        options or _DEFAULT,
     )
-    return make_plan(case)
-
-
-def _check_logits_shapes(
-    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, vocab_size: int
-) -> None:
-    tokens = tuple(logits.shape[:-1])
-    if vocab_size == 0:
-        raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
-    expected = (*tokens, logits.shape[-1]) if target.is_floating_point() else tokens
-    if tuple(target.shape) != expected:
-        second_is_class = logits.dim() > 2 and tuple(target.shape) == (logits.shape[0], *logits.shape[2:])
-        hint = "; for classes in the second dimension give logits.movedim(1, -1)" if second_is_class else ""
-        raise ValueError(
-            f"target must have shape {expected} with logits {tuple(logits.shape)}, whose last dimension are the "
-            f"classes, got {tuple(target.shape)}{hint}"
-        )
-    for name, value, shape in (("weight", weight, (vocab_size,)), ("token_weight", token_weight, tokens)):
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} with logits {tuple(logits.shape)}, got {tuple(value.shape)}"
-            )
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
-    return tensor.to(narrowed(tensor.dtype, tensor.device.type))
-
-
-def _check_tensors(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    weight: Tensor | None,
-    token_weight: Tensor | None,
-    adapters: Sequence[tuple[Tensor, Tensor]],
-) -> None:
-    required = {"input": input, "linear_weight": linear_weight, "target": target, **_by_name(adapters)}
-    optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
-    check_tensors(required, optional)
-    if input.dim() < 1:
-        raise ValueError("input must have shape (..., H), got a 0-d tensor")
-    if linear_weight.dim() < 2:
-        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-    if input.shape[-1] != linear_weight.shape[-1]:
-        raise ValueError(
-            "input and linear_weight must agree in their last dimension H, got "
-            f"{tuple(input.shape)} and {tuple(linear_weight.shape)}"
-        )
-
-
-def _by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all adapters, named as messages name them."""
-    if not isinstance(adapters, (tuple, list)):
-        raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
-    for k, pair in enumerate(adapters):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"adapters[{k}] must be a pair of tensors (..., r) and (V, r), got {_describe(pair)}")
-    return {f"adapters[{k}][{i}]": tensor for k, pair in enumerate(adapters) for i, tensor in enumerate(pair)}
-
-
-def _describe(value: object) -> str:
-    return f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
-
-
-def _check_dtypes(input: Tensor, linear_weight: Tensor, adapters: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if input.dtype not in FLOATING:
-        raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
-    for name, value in {"linear_weight": linear_weight, **_by_name(adapters)}.items():
-        if value.dtype != input.dtype:
-            raise TypeError(
-                f"input and {name} must have one dtype (after autocast, where it is on), "
-                f"got {input.dtype} and {value.dtype}"
-            )
-
-
-def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
-    """In the dtype in which it is added to the logits, not rounded to a narrower one by autocast on the way."""
-    accum = accumulation_dtype(input.dtype)
-    narrow = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
-    if not narrow and linear_bias.dtype not in (input.dtype, accum):
-        raise TypeError(
-            f"linear_bias must have the dtype of input, {input.dtype}, or {accum} (after autocast, where it is on), "
-            f"got {linear_bias.dtype}"
-        )
-    return linear_bias.to(accum)
-
-
-def check_options(options: ChunkOptions | None) -> None:
-    """Raises TypeError for options of another type."""
-    if options is not None and not isinstance(options, ChunkOptions):
-        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")

@@ -28,7 +28,7 @@ class RowOrder:
     def rows(self, x: Tensor) -> Tensor:
         """(..., V) as (N, V) or (outer, inner, V), a view."""
         shape = (*self.levels, x.shape[-1])
-        # Of nothing, any view will do.
+        # A tensor without elements: any view will do.
         return x.reshape(shape) if x.numel() == 0 else x.permute(*self.order, -1).view(shape)
 
     def unrows(self, rows: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class RowOrder:
 
 
 def row_order(x: Tensor) -> RowOrder | None:
-    """Of (..., V); None where a backend cannot go by these strides, and needs a contiguous copy."""
+    """The order of the rows of (..., V); None where a backend cannot use these strides and needs a contiguous copy."""
     shape = tuple(x.shape[:-1])
     strides = x.stride()
     order = tuple(sorted(range(len(shape)), key=lambda d: (bool(shape[d] != 1), -strides[d])))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 # How a call runs.
-ROUND = "round the custom operators, as nobody watches"
+ROUND = "round the custom operators, as nothing watches it"
 IN_GRAPH = "through the custom operators, in a graph"
 WATCHED = "through the custom operators, watched by a mode, a transform or a subclass of tensors"
 
@@ -43,7 +43,7 @@ def follow_environment() -> None:
 
 
 def telling() -> bool:
-    """Whether somebody wants to know of new shapes."""
+    """Whether new shapes are logged."""
     return logger.isEnabledFor(logging.DEBUG)
 
 

@@ -14,31 +14,33 @@ Both take rows where they are (`layout`), and between the passes finish statisti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flce import distributed, vectors
 from flce.arena import Arena
-from flce.arguments import refuse_forward_mode
+from flce.arguments import refuse_double_backward
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
 from flce.backends.state import empty_shard, finish
 from flce.batching import is_batched, register_loop
-from flce.custom_op import define
+from flce.custom_op import as_text, define, from_text
 from flce.distributed import Shard
 from flce.frames import mark_frames, never_compiled
 from flce.layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
-from flce.problem import SPEC, LossSpec, accumulation_dtype
+from flce.problem import LossSpec, accumulation_dtype
 
 _ARGUMENTS = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    f"{SPEC.schema}, str? group, SymInt start, SymInt vocab_size"
+    "str spec, str? group, SymInt start, SymInt vocab_size"
 )
 _NUM_TENSORS = 5
+# The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; and what backward
+# needs of `Backend.loss_scales`, (3,), or (0,) if there are none.
+_RESULTS = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor constants"])
 
 
 @dataclass(frozen=True)
@@ -66,40 +68,23 @@ class CrossEntropyProblem:
         return self.logits.device
 
 
-class Outputs(NamedTuple):
-    """What ``flce::cross_entropy`` returns, one after the other."""
-
-    rows: tuple[Tensor, ...]  # `rows.as_outputs`, of the shape of the target; the first is the loss
-    constants: Tensor  # (3,) of `Backend.loss_scales`, for backward; (0,) if there are none
-
-    @staticmethod
-    def of(flat: Sequence[Tensor]) -> Outputs:
-        *rows, constants = flat
-        return Outputs(tuple(rows), constants)
-
-    @property
-    def flat(self) -> tuple[Tensor, ...]:
-        return (*self.rows, self.constants)
-
-
 def cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
     """Solve a problem. Differentiable once, in ``loss``; as often as one likes where the logits stay.
 
     Raises:
-        RuntimeError: the logits carry a forward-mode tangent, or cannot be overwritten.
+        RuntimeError: the logits cannot be overwritten.
     """
     logits = problem.logits
-    refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
     if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
         check_overwritable(logits)
         # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
         # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
         rebase = logits._base is None and not logits.retains_grad
         outputs = _InPlace.apply(logits, problem, rebase)
-        out = Outputs.of(outputs[1:] if rebase else outputs)
+        *rows, _ = outputs[1:] if rebase else outputs
     else:
-        out = Outputs.of(torch.ops.flce.cross_entropy(*_pack(problem)))
-    return RowOutputs.given(problem.spec, out.rows)
+        *rows, _ = torch.ops.flce.cross_entropy(*_pack(problem))
+    return RowOutputs.given(problem.spec, rows)
 
 
 def check_overwritable(logits: Tensor) -> None:
@@ -139,7 +124,7 @@ def check_overwritable(logits: Tensor) -> None:
 # The work
 
 
-def _losses(p: CrossEntropyProblem) -> Outputs:
+def _losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     """Loss and statistics."""
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=False).of_loss
@@ -149,7 +134,7 @@ def _losses(p: CrossEntropyProblem) -> Outputs:
     return _outputs(p, backend, order, out, scales)
 
 
-def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[Outputs, Tensor | None]:
+def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
     the logits."""
     backend = get_backend(p.device)
@@ -212,10 +197,10 @@ def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None) 
 
 def _outputs(
     p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
-) -> Outputs:
+) -> tuple[Tensor, ...]:
     results, scales = vectors.reduce(p, backend, out, scales)
     results = results.map(lambda t: order.restore(t) if t.dim() else t)
-    return Outputs(vectors.as_outputs(results), out.loss.new_empty(0) if scales is None else scales)
+    return *vectors.as_outputs(results), out.loss.new_empty(0) if scales is None else scales
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -229,7 +214,7 @@ class _InPlace(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem, rebase: bool) -> tuple[Tensor, ...]:
         mark_frames()
         out, unit = _losses_and_gradient(problem)
-        # Kernels write without autograd's knowledge. Whoever saved the logits is told in backward.
+        # Kernels write without autograd's knowledge. With this it finds in backward that saved logits have changed.
         if rebase:
             ctx.mark_dirty(logits)
         else:
@@ -237,9 +222,9 @@ class _InPlace(torch.autograd.Function):
         ctx.save_for_backward(logits.detach(), unit, problem.target)
         ctx.rebase, ctx.ignore_index = rebase, problem.spec.ignore_index
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*out.flat[1:])
+        ctx.mark_non_differentiable(*out[1:])
         ctx.used = False
-        return (logits, *out.flat) if rebase else out.flat
+        return (logits, *out) if rebase else out
 
     @staticmethod
     @never_compiled
@@ -254,7 +239,7 @@ class _InPlace(torch.autograd.Function):
         grad_loss = grads[0]
         if grad_loss is None:
             return None, None, None
-        _refuse_double_backward()
+        refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
         if ctx.used:
             raise RuntimeError(
                 "backward through the same flce.cross_entropy(inplace=True) a second time: its gradient, which is "
@@ -275,50 +260,44 @@ class _InPlace(torch.autograd.Function):
         return grad, None, None
 
 
-def _refuse_double_backward() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "flce.cross_entropy cannot be differentiated twice (create_graph=True): its gradients are not part of "
-            "the graph. Use torch.nn.functional.cross_entropy for that."
-        )
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Operators
 
 
 def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
     shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
-    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, *SPEC.pack(p.spec), *shard)
+    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, as_text(p.spec), *shard)
 
 
-def _unpack(args: tuple[Any, ...]) -> CrossEntropyProblem:
-    (logits, target, class_weight, token_weight, num_items), scalars = args[:_NUM_TENSORS], args[_NUM_TENSORS:]
-    group, start, vocab_size = scalars[len(SPEC) :]
-    return CrossEntropyProblem(
-        logits=logits,
-        target=target,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        num_items=num_items,
-        spec=SPEC.unpack(scalars[: len(SPEC)]),
-        shard=None if group is None else Shard(group, start, vocab_size),
-    )
+def _unpack(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    text: str,
+    group: str | None,
+    start: int,
+    vocab_size: int,
+) -> CrossEntropyProblem:
+    (spec,) = from_text(text, (LossSpec,))
+    shard = None if group is None else Shard(group, start, vocab_size)
+    return CrossEntropyProblem(logits, target, class_weight, token_weight, num_items, spec, shard)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _losses(_unpack(args)).flat
+    return _losses(_unpack(*args))
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    p = _unpack(args)
+    p = _unpack(*args)
     kept = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
     constants = p.logits.new_empty(kept, dtype=accumulation_dtype(p.dtype))
-    return Outputs(vectors.fake_outputs(p, p.logits), constants).flat
+    return *vectors.fake_outputs(p, p.logits), constants
 
 
 def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    return _gradient(_unpack(args), normalizer, constants, upstream)
+    return _gradient(_unpack(*args), normalizer, constants, upstream)
 
 
 def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
@@ -327,18 +306,18 @@ def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, *arg
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    out = Outputs.of(output)
+    *rows, constants = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.save_for_backward(RowOutputs(*out.rows).normalizer, out.constants, *inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(RowOutputs(*rows).normalizer, constants, *inputs[:_NUM_TENSORS])
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 1)
     if grad_loss is None:
         return (None, *nothing)
-    _refuse_double_backward()
+    refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
     normalizer, constants, *tensors = ctx.saved_tensors
     upstream = grad_loss.contiguous()
     grad = torch.ops.flce.cross_entropy_backward(normalizer, constants, upstream, *tensors, *ctx.scalars)
@@ -346,10 +325,9 @@ def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ..
 
 
 def _register() -> None:
-    outputs = ", ".join(["Tensor"] * (len(RowOutputs._fields) + 1))
     define(
         "cross_entropy",
-        f"({_ARGUMENTS}) -> ({outputs})",
+        f"({_ARGUMENTS}) -> ({_RESULTS})",
         _forward,
         _forward_fake,
         backward=_differentiate,

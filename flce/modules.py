@@ -2,40 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce.arguments import check_inplace, check_shift, check_tensor
-from flce.functional import check_options, cross_entropy, fused_linear_cross_entropy
+from flce.arguments import check_inplace, check_options, check_shift, check_tensor
+from flce.functional import cross_entropy, fused_linear_cross_entropy
 from flce.options import ChunkOptions
 from flce.problem import LinearCrossEntropyOutput, LossSpec
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flce.signatures import FixedLinearArguments, FixedLogitsArguments
+
+InitT = TypeVar("InitT", bound=Callable[..., None])
+
+# Arguments of the functions that `forward` takes. A module fixes all others.
+_OF_FORWARD = {"input", "linear_weight", "logits", "target", "linear_bias", "adapters", "token_weight", "num_items"}
+
+
+def _fixed(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(function).parameters.values() if p.name not in _OF_FORWARD]
+
+
+def _signature_of(function: Callable[..., Any]) -> Callable[[InitT], InitT]:
+    """Show the function's arguments in place of the last one, ``**loss``, in `help`."""
+
+    def decorate(init: InitT) -> InitT:
+        *own, _ = inspect.signature(init).parameters.values()
+        names = {p.name for p in own}
+        shown = [*own, *(p for p in _fixed(function) if p.name not in names)]
+        init.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return init
+
+    return decorate
+
 
 class _Loss(nn.Module):
-    """What the losses have in common: scalar arguments, checked once, and class weights as a buffer."""
+    """What the losses have in common: arguments of a function, checked once, and class weights as a buffer."""
 
     weight: Tensor | None
+    shift: int
 
-    def __init__(self, *, weight: Tensor | None, ignore_index: int | None, shift: int, **spec: Any) -> None:
+    def __init__(self, function: Callable[..., Any], loss: Mapping[str, Any]) -> None:
         super().__init__()
+        bound = inspect.Signature(_fixed(function)).bind(**loss)
+        bound.apply_defaults()
+        fixed = bound.arguments
+        weight = fixed.pop("weight")
         if weight is not None:
             check_tensor("weight", weight)
-        self.spec = LossSpec(ignore_index=-100 if ignore_index is None else ignore_index, **spec)
-        self.shift = check_shift(shift)
         self.register_buffer("weight", weight)
+        spec = {field.name: fixed.pop(field.name) for field in fields(LossSpec)}
+        spec["ignore_index"] = -100 if spec["ignore_index"] is None else spec["ignore_index"]
+        self.spec = LossSpec(**spec)
+        fixed["shift"] = check_shift(fixed["shift"])
+        check_options(fixed.get("options"))
+        check_inplace(fixed.get("inplace", False))
+        self._others = tuple(fixed)
+        for name, value in fixed.items():
+            setattr(self, name, value)
 
     def _arguments(self) -> dict[str, Any]:
-        """Of the function, those that are fixed here."""
-        fixed = {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
-        return {**fixed, "weight": self.weight, "shift": self.shift}
+        """The arguments of the function that are fixed here."""
+        spec = {field.name: getattr(self.spec, field.name) for field in fields(self.spec)}
+        return {**spec, "weight": self.weight, **{name: getattr(self, name) for name in self._others}}
 
     def extra_repr(self) -> str:
-        return f"{self.spec}, shift={self.shift}, weight={self.weight is not None}"
+        others = [f"{name}={getattr(self, name)}" for name in self._others if getattr(self, name) is not None]
+        return ", ".join([str(self.spec), f"weight={self.weight is not None}", *others])
 
 
 class FusedLinearCrossEntropyLoss(_Loss):
@@ -51,35 +92,11 @@ class FusedLinearCrossEntropyLoss(_Loss):
         TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
     """
 
-    def __init__(
-        self,
-        *,
-        weight: Tensor | None = None,
-        reduction: str = "mean",
-        ignore_index: int | None = -100,
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        temperature: float = 1.0,
-        z_loss: float = 0.0,
-        shift: int = 0,
-        stats: tuple[str, ...] = (),
-        options: ChunkOptions | None = None,
-    ) -> None:
-        super().__init__(
-            weight=weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            z_loss=z_loss,
-            shift=shift,
-            stats=stats,
-        )
-        check_options(options)
-        self.options = options
+    options: ChunkOptions | None
+
+    @_signature_of(fused_linear_cross_entropy)
+    def __init__(self, **loss: Unpack[FixedLinearArguments]) -> None:
+        super().__init__(fused_linear_cross_entropy, loss)
 
     def forward(
         self,
@@ -100,12 +117,8 @@ class FusedLinearCrossEntropyLoss(_Loss):
             adapters=adapters,
             token_weight=token_weight,
             num_items=num_items,
-            options=self.options,
             **self._arguments(),
         )
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, options={self.options}"
 
 
 class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
@@ -124,6 +137,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
     Shape: ``forward(input, target)`` with (..., H) and (...).
     """
 
+    @_signature_of(fused_linear_cross_entropy)
     def __init__(
         self,
         in_features: int,
@@ -132,7 +146,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **loss: Any,
+        **loss: Unpack[FixedLinearArguments],
     ) -> None:
         super().__init__(**loss)
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
@@ -169,39 +183,13 @@ class CrossEntropyLoss(_Loss):
         TypeError, ValueError: when constructed, for a scalar out of its range; when called, as the function.
     """
 
-    def __init__(
-        self,
-        weight: Tensor | None = None,
-        *,
-        ignore_index: int | None = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        temperature: float = 1.0,
-        z_loss: float = 0.0,
-        shift: int = 0,
-        stats: tuple[str, ...] = (),
-        inplace: bool = False,
-        process_group: dist.ProcessGroup | None = None,
-        vocab_size: int | None = None,
-    ) -> None:
-        super().__init__(
-            weight=weight,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            temperature=temperature,
-            z_loss=z_loss,
-            shift=shift,
-            stats=stats,
-        )
-        check_inplace(inplace)
-        self.inplace = inplace
-        self.process_group = process_group
-        self.vocab_size = vocab_size
+    inplace: bool
+    process_group: dist.ProcessGroup | None
+    vocab_size: int | None
+
+    @_signature_of(cross_entropy)
+    def __init__(self, weight: Tensor | None = None, **loss: Unpack[FixedLogitsArguments]) -> None:
+        super().__init__(cross_entropy, {"weight": weight, **loss})
 
     def forward(
         self,
@@ -216,15 +204,8 @@ class CrossEntropyLoss(_Loss):
             target,
             token_weight=token_weight,
             num_items=num_items,
-            inplace=self.inplace,
-            process_group=self.process_group,
-            vocab_size=self.vocab_size,
             **self._arguments(),
         )
-
-    def extra_repr(self) -> str:
-        divided = "" if self.process_group is None else f", process_group of {self.process_group.size()}"
-        return f"{super().extra_repr()}, inplace={self.inplace}{divided}"
 
     @property
     def reduction(self) -> str:

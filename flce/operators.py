@@ -16,71 +16,49 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flce import engine, flops, log, private, vectors
-from flce.arguments import refuse_forward_mode
+from flce.arguments import refuse_double_backward
 from flce.backends import backend_name, get_backend, has_product, total_memory
 from flce.backends.contract import RowOutputs
 from flce.batching import for_each, is_batched, register_loop
 from flce.callers import caller
 from flce.case import Case
-from flce.custom_op import Flat, define
+from flce.custom_op import as_text, define, from_text
+from flce.devices import Described
 from flce.frames import mark_frames, never_compiled
 from flce.options import ChunkOptions
-from flce.planning import make_plan
+from flce.planning import make_plan, plan_of_call
 from flce.plans import ChunkPlan
-from flce.problem import SPEC, LinearCrossEntropyProblem, LinearTerm, Needs, accumulation_dtype
+from flce.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
 
-_OPTIONS = Flat(ChunkOptions)
-# Tensors and lists of them; then scalars: the fields of LossSpec, `Needs.flat`, the fields of ChunkOptions, and whether
-# the call is part of a graph, which is good for other numbers of tokens too.
+# Tensors and lists of them. Then the LossSpec and the ChunkOptions, `Needs.flat`, and whether the call is part of a
+# graph, which is good for other numbers of tokens too.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    f"Tensor? token_weight, Tensor? num_items, {SPEC.schema}, bool[] needs, {_OPTIONS.schema}, bool traced"
+    "Tensor? token_weight, Tensor? num_items, str settings, bool[] needs, bool traced"
 )
 _NUM_TENSORS = 7
-
+# The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
+# them, which no user sees; and that unit, () or, for 1, (0,).
+_RESULTS = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor[] grads", "Tensor grad_unit"])
 
 ResultT = TypeVar("ResultT")
 
 
-class Outputs(NamedTuple):
-    """What ``flce::linear_cross_entropy`` returns, one after the other."""
-
-    rows: tuple[Tensor, ...]  # `rows.as_outputs`; the first is the loss
-    grads: list[Tensor]  # of the loss, times grad_unit, as `Needs.flat` lists them; no user sees these
-    grad_unit: Tensor  # (), or (0,) for 1
-
-    @staticmethod
-    def of(flat: Sequence[Any]) -> Outputs:
-        *rows, grads, unit = flat
-        return Outputs(tuple(rows), grads, unit)
-
-    @property
-    def flat(self) -> tuple[Any, ...]:
-        return (*self.rows, self.grads, self.grad_unit)
-
-
 def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptions) -> RowOutputs:
-    """Solve a problem. Differentiable once, in ``loss``.
-
-    Raises:
-        RuntimeError: an argument carries a forward-mode tangent, which would be lost without a word.
-    """
+    """Solve a problem. Differentiable once, in ``loss``."""
     tensors = _tensors(problem)
-    refuse_forward_mode(
-        "fused_linear_cross_entropy", "torch.nn.functional.linear and torch.nn.functional.cross_entropy", tensors
-    )
     if _nobody_watches(tensors):
         return RowOutputs._make(flce_linear_cross_entropy.apply(problem, options, *tensors))
     if not torch.compiler.is_compiling():
         flops.tell_active_counters()
-    out = Outputs.of(torch.ops.flce.linear_cross_entropy(*_pack(problem, options)))
-    return RowOutputs.given(problem.spec, out.rows)
+    *rows, _, _ = torch.ops.flce.linear_cross_entropy(*_pack(problem, options))
+    return RowOutputs.given(problem.spec, rows)
 
 
 def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...]:
@@ -92,95 +70,86 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         p.class_weight,
         p.token_weight,
         p.num_items,
-        *SPEC.pack(p.spec),
+        as_text(p.spec, options),
         p.needs.flat,
-        *_OPTIONS.pack(options),
         torch.compiler.is_compiling(),
     )
 
 
-def _unpack(args: tuple[Any, ...]) -> tuple[LinearCrossEntropyProblem, Case]:
-    inputs, weights, target, linear_bias, class_weight, token_weight, num_items = args[:_NUM_TENSORS]
-    scalars = args[_NUM_TENSORS:]
-    problem = LinearCrossEntropyProblem(
-        terms=tuple(map(LinearTerm, inputs, weights)),
-        target=target,
-        linear_bias=linear_bias,
-        class_weight=class_weight,
-        token_weight=token_weight,
-        num_items=num_items,
-        spec=SPEC.unpack(scalars[: len(SPEC)]),
-        needs=_needs(scalars),
-    )
-    return problem, _case(problem, _OPTIONS.unpack(scalars[len(SPEC) + 1 : -1]), traced=scalars[-1])
+def _unpack(
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    target: Tensor,
+    linear_bias: Tensor | None,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    settings: str,
+    needs: Sequence[bool],
+    traced: bool,
+) -> tuple[LinearCrossEntropyProblem, ChunkOptions, bool]:
+    """The problem, its options, and whether it is part of a graph: from the arguments of an operator."""
+    spec, options = from_text(settings, (LossSpec, ChunkOptions))
+    terms = tuple(map(LinearTerm, inputs, weights))
+    optional = linear_bias, class_weight, token_weight, num_items
+    return LinearCrossEntropyProblem(terms, target, *optional, spec, Needs.from_flat(needs)), options, traced
 
 
-def _needs(scalars: Sequence[Any]) -> Needs:
-    return Needs.from_flat(scalars[len(SPEC)])
-
-
-def _case(
-    p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool = False, make: Callable[..., Case] = Case
-) -> Case:
+def _call(
+    p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool, gpu: Described | None = None
+) -> tuple[Any, ...]:
+    """The fields of a `Case`; with a GPU, as if the tensors were there."""
     # Kernels beside products with an epilogue go along rows.
     row_major = all(term.input.stride(-1) == 1 == term.weight.stride(-1) for term in p.terms)
     if traced and options.strategy == "auto" and p.dtype == torch.float16:
         # See `_makes_gradients`. Gradients in float16 are to be rounded when the upstream gradient is known.
         options = replace(options, strategy="tokens" if options.max_workspace_bytes is None else "vocab")
-    return make(
+    return (
         p.num_tokens,
         p.hidden_sizes,
         p.vocab_size,
         p.dtype,
-        p.device.type,
-        backend_name(p.device),
-        row_major and has_product(p.device),
-        total_memory(p.device),
+        "cuda" if gpu else p.device.type,
+        gpu.backend if gpu else backend_name(p.device),
+        row_major and (gpu.has_product if gpu else has_product(p.device)),
+        gpu.memory if gpu else total_memory(p.device),
         p.spec,
         p.needs,
         options,
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _known_case(*args: Any) -> Case:
-    """The same object for equal cases. Plans are looked up by it several times in a call, which is then quick."""
-    case = Case(*args)
-    if log.telling():
-        log.tell(make_plan(case), log.ROUND)
-    return case
-
-
-def _makes_gradients(c: Case, traced: bool) -> bool:
+def _makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
     """Whether gradients are among the results of forward.
 
     A graph must know that without a plan, for any number of tokens. So with ``strategy="auto"`` forward makes them in
     any case there, also by a schedule that would leave them to backward.
     """
-    if not c.needs.any or c.spec.reduction == "none" or c.options.strategy != "auto":
-        return c.needs.any and c.spec.reduction != "none" and c.options.strategy == "tokens"
+    num_tokens, hidden_sizes, vocab_size, *others = call
+    *_, spec, needs, options = others
+    if not needs.any or spec.reduction == "none" or options.strategy != "auto":
+        return needs.any and spec.reduction != "none" and options.strategy == "tokens"
     if traced:
         return True
-    if not all(isinstance(size, int) for size in (c.num_tokens, *c.hidden_sizes, c.vocab_size)):
-        hidden_sizes = tuple(map(int, c.hidden_sizes))  # what traces otherwise has a graph for these sizes alone
-        c = replace(c, num_tokens=int(c.num_tokens), hidden_sizes=hidden_sizes, vocab_size=int(c.vocab_size))
     try:
-        return not make_plan(c).deferred
+        # Sizes may be symbols of another tracer than `torch.compile`. Its graph is for these sizes alone.
+        return not plan_of_call(int(num_tokens), tuple(map(int, hidden_sizes)), int(vocab_size), *others).deferred
     except ValueError:  # no plan keeps the budget, as a call says
         return True
 
 
-def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, c: Case) -> ResultT:
+def _run(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
     """`run` with the plan of a call; where its memory cannot be had, with a smaller one.
 
     Not with a budget, which says how much there is, nor while a graph is captured, whose memory is its own.
     """
-    plan = make_plan(c)
+    limited = plan.case.options.max_workspace_bytes is not None
     while True:
         try:
             return run(plan)
         except torch.OutOfMemoryError:
-            smaller = _smaller(p, plan) if c.options.max_workspace_bytes is None else None
+            capturing = plan.case.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+            smaller = None if limited or capturing else _smaller(plan)
             if smaller is None:
                 raise
         # Here, where the frames of the attempt are gone, and their tensors with them.
@@ -193,10 +162,9 @@ def _run(run: Callable[[ChunkPlan], ResultT], p: LinearCrossEntropyProblem, c: C
         plan = smaller
 
 
-def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
+@functools.lru_cache(maxsize=64)
+def _smaller(plan: ChunkPlan) -> ChunkPlan | None:
     """A plan of a quarter of the workspace, or a half or more, with outputs that look the same; None: there is none."""
-    if p.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
     for quarters in (1, 2, 3):
         options = replace(
             plan.case.options,
@@ -211,58 +179,62 @@ def _smaller(p: LinearCrossEntropyProblem, plan: ChunkPlan) -> ChunkPlan | None:
 
 
 def _forward(*args: Any) -> tuple[Any, ...]:
-    problem, case = _unpack(args)
-    if log.telling():
-        log.tell(make_plan(case), log.IN_GRAPH if args[-1] else log.WATCHED)
-    gradients = _makes_gradients(case, args[-1])
-    result = _run(lambda plan: engine.forward(problem, plan, gradients), problem, case)
+    problem, options, traced = _unpack(*args)
+    result = _solved(problem, options, traced, log.IN_GRAPH if traced else log.WATCHED)
     unit = result.rows.loss.new_empty(0) if result.grad_unit is None else result.grad_unit
-    return Outputs(vectors.as_outputs(result.rows), result.grads, unit).flat
+    return *vectors.as_outputs(result.rows), result.grads, unit
+
+
+def _solved(p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool, how: str) -> engine.ForwardResult:
+    call = _call(p, options, traced)
+    plan, gradients = plan_of_call(*call), _makes_gradients(call, traced)
+    if log.telling():
+        log.tell(plan, how)
+    return _run(lambda plan: engine.forward(p, plan, gradients), plan)
 
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
-    p, case = _unpack(args)
-    return _outputs_of(p, case, _makes_gradients(case, args[-1]))
+    problem, options, traced = _unpack(*args)
+    return _fake_outputs(problem, _call(problem, options, traced), traced)
 
 
-def _outputs_of(p: LinearCrossEntropyProblem, case: Case, gradients: bool) -> tuple[Any, ...]:
-    dtypes = case.dtypes(deferred=not gradients)
+def _fake_outputs(p: LinearCrossEntropyProblem, call: tuple[Any, ...], traced: bool) -> tuple[Any, ...]:
+    gradients = _makes_gradients(call, traced)
+    dtypes = Case(*call).dtypes(deferred=not gradients)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
+    grads = _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if gradients else []
     scaled = gradients and dtypes.logits_grad == torch.float16
-    return Outputs(
-        vectors.fake_outputs(p, like),
-        _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if gradients else [],
-        like.new_empty(() if scaled else (0,), dtype=accum),
-    ).flat
+    return *vectors.fake_outputs(p, like), grads, like.new_empty(() if scaled else (0,), dtype=accum)
 
 
-def rehearsed(args: tuple[Any, ...], device: Callable[[Case], Case]) -> tuple[tuple[Any, ...], ChunkPlan]:
-    """What ``flce::linear_cross_entropy`` returns for tensors without values where they stand for those of another
-    device, and the plan there.
+def rehearsed(args: tuple[Any, ...], gpu: Described) -> tuple[tuple[Any, ...], ChunkPlan]:
+    """What ``flce::linear_cross_entropy`` returns for tensors without values where they stand for those of a GPU, and
+    the plan there.
 
     Args:
         args: of the operator.
-        device: puts the device into a case.
+        gpu: what stands in place of their device.
     """
-    p, case = _unpack(args)
-    case = device(case)
-    return _outputs_of(p, case, _makes_gradients(case, args[-1])), make_plan(case)
+    problem, options, traced = _unpack(*args)
+    call = _call(problem, options, traced, gpu)
+    return _fake_outputs(problem, call, traced), plan_of_call(*call)
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    problem, case = _unpack(args)
-    return _run(lambda plan: engine.backward(problem, plan, normalizer, upstream), problem, case)
+    problem, options, traced = _unpack(*args)
+    plan = plan_of_call(*_call(problem, options, traced))
+    return _run(lambda plan: engine.backward(problem, plan, normalizer, upstream), plan)
 
 
 def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
-    p, _ = _unpack(args)
+    p, *_ = _unpack(*args)
     return _fake_grads(p, p.dtype, p.dtype, accumulation_dtype(p.dtype))
 
 
 def _fake_grads(
     p: LinearCrossEntropyProblem, input_dtype: torch.dtype, weight_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> list[Tensor]:
-    """Those that are needed, in the order of `Needs.flat`."""
+    """The gradients that are needed, in the order of `Needs.flat`."""
     weight = p.terms[0].weight
     grads = (
         *(term.input.new_empty(term.input.shape, dtype=input_dtype) for term in p.terms),
@@ -273,12 +245,13 @@ def _fake_grads(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    out = Outputs.of(output)
-    ctx.mark_non_differentiable(*out.rows[1:], *out.grads, out.grad_unit)
+    *rows, grads, unit = output
+    ctx.mark_non_differentiable(*rows[1:], *grads, unit)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.needs = _needs(ctx.scalars)
-    _keep(ctx, out.grads, out.grad_unit, RowOutputs(*out.rows).normalizer, (*of_inputs, *of_weights, *tensors))
+    _, needs, _ = ctx.scalars
+    ctx.needs = Needs.from_flat(needs)
+    _keep(ctx, grads, unit, RowOutputs(*rows).normalizer, (*of_inputs, *of_weights, *tensors))
 
 
 def _keep(
@@ -305,11 +278,7 @@ def _wanted(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
     """For each of `Needs.flat` its gradient, or None."""
     if grad_loss is None:
         return [None] * len(ctx.needs.flat)
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "fused_linear_cross_entropy cannot be differentiated twice (create_graph=True): its gradients are "
-            "not part of the graph. Use torch.nn.functional.linear and cross_entropy for that."
-        )
+    refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
     if ctx.handed_out:
         raise RuntimeError(
             "backward through the same fused_linear_cross_entropy a second time: its gradients were handed out "
@@ -323,7 +292,7 @@ def _wanted(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
 
 
 def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: bool) -> list[Tensor]:
-    """Those that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
+    """The gradients that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
     terms, directly = len(ctx.needs.inputs), _nobody_watches((upstream, *saved))
     if ctx.deferred:
         normalizer, *others = saved
@@ -378,7 +347,8 @@ def _tensors(p: LinearCrossEntropyProblem) -> tuple[Tensor | None, ...]:
 
 
 class flce_linear_cross_entropy(torch.autograd.Function):
-    """``flce::linear_cross_entropy`` where nobody watches. What operators take in Python is more than a small call.
+    """``flce::linear_cross_entropy`` where nothing watches the call. An operator takes more time in Python than a
+    small call does.
 
     The class has the name that its node is to have in a graph of autograd.
     """
@@ -388,13 +358,11 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         ctx: Any, problem: LinearCrossEntropyProblem, options: ChunkOptions, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         mark_frames()
-        case = _case(problem, options, make=_known_case)
-        gradients = _makes_gradients(case, traced=False)
-        result = _run(lambda plan: engine.forward(problem, plan, gradients), problem, case)
+        result = _solved(problem, options, False, log.ROUND)
         rows = result.rows
         ctx.needs = problem.needs
         if not result.grads:
-            ctx.scalars = (*SPEC.pack(problem.spec), problem.needs.flat, *_OPTIONS.pack(options), False)
+            ctx.scalars = as_text(problem.spec, options), problem.needs.flat, False
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _keep(ctx, result.grads, result.grad_unit, rows.normalizer, tensors)
         # Every tensor that a node returns takes time of the host. This one is for statistics.
@@ -409,7 +377,8 @@ class flce_linear_cross_entropy(torch.autograd.Function):
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
     logits, gradients = _flops(args)
-    return logits + (gradients if Outputs.of(out_val).grads else 0)
+    *_, grads, _ = out_val
+    return logits + (gradients if grads else 0)
 
 
 def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
@@ -417,8 +386,9 @@ def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: A
 
 
 def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
-    """Of the products for the logits, and of those for the gradients that are needed."""
-    inputs, weights, needs = args[0], args[1], _needs(args[_NUM_TENSORS:])
+    """Flops of the products for the logits, and of those for the gradients that are needed."""
+    inputs, weights, *_, flat, _ = args
+    needs = Needs.from_flat(flat)
     of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]
     wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
     return sum(of_terms), sum(count for count, needed in wanted if needed)
@@ -433,10 +403,9 @@ def _scale_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _register() -> None:
-    outputs = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor[]", "Tensor"])
     define(
         "linear_cross_entropy",
-        f"({_ARGUMENTS}) -> ({outputs})",
+        f"({_ARGUMENTS}) -> ({_RESULTS})",
         _forward,
         _forward_fake,
         backward=_differentiate,

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from flce.scalars import INT64_MAX, integer
+from flce.scalars import integer
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ class ChunkOptions:
             value = integer(name, value, "None or an int")
             if value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
-            # Bounds: of a larger one as much is left as the custom operators take.
-            object.__setattr__(self, name, min(value, INT64_MAX))
+            object.__setattr__(self, name, value)
         if self.strategy not in ("auto", "tokens", "vocab"):
             raise ValueError(f"strategy must be 'auto', 'tokens' or 'vocab', got {self.strategy!r}")
         if self.logits_dtype is not None and not isinstance(self.logits_dtype, torch.dtype):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from flce.case import Case
 from flce.defaults import default_plan
@@ -27,8 +28,13 @@ ALLOCATOR_SLACK = {"cuda": 2 << 20}
 
 
 @functools.lru_cache(maxsize=1024)
+def plan_of_call(*call: Any) -> ChunkPlan:
+    """The plan of the `Case` with these fields. That of a known call is found without making a case."""
+    return make_plan(Case(*call))
+
+
 def make_plan(c: Case) -> ChunkPlan:
-    """`plan` for callers that have checked their arguments."""
+    """The plan of a case, searched anew."""
     default, budget = default_plan(c), c.options.max_workspace_bytes
     # Blocks of classes are for saving memory: a budget says how much there is of it.
     searched = budget is not None and c.options.strategy == "vocab"

@@ -51,7 +51,7 @@ def plan_of(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
     return _known(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
 
 
-_known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once
+_known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in a search
 
 
 def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:

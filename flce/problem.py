@@ -6,13 +6,11 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from flce.custom_op import Flat
-from flce.hashing import HashedOnce
 from flce.scalars import integer, real
 
 Reduction = Literal["none", "mean", "sum"]
@@ -30,7 +28,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class LossSpec(HashedOnce):
+class LossSpec:
     """The scalar arguments of the loss, checked once and made numbers of Python.
 
     Raises:
@@ -46,8 +44,6 @@ class LossSpec(HashedOnce):
     temperature: float = 1.0
     z_loss: float = 0.0
     stats: tuple[str, ...] = ()
-
-    __hash__ = HashedOnce.__hash__
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
@@ -80,7 +76,7 @@ class LossSpec(HashedOnce):
 
     @property
     def scale(self) -> float:
-        """Of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
+        """The factor of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
         ``z = cap * tanh(scale * a)``."""
         return self.logit_scale / (self.temperature if self.softcap is None else self.softcap)
 
@@ -95,45 +91,20 @@ class LossSpec(HashedOnce):
         return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
 
 
-def known(spec: LossSpec) -> LossSpec:
-    """The same object for equal ones: what is kept by them is then found without comparing their fields."""
-    return spec if torch.compiler.is_compiling() else _known(spec)  # a compiler cannot see through the latter
+def loss_spec(*values: Any) -> LossSpec:
+    """``LossSpec(*values)``; with equal constants the same object, which is not checked again."""
+    # A compiler cannot see through a cache. A tensor may hold another number the next time.
+    if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values)):
+        return LossSpec(*values)
+    return _kept_spec(*values)
 
 
-@functools.lru_cache(maxsize=256)
-def _known(spec: LossSpec) -> LossSpec:
-    return spec
+_CONSTANTS = frozenset({str, int, float, bool, tuple, type(None)})
+_kept_spec = functools.lru_cache(maxsize=256, typed=True)(LossSpec)  # by type too: 1 may stand where True may not
 
 
 # Its numbers, and which of them may be None.
 NUMBERS = {name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)}
-# As arguments of a custom operator.
-SPEC = Flat(LossSpec)
-
-
-def check_shapes(
-    input: Tensor,
-    linear_weight: Tensor,
-    adapters: Sequence[tuple[Tensor, Tensor]],
-    *expected: tuple[str, Tensor | None, tuple[int, ...]],
-) -> None:
-    """ValueError for an empty head or adapter, or for the first of (name, tensor, shape) that has another shape."""
-    if linear_weight.shape[0] == 0 or linear_weight.shape[-1] == 0:
-        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
-    for k, (a, b) in enumerate(adapters):
-        rank = b.shape[-1] if b.dim() else 0
-        if rank == 0:
-            raise ValueError(f"adapters[{k}][1] must have shape (V, r) with r > 0, got {tuple(b.shape)}")
-        expected += (
-            (f"adapters[{k}][0]", a, (*input.shape[:-1], rank)),
-            (f"adapters[{k}][1]", b, (linear_weight.shape[0], rank)),
-        )
-    for name, value, shape in expected:
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
-                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
-            )
 
 
 class LinearTerm(NamedTuple):
@@ -147,9 +118,9 @@ class Needs(NamedTuple):
     """Which gradients are asked for; nothing is computed or allocated for the others."""
 
     inputs: tuple[bool, ...]
-    """Of each term."""
+    """One of each term."""
     weights: tuple[bool, ...]
-    """Of each term."""
+    """One of each term."""
     bias: bool
 
     @property

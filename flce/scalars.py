@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INT64_MAX = 2**63 - 1
-"""The largest int that a custom operator takes."""
-
 
 def integer(name: str, value: Any, expected: str = "an int") -> int:
     """An int, or an integer of NumPy or of a 0-d tensor, as an int.
@@ -41,7 +38,7 @@ def is_number(value: object) -> bool:
 
 
 def _python_number(value: Any) -> Any:
-    """Of a NumPy number, which nothing here imports, and of what has no dimensions; anything else as it is."""
+    """The number of a NumPy scalar, which nothing here imports, or of a 0-d tensor; anything else as it is."""
     if isinstance(value, (int, float)) or not hasattr(value, "item") or getattr(value, "shape", None) != ():
         return value
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""For type checkers only, nothing imports it at run time: what the overloads of the public functions share.
+"""For type checkers only, nothing imports it at run time: the arguments of the public functions and modules.
 
 What a loss returns depends on `stats` alone: () is a tensor, one name or more a `LinearCrossEntropyOutput`, and of a
 tuple of unknown length it is either.
@@ -18,8 +18,8 @@ from flce.options import ChunkOptions
 SomeStats: TypeAlias = tuple[str, Unpack[tuple[str, ...]]]
 
 
-class LossArguments(TypedDict, total=False):
-    """Of both losses."""
+class SpecArguments(TypedDict, total=False):
+    """Arguments of both losses that their modules fix."""
 
     ignore_index: int | None
     reduction: str
@@ -28,13 +28,18 @@ class LossArguments(TypedDict, total=False):
     logit_scale: float
     temperature: float
     z_loss: float
-    token_weight: Tensor | None
-    num_items: int | Tensor | None
     shift: int
 
 
+class LossArguments(SpecArguments, total=False):
+    """Arguments of both losses."""
+
+    token_weight: Tensor | None
+    num_items: int | Tensor | None
+
+
 class LinearLossArguments(LossArguments, total=False):
-    """Of `flce.fused_linear_cross_entropy`."""
+    """Arguments of `flce.fused_linear_cross_entropy`."""
 
     linear_bias: Tensor | None
     adapters: Sequence[tuple[Tensor, Tensor]]
@@ -43,8 +48,25 @@ class LinearLossArguments(LossArguments, total=False):
 
 
 class LogitsLossArguments(LossArguments, total=False):
-    """Of `flce.cross_entropy`."""
+    """Arguments of `flce.cross_entropy`."""
 
+    inplace: bool
+    process_group: dist.ProcessGroup | None
+    vocab_size: int | None
+
+
+class FixedLinearArguments(SpecArguments, total=False):
+    """Arguments of `flce.FusedLinearCrossEntropyLoss`."""
+
+    weight: Tensor | None
+    stats: tuple[str, ...]
+    options: ChunkOptions | None
+
+
+class FixedLogitsArguments(SpecArguments, total=False):
+    """Arguments of `flce.CrossEntropyLoss` behind `weight`."""
+
+    stats: tuple[str, ...]
     inplace: bool
     process_group: dist.ProcessGroup | None
     vocab_size: int | None

@@ -1,7 +1,7 @@
 """`softmax` and `log_softmax`: arguments, custom operators and derivatives. The work is a backend's.
 
 ``flce::softmax`` and ``flce::softmax_backward``. The gradient of the latter, for double backward, is made of PyTorch's
-operators: nobody needs it to be fast.
+operators: it need not be fast.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _setup_second_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> 
 
 
 def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
-    """Of sum_k v_k dx_k, in the upstream gradient g and in y."""
+    """The gradients of sum_k v_k dx_k, in the upstream gradient g and in y."""
     saved = ctx.saved_tensors
     accum = accumulation_dtype(saved[1].dtype if v.dtype != torch.float64 else v.dtype)
     g, y, v = (t.to(accum) for t in (*saved, v))

@@ -7,85 +7,45 @@ K-dimensional heads, whose softmax runs over a strided dimension. Differentiable
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype, check_shapes
+from flce.arguments import LinearArguments, LogitsArguments
+from flce.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
 
 
-def linear_cross_entropy(
-    input: Tensor,  # (..., H)
-    linear_weight: Tensor,  # (V, d_1, ..., d_K, H)
-    target: Tensor,  # (..., d_1, ..., d_K) indices or (..., V, d_1, ..., d_K) probabilities
-    linear_bias: Tensor | None,  # (V, d_1, ..., d_K)
-    adapters: Sequence[tuple[Tensor, Tensor]],  # (..., r) and (V, r) each; none for K > 0
-    weight: Tensor | None,  # (V,)
-    token_weight: Tensor | None,  # (..., d_1, ..., d_K)
-    num_items: Tensor | None,  # ()
-    spec: LossSpec,
-) -> Tensor | LinearCrossEntropyOutput:
-    """See `flce.fused_linear_cross_entropy`.
-
-    Raises:
-        ValueError: shapes do not fit, or a statistic of the target is asked for and it is a probability.
-    """
+def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+    """See `flce.fused_linear_cross_entropy`."""
+    input, linear_weight, target = args.input, args.linear_weight, args.target
     vocab_size, *inner = linear_weight.shape[:-1]
     leading = tuple(input.shape[:-1])
-    tokens = (*leading, *inner)
     probabilities = target.is_floating_point()
-    expected = (*leading, vocab_size, *inner) if probabilities else tokens
-    if adapters and inner:
-        raise ValueError(f"adapters need a two-dimensional linear_weight, got shape {tuple(linear_weight.shape)}")
-    check_shapes(
-        input,
-        linear_weight,
-        adapters,
-        ("target", target, expected),
-        ("linear_bias", linear_bias, (vocab_size, *inner)),
-        ("weight", weight, (vocab_size,)),
-        ("token_weight", token_weight, tokens),
-    )
-    if probabilities:
-        _check_probabilities(spec)
-    else:
+    if not probabilities:
         _check_indices(target, vocab_size, spec.ignore_index)
 
     # One row of logits per token: (T, V) with T = prod(leading) * prod(inner).
     logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]))
-    for a, b in adapters:
+    for a, b in args.adapters:
         logits = logits + F.linear(a.reshape(-1, a.shape[-1]), b)
-    if linear_bias is not None:
-        logits = logits + linear_bias.reshape(-1)
+    if args.linear_bias is not None:
+        logits = logits + args.linear_bias.reshape(-1)
     rows = math.prod(leading)
     logits = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
     if probabilities:
         y = target.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
     else:
         y = target.reshape(-1)
-    return _loss_of_rows(logits, y, weight, token_weight, num_items, spec, tokens)
+    return _loss_of_rows(logits, y, args.weight, args.token_weight, args.num_items, spec, (*leading, *inner))
 
 
-def cross_entropy(
-    logits: Tensor,  # (..., V)
-    target: Tensor,  # (..., V) probabilities
-    weight: Tensor | None,  # (V,)
-    token_weight: Tensor | None,  # (...)
-    num_items: Tensor | None,  # ()
-    spec: LossSpec,
-) -> Tensor | LinearCrossEntropyOutput:
-    """See `flce.cross_entropy`; of shapes that fit.
-
-    Raises:
-        ValueError: a statistic of the target is asked for.
-    """
-    _check_probabilities(spec)
-    vocab_size = logits.shape[-1]
-    y = target.reshape(-1, vocab_size)
-    tokens = tuple(logits.shape[:-1])
-    return _loss_of_rows(logits.reshape(-1, vocab_size), y, weight, token_weight, num_items, spec, tokens)
+def cross_entropy(args: LogitsArguments, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+    """See `flce.cross_entropy`; for class probabilities."""
+    vocab_size = args.logits.shape[-1]
+    logits, y = args.logits.reshape(-1, vocab_size), args.target.reshape(-1, vocab_size)
+    tokens = tuple(args.logits.shape[:-1])
+    return _loss_of_rows(logits, y, args.weight, args.token_weight, args.num_items, spec, tokens)
 
 
 def _loss_of_rows(
@@ -169,14 +129,6 @@ def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSp
         if "correct" in spec.stats:
             stats["correct"] = (stats["argmax"] == y) & valid
     return stats
-
-
-def _check_probabilities(spec: LossSpec) -> None:
-    """ValueError for what is defined for class indices only."""
-    if {"logprob", "correct"} & set(spec.stats):
-        raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
-    if spec.ignore_index >= 0:
-        raise ValueError(f"ignore_index={spec.ignore_index} needs class-index targets, got class probabilities")
 
 
 def _check_indices(target: Tensor, vocab_size: int, ignore_index: int) -> None:

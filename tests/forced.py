@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from flce import operators
 from flce.borrowing import exponential_tiles
 from flce.case import Case
+from flce.planning import make_plan
 from flce.plans import ChunkPlan
 from flce.schedules import Schedule
 from flce.schedules.unnormalized import Borrowed, Unnormalized
@@ -17,9 +19,9 @@ from tests import helpers
 
 
 class _Choice:
-    """Stands for `make_plan` where calls ask for their plan."""
+    """Stands for `plan_of_call`."""
 
-    def __init__(self, make: Callable[[Case], Schedule | None], before: Callable[[Case], ChunkPlan]) -> None:
+    def __init__(self, make: Callable[[Case], Schedule | None], before: Callable[..., ChunkPlan]) -> None:
         self._make, self._before = make, before
         self.taken: list[ChunkPlan] = before.taken if isinstance(before, _Choice) else []
 
@@ -27,10 +29,10 @@ class _Choice:
         schedule = self._make(c)
         if schedule is not None:
             return ChunkPlan(c, schedule.strategy, schedule)
-        return self._before.plan(c) if isinstance(self._before, _Choice) else self._before(c)
+        return self._before.plan(c) if isinstance(self._before, _Choice) else make_plan(c)
 
-    def __call__(self, c: Case) -> ChunkPlan:
-        self.taken.append(self.plan(c))
+    def __call__(self, *call: Any) -> ChunkPlan:
+        self.taken.append(self.plan(Case(*call)))
         return self.taken[-1]
 
 
@@ -40,19 +42,20 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
 
     Returns the plans that calls take from the first `force` on, one for each forward and each backward.
     """
-    choice, before = _Choice(make, vars(operators)["make_plan"]), operators._makes_gradients
+    choice, before = _Choice(make, vars(operators)["plan_of_call"]), operators._makes_gradients
 
-    def makes_gradients(c: Case, traced: bool) -> bool:
-        sizes = tuple(map(int, c.hidden_sizes))
-        schedule = make(replace(c, num_tokens=int(c.num_tokens), hidden_sizes=sizes, vocab_size=int(c.vocab_size)))
+    def makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
+        num_tokens, hidden_sizes, vocab_size, *others = call
+        c = Case(int(num_tokens), tuple(map(int, hidden_sizes)), int(vocab_size), *others)
+        schedule = make(c)
         if schedule is not None:
             return c.needs.any and not schedule.deferred
         asked = len(choice.taken)
-        made = before(c, traced)
+        made = before(call, traced)
         del choice.taken[asked:]  # a question, and no call
         return made
 
-    monkeypatch.setattr(operators, "make_plan", choice)
+    monkeypatch.setattr(operators, "plan_of_call", choice)
     monkeypatch.setattr(operators, "_makes_gradients", makes_gradients)
     monkeypatch.setattr(helpers, "make_plan", choice.plan)
     return choice.taken

@@ -22,9 +22,9 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
         monkeypatch.setattr(case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype))
-    planning.make_plan.cache_clear()
+    planning.plan_of_call.cache_clear()
     yield
-    planning.make_plan.cache_clear()
+    planning.plan_of_call.cache_clear()
 
 
 def case_on_hopper(

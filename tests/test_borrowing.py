@@ -46,9 +46,9 @@ EXTRAS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def half_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(case, "logits_dtypes", lambda dtype, *_: (dtype, dtype))
-    planning.make_plan.cache_clear()
+    planning.plan_of_call.cache_clear()
     yield
-    planning.make_plan.cache_clear()
+    planning.plan_of_call.cache_clear()
 
 
 def with_borrowed(plan: ChunkPlan) -> list[slice]:

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import flce
 from flce import engine, operators
 from flce.backends import get_backend
-from flce.custom_op import Flat
-from flce.problem import SPEC, LossSpec
+from flce.custom_op import as_text, from_text
+from flce.problem import LossSpec
 from flce.testing.problem import ALL_GRADS, make_problem, run_fused
 from tests import forced
 from tests.forced import force
@@ -62,36 +62,32 @@ def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class _WithOptions(LossSpec):
-    """Of a loss with two more options, of which nothing else here knows."""
+    """A loss with two more options, of which nothing else here knows."""
 
     unheard_of: float = 0.0
     perhaps: float | None = None
 
 
-def test_an_option_is_an_argument_by_its_type() -> None:
-    flat: Flat[Any] = Flat(_WithOptions)
-    assert flat.schema == f"{SPEC.schema}, float unheard_of, float? perhaps"
-    spec = _WithOptions(reduction="sum", softcap=2.0, stats=("lse", "entropy"), unheard_of=2.0)
-    assert len(flat.pack(spec)) == len(flat) == len(SPEC) + 2
-    assert flat.unpack(flat.pack(spec)) == spec
-    assert flat.unpack(flat.pack(_WithOptions())) == _WithOptions()
-
-
-@pytest.mark.parametrize("skip", [True, False, "auto"])
-def test_options_survive_the_operator(skip: Any) -> None:
-    flat = Flat(flce.ChunkOptions)
-    options = flce.ChunkOptions(chunk_rows=7, strategy="vocab", logits_dtype=torch.float32, skip_ignored=skip)
-    assert flat.unpack(flat.pack(options)) == options
-    assert "bool? skip_ignored" in flat.schema
-
-
-def test_a_field_that_operators_cannot_take() -> None:
-    @dataclass(frozen=True)
-    class WithTensor:
-        weight: Tensor
-
-    with pytest.raises(TypeError, match="weight"):
-        Flat(WithTensor)
+@pytest.mark.parametrize(
+    "record",
+    [
+        LossSpec(),
+        LossSpec("sum", 2**63 - 1, 0.1, 1 / 3, -1e-300, 1e300, 5e-324, ("lse", "entropy")),
+        LossSpec("none", -(2**63), stats=("correct",)),
+        _WithOptions(softcap=2.0, unheard_of=0.7, perhaps=0.0),
+        flce.ChunkOptions(),
+        flce.ChunkOptions(7, 2**70, "vocab", torch.bfloat16, torch.float64, True),
+        flce.ChunkOptions(strategy="tokens", logits_dtype=torch.float32, skip_ignored=False),
+    ],
+    ids=str,
+)
+def test_settings_survive_the_operator(record: Any) -> None:
+    """As one argument, which is text: to the bit, and of the same types."""
+    (got,) = from_text(as_text(record), (type(record),))
+    assert got == record
+    assert repr(got) == repr(record)
+    assert hash(got) == hash(record)
+    assert from_text(as_text(record, LossSpec("sum")), (type(record), LossSpec)) == (record, LossSpec("sum"))
 
 
 def copied(value: Any) -> Any:
@@ -536,6 +532,22 @@ def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: s
     module = flce.FusedLinearCrossEntropyLoss(label_smoothing=number(0.125))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(p.input, p.linear_weight, p.target), expected)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compile_with_numbers_that_are_symbols(dynamic: bool | None, torch_backend: str, device: torch.device) -> None:
+    """Each number has a graph of its own."""
+    p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
+
+    def step(x: Tensor, number: int) -> Tensor:
+        options = flce.ChunkOptions(chunk_rows=number)
+        settings: dict[str, Any] = {"ignore_index": number, "softcap": number / 2, "options": options}
+        return fused(x, p.linear_weight, p.target, **settings)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for number in (4, 5, 7):
+        torch.testing.assert_close(compiled(p.input, number), step(p.input, number))
 
 
 @pytest.mark.usefixtures("_no_compiled_code")

@@ -293,7 +293,7 @@ def test_no_schedule_that_knows_no_upstream_gradient_of_tokens(monkeypatch: pyte
 
 def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
     monkeypatch.setattr(planning, "SCHEDULES", (InBlocks, *SCHEDULES))
-    planning.make_plan.cache_clear()
+    planning.plan_of_call.cache_clear()
     problem = make_problem(leading=(61,), hidden=16, vocab=3001, dtype=torch.float32, ignored=0.2)
     for budget, kind in ((14 << 10, InBlocks), (40 << 10, Chunks)):
         options = flce.ChunkOptions(max_workspace_bytes=budget)
@@ -301,5 +301,5 @@ def test_a_new_schedule_is_a_class_and_a_line_in_the_list(monkeypatch: pytest.Mo
         assert isinstance(made.schedule, kind)
         assert made.workspace_bytes <= budget
         check(problem, options=options, grads="x", grad_output=1.7)
-    planning.make_plan.cache_clear()
+    planning.plan_of_call.cache_clear()
     assert schedules.SCHEDULES is SCHEDULES

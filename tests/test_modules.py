@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import pickle
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import flce
+from flce import modules
 from flce.testing.problem import make_problem
 from tests.helpers import STATS
 
@@ -51,6 +54,56 @@ def test_modules_are_the_function(
     assert w.grad is not None
     assert w.grad.any()
     assert b is None or b.grad is not None
+
+
+# Another value than the default for each argument that a module fixes.
+OTHER_VALUES: dict[str, Any] = {
+    "weight": torch.ones(30),
+    "reduction": "sum",
+    "ignore_index": 3,
+    "label_smoothing": 0.1,
+    "softcap": 5.0,
+    "logit_scale": 2.0,
+    "temperature": 0.5,
+    "z_loss": 0.01,
+    "shift": 1,
+    "stats": ("lse",),
+    "options": flce.ChunkOptions(chunk_rows=4),
+    "inplace": True,
+    "process_group": object(),
+    "vocab_size": 60,
+}
+
+
+@pytest.mark.parametrize(
+    "name, module, made_with, called_with",
+    [
+        ("fused_linear_cross_entropy", flce.FusedLinearCrossEntropyLoss, (), 3),
+        ("fused_linear_cross_entropy", flce.LinearCrossEntropyLoss, (8, 30), 2),
+        ("cross_entropy", flce.CrossEntropyLoss, (), 2),
+    ],
+)
+def test_every_argument_reaches_the_function(
+    name: str, module: Any, made_with: tuple[int, ...], called_with: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, and those of `forward`: no argument that the function has is left at its default."""
+    seen: dict[str, Any] = {}
+    function = getattr(flce, name)
+    arguments = inspect.signature(function).parameters
+    shown = inspect.signature(module).parameters
+    fixed = arguments.keys() & OTHER_VALUES.keys()
+    of_forward = dict.fromkeys({"adapters", "token_weight", "num_items"} & arguments.keys(), 7)
+    monkeypatch.setattr(modules, name, functools.wraps(function)(lambda *args, **kwargs: seen.update(kwargs)))
+    for given in fixed:
+        module(*made_with, **{given: OTHER_VALUES[given]})(*[torch.zeros(())] * called_with, **of_forward)
+        for argument in fixed:
+            want = OTHER_VALUES[argument] if argument == given else arguments[argument].default
+            assert seen[argument] is want or seen[argument] == want
+            assert shown[argument].default == arguments[argument].default
+        assert {argument: seen[argument] for argument in of_forward} == of_forward
+    assert seen.keys() | {"input", "linear_weight", "logits", "target"} >= arguments.keys()
+    with pytest.raises(TypeError, match="smoothing"):
+        module(*made_with, smoothing=0.1)
 
 
 def test_adapters(torch_backend: str) -> None:

@@ -77,5 +77,12 @@ def test_overloads_have_all_arguments(name: str) -> None:
     keywords = {p.name for p in of_function if p.name not in fixed}
     assert keywords == arguments
     assert get_args(signatures.SomeStats)[0] is str
+    linear_fixed, logits_fixed = signatures.FixedLinearArguments, signatures.FixedLogitsArguments
+    for module, arguments in (
+        (flce.FusedLinearCrossEntropyLoss, linear_fixed.__optional_keys__),
+        (flce.CrossEntropyLoss, logits_fixed.__optional_keys__),
+    ):
+        of_module = inspect.signature(module).parameters.values()
+        assert {p.name for p in of_module if p.kind is p.KEYWORD_ONLY} == arguments
     code = "import sys, flce; sys.exit('flce.signatures' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)

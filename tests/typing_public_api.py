@@ -82,6 +82,9 @@ def mistakes(hidden: Tensor, head: Tensor, target: Tensor) -> None:
     flce.fused_linear_cross_entropy(hidden, head, target, smoothing=0.1)  # type: ignore[call-overload]
     flce.cross_entropy(hidden, target, inplace=None)  # type: ignore[call-overload]
     flce.cross_entropy(hidden, target, stats=["lse"])  # type: ignore[call-overload]
+    flce.FusedLinearCrossEntropyLoss(smoothing=0.1)  # type: ignore[call-arg]
+    flce.LinearCrossEntropyLoss(64, 1000, shift="1")  # type: ignore[arg-type]
+    flce.CrossEntropyLoss(options=None)  # type: ignore[call-arg]
 
 
 def modules(hidden: Tensor, target: Tensor) -> None:

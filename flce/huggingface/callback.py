@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from flce.functional import check_options
+from flce.arguments import check_options
 from flce.huggingface.lazy.state import OnMaterialize
 from flce.huggingface.patch import patch_model, unpatch_model, usages_of
 from flce.options import ChunkOptions

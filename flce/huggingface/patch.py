@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce import private
+from flce.arguments import check_options
 from flce.callers import caller
 from flce.frames import graph_may_end, mark_frames, never_compiled, not_compiled
-from flce.functional import check_options
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
 from flce.huggingface.lazy import make_lazy

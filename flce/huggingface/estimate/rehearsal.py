@@ -13,7 +13,6 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -26,7 +25,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from flce import operators, private
-from flce.case import Case
 from flce.devices import Described
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
@@ -154,8 +152,8 @@ class StepMeter(TorchDispatchMode):
 
     def _fused_loss(self, args: Any) -> Any:
         args = self._autocasted(args)
-        result, plan = operators.rehearsed(args, self._there)
-        gradients = operators.Outputs.of(result).grads
+        result, plan = operators.rehearsed(args, self.device)
+        *_, gradients, _ = result
         for tensor in _tensors(result):
             self.hold(tensor, LOSS)
         for grad in gradients:
@@ -170,7 +168,7 @@ class StepMeter(TorchDispatchMode):
         result = func(*args)
         for tensor in _tensors(result):
             self.hold(tensor, LOSS)
-        _, plan = operators.rehearsed(args[2:], self._there)
+        _, plan = operators.rehearsed(args[2:], self.device)
         self.for_a_moment(plan.workspace_bytes, LOSS)
         return result
 
@@ -184,15 +182,6 @@ class StepMeter(TorchDispatchMode):
             if made is not given:
                 self.hold(made, LOSS)
         return (*cast, *others)
-
-    def _there(self, case: Case) -> Case:
-        return replace(
-            case,
-            device_type="cuda",
-            backend=self.device.backend,
-            has_product=self.device.has_product,
-            memory=self.device.memory,
-        )
 
     # --------------------------------------------------------------------------------------------------- values
 
