@@ -60,9 +60,8 @@ class Benchmark:
     prepare: Callable[[Any, torch.device], Prepared]  # the operands of a case, the same for every contender
     case_tables: Callable[[Entry], list[Table]]  # what is shown of a case as soon as it is measured
     tables: Callable[[Run, bool], list[Table]]  # of a whole run; if that is true, without the line-by-line ones
-    figure: Callable[[Run], Figure] | None = None
+    figure: Callable[[Run], Figure]
     targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # what is promised; the same
-    dominance: Callable[[Sequence[Run]], Table] | None = None  # the peers, and whether each is beaten
     choices: Mapping[str, Collection[str]] = field(default_factory=dict)  # fields of a case, and what they may be
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
     # What takes long and can be done for all cases at once, within these seconds; says what was done.

@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks operator | model | kernels | rows | table | plot`."""
+"""The command line: `python -m benchmarks operator | model | rows | table | plot`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.benchmark import Benchmark, Plan, read, save
-from benchmarks.kernels import KERNELS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.reports import markdown, shortfalls
@@ -25,7 +24,7 @@ from flce.tools.bench.tables import absences
 from flce.tools.cli.output import given
 from flce.tools.machine import described_run
 
-BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, KERNELS, ROWS)}
+BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS)}
 
 about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
 app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -171,20 +170,17 @@ def table(
     files: Annotated[list[Path], typer.Argument(help="Result files.", exists=True, dir_okay=False)],
     brief: Annotated[bool, option("--brief", help="One line for each timed case.")] = False,
     targets: Annotated[bool, option("--targets", help="Only what is promised; of several files the median.")] = False,
-    dominance: Annotated[bool, option("--dominance", help="Only the peers; of several files the median.")] = False,
     out: Annotated[Path | None, option(help="Write here instead of printing.")] = None,
 ) -> None:
     """Markdown tables from result files; exits with 1 where a workspace is not as planned."""
     loaded = [load(file) for file in files]
     benchmark, runs = loaded[0][0], [run for _, run in loaded]
-    if targets or dominance:
+    if targets:
         if len({each.kind for each, _ in loaded}) > 1:
             raise typer.BadParameter("the files are of several benchmarks")
-        if (targets and benchmark.targets is None) or (dominance and benchmark.dominance is None):
-            raise typer.BadParameter(f"nothing of the kind is asked of {benchmark.noun}")
-        asked = benchmark.targets(runs, brief) if targets and benchmark.targets else []
-        asked += [benchmark.dominance(runs)] if dominance and benchmark.dominance else []
-        shown = [*([] for _ in runs[:-1]), asked]
+        if benchmark.targets is None:
+            raise typer.BadParameter(f"nothing is promised of {benchmark.noun}")
+        shown = [*([] for _ in runs[:-1]), benchmark.targets(runs, brief)]
     else:
         shown = [each.tables(run, brief) for each, run in loaded]
     text = "\n".join(markdown(run, tables) for run, tables in zip(runs, shown, strict=True))
@@ -204,8 +200,6 @@ def plot(
 ) -> None:
     """A picture of time, or speed, against memory; of rows, of bandwidth over their length."""
     benchmark, run = load(file)
-    if benchmark.figure is None:
-        raise typer.BadParameter(f"there is no picture of {benchmark.noun}")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     benchmark.figure(run).savefig(path, dpi=110)

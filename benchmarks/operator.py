@@ -64,8 +64,7 @@ def call_case(shape: Shape) -> OperatorCase:
 
 def tiny() -> Plan:
     """Seconds on a CPU; for the tests."""
-    half: list[Mode] = ["forward+backward", "reduction-none"]
-    modes = [("float32", mode) for mode in CALLS] + [("bfloat16", mode) for mode in half]
+    modes: list[tuple[str, Mode]] = [*(("float32", mode) for mode in CALLS), ("bfloat16", "reduction-none")]
     whole = [OperatorCase(*TINY, dtype=dtype, mode=mode, budget_mib=1, errors=True) for dtype, mode in modes]
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
@@ -178,11 +177,15 @@ def case_tables(entry: Entry) -> list[Table]:
     return [time_table(entry)] * entry.case.time + [error_table(entry)] * entry.case.errors
 
 
+def promised(runs: Sequence[Run]) -> list[Table]:
+    """Targets, peers and plans, those that the runs have figures of."""
+    measured = [table for table in (*target_tables(runs), dominance_table(runs)) if table.rows]
+    return measured + plan_tables(runs)
+
+
 def whole(run: Run, brief: bool) -> list[Table]:
-    """First targets, peers and plans, those that the run has figures of."""
-    found = [table for table in target_tables([run]) if table.rows]
-    found += [table for table in [dominance_table([run])] if table.rows]
-    found += plan_tables([run])
+    """First what is promised."""
+    found = promised([run])
     timed = [entry for entry in run.cases if entry.case.time]
     called, others = ([entry for entry in timed if entry.case.calls is calls] for calls in (True, False))
     found += [call_table(called)] if called else []
@@ -208,8 +211,7 @@ OPERATOR = Benchmark(
     case_tables=case_tables,
     tables=whole,
     figure=figure,
-    targets=lambda runs, brief: [*target_tables(runs), *plan_tables(runs)],
-    dominance=dominance_table,
+    targets=lambda runs, brief: promised(runs) or target_tables(runs)[:1],
     choices={"mode": CALLS},
     defaults=({"errors": True},),
 )

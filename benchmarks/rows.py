@@ -71,6 +71,7 @@ TASKS: dict[tuple[Operation, Direction], int] = {
     ("log_softmax", "backward"): 3,
 }
 COPY_ENTRIES = 2
+LOSSES = [task for task in TASKS if task[0] == "cross_entropy"]
 
 
 @dataclass(frozen=True)
@@ -274,12 +275,22 @@ def every_task(
 
 
 COLUMNS = (*COMPILED_COLUMNS, *POWERS, *ODD, *SMALL)
+# Tiles of logits as a call of the fused loss makes them: tokens x classes.
+TILES = [
+    (4096, 128256),
+    (8192, 128256),
+    (8192, 152064),
+    (16384, 151936),
+    (8192, 256000),
+    (16384, 50257),
+]
 BOTH = ("bfloat16", "float32")
 PRESETS: dict[str, Callable[[], Plan]] = {
-    # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of one large GPU.
+    # A second on a CPU, for the tests; a minute or two on a CPU; two to three minutes of one large GPU, and half a one.
     "tiny": lambda: planned(every_task(8, (64, 2049), BOTH, calls=3), rounds=2, seconds=1.0),
     "cpu": lambda: planned(every_task(256, (128, 1000, 4096, 32768, 50257), BOTH[1:]), rounds=5, seconds=1.0),
     "h200-rows": lambda: planned(every_task(4096, COLUMNS, BOTH, COMPILED_COLUMNS), rounds=6, seconds=0.12),
+    "h200-logits": lambda: planned([RowCase(*tile, "bfloat16", *task) for tile in TILES for task in LOSSES], 20, 0.2),
 }
 
 

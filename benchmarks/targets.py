@@ -239,7 +239,7 @@ def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> l
 
 
 def target_tables(runs: Sequence[Run]) -> list[Table]:
-    """One of the device and one of calls; of these two those that the runs have figures of."""
+    """One of the device and one of calls."""
     found = []
     for title, targets in (("Targets met", TARGETS), ("Targets of calls met", CALL_TARGETS)):
         calls = targets is CALL_TARGETS
@@ -247,7 +247,7 @@ def target_tables(runs: Sequence[Run]) -> list[Table]:
             [e for run in runs for e in run.cases if not e.case.label and e.case.calls == calls]
         )
         found.append(verdict_table(title, check_targets(runs, targets), runs, [spread]))
-    return [table for table in found if table.rows] or found[:1]
+    return found
 
 
 def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Finding]:

@@ -10,6 +10,7 @@ the same small model stock and patched, and ends with status 1 if the losses dif
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,8 @@ from processes import in_two_processes, of_all_processes
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+Precision = Enum("Precision", {"no": "no", "bf16": "bf16"})
 
 
 def train(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
@@ -46,13 +49,11 @@ def in_each_process(steps: int, mixed_precision: str) -> int:
 
 def main(
     steps: Annotated[int, typer.Option(min=1)] = 50,
-    mixed_precision: Annotated[str, typer.Option(help="no or bf16")] = "no",
+    mixed_precision: Precision = Precision.no,
 ) -> None:
     """Train with Accelerate and FSDP2 in two processes, stock and patched by flce, and compare the losses."""
-    if mixed_precision not in ("no", "bf16"):
-        raise typer.BadParameter(f"--mixed-precision {mixed_precision}: it is no or bf16")
     need("accelerate")
-    raise typer.Exit(in_two_processes(in_each_process, steps, mixed_precision))
+    raise typer.Exit(in_two_processes(in_each_process, steps, mixed_precision.value))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ It trains the same small model stock and patched, and ends with status 1 if the 
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,8 @@ from flce.testing.models import tiny_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+Precision = Enum("Precision", {"no": "no", "bf16": "bf16", "fp16": "fp16"})
 
 
 def train_with(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
@@ -57,16 +60,15 @@ def train(patched: bool, steps: int, gradient_accumulation: int = 1, mixed_preci
 def main(
     steps: Annotated[int, typer.Option(min=1)] = 50,
     gradient_accumulation: Annotated[int, typer.Option(min=1)] = 1,
-    mixed_precision: Annotated[str, typer.Option(help="no, bf16, or (on a GPU) fp16")] = "no",
+    mixed_precision: Annotated[Precision, typer.Option(help="fp16 needs a GPU.")] = Precision.no,
 ) -> None:
     """Train with Accelerate, stock and patched by flce, and compare the losses."""
-    if mixed_precision not in ("no", "bf16", "fp16"):
-        raise typer.BadParameter(f"--mixed-precision {mixed_precision}: it is no, bf16 or fp16")
-    if mixed_precision == "fp16" and not has_gpu():
+    if mixed_precision == Precision.fp16 and not has_gpu():
         raise typer.BadParameter("--mixed-precision fp16 needs a GPU, and there is none: take bf16")
-    tolerance = 1e-5 if mixed_precision == "no" else 1e-2
     status = compare(
-        "Accelerate", lambda patched: train(patched, steps, gradient_accumulation, mixed_precision), tolerance=tolerance
+        "Accelerate",
+        lambda patched: train(patched, steps, gradient_accumulation, mixed_precision.value),
+        tolerance=1e-5 if mixed_precision == Precision.no else 1e-2,
     )
     raise typer.Exit(status)
 

@@ -57,11 +57,10 @@ def main(
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": gradient_accumulation,
         "label_smoothing_factor": label_smoothing,
+        "gradient_checkpointing": checkpointing,
         "bf16": bf16,
         "fp16": fp16,
     }
-    if checkpointing:
-        arguments["gradient_checkpointing"] = True
     tolerance = 1e-2 if bf16 or fp16 else 1e-5
     status = compare("Trainer", lambda patched: train(patched, steps=steps, **arguments), tolerance=tolerance)
     raise typer.Exit(status)

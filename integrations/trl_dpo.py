@@ -46,7 +46,7 @@ def train(patched: bool, *, steps: int, **arguments: Any) -> Curve:
             model=tiny_model(),
             ref_model=tiny_model(),
             args=DPOConfig(max_length=64, **{**trainer_settings(folder, steps), "learning_rate": 1e-4, **arguments}),
-            train_dataset=preferences(4 * 50),
+            train_dataset=preferences(4 * steps),
             processing_class=tiny_tokenizer(),
             callbacks=[FlceCallback()] if patched else [],
         )

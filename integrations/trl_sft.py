@@ -36,7 +36,7 @@ def make_trainer(
     return keeping_losses(trainer)(
         model=tiny_model(),
         args=SFTConfig(max_length=64, **{**trainer_settings(folder, steps), **arguments}),
-        train_dataset=Dataset.from_dict({"text": excerpts(4 * 50)}),
+        train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
         eval_dataset=Dataset.from_dict({"text": excerpts(8, seed=1)}),
         processing_class=tiny_tokenizer(),
         peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0) if lora else None,

@@ -13,7 +13,7 @@
 #     calls         small calls and a large one, as called from an idle GPU, alone in a CUDA graph, and the time of the
 #                   host; two minutes
 #     model-short   training steps of a whole model, 4 x 8192 tokens
-#     kernels       the pass over the logits by itself
+#     logits        the pass over the logits by itself: losses of rows as long as vocabularies; half a minute
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
 #     rows          losses and softmaxes of rows in memory, over their length; about three minutes
 #     distributed   two GPUs: the tests of several processes under NCCL, FSDP1 and nn.DataParallel, and a model that
@@ -40,7 +40,7 @@ cores=$(nproc)
 workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
-parts=${*:-gpu-tests operator rows kernels model-short}
+parts=${*:-gpu-tests operator rows logits model-short}
 all=${SECONDS_ALL:-525}
 
 mkdir -p "$out" || exit
@@ -100,7 +100,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" = kernels || "$command" = budgets || "$command" = calls ]] && return
+    [[ "$command" = logits || "$command" = budgets || "$command" = calls ]] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -218,7 +218,7 @@ for name in $parts; do
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
         model) benchmark model model h200 500 ${ARGS:-} ;;
-        kernels) benchmark kernels kernels h200 80 ;;
+        logits) benchmark logits rows h200-logits 80 ;;
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
@@ -234,11 +234,11 @@ for name in $parts; do
 done
 
 report model --brief
-report kernels --brief
+report logits
 report rows --targets --brief
 report budgets --brief
 report calls --brief
-report operator --targets --dominance
+report operator --targets
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
 # Last what a reader wants first.
@@ -246,7 +246,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model kernels rows budgets calls operator; do
+    for command in model logits rows budgets calls operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

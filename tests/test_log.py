@@ -157,12 +157,22 @@ def stderr(code: str, **env: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-@pytest.mark.parametrize("level, lines", [("debug", 1), ("DEBUG", 1), ("info", 0), ("", 0)])
-def test_the_environment(level: str, lines: int) -> None:
+def test_the_environment() -> None:
     """Once, also where the application has a handler of its own."""
-    told = stderr("import logging; logging.basicConfig()" + CALLS, FLCE_LOG=level)
-    assert len(told) == lines
-    assert all(line.startswith("flce DEBUG new shape: N=9, H=8, V=30") for line in told)
+    (told,) = stderr("import logging; logging.basicConfig()" + CALLS, FLCE_LOG="debug")
+    assert told.startswith("flce DEBUG new shape: N=9, H=8, V=30")
+
+
+LEVELS = [("debug", logging.DEBUG), ("DEBUG", logging.DEBUG), ("info", logging.INFO), ("", logging.NOTSET)]
+
+
+@pytest.mark.parametrize("name, level", LEVELS)
+def test_levels_of_the_environment(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.Logger("made up")
+    monkeypatch.setattr(log, "logger", logger)
+    monkeypatch.setenv("FLCE_LOG", name)
+    log.follow_environment()
+    assert (logger.level, len(logger.handlers), logger.propagate) == (level, 1 if name else 0, not name)
 
 
 def test_a_wrong_level() -> None:

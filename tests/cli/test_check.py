@@ -78,7 +78,9 @@ def test_quick_is_right_on_a_cpu() -> None:
     assert "```" not in block
 
 
-def test_json_is_all_of_stdout() -> None:
+def test_json_is_all_of_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = some("default", "small budget", "softmax", "cross_entropy and more")
+    monkeypatch.setattr(run, "run", lambda what, begun: report)
     said = invoke("--quick", "--json", "--device", "cpu")
     assert said.exit_code == 0, said.output
     found = json.loads(said.stdout)
@@ -173,6 +175,8 @@ def larger(method: str, share: float) -> Callable[..., Any]:
 
 def test_a_gradient_that_is_off_by_a_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchBackend, "loss_and_gradient", larger("loss_and_gradient", 0.01))
+    report = some("default", "softmax", "Llama, labels")
+    monkeypatch.setattr(run, "run", lambda what, begun: report)
     said = invoke("--quick", "--device", "cpu")
     assert said.exit_code == 1, said.output
     for dtype in ("float16", "bfloat16", "float32", "float64"):

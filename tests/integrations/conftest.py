@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -56,6 +57,15 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in os.environ.keys() - before.keys():
         if name.startswith("ACCELERATE_"):
             del os.environ[name]
+
+
+@pytest.fixture
+def fresh_accelerator() -> None:
+    """Accelerate keeps what a process began with, and other tests may have begun otherwise."""
+    if importlib.util.find_spec("accelerate") is not None:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
