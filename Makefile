@@ -74,9 +74,11 @@ test-newest:
 test-oldest:
 	PYTHON=$(PYTHON) WORKERS=$(WORKERS) scripts/versions.sh oldest
 
-# Random programs on lazy logits and on real ones; `make test` takes the first 3,000.
+# Random programs on lazy logits and on real ones, of which `make test` takes the first 3,000; random calls of the
+# functions, of which it takes 20 in each test.
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.huggingface.fuzz --count 50000 --workers $(WORKERS) $(ARGS)
+	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -o timeout=0 tests/test_search.py
 
 lint: $(READY)
 	$(RUN) -m ruff check

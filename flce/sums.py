@@ -27,13 +27,13 @@ def add_tile(
         weights: the sums of dW by term (`weight_sums`, `block_sums`); None: the tile adds to dX only.
         inputs: whether it adds to dX. That is summed in its own memory, see also `ChunkSum`.
     """
-    for k in s.wanted_inputs if inputs else ():
-        _add_input(s, k, dlogits, part, cols)
-    if weights is None:
-        return
-    for k, total in weights.items():
-        total.add(dlogits, s.inputs(part)[k])
-    if s.problem.needs.bias:
+    totals = weights or {}
+    for k, x in enumerate(s.inputs(part)):
+        if inputs and k in s.wanted_inputs:
+            _add_input(s, k, dlogits, part, cols)
+        if k in totals:
+            totals[k].add(dlogits, x)
+    if weights is not None and s.problem.needs.bias:
         s.add_column_sums(dlogits, first(s.db_memory(), cols))
 
 

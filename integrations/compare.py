@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import math
 import os
 import sys
 import tempfile
@@ -146,7 +147,9 @@ def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
 
 
 def max_difference(stock: Curve, patched: Curve) -> float:
-    return max(abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True))
+    """NaN if one is: `max` alone would pass it over."""
+    differences = [abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True)]
+    return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
 
 def say(text: str) -> None:

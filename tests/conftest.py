@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ try:
     from hypothesis import HealthCheck, settings
 
     _common = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-    settings.register_profile("default", derandomize=True, max_examples=40, **_common)  # type: ignore[arg-type]
+    settings.register_profile("default", derandomize=True, max_examples=20, **_common)  # type: ignore[arg-type]
     settings.register_profile("search", max_examples=1000, **_common)  # type: ignore[arg-type]
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 except ImportError:  # the tests that need hypothesis skip themselves
@@ -83,6 +84,14 @@ def triton_backend(monkeypatch: pytest.MonkeyPatch) -> str:
 def device() -> torch.device:
     """CUDA where there is one: the same tests then check the compiled kernels."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture
+def _no_compiled_code() -> Iterator[None]:
+    """What other tests have compiled is not there, and what this one compiles goes."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -272,6 +272,60 @@ def _covered(missing: set[tuple[str, int, str, int]], row: Mapping[str, int], na
     )
 
 
+TRANSFORMS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "cap": {"softcap": 3.0},
+    "scale": {"logit_scale": 0.4},
+    "temp": {"temperature": 1.7},
+    "all": {"softcap": 4.0, "logit_scale": -1.5, "temperature": 0.6},
+}
+# What the grids of both losses combine, each with factors of its own.
+LOSS_FACTORS: dict[str, Sequence[Any]] = {
+    "transform": list(TRANSFORMS),
+    "reduction": ["mean", "sum", "sum/n", "sum/t", "none"],
+    "smoothing": [0.0, 0.1, 1.0],
+    "z_loss": [0.0, 0.01],
+    "weights": ["", "c", "t", "ct"],
+    "ignored": ["no", "some", "class", "most"],
+    "shift": [0, 1, 3],
+    "stats": ["", "all", "lse", "argmax"],
+    "dtype": [torch.float64, torch.float64, torch.float32],
+    "target": [torch.int64, torch.int32],
+}
+
+
+def row_id(row: Mapping[str, Any]) -> str:
+    return "-".join(str(value).replace("torch.", "") or "0" for value in row.values())
+
+
+def loss_arguments(row: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The arguments of `make_problem` for a row of `LOSS_FACTORS`, and the statistics."""
+    arguments = {
+        **TRANSFORMS[row["transform"]],
+        "reduction": row["reduction"].split("/")[0],
+        "label_smoothing": row["smoothing"],
+        "z_loss": row["z_loss"],
+        "class_weight": "c" in row["weights"],
+        "token_weight": "t" in row["weights"],
+        "ignored": {"no": 0.0, "some": 0.3, "class": 0.2, "most": 0.9}[row["ignored"]],
+        "shift": row["shift"],
+        "dtype": row["dtype"],
+        "target_dtype": row["target"],
+        "device": device,
+    }
+    if "/" in row["reduction"]:
+        arguments["num_items"] = 11 if row["reduction"] == "sum/n" else torch.tensor(11, device=device)
+    if row["ignored"] == "class":
+        arguments["ignore_index"] = 3
+    return arguments, {"": (), "all": STATS}.get(row["stats"], (row["stats"],))
+
+
+def upstream_of(problem: Problem) -> Tensor:
+    """A random upstream gradient of the problem's loss."""
+    shape = problem.target.shape if problem.kwargs["reduction"] == "none" else ()
+    return torch.randn(shape, dtype=torch.float64, device=problem.input.device)
+
+
 def plain_logits(problem: Problem) -> Tensor:
     """The logits of the problem in float64."""
     keys = ("softcap", "logit_scale", "temperature")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.testing.problem import Problem
+from flce.testing.problem import Problem, make_problem
 
 # Shape of the memory for (b, s, v), the view of it, and whether its gradient can be written in place.
 Shape = Callable[[int, int, int], tuple[int, ...]]
@@ -43,25 +43,8 @@ def make(
     ignored: float = 0.0,
     class_weight: bool = False,
     token_weight: bool = False,
-    target_dtype: torch.dtype = torch.int64,
-    std: float = 2.0,
-    seed: int = 0,
     **kwargs: Any,
 ) -> Problem:
-    """Logits, as a problem whose head is the identity."""
-    g = torch.Generator().manual_seed(seed)
-
-    def rand(*shape: int) -> Tensor:
-        return (torch.rand(*shape, generator=g, dtype=torch.float64) + 0.25).to(device, dtype)
-
-    logits = (torch.randn(*leading, vocab, generator=g, dtype=torch.float64) * std).to(device, dtype)
-    target = torch.randint(vocab, leading, generator=g)
-    if ignored:
-        drop = torch.rand(leading, generator=g) < ignored
-        target = torch.where(drop, torch.full_like(target, kwargs.get("ignore_index", -100)), target)
-    if class_weight:
-        kwargs["weight"] = rand(vocab)
-    if token_weight:
-        kwargs["token_weight"] = rand(*leading)
-    head = torch.eye(vocab, dtype=dtype, device=device)
-    return Problem(logits, head, target.to(device, target_dtype), kwargs=kwargs)
+    """Logits, as a problem without a head."""
+    kwargs |= {"ignored": ignored, "class_weight": class_weight, "token_weight": token_weight}
+    return make_problem(leading, None, vocab, dtype=dtype, device=device, **kwargs)

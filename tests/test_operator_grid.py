@@ -18,6 +18,7 @@ from flce.testing.problem import Problem, make_problem, run_fused
 from tests.forced import force
 from tests.helpers import (
     BACKENDS,
+    LOSS_FACTORS,
     REDUCTIONS,
     STATS,
     STRATEGIES,
@@ -25,19 +26,15 @@ from tests.helpers import (
     check,
     combinations,
     least_for,
+    loss_arguments,
     num_blocks,
     pairs,
     plan_for,
+    row_id,
+    upstream_of,
 )
 
 INTERPRETED = not torch.cuda.is_available()
-TRANSFORMS: dict[str, dict[str, float]] = {
-    "plain": {},
-    "cap": {"softcap": 3.0},
-    "scale": {"logit_scale": 0.4},
-    "temp": {"temperature": 1.7},
-    "all": {"softcap": 4.0, "logit_scale": -1.5, "temperature": 0.6},
-}
 CHUNKING: dict[str, dict[str, Any]] = {
     "default": {},
     "tokens": {"strategy": "tokens"},
@@ -59,25 +56,12 @@ GRID = allpairs(
     {
         "layout": list(LAYOUTS),
         "chunking": list(CHUNKING),
-        "transform": list(TRANSFORMS),
-        "reduction": ["mean", "sum", "sum/n", "sum/t", "none"],
-        "smoothing": [0.0, 0.1, 1.0],
-        "z_loss": [0.0, 0.01],
-        "weights": ["", "c", "t", "ct"],
-        "ignored": ["no", "some", "class", "most"],
+        **LOSS_FACTORS,
         "bias": [False, True],
-        "shift": [0, 1, 3],
-        "stats": ["", "all", "lse", "argmax"],
         "grads": ["xwb", "x", "w", "b", ""],
         "skip": ["auto", True, False],
-        "dtype": [torch.float64, torch.float64, torch.float32],
-        "target": [torch.int64, torch.int32],
     }
 )
-
-
-def _id(row: dict[str, Any]) -> str:
-    return "-".join(str(v).replace("torch.", "") or "0" for v in row.values())
 
 
 def chunk_options(
@@ -97,42 +81,17 @@ def chunk_options(
         budget += budget // 4  # hundreds of launches in the interpreter would take a minute
 
 
-@pytest.mark.parametrize("row", GRID, ids=_id)
+@pytest.mark.parametrize("row", GRID, ids=row_id)
 def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
     leading, hidden, vocab = LAYOUTS[row["layout"]]
-    kwargs: dict[str, Any] = dict(TRANSFORMS[row["transform"]])
-    kwargs["reduction"] = row["reduction"].split("/")[0]
-    if row["reduction"] == "sum/n":
-        kwargs["num_items"] = 11
-    elif row["reduction"] == "sum/t":
-        kwargs["num_items"] = torch.tensor(11, device=device)
-    if row["ignored"] == "class":
-        kwargs["ignore_index"] = 3
-    problem = make_problem(
-        leading,
-        hidden,
-        vocab,
-        dtype=row["dtype"],
-        device=device,
-        bias=row["bias"] or row["grads"] == "b",
-        class_weight="c" in row["weights"],
-        token_weight="t" in row["weights"],
-        ignored={"no": 0.0, "some": 0.3, "class": 0.2, "most": 0.9}[row["ignored"]],
-        target_dtype=row["target"],
-        label_smoothing=row["smoothing"],
-        z_loss=row["z_loss"],
-        shift=row["shift"],
-        **kwargs,
-    )
-    stats = {"": (), "all": STATS}.get(row["stats"], (row["stats"],))
-    shape = problem.target.shape if row["reduction"] == "none" else ()
-    upstream = torch.randn(shape, dtype=torch.float64, device=device)
+    arguments, stats = loss_arguments(row, device)
+    problem = make_problem(leading, hidden, vocab, bias=row["bias"] or row["grads"] == "b", **arguments)
     check(
         problem,
         options=chunk_options(problem, CHUNKING[row["chunking"]], row["grads"], stats, skip_ignored=row["skip"]),
         stats=stats,
         grads=row["grads"],
-        grad_output=upstream,
+        grad_output=upstream_of(problem),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
-from flce.problem import NUMBERS
+from flce.problem import NUMBERS, LossSpec, loss_spec
 from flce.testing.problem import make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
     BACKENDS,
@@ -1093,3 +1093,20 @@ def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, de
     plain, other = loss_and_gradient(), loss_and_gradient(**{name: OTHER_VALUES[name]})
     for a, b in zip(plain, other, strict=True):
         assert relative_error(b, a) > 1e-3
+
+
+def test_kept_arguments_are_those_of_the_call() -> None:
+    """Scalar arguments are checked once. A tensor's number may change; values that are equal may differ in type."""
+    x, w, y = torch.randn(6, 8), torch.randn(15, 8), torch.arange(6)
+    smoothing: Any = torch.tensor(0.125)
+    for number in (0.125, 0.5, 0.125):
+        smoothing.fill_(number)
+        expected = flce.fused_linear_cross_entropy(x, w, y, label_smoothing=number)
+        assert torch.equal(flce.fused_linear_cross_entropy(x, w, y, label_smoothing=smoothing), expected)
+    assert flce.fused_linear_cross_entropy(x, w, y, logit_scale=1).isfinite()
+    with pytest.raises(TypeError, match="logit_scale"):
+        flce.fused_linear_cross_entropy(x, w, y, logit_scale=True)
+    with pytest.raises(TypeError, match="stats"):
+        flce.cross_entropy(x, y, stats="lse")  # type: ignore[call-overload]
+    assert loss_spec("sum", 3) is loss_spec("sum", 3)
+    assert loss_spec("sum", 3) == LossSpec("sum", 3)

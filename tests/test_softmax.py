@@ -440,70 +440,6 @@ def test_double_backward_in_lower_precision(name: str, backend: str, device: tor
     assert_near(results[1], results[3], 1e-5, "second gradient")
 
 
-@BOTH
-def test_forward_mode_is_an_error(name: str, torch_backend: str, device: torch.device) -> None:
-    """Not a derivative of zero."""
-    x = torch.randn(4, 9, device=device)
-    with pytest.raises(RuntimeError, match=rf"flce\.{name} does not support forward-mode.*{name}"):
-        torch.func.jvp(FUNCTIONS[name][0], (x,), (x,))
-
-
-@BOTH
-def test_second_backward(name: str, backend: str, device: torch.device) -> None:
-    x = torch.randn(4, 9, device=device, requires_grad=True)
-    y = FUNCTIONS[name][0](x)
-    g = torch.randn_like(y)
-    (first,) = torch.autograd.grad(y, x, g, retain_graph=True)
-    (second,) = torch.autograd.grad(y, x, g)
-    assert torch.equal(first, second)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# torch.compile
-
-
-@BOTH
-@pytest.mark.parametrize(
-    "layout, dtypes", [("contiguous", (f32, f32)), ("reversed", (bf16, f32)), ("padded all around", (f32, f32))]
-)
-def test_opcheck(
-    layout: str, dtypes: tuple[torch.dtype, torch.dtype], name: str, backend: str, device: torch.device
-) -> None:
-    if layout != "contiguous" and backend == "triton" and device.type == "cpu":
-        pytest.skip("what is traced does not depend on the backend")
-    x = LAYOUTS[layout](torch.randn(3, 4, 5, device=device, dtype=dtypes[0]))
-    log = name == "log_softmax"
-    for dim in (1,) if layout == "contiguous" else (2,):
-        torch.library.opcheck(torch.ops.flce.softmax, (x.detach().requires_grad_(), dim, dtypes[1], log))
-        y = torch.ops.flce.softmax(x, dim, dtypes[1], log)
-        grad = torch.randn_like(y).requires_grad_()
-        torch.library.opcheck(torch.ops.flce.softmax_backward, (grad, y.detach().requires_grad_(), dim, dtypes[0], log))
-
-
-@pairs(compiler=["aot_eager", "inductor"], name=list(FUNCTIONS), backend=BACKENDS)
-def test_compile(compiler: str, name: str, backend: str, device: torch.device) -> None:
-    """In one graph, of one node of ours, with one code for many lengths."""
-    torch._dynamo.reset()
-    seen: list[Any] = []
-
-    def spy(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        seen.append([str(node.target) for node in graph.graph.nodes if "flce" in str(node.target)])
-        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
-
-    def function(x: Tensor) -> Tensor:
-        return FUNCTIONS[name][0]((x * 2).transpose(0, 1), 1, f32) + 1
-
-    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=spy)
-    for rows in (3, 7):
-        x = torch.randn(rows, 11, device=device, dtype=bf16, requires_grad=True)
-        one, two = compiled(x), function(x)
-        g = torch.randn_like(one)
-        assert_near(one, two, 1e-2, "result")
-        assert_near(torch.autograd.grad(one, x, g)[0], torch.autograd.grad(two, x, g)[0], 2e-2, "gradient")
-    assert seen == [["flce.softmax"]] or [len(nodes) for nodes in seen] == [1]
-    torch._dynamo.reset()
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Arguments
 
@@ -536,73 +472,6 @@ def test_autocast_on_a_cpu_changes_nothing(name: str, torch_backend: str) -> Non
         for dtype in (f32, bf16):
             x = torch.randn(3, 4, dtype=dtype)
             assert mine(x).dtype == stock(x, -1).dtype
-
-
-# ---------------------------------------------------------------------------------------------------------
-# A search
-
-
-try:
-    from hypothesis import HealthCheck, given, settings
-    from hypothesis import strategies as st
-except ImportError:
-    pass
-else:
-    FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-    EXAMPLES = settings.default.max_examples if settings.default else 40
-
-    @st.composite
-    def inputs(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
-        """An input and an upstream gradient: any order of dimensions, steps, expanded dimensions."""
-        sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-        dim = draw(st.integers(0, len(sizes) - 1))
-        sizes[dim] = draw(st.integers(1, 40))
-
-        def strided() -> Tensor:
-            order = draw(st.permutations(range(len(sizes))))
-            steps = [draw(st.sampled_from([1, 1, 1, 2])) for _ in sizes]
-            seed = draw(st.integers(0, 3))
-            x = torch.randn([sizes[d] * steps[d] for d in order], generator=torch.Generator().manual_seed(seed))
-            x = x.double()[tuple(slice(None, None, steps[d]) for d in order)]
-            x = x.permute([order.index(d) for d in range(len(sizes))])
-            expanded = draw(st.sampled_from([None, None, *range(len(sizes))]))
-            return x if expanded is None else x.narrow(expanded, 0, 1).expand(sizes)
-
-        return strided(), strided(), dim - len(sizes) * draw(st.integers(0, 1))
-
-    @BOTH
-    @settings(FIXTURES, max_examples=EXAMPLES)
-    @given(call=inputs())
-    def test_any_strides(name: str, backend: str, device: torch.device, call: tuple[Tensor, Tensor, int]) -> None:
-        x, g, dim = call
-        both(name, x.to(device), g.to(device), dim)
-
-    @settings(FIXTURES, max_examples=EXAMPLES // 2)
-    @given(
-        call=inputs(),
-        name=st.sampled_from(list(FUNCTIONS)),
-        rows=st.sampled_from([1, 1, 2, 8]),
-        parts=st.sampled_from([1, 2]),
-        vector=st.sampled_from([1, 2]),
-        resident=st.booleans(),
-    )
-    def test_any_strides_and_blocks(
-        name: str,
-        triton_backend: str,
-        device: torch.device,
-        call: tuple[Tensor, Tensor, int],
-        rows: int,
-        parts: int,
-        vector: int,
-        resident: bool,
-    ) -> None:
-        x, g, dim = call
-        x, g = x.to(device), g.to(device)
-        if rows > 1:
-            vector = 1
-        with pytest.MonkeyPatch.context() as patch:
-            launched(patch, resident=resident, warps=1, rows=rows, parts=parts, vector=vector)
-            both(name, x, g, dim)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -654,30 +523,6 @@ def test_more_elements_than_32_bits_count(shape: tuple[int, int], dim: int, name
     for piece, of_dx in zip(last(y), last(dx), strict=True):
         z = piece.double()
         check(of_dx.double(), z - z.exp() * total if log else z * (z - total), "gradient")
-
-
-@pytest.mark.gpu
-@BOTH
-def test_cuda_graph(name: str, triton_backend: str) -> None:
-    """Nothing waits for the device, and a graph computes what the call does."""
-    x = torch.randn(64, 3000, device="cuda", dtype=bf16, requires_grad=True)
-    g = torch.randn_like(x)
-    mine, _ = FUNCTIONS[name]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.autograd.grad(mine(x), x, g)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = mine(x)
-        (dx,) = torch.autograd.grad(y, x, g)
-    with torch.no_grad():
-        x.copy_(torch.randn_like(x))
-    graph.replay()
-    expected = mine(x)
-    assert torch.equal(y, expected)
-    assert torch.equal(dx, torch.autograd.grad(expected, x, g)[0])
 
 
 @pytest.mark.gpu
