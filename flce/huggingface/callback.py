@@ -46,10 +46,10 @@ class FlceCallback(TrainerCallback):
         self.unpatch = unpatch
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
-        self._patch(model)
+        if model is not None:
+            patch_model(model, options=self.options, on_materialize=self.on_materialize)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
-        self._patch(model)
+    on_train_begin = on_init_end
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
         """Says, after the first step, if the trainer's loss does not go through flce."""
@@ -59,7 +59,3 @@ class FlceCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, *, model: nn.Module | None = None, **_: Any) -> None:
         if self.unpatch and model is not None:
             unpatch_model(model)
-
-    def _patch(self, model: nn.Module | None) -> None:
-        if model is not None:
-            patch_model(model, options=self.options, on_materialize=self.on_materialize)

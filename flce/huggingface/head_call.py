@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce import private
 from flce.arguments import autocast_dtype
 from flce.frames import is_differentiated_forward, is_exported, is_transformed
-from flce.huggingface.staleness import StaleLogitsError, Watched
+from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
 
@@ -85,7 +85,7 @@ class HeadCall:
         self._parameters = [
             Watched(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
         ]
-        self._step = _steps.count
+        self._step = optimizer_steps.count
         pack = pack_of_checkpoint()
         self._checkpoint = None if pack is None else weakref.ref(pack)
         watch_call(self)
@@ -121,9 +121,9 @@ class HeadCall:
                 "these lazy logits can no longer be computed: the wrapper that shards the head has freed its weight. "
                 "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
             )
-        if any(self.may_be_changed_by(optimizer) for optimizer in _steps.since(self._step)):
+        if any(self.may_be_changed_by(optimizer) for optimizer in optimizer_steps.since(self._step)):
             raise self._parameters[0].stale("by an optimizer step")
-        stepped = _steps.count > self._step  # perhaps by an optimizer that no longer exists
+        stepped = optimizer_steps.count > self._step  # perhaps by an optimizer that no longer exists
         for watched in self._parameters:
             watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
 
@@ -198,35 +198,3 @@ def pass_gradient(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
         result = hook(grad)
         grad = grad if result is None else result
     return grad
-
-
-# ------------------------------------------------------------------------------------------------- optimizer steps
-
-
-class _Steps:
-    """Optimizer steps in this process: optimizers change weights without raising a tensor's version."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._handles: list[RemovableHandle] = []
-
-    def watch(self) -> None:
-        """From now on. Once a process."""
-        if not self._handles:
-            self._handles.append(register_optimizer_step_post_hook(self._after))
-
-    def since(self, count: int) -> list[Optimizer]:
-        return [optimizer for optimizer, last in self._last.items() if last > count]
-
-    def _after(self, optimizer: Optimizer, *_: Any) -> None:
-        self.count += 1
-        self._last[optimizer] = self.count
-
-
-_steps = _Steps()
-
-
-def watch_optimizers() -> None:
-    """Note optimizer steps, after which lazy logits can no longer be computed."""
-    _steps.watch()

@@ -29,11 +29,12 @@ from flce.arguments import check_options
 from flce.callers import caller
 from flce.frames import graph_may_end, mark_frames, never_compiled, not_compiled
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
-from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle, watch_optimizers
+from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle
 from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.outputs import as_tensors, without_logits
+from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.options import ChunkOptions
@@ -326,7 +327,7 @@ def patch_model(
         raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
     if private.make_wrapper_subclass is None:
         return model
-    watch_optimizers()
+    optimizer_steps.watch()
     owners, left = find_owners(model)
     if not owners:
         missing = f"{type(model).__name__} has no output embedding: nothing in it has get_output_embeddings(). "

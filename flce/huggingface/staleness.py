@@ -1,16 +1,19 @@
 """Whether the tensors that lazy logits would be computed from are what they were when the model ran.
 
 Three things show a change: the tensor's version, which in-place operations raise; a step of an optimizer that holds a
-parameter, as fused optimizers raise no version (:mod:`.head_call` counts steps); and a sample of its values, which
+parameter, as fused optimizers raise no version (`OptimizerSteps` counts them); and a sample of its values, which
 finds writes through ``.data`` or NumPy and in inference mode.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 # A sample has at most this many entries of each dimension, and its square of all: 64 rows of 64 columns.
 _SAMPLE = 64
@@ -112,3 +115,27 @@ def _spread(shape: torch.Size) -> tuple[slice, ...]:
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+class OptimizerSteps:
+    """Optimizer steps in this process: optimizers change weights without raising a tensor's version."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self) -> None:
+        """From now on. Once a process."""
+        if not self._handles:
+            self._handles.append(register_optimizer_step_post_hook(self._after))
+
+    def since(self, count: int) -> list[Optimizer]:
+        return [optimizer for optimizer, last in self._last.items() if last > count]
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.count += 1
+        self._last[optimizer] = self.count
+
+
+optimizer_steps = OptimizerSteps()

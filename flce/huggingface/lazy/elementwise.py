@@ -184,7 +184,3 @@ def contiguous(state: LazyState, *, memory_format: torch.memory_format = torch.c
 
 def clone(state: LazyState, *, memory_format: torch.memory_format = torch.preserve_format) -> Any:
     return replace(state) if memory_format in (torch.preserve_format, torch.contiguous_format) else NotImplemented
-
-
-def detach(state: LazyState) -> LazyState:
-    return state.detach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,21 +77,20 @@ def _snap(scale: float) -> float:
     return 1.0 if abs(scale - 1.0) < 1e-14 else scale
 
 
+_REPLAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "mul": torch.mul,
+    "div": torch.div,
+    "tanh": lambda z, _: torch.tanh(z),
+    "log_softmax": lambda z, _: torch.log_softmax(z, -1),
+    "clone": lambda z, _: z.clone(),
+    "to": Tensor.to,
+}
+
+
 def replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
     """Do to real logits, vocabulary last, what was recorded."""
     for name, value in ops:
-        if name == "mul":
-            z = z * value
-        elif name == "div":
-            z = z / value
-        elif name == "tanh":
-            z = torch.tanh(z)
-        elif name == "log_softmax":
-            z = torch.log_softmax(z, -1)
-        elif name == "clone":
-            z = z.clone()
-        else:
-            z = z.to(value)
+        z = _REPLAYS[name](z, value)
     return z
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flce.functional import cross_entropy
 from flce.huggingface.lazy import elementwise, indexing, several, values
+from flce.huggingface.lazy.state import LazyState
 
 
 def functions(names: str) -> list[Callable[..., Any]]:
@@ -49,7 +50,7 @@ _TABLE: dict[str, Operation] = {
     "__getitem__": Operation(indexing.getitem, several.stack_getitem, "view"),
     "select": Operation(indexing.select, several.stack_select, "view"),
     "narrow": Operation(indexing.narrow, None, "view"),
-    "detach data": Operation(elementwise.detach, several.of_each(elementwise.detach), "view"),
+    "detach data": Operation(LazyState.detach, several.of_each(LazyState.detach), "view"),
     "contiguous": Operation(elementwise.contiguous, several.of_each(elementwise.contiguous)),
     "clone": Operation(elementwise.clone, None, "elementwise"),
     "to": Operation(elementwise.to, several.of_each(elementwise.to), "elementwise"),
