@@ -120,8 +120,8 @@ NEW = frozenset(functions("new_empty new_zeros new_ones new_full new_tensor"))
 AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
 
 # Do not change their arguments, make memory of their own, do not ask for their place in the graph.
-# Schemas do not tell: those of dropout, atleast_1d, einsum and broadcast_tensors promise memory of their own, and each may
-# return its argument or a view of it.
+# Schemas do not tell: those of dropout, atleast_1d, einsum and broadcast_tensors promise memory of their own, and each
+# may return its argument or a view of it.
 READING = frozenset(
     function
     for function in functions("""
