@@ -78,7 +78,7 @@ test-oldest:
 # functions, of which it takes 20 in each test.
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.huggingface.fuzz --count 50000 --workers $(WORKERS) $(ARGS)
-	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -o timeout=0 tests/test_search.py
+	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -o timeout=0 tests/ops/test_search.py
 
 lint: $(READY)
 	$(RUN) -m ruff check

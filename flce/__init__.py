@@ -8,17 +8,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flce import log
+from flce.core import log
 
 if TYPE_CHECKING:
+    from flce.core.options import ChunkOptions
+    from flce.core.problem import LinearCrossEntropyOutput
     from flce.functional import cross_entropy, fused_linear_cross_entropy, plan
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
     from flce.memory.profile import MemoryProfile, profile_memory
     from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
-    from flce.options import ChunkOptions
-    from flce.plans import ChunkPlan
-    from flce.problem import LinearCrossEntropyOutput
-    from flce.softmax_op import log_softmax, softmax
+    from flce.ops.softmax import log_softmax, softmax
+    from flce.planning.plan import ChunkPlan
 
 __version__ = "0.1.0"
 
@@ -46,14 +46,14 @@ __all__ = [
 
 # Where each public name is, as the imports above tell type checkers.
 _MODULES = {
+    "core.options": ("ChunkOptions",),
+    "core.problem": ("LinearCrossEntropyOutput",),
     "functional": ("cross_entropy", "fused_linear_cross_entropy", "plan"),
     "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
     "memory.profile": ("MemoryProfile", "profile_memory"),
     "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss"),
-    "options": ("ChunkOptions",),
-    "plans": ("ChunkPlan",),
-    "problem": ("LinearCrossEntropyOutput",),
-    "softmax_op": ("log_softmax", "softmax"),
+    "ops.softmax": ("log_softmax", "softmax"),
+    "planning.plan": ("ChunkPlan",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

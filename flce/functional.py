@@ -9,22 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce import logits_loss, unfused
-from flce.arguments import (
-    check_options,
-    linear_arguments,
-    logits_arguments,
-    output,
-    overridable,
-    shifted,
-)
-from flce.devices import described
-from flce.logits_loss import CrossEntropyProblem, check_overwritable
-from flce.operators import linear_cross_entropy
-from flce.options import ChunkOptions
-from flce.planning import plan_of_call
-from flce.plans import ChunkPlan
-from flce.problem import (
+from flce.core.numbers import integer
+from flce.core.options import ChunkOptions
+from flce.core.problem import (
     LinearCrossEntropyOutput,
     LinearCrossEntropyProblem,
     LinearTerm,
@@ -33,12 +20,25 @@ from flce.problem import (
     accumulation_dtype,
     loss_spec,
 )
-from flce.scalars import integer
+from flce.ops import composed
+from flce.ops.arguments import (
+    check_options,
+    linear_arguments,
+    logits_arguments,
+    output,
+    overridable,
+    shifted,
+)
+from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fused_cross_entropy
+from flce.ops.linear_cross_entropy import linear_cross_entropy
+from flce.planning.device_kinds import described
+from flce.planning.plan import ChunkPlan
+from flce.planning.search import plan_of_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flce.signatures import LinearLossArguments, LogitsLossArguments, SomeStats
+    from flce.core.signatures import LinearLossArguments, LogitsLossArguments, SomeStats
 
 _DEFAULT = ChunkOptions()
 
@@ -146,7 +146,7 @@ def fused_linear_cross_entropy(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec
     )
     if args.composed:
-        return unfused.linear_cross_entropy(args, spec)
+        return composed.linear_cross_entropy(args, spec)
     grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
     terms = ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
@@ -292,7 +292,7 @@ def cross_entropy(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
     if args.composed:
-        return unfused.cross_entropy(args, spec)
+        return composed.cross_entropy(args, spec)
     weight, token_weight, accum = args.weight, args.token_weight, accumulation_dtype(args.logits.dtype)
     problem = CrossEntropyProblem(
         logits=args.logits,
@@ -306,7 +306,7 @@ def cross_entropy(
     overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
         check_overwritable(logits)
-    out = logits_loss.cross_entropy(problem, inplace)
+    out = fused_cross_entropy(problem, inplace)
     if overwritten:  # a DTensor counts its versions apart from what is in it
         torch.autograd.graph.increment_version(logits)
     return output(out, problem.target, args.target.shape, spec)
@@ -340,8 +340,9 @@ def plan(
         vocab_size: V.
         dtype: of `input` and `linear_weight`, after autocast.
         device: where the tensors will be: a device of this machine.
-        device_kind: the kind of NVIDIA GPU to plan for, whatever this machine has: a name of `flce.devices.KINDS` such
-            as ``"H200"``, or a compute capability such as ``"sm_90"``. With it the plan is the same on every machine.
+        device_kind: the kind of NVIDIA GPU to plan for, whatever this machine has: a name of
+            `flce.planning.device_kinds.KINDS` such as ``"H200"``, or a compute capability such as ``"sm_90"``. With
+            it the plan is the same on every machine.
         device_memory: bytes of the device, in place of those of this machine's or of the kind. Without a budget a
             call takes at most 1/24 of them.
         reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce.arguments import check_inplace, check_options, check_shift, check_tensor
+from flce.core.options import ChunkOptions
+from flce.core.problem import LinearCrossEntropyOutput, LossSpec
 from flce.functional import cross_entropy, fused_linear_cross_entropy
-from flce.options import ChunkOptions
-from flce.problem import LinearCrossEntropyOutput, LossSpec
+from flce.ops.arguments import check_inplace, check_options, check_shift, check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from flce.signatures import FixedLinearArguments, FixedLogitsArguments
+    from flce.core.signatures import FixedLinearArguments, FixedLogitsArguments
 
 InitT = TypeVar("InitT", bound=Callable[..., None])
 

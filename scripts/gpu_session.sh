@@ -111,13 +111,13 @@ AT_A_TIME=4
 sanitize() {
     local limit=$1 begin=$SECONDS tool group job status count names=() outputs=()
     local groups=(
-        "tests/test_kernels.py -k 'not anywhere and not head and not many and not cuda'"
-        "tests/test_kernels.py -k '(anywhere or head or many) and not cuda'"
-        "tests/test_product.py -k 'not promise and not beside'" # those for a minute by themselves
-        "tests/test_exponentials.py -k 'oracle'"
-        "tests/test_exponentials.py -k '(range or cancel or where_the or tiles or once_more) and not promise'"
-        "tests/test_softmax.py -k 'launches or finite or slices or offsets'"
-        "tests/test_softmax.py -k 'edges and 100'" # columns, 1000 to 1007
+        "tests/backends/test_kernels.py -k 'not anywhere and not head and not many and not cuda'"
+        "tests/backends/test_kernels.py -k '(anywhere or head or many) and not cuda'"
+        "tests/backends/test_product.py -k 'not promise and not beside'" # those for a minute by themselves
+        "tests/backends/test_exponentials.py -k 'oracle'"
+        "tests/backends/test_exponentials.py -k '(range or cancel or where_the or tiles or once_more) and not promise'"
+        "tests/ops/test_softmax.py -k 'launches or finite or slices or offsets'"
+        "tests/ops/test_softmax.py -k 'edges and 100'" # columns, 1000 to 1007
     )
     if [ "$limit" -lt 30 ]; then
         lines+=("FAILED  sanitize: no time was left")
@@ -202,11 +202,11 @@ for name in $parts; do
             fi
             # By itself, because it looks at the clock.
             part first-call-tests "$(within 60)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
-                tests/test_first_call.py
+                tests/package/test_first_call.py
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 --durations=8 -p no:cacheprovider -n "$workers" \
                 --dist worksteal \
-                "${select[@]}" --ignore tests/test_first_call.py "${files[@]}"
+                "${select[@]}" --ignore tests/package/test_first_call.py "${files[@]}"
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
         operator) benchmark operator operator h200 260 --errors ;;

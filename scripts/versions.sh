@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
-tests=${TESTS:-tests/test_import.py tests/test_private_names.py tests/test_versions.py tests/test_operator_grid.py tests/huggingface}
+tests=${TESTS:-tests/package/test_import.py tests/core/test_private_names.py tests/package/test_versions.py tests/ops/test_operator_grid.py tests/huggingface}
 with=(torch triton transformers accelerate peft pillow scipy hypothesis pytest pytest-timeout pytest-xdist matplotlib psutil rich typer)
 
 packages_of() { # what an environment is to have, with the versions that decide the others

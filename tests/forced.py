@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from flce import operators
-from flce.borrowing import exponential_tiles
-from flce.case import Case
-from flce.planning import make_plan
-from flce.plans import ChunkPlan
-from flce.schedules import Schedule
-from flce.schedules.unnormalized import Borrowed, Unnormalized
+from flce.engine.borrowing import exponential_tiles
+from flce.engine.case import Case
+from flce.engine.schedules import Schedule
+from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
+from flce.ops import linear_cross_entropy
+from flce.planning.plan import ChunkPlan
+from flce.planning.search import make_plan
 from tests import helpers
 
 
@@ -42,7 +42,7 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
 
     Returns the plans that calls take from the first `force` on, one for each forward and each backward.
     """
-    choice, before = _Choice(make, vars(operators)["plan_of_call"]), operators._makes_gradients
+    choice, before = _Choice(make, vars(linear_cross_entropy)["plan_of_call"]), linear_cross_entropy._makes_gradients
 
     def makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
         num_tokens, hidden_sizes, vocab_size, *others = call
@@ -55,8 +55,8 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
         del choice.taken[asked:]  # a question, and no call
         return made
 
-    monkeypatch.setattr(operators, "plan_of_call", choice)
-    monkeypatch.setattr(operators, "_makes_gradients", makes_gradients)
+    monkeypatch.setattr(linear_cross_entropy, "plan_of_call", choice)
+    monkeypatch.setattr(linear_cross_entropy, "_makes_gradients", makes_gradients)
     monkeypatch.setattr(helpers, "make_plan", choice.plan)
     return choice.taken
 

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.backends import backend_name, has_product, total_memory
-from flce.case import Case
-from flce.planning import make_plan
-from flce.problem import LossSpec, Needs
+from flce.backends import backend_name, has_product
+from flce.core.devices import total_memory
+from flce.core.problem import LossSpec, Needs
+from flce.engine.case import Case
+from flce.planning.search import make_plan
 from flce.testing.oracle import OracleResult, dense_logits
 from flce.testing.problem import ALL_GRADS, CallResult, Problem, run_fused, run_oracle
 from flce.testing.tolerances import TOLERANCE

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from flce import ChunkOptions, case, planning
-from flce.case import Case
-from flce.problem import LossSpec, Needs
+from flce import ChunkOptions
+from flce.core.problem import LossSpec, Needs
+from flce.engine import case
+from flce.engine.case import Case
+from flce.planning import search
 
 
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -18,13 +20,13 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    for module in ("flce.operators", "flce.devices", "tests.helpers"):
+    for module in ("flce.ops.linear_cross_entropy", "flce.planning.device_kinds", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
         monkeypatch.setattr(case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype))
-    planning.plan_of_call.cache_clear()
+    search.plan_of_call.cache_clear()
     yield
-    planning.plan_of_call.cache_clear()
+    search.plan_of_call.cache_clear()
 
 
 def case_on_hopper(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile, TileCall
-from flce.problem import LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec, accumulation_dtype
 
 IGNORE = -100
 

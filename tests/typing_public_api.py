@@ -1,4 +1,4 @@
-"""The public API as a user types it: strict mypy and pyright find nothing here (tests/test_typing.py). Never run."""
+"""The public API as a user types it, never run: strict mypy and pyright find nothing (tests/package/test_typing.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Trains a patched model without one private name of another library, each name in a process of its own.
 
-Run with names of `flce.private.NAMES`; prints what became of each as JSON.
+Run with names of `flce.core.private.NAMES`; prints what became of each as JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import flce
 import flce.huggingface
-from flce import private
+from flce.core import private
 
 IDS = torch.randint(331, (2, 7), generator=torch.Generator().manual_seed(1))
 OF_COMPILER = ("skip_frames", "current_translator", "is_exporting", "compiled_call")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from flce.backends.contract import Backend
+from flce.core.devices import capability
 
 
 def backend_name(device: torch.device, there: bool = False) -> str:
@@ -78,33 +79,6 @@ def has_product(device: torch.device) -> bool:
 def has_product_of(backend: str, capability: int) -> bool:
     """`has_product`, of a compute capability. On Hopper: that is where it was measured."""
     return backend == "triton" and capability == 9
-
-
-def capability(device: torch.device) -> int:
-    """The major number of the compute capability of a CUDA device; 0: there is none."""
-    return _properties(device.index)[0]
-
-
-def total_memory(device: torch.device) -> int | None:
-    """Bytes of a device that is there and has memory of its own."""
-    return _properties(device.index)[1] if device.type == "cuda" else None
-
-
-def _properties(index: int | None) -> tuple[int, int | None]:
-    """The major number of the compute capability and the bytes of memory of a CUDA device; None: the current one."""
-    if index is None:
-        if not torch.cuda.is_available():
-            return 0, None
-        index = torch.cuda.current_device()
-    return _properties_of(index)
-
-
-@functools.cache
-def _properties_of(index: int) -> tuple[int, int | None]:
-    if not torch.cuda.is_available():
-        return 0, None
-    properties = torch.cuda.get_device_properties(index)
-    return properties.major, properties.total_memory
 
 
 def get_backend(device: torch.device) -> Backend:

@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flce.problem import LossSpec
-from flce.slices import is_whole, last
+from flce.core.problem import LossSpec
+from flce.core.slices import is_whole, last
 
 # Rows of the running state that statistics keep between the tiles of a row of tiles.
 STATE_SLOTS = 7

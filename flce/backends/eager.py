@@ -27,8 +27,8 @@ from flce.backends.contract import (
     TileCall,
 )
 from flce.backends.state import Targets, finish, where
-from flce.problem import LossSpec, accumulation_dtype
-from flce.slices import first
+from flce.core.problem import LossSpec, accumulation_dtype
+from flce.core.slices import first
 
 # Bytes of a slab. Small beside a chunk of logits, large enough that neither the threads' meeting after every
 # operator (on a CPU) nor the launches (on an accelerator) count.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import RowOutputs, RowProblem
-from flce.problem import accumulation_dtype
+from flce.core.problem import accumulation_dtype
 
 
 def loss_scales(p: RowProblem) -> Tensor:

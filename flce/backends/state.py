@@ -25,7 +25,7 @@ from flce.backends.contract import (
     TARGET_LOGIT,
     TileCall,
 )
-from flce.problem import LossSpec
+from flce.core.problem import LossSpec
 
 
 def used_slots(spec: LossSpec) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -40,3 +41,30 @@ def find_device(name: str | torch.device | None, types: Iterable[str] = ()) -> t
 def device_name(device: torch.device) -> str:
     """Devices of one name are equal."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def capability(device: torch.device) -> int:
+    """The major number of the compute capability of a CUDA device; 0: there is none."""
+    return _properties(device.index)[0]
+
+
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of a device that is there and has memory of its own."""
+    return _properties(device.index)[1] if device.type == "cuda" else None
+
+
+def _properties(index: int | None) -> tuple[int, int | None]:
+    """The major number of the compute capability and the bytes of memory of a CUDA device; None: the current one."""
+    if index is None:
+        if not torch.cuda.is_available():
+            return 0, None
+        index = torch.cuda.current_device()
+    return _properties_of(index)
+
+
+@functools.cache
+def _properties_of(index: int) -> tuple[int, int | None]:
+    if not torch.cuda.is_available():
+        return 0, None
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major, properties.total_memory

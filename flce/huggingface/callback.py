@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from flce.arguments import check_options
+from flce.core.options import ChunkOptions
 from flce.huggingface.lazy.state import OnMaterialize
 from flce.huggingface.patch import patch_model, unpatch_model, usages_of
-from flce.options import ChunkOptions
+from flce.ops.arguments import check_options
 
 
 class FlceCallback(TrainerCallback):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from flce.frames import never_compiled
+from flce.torch_ops.frames import never_compiled
 
 
 def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from flce import private
-from flce.arguments import autocast_dtype
-from flce.frames import is_differentiated_forward, is_exported, is_transformed
+from flce.core import private
 from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
+from flce.ops.arguments import autocast_dtype
+from flce.torch_ops.frames import is_differentiated_forward, is_exported, is_transformed
 
 
 def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flce.callers import caller
+from flce.core.callers import caller
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
 from flce.huggingface.lazy.state import StackState

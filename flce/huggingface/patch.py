@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce import private
-from flce.arguments import check_options
-from flce.callers import caller
-from flce.frames import graph_may_end, mark_frames, never_compiled, not_compiled
+from flce.core import private
+from flce.core.callers import caller
+from flce.core.options import ChunkOptions
 from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
 from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle
 from flce.huggingface.lazy import make_lazy
@@ -37,7 +36,8 @@ from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
-from flce.options import ChunkOptions
+from flce.ops.arguments import check_options
+from flce.torch_ops.frames import graph_may_end, mark_frames, never_compiled, not_compiled
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from flce.callers import Told, caller
+from flce.core.callers import Told, caller
 
 ASKED_FOR = "materialize()"
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from flce import private
+from flce.core import private
 
 Hook = Callable[[Tensor], Tensor | None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flce import private
+from flce.core import private
 from flce.core.devices import find_device
 from flce.memory import plot
 

@@ -1,8 +1,8 @@
 """What ``flce.fused_linear_cross_entropy`` has to return, computed the plain way in float64.
 
 Nothing here is shared with the rest of the package: the logits are materialised, every formula is the one of the
-documentation, and the gradients come from PyTorch's own autograd. ``tests/test_oracle.py`` compares the oracle with
-``torch.nn.functional.cross_entropy`` and with values computed by hand.
+documentation, and the gradients come from PyTorch's own autograd. ``tests/testing/test_oracle.py`` compares the oracle
+with ``torch.nn.functional.cross_entropy`` and with values computed by hand.
 """
 
 from __future__ import annotations

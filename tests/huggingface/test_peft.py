@@ -532,7 +532,7 @@ def test_workspace(target: str, dtype: torch.dtype, when: str, build: Build) -> 
 
     The logits would be 64 MiB, and the adapter's part of them as much again. The head is 32 MiB in float32.
     """
-    from tests.test_plan import peak_on_cpu
+    from tests.planning.test_plan import peak_on_cpu
 
     model = build("Llama", vocab_size=WIDE, hidden_size=HIDDEN).to(dtype)
     if when == "before":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import flce
-from flce import private
+from flce.core import private
 from flce.huggingface import NotFusedWarning, patch_model, unpatch_model
 
 V = 97

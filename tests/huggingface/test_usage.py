@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce import private
+from flce.core import private
 from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, patch_model
 
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))

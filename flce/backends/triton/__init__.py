@@ -30,7 +30,7 @@ from flce.backends.triton.launch import (
 )
 from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
-from flce.problem import accumulation_dtype
+from flce.core.problem import accumulation_dtype
 
 
 class Shape(NamedTuple):

@@ -23,7 +23,7 @@ from flce.backends.triton.exponentials import (
 from flce.backends.triton.launch import Launch, device_facts, launch_of
 from flce.backends.triton.replay import run
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
-from flce.gemm import ALIGNMENT
+from flce.core.gemm import ALIGNMENT
 
 # Classes whose logits are made ahead, for the reference of each row. That is 0.2% of a vocabulary of 128,256.
 SAMPLES = 256

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from flce.backends import capability
 from flce.backends.contract import RowOutputs, TileCall
-from flce.problem import NUMBERS, LossSpec
+from flce.core.devices import capability
+from flce.core.problem import NUMBERS, LossSpec
 
 # For `call_arguments`, made once: the name of each field, of its parameter and of its flag.
 _OUTPUTS = tuple((name, f"{name}_ptr", f"WANT_{name.upper()}") for name in RowOutputs._fields)

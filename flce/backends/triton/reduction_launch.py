@@ -13,7 +13,7 @@ from flce.backends.contract import RowOutputs, RowProblem
 from flce.backends.triton.launch import Launch, overlap
 from flce.backends.triton.reduction import reduction_kernel
 from flce.backends.triton.replay import run
-from flce.problem import LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec, accumulation_dtype
 
 # 2.5 microseconds for 4096 rows, 5 for 16384; with half or twice the warps 5% more, with a quarter of the block 60%.
 BLOCK, WARPS = 4096, 16

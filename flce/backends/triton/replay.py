@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce import private
 from flce.backends.triton.launch import Launch
+from flce.core import private
 
 # Signatures that are kept, enough for some hundred shapes, as batches of different lengths have them. At this number
 # all are forgotten.

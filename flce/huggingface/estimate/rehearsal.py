@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flce import operators, private
-from flce.devices import Described
+from flce.core import private
+from flce.ops import linear_cross_entropy
+from flce.planning.device_kinds import Described
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
@@ -152,7 +153,7 @@ class StepMeter(TorchDispatchMode):
 
     def _fused_loss(self, args: Any) -> Any:
         args = self._autocasted(args)
-        result, plan = operators.rehearsed(args, self.device)
+        result, plan = linear_cross_entropy.rehearsed(args, self.device)
         *_, gradients, _ = result
         for tensor in _tensors(result):
             self.hold(tensor, LOSS)
@@ -168,7 +169,7 @@ class StepMeter(TorchDispatchMode):
         result = func(*args)
         for tensor in _tensors(result):
             self.hold(tensor, LOSS)
-        _, plan = operators.rehearsed(args[2:], self.device)
+        _, plan = linear_cross_entropy.rehearsed(args[2:], self.device)
         self.for_a_moment(plan.workspace_bytes, LOSS)
         return result
 

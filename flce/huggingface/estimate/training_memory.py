@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flce.devices import Described
+from flce.core.options import ChunkOptions
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,
@@ -32,7 +32,7 @@ from flce.huggingface.estimate.rehearsal import (
     StepMeter,
 )
 from flce.huggingface.patch import patch_model, report, unpatch_model
-from flce.options import ChunkOptions
+from flce.planning.device_kinds import Described
 
 # What the libraries of matrix products hold from the first product on: 32 MiB each of cuBLAS and cuBLASLt on Hopper.
 # Measured as what is allocated between two steps, beside weights and buffers.
@@ -155,7 +155,7 @@ class TrainingMemory:
     Args:
         config: a configuration of Transformers, for a model with a language-model head.
         training: how it is trained.
-        device: the GPU, as `flce.devices.described` tells it.
+        device: the GPU, as `flce.planning.device_kinds.described` tells it.
 
     Raises:
         ValueError: Transformers has no causal language model for the config, or cannot make it.

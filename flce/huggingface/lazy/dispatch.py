@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import private
-from flce.callers import caller
-from flce.frames import is_differentiated_forward, is_transformed
+from flce.core import private
+from flce.core.callers import caller
 from flce.huggingface.head_call import add_hook, watch_gradient
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, Source, grad_mode, is_lazy, make_lazy, note_passing, tell_materialized
@@ -19,6 +18,7 @@ from flce.huggingface.lazy.state import LazyState, StackState, State
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
 from flce.huggingface.wrappers import asks_for_wrapper, is_wrapper_hook
+from flce.torch_ops.frames import is_differentiated_forward, is_transformed
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.arguments import widened
 from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
 from flce.huggingface.lazy.terms import BiasTerm, Term
+from flce.ops.arguments import widened
 
 _STATES = (LazyState, StackState)
 

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.arguments import autocast_dtype, narrowed, widened
+from flce.core.options import ChunkOptions
+from flce.core.problem import accumulation_dtype
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, Op, dtype_after, fold, replay
 from flce.huggingface.lazy.terms import Product, Term, dealt_out
-from flce.options import ChunkOptions
-from flce.problem import accumulation_dtype
+from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import private
-from flce.frames import never_compiled
+from flce.core import private
 from flce.huggingface.head_call import add_hook, pass_gradient, weights_of
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, tell_materialized
@@ -18,6 +17,7 @@ from flce.huggingface.lazy.dispatch import dispatch, realise
 from flce.huggingface.lazy.state import State
 from flce.huggingface.staleness import versions_of
 from flce.huggingface.wrappers import ddp_hook
+from flce.torch_ops.frames import never_compiled
 
 
 @made_when(compiling=False)

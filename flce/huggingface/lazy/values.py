@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce import private
+from flce.core import private
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import replay
 from flce.huggingface.lazy.state import LazyState, dimension

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flce import private
+from flce.core import private
 from flce.memory.profile import profile_memory
 from flce.tools.bench.cases import BenchCase, ContenderT, Effort, Step, StepOutcome, with_repeat
 from flce.tools.bench.results import BenchResult, Entry

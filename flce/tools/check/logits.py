@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.functional import cross_entropy
-from flce.softmax_op import log_softmax, softmax
+from flce.ops.softmax import log_softmax, softmax
 from flce.testing import tolerances
 from flce.testing.problem import CallResult
 from flce.testing.tolerances import Tolerance

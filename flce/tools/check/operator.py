@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from flce.core.options import ChunkOptions
 from flce.functional import plan
-from flce.options import ChunkOptions
-from flce.plans import ChunkPlan
+from flce.planning.plan import ChunkPlan
 from flce.testing import tolerances
 from flce.testing.problem import ALL_GRADS, run_fused
 from flce.testing.tolerances import Tolerance

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 import flce
-from flce.case import dtype_text
+from flce.engine.case import dtype_text
 from flce.tools.check.figures import ExactnessCheck, Figure, Measurement
 from flce.tools.check.inputs import forget
 from flce.tools.check.suite import Missing, suite

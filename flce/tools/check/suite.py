@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from flce.case import dtype_text
-from flce.options import ChunkOptions
+from flce.core.options import ChunkOptions
+from flce.engine.case import dtype_text
 from flce.tools.check.figures import ExactnessCheck
 from flce.tools.check.inputs import PLAIN, Inputs, Loss, Shape
 from flce.tools.check.logits import LogitsCheck, SoftmaxCheck

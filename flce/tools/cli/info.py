@@ -16,7 +16,7 @@ def info(json: Json = False) -> None:
 
     Example: flce info
     """
-    from flce import private
+    from flce.core import private
     from flce.tools.machine import TESTED, environment
 
     lacking = [private.sentence(entry, paths) for entry, paths in private.lacking()]

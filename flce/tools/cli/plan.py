@@ -18,9 +18,9 @@ from flce.tools.cli.output import Json, given, print_json, stderr, stdout
 if TYPE_CHECKING:
     import torch
 
-    from flce.devices import Described
+    from flce.core.options import ChunkOptions
     from flce.huggingface.estimate.training_memory import Training
-    from flce.options import ChunkOptions
+    from flce.planning.device_kinds import Described
 
 WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
 # The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`.
@@ -88,10 +88,10 @@ def plan(
     """
     import torch
 
+    from flce.core.options import ChunkOptions
     from flce.core.sizes import parse_bytes, parse_sizes
-    from flce.devices import described
     from flce.huggingface.estimate.training_memory import MOST_TOKENS, Training
-    from flce.options import ChunkOptions
+    from flce.planning.device_kinds import described
 
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either --model or --shape")

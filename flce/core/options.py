@@ -1,0 +1,63 @@
+"""The options of a call: memory, precision, dropped rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from flce.core.numbers import integer
+
+
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How `fused_linear_cross_entropy` may use memory and precision. The defaults are exact and fast.
+
+    Args:
+        chunk_rows: tokens per chunk, instead of the planner's choice (for ``strategy="vocab"``: tokens per
+            block of classes).
+        max_workspace_bytes: upper bound of the memory, in bytes, that a call takes above its inputs and the
+            gradients that it returns. An error names the least possible where this is less.
+        strategy: "auto", "tokens" or "vocab"; see `flce.planning.search`.
+        logits_dtype: dtype of logits that are written to memory. Default: the dtype of the input (on a CPU
+            float32, in which its matrix products are made). ``torch.float32`` with bfloat16 inputs removes the
+            largest rounding error of the usual path. Logits that stay in registers are never rounded: where all
+            do, as they do on Hopper for large heads and many tokens, this changes nothing.
+        accum_dtype: dtype in which gradients are summed over chunks: ``torch.float32`` or, for bfloat16
+            inputs, ``torch.bfloat16``, which halves that buffer and loses digits with every chunk.
+        skip_ignored: whether rows whose target is `ignore_index` are dropped before the matrix products.
+            Their number must be known to the host: on a CPU that is free, on an accelerator it waits for the
+            device. That costs about a millisecond and pays from a tenth of the rows on. A schedule that can count
+            the rows on the device has the first product to do meanwhile. "auto": True on a CPU, False elsewhere:
+            nothing waits that was not asked to.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option has an impossible value.
+    """
+
+    chunk_rows: int | None = None
+    max_workspace_bytes: int | None = None
+    strategy: Literal["auto", "tokens", "vocab"] = "auto"
+    logits_dtype: torch.dtype | None = None
+    accum_dtype: torch.dtype = torch.float32
+    skip_ignored: bool | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_rows", "max_workspace_bytes"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            value = integer(name, value, "None or an int")
+            if value <= 0:
+                raise ValueError(f"{name} must be > 0, got {value}")
+            object.__setattr__(self, name, value)
+        if self.strategy not in ("auto", "tokens", "vocab"):
+            raise ValueError(f"strategy must be 'auto', 'tokens' or 'vocab', got {self.strategy!r}")
+        if self.logits_dtype is not None and not isinstance(self.logits_dtype, torch.dtype):
+            raise TypeError(f"logits_dtype must be None or a torch.dtype, got {self.logits_dtype!r}")
+        if not isinstance(self.accum_dtype, torch.dtype):
+            raise TypeError(f"accum_dtype must be a torch.dtype, got {self.accum_dtype!r}")
+        if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
+            raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")

@@ -1,0 +1,418 @@
+"""The private names of other libraries that flce uses: one table, from which the code takes them.
+
+``private.len_torch_dispatch_stack`` is looked up when it is first asked for, never at import, and kept as an attribute
+of this module. Where another version of a library does not have it, the fallback is kept in its place, and a warning
+says what is lost. Only names that PyTorch documents, or that are fields of an object at hand, are used without this
+table; `DOCUMENTED` lists them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Name:
+    """One use of private names.
+
+    Attributes:
+        paths: the names. All of them are needed.
+        purpose: what they are for, behind "for".
+        without: what happens without them, a sentence.
+        fallback: what the code gets then.
+        made: makes what the code gets of what the names stand for; None: that of the first name, as it is.
+        after: a module. Until something has imported it the code gets the fallback, and no warning.
+    """
+
+    paths: tuple[str, ...]
+    purpose: str
+    without: str
+    fallback: Any
+    made: Callable[..., Any] | None = None
+    after: str | None = None
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"this version of PyTorch lacks a private name that flce needs for {what}")
+
+    return refuse
+
+
+def _skip_frames(action: Any, strategy: Any, set_strategy: Any) -> Callable[[Any, bool], None]:
+    """``(code, deep)``: no graph begins in a frame of this code, nor, with `deep`, in what it calls."""
+
+    def skip(code: Any, deep: bool) -> None:
+        set_strategy(code, strategy(action.SKIP, action.SKIP if deep else action.DEFAULT))
+
+    return skip
+
+
+def _is_tracing() -> bool | None:
+    import torch
+
+    return torch.jit.is_tracing() or None  # type: ignore[attr-defined]
+
+
+def _is_exporting() -> bool:
+    import torch
+
+    return bool(torch.compiler._is_exporting_flag)
+
+
+def _says_exporting() -> bool:
+    import torch
+
+    return torch.compiler.is_exporting()
+
+
+def _reduction(size_average: bool | None, reduce: bool | None) -> str:
+    return "none" if reduce is False else "sum" if size_average is False else "mean"
+
+
+def _without_torch_function() -> Any:
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+_FSDP1, _FSDP2 = "torch.distributed.fsdp._runtime_utils", "torch.distributed.fsdp._fully_shard"
+_SLOWER = "Calls go through the custom operators, which takes longer."
+
+NAMES: dict[str, Name] = {
+    # -------------------------------------------------------------------------------------------------- the losses
+    "len_torch_dispatch_stack": Name(
+        ("torch._C._len_torch_dispatch_stack",), "seeing whether a mode watches a call", _SLOWER, lambda: 1
+    ),
+    "dispatch_modes": Name(
+        ("torch.utils._python_dispatch._get_current_dispatch_mode_stack",),
+        "flop counters, and checkpoints that keep some results",
+        "A flop counter that is imported after flce does not count its calls.",
+        list,
+    ),
+    "peek_interpreter_stack": Name(
+        ("torch._C._functorch.peek_interpreter_stack",),
+        "seeing whether a transform of torch.func runs",
+        "It is taken for granted that one does: patched models run stock code. " + _SLOWER,
+        lambda: "unknown",
+    ),
+    "get_tracing_state": Name(
+        ("torch._C._get_tracing_state",),
+        "seeing whether torch.jit.trace runs",
+        "torch.jit.is_tracing() is asked, which takes longer.",
+        _is_tracing,
+    ),
+    "is_batchedtensor": Name(
+        ("torch._C._functorch.is_batchedtensor",),
+        "a backward under torch.vmap",
+        "Gradients are not scaled in place, which takes more memory. " + _SLOWER,
+        lambda x: True,
+    ),
+    "is_legacy_batchedtensor": Name(
+        ("torch._C._functorch.is_legacy_batchedtensor",),
+        "torch.autograd.grad(is_grads_batched=True)",
+        "That raises an error of PyTorch.",
+        lambda x: False,
+    ),
+    "remove_batch_dim": Name(
+        ("torch._remove_batch_dim",),
+        "torch.autograd.grad(is_grads_batched=True)",
+        "That raises RuntimeError.",
+        _refused("torch.autograd.grad(is_grads_batched=True)"),
+    ),
+    "add_batch_dim": Name(
+        ("torch._add_batch_dim",),
+        "torch.autograd.grad(is_grads_batched=True)",
+        "That raises RuntimeError.",
+        _refused("torch.autograd.grad(is_grads_batched=True)"),
+    ),
+    "forward_mode": Name(
+        ("torch.autograd.forward_ad._current_level",),
+        "seeing whether forward-mode differentiation is on",
+        "It is taken for granted that it is: patched models run stock code.",
+        SimpleNamespace(_current_level=0),
+        made=lambda level: sys.modules["torch.autograd.forward_ad"],
+    ),
+    "disable_current_modes": Name(
+        ("torch.utils._python_dispatch._disable_current_modes",),
+        "planning that no mode sees",
+        "A mode such as a flop counter sees the tensors without memory that a call is planned with.",
+        contextlib.nullcontext,
+    ),
+    "disable_torch_function": Name(
+        ("torch._C.DisableTorchFunction",),
+        "work that no mode of torch functions sees",
+        "Such a mode sees flce's own operations.",
+        _without_torch_function,
+    ),
+    "resolve_process_group": Name(
+        ("torch.distributed.distributed_c10d._resolve_process_group",),
+        "flce.cross_entropy of a vocabulary that is split over processes",
+        "That raises RuntimeError.",
+        _refused("flce.cross_entropy(process_group=...)"),
+    ),
+    "launches": Name(
+        ("triton.compiler.CompiledKernel.__getitem__", "triton.runtime.driver"),
+        "launches of kernels that are made ready once",
+        "They are made anew in every call, 0.1 ms each.",
+        None,
+        made=lambda launch, driver: driver,
+    ),
+    # ----------------------------------------------------------------------------------------------- profile_memory
+    "profiler_enabled": Name(
+        ("torch.autograd._profiler_enabled",),
+        "flce.profile_memory to see another profiler",
+        "Two profilers at once are not refused.",
+        None,
+    ),
+    "cuda_history_enabled": Name(
+        ("torch._C._cuda_isHistoryEnabled",),
+        "flce.profile_memory to see another record of CUDA memory",
+        "That record is ended.",
+        lambda: False,
+    ),
+    "record_memory_history": Name(
+        ("torch.cuda.memory._record_memory_history",),
+        "flce.profile_memory on a CUDA device",
+        "That raises RuntimeError.",
+        _refused("flce.profile_memory on a CUDA device"),
+    ),
+    "memory_snapshot": Name(
+        ("torch.cuda.memory._snapshot",),
+        "flce.profile_memory on a CUDA device",
+        "That raises RuntimeError.",
+        _refused("flce.profile_memory on a CUDA device"),
+    ),
+    # ----------------------------------------------------------------------------------------------- patched models
+    "make_wrapper_subclass": Name(
+        ("torch.Tensor._make_wrapper_subclass",),
+        "tensors that stand for logits",
+        "flce.patch_model leaves models as they are.",
+        None,
+    ),
+    "set_throw_on_mutable_data_ptr": Name(
+        ("torch._C._set_throw_on_mutable_data_ptr",),
+        "an error for code that asks for the address of logits that are not computed",
+        "Such code gets a null pointer.",
+        lambda tensor: None,
+    ),
+    "clear_interpreter_stack": Name(
+        ("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",),
+        "logits that a transform of torch.func reads",
+        "That raises RuntimeError: call logits.materialize() before the transform.",
+        _refused("logits that a transform of torch.func reads: call logits.materialize() before it"),
+    ),
+    "preserve_version": Name(
+        ("torch.autograd.grad_mode._unsafe_preserve_version_counter",),
+        "logits that an autograd.Function saves before they are computed",
+        "Its backward says that they were modified by an inplace operation.",
+        lambda tensor: contextlib.nullcontext(),
+    ),
+    "is_node_of": Name(
+        ("torch.autograd.Function._backward_cls",),
+        "telling which autograd.Function has made a tensor",
+        "Functions of the same name are taken for the same.",
+        lambda node, function: type(node).__name__ == f"{function.__name__}Backward",
+        made=lambda kind: lambda node, function: isinstance(node, function._backward_cls),
+    ),
+    "saved_tensors_hooks": Name(
+        ("torch._C._autograd._top_saved_tensors_default_hooks",),
+        "torch.utils.checkpoint(use_reentrant=False) around a model",
+        "A checkpointed evaluation with labels, and logits that are read within another checkpoint, raise an error.",
+        lambda ignore_traced: None,
+    ),
+    "legacy_reduction": Name(
+        ("torch.nn._reduction.legacy_get_string",),
+        "size_average and reduce of a loss",
+        "They are heeded, without PyTorch's warning.",
+        _reduction,
+    ),
+    # ------------------------------------------------------------------------------- patched models, torch.compile
+    "skip_frames": Name(
+        (
+            "torch._C._dynamo.eval_frame._FrameAction",
+            "torch._C._dynamo.eval_frame._FrameExecStrategy",
+            "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+        ),
+        "frames that torch.compile leaves to Python",
+        "Where a patched model is compiled logits may be plain objects rather than tensors, and there are more graphs.",
+        lambda code, deep: None,
+        made=_skip_frames,
+    ),
+    "current_translator": Name(
+        ("torch._dynamo.symbolic_convert.InstructionTranslator.current_tx",),
+        "ending a graph of torch.compile where a patched model ends",
+        "Logits of a patched model in a compiled function are plain objects rather than tensors.",
+        lambda: None,
+    ),
+    "is_exporting": Name(
+        ("torch.compiler._is_exporting_flag",),
+        "torch.export of a patched model",
+        "torch.compiler.is_exporting() is asked, which before PyTorch 2.12 makes compiled models run stock code.",
+        _says_exporting,
+        made=lambda flag: _is_exporting,
+    ),
+    "compiled_call": Name(
+        ("torch.nn.Module._compiled_call_impl",),
+        "layers that are compiled one by one",
+        "They are compiled twice.",
+        lambda module: None,
+        made=lambda method: attrgetter("_compiled_call_impl"),
+    ),
+    # ------------------------------------------------------------------------------- patched models, several GPUs
+    "FSDPState": Name(
+        (f"{_FSDP2}._fsdp_state.FSDPState",),
+        "FSDP2's hooks on the logits",
+        "Training under FSDP2 computes the logits.",
+        None,
+        after="torch.distributed.fsdp",
+    ),
+    "fsdp_state_of": Name(
+        (f"{_FSDP2}.FSDPModule._get_fsdp_state",),
+        "FSDP2's units around a model",
+        "Where only a part of the model is patched, logits are refused once their weight is freed.",
+        lambda unit: None,
+        after="torch.distributed.fsdp",
+    ),
+    "fsdp1_hook": Name(
+        (f"{_FSDP1}._pre_backward_hook",),
+        "FSDP1's hooks on the logits",
+        "Training under FSDP1 computes the logits.",
+        None,
+        after="torch.distributed.fsdp",
+    ),
+    "DDPSink": Name(
+        ("torch.nn.parallel.distributed._DDPSink",),
+        "what DDP(static_graph=True) puts behind the logits",
+        "Training under it computes the logits.",
+        None,
+        after="torch.nn.parallel.distributed",
+    ),
+    "fabric_hook": Name(
+        ("lightning.fabric.wrappers._backward_hook",),
+        "Lightning Fabric's hooks on the logits",
+        "Training under it computes the logits.",
+        None,
+        after="lightning.fabric.wrappers",
+    ),
+    "fabric_alone_hook": Name(
+        ("lightning_fabric.wrappers._backward_hook",),
+        "the hooks on the logits of Lightning Fabric, where it is a package by itself",
+        "Training under it computes the logits.",
+        None,
+        after="lightning_fabric.wrappers",
+    ),
+    "deepspeed_hook": Name(
+        ("deepspeed.runtime.utils.OutputBackwardHookManager._make_backward_hook",),
+        "DeepSpeed's hooks on the logits",
+        "Training under DeepSpeed computes the logits.",
+        None,
+        after="deepspeed.runtime.utils",
+    ),
+    # --------------------------------------------------------------------------------------------------- flce bench
+    "cuda_sleep": Name(
+        ("torch.cuda._sleep",),
+        "flce bench to time kernels without the host",
+        "Times of small calls are the host's.",
+        lambda cycles: None,
+    ),
+}
+
+DOCUMENTED: dict[str, str] = {
+    "torch._C.DisableTorchFunctionSubclass": "the notes of PyTorch on extending it",
+    "torch._dynamo.graph_break": "the reference of torch.compile",
+    "torch.utils._python_dispatch.TorchDispatchMode": "the notes of PyTorch on extending it; only `flce plan` uses it",
+    "torch.utils._pytree.tree_map_only": "used with that mode; only `flce plan` uses it",
+    "_base": "the notes of PyTorch on views",
+    "_version": "the notes of PyTorch on autograd",
+    "_raw_saved_result": "the notes of PyTorch on autograd; looked for, and may be missing",
+    "_cdata": "of storages: what PyTorch's own way to compare them takes",
+    "_modules": "of a module: a field that all libraries use",
+    "_parameters": "of a module: a field that all libraries use",
+    "_forward_pre_hooks": "of a module: a field that all libraries use",
+    "_state_ctx": "of FSDP2's state; may be missing",
+    "_is_replica": "of what nn.DataParallel copies; may be missing",
+    "_old_forward": "of what Accelerate has changed; may be missing",
+    "_grouped_mm": "an operator that not all versions have; may be missing",
+    "_getframe": "Python's own",
+    "_fields": "of named tuples, Python's own",
+    "_make": "of named tuples, Python's own",
+    "_dynamo_marked_constant": "set, not read: what torch.compiler.assume_constant_result sets",
+    "_log_softmax_backward_data": "an operator of ATen: their schemas are kept for programs that were saved",
+    "_softmax_backward_data": "the same",
+    "_local_scalar_dense": "the same",
+    "_scaled_dot_product_efficient_attention": "the same",
+    "_scaled_dot_product_flash_attention": "the same",
+    "_scaled_dot_product_flash_attention_backward": "the same",
+}
+"""Private names, or fields, that are used without a fallback, and why that is right."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    entry = NAMES[name]
+    if entry.after is not None and entry.after not in sys.modules:
+        return entry.fallback
+    lacking = missing(entry)
+    if lacking:
+        from flce.core.callers import caller
+
+        caller().warn(sentence(entry, lacking), RuntimeWarning)
+        value = entry.fallback
+    else:
+        found = [find(path) for path in entry.paths]
+        value = found[0] if entry.made is None else entry.made(*found)
+    globals()[name] = value  # the next look-up finds it there
+    return value
+
+
+def lacking() -> list[tuple[Name, list[str]]]:
+    """The entries of which a name is missing here, and those names. What nothing has imported is not looked at."""
+    return [(entry, paths) for entry in NAMES.values() if _is_here(entry) and (paths := missing(entry))]
+
+
+def _is_here(entry: Name) -> bool:
+    import torch
+
+    of_cuda = any(path.startswith("torch._C._cuda") for path in entry.paths)  # a build for CPUs has none of them
+    return (entry.after is None or entry.after in sys.modules) and not (of_cuda and torch.version.cuda is None)
+
+
+def missing(entry: Name) -> list[str]:
+    """Those of the names that are not there."""
+    lacking = []
+    for path in entry.paths:
+        try:
+            find(path)
+        except (AttributeError, ImportError):
+            lacking.append(path)
+    return lacking
+
+
+def find(path: str) -> Any:
+    """What a dotted name stands for; AttributeError or ImportError where there is no such."""
+    package, *parts = path.split(".")
+    place, value = package, importlib.import_module(package)
+    for part in parts:
+        place = f"{place}.{part}"
+        # A module that nothing has imported yet is no attribute.
+        value = getattr(value, part) if hasattr(value, part) else importlib.import_module(place)
+    return value
+
+
+def sentence(entry: Name, lacking: list[str]) -> str:
+    """What is missing, and what that means."""
+    package = lacking[0].partition(".")[0]
+    version = getattr(sys.modules.get(package), "__version__", "")
+    return (
+        f"{package} {version} has no {', '.join(lacking)}, which flce uses for {entry.purpose}. "
+        f"{entry.without} A newer version of flce may know how this {package} does it."
+    )

@@ -1,0 +1,198 @@
+"""What is computed: the frozen dataclasses that every layer below `functional` speaks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flce.core.numbers import integer, real
+
+Reduction = Literal["none", "mean", "sum"]
+Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
+
+STATS: tuple[str, ...] = get_args(Stat)
+
+# See `LossSpec.typical_gradient`.
+TYPICAL_LSE = 32.0
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of losses, statistics and row arithmetic: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The scalar arguments of the loss, checked once and made numbers of Python.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has the right type and an impossible value.
+    """
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    z_loss: float = 0.0
+    stats: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.reduction not in get_args(Reduction):
+            raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
+        for name, may_be_none in NUMBERS.items():
+            value = getattr(self, name)
+            if type(value) is not float and not (may_be_none and value is None):
+                # PyTorch has only the first, and takes a bool for it.
+                object.__setattr__(self, name, real(name, value, may_be_bool=name == "label_smoothing"))
+        if type(self.ignore_index) is not int:
+            object.__setattr__(self, "ignore_index", integer("ignore_index", self.ignore_index))
+        if not -(2**63) <= self.ignore_index < 2**63:
+            raise ValueError(f"ignore_index must fit into 64 bits, got {self.ignore_index}")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if self.softcap is not None and not 0.0 < self.softcap < math.inf:
+            raise ValueError(f"softcap must be None or a finite number > 0, got {self.softcap}")
+        if not -math.inf < self.logit_scale < math.inf:
+            raise ValueError(f"logit_scale must be finite, got {self.logit_scale}")
+        if not 0.0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
+        if not 0.0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
+        if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
+            raise TypeError(f"stats must be a tuple of names out of {STATS}, got {self.stats!r}")
+        for name in self.stats:
+            if name not in STATS:
+                raise ValueError(f"unknown stat {name!r}; expected any of {STATS}")
+        object.__setattr__(self, "stats", tuple(self.stats))
+
+    @property
+    def scale(self) -> float:
+        """The factor of the logits a as a product left them, bias included: ``z = scale * a``, or, with softcap,
+        ``z = cap * tanh(scale * a)``."""
+        return self.logit_scale / (self.temperature if self.softcap is None else self.softcap)
+
+    @property
+    def cap(self) -> float:
+        """See `scale`; 1 without softcap."""
+        return 1.0 if self.softcap is None else self.softcap / self.temperature
+
+    @property
+    def typical_gradient(self) -> float:
+        """How large a gradient in a logit may well be, of a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
+        return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
+
+
+def loss_spec(*values: Any) -> LossSpec:
+    """``LossSpec(*values)``; with equal constants the same object, which is not checked again."""
+    # A compiler cannot see through a cache. A tensor may hold another number the next time.
+    if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values)):
+        return LossSpec(*values)
+    return _kept_spec(*values)
+
+
+_CONSTANTS = frozenset({str, int, float, bool, tuple, type(None)})
+_kept_spec = functools.lru_cache(maxsize=256, typed=True)(LossSpec)  # by type too: 1 may stand where True may not
+
+
+# Its numbers, and which of them may be None.
+NUMBERS = {name: hint is not float for name, hint in get_type_hints(LossSpec).items() if hint in (float, float | None)}
+
+
+class LinearTerm(NamedTuple):
+    """A share of the logits, ``input @ weight.T``: the head's own, or that of an adapter on it."""
+
+    input: Tensor  # (N, H_k)
+    weight: Tensor  # (V, H_k)
+
+
+class Needs(NamedTuple):
+    """Which gradients are asked for; nothing is computed or allocated for the others."""
+
+    inputs: tuple[bool, ...]
+    """One of each term."""
+    weights: tuple[bool, ...]
+    """One of each term."""
+    bias: bool
+
+    @property
+    def flat(self) -> tuple[bool, ...]:
+        """Inputs, weights, bias: the order in which gradients are listed."""
+        return (*self.inputs, *self.weights, self.bias)
+
+    @staticmethod
+    def from_flat(flat: Sequence[bool]) -> Needs:
+        terms = len(flat) // 2
+        return Needs(tuple(flat[:terms]), tuple(flat[terms:-1]), flat[-1])
+
+    @property
+    def any(self) -> bool:
+        return any(self.flat)
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropyProblem:
+    """One call, flattened to two dimensions: the logits are the sum of the terms, plus the bias.
+
+    N tokens, V vocabulary; H_k, the hidden size of a term, may be another for each.
+    """
+
+    terms: tuple[LinearTerm, ...]  # the head first
+    target: Tensor  # (N,) int64; `shift` is already applied
+    linear_bias: Tensor | None  # (V,)
+    class_weight: Tensor | None  # (V,)
+    token_weight: Tensor | None  # (N,)
+    num_items: Tensor | None  # ()
+    spec: LossSpec
+    needs: Needs
+
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return self.terms[0].input.shape[0]
+
+    @functools.cached_property
+    def hidden_sizes(self) -> tuple[int, ...]:
+        return tuple([term.weight.shape[1] for term in self.terms])
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return self.terms[0].weight.shape[0]
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        return self.terms[0].input.dtype
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return self.terms[0].input.device
+
+
+class LinearCrossEntropyOutput(NamedTuple):
+    """What `fused_linear_cross_entropy` and `cross_entropy` return when `stats` are asked for.
+
+    Fields that were not asked for are ``None``. No gradient flows through any field but `loss`.
+    At ignored positions `lse`, `logprob` and `entropy` are 0, `argmax` is -1 and `correct` is False.
+    """
+
+    loss: Tensor
+    """() or, for ``reduction="none"``, the shape of `target`; float32 (float64 for float64 inputs)."""
+    z_loss: Tensor | None = None
+    """The part of `loss` that the z-loss makes up, reduced alike; None when ``z_loss=0``."""
+    lse: Tensor | None = None
+    """Log-sum-exp of each token's logits."""
+    logprob: Tensor | None = None
+    """Log-probability of the target."""
+    entropy: Tensor | None = None
+    """Entropy of the predicted distribution, in nats."""
+    argmax: Tensor | None = None
+    """int64 index of the largest logit, the lowest index where several are equal."""
+    correct: Tensor | None = None
+    """bool: ``argmax == target``."""

@@ -1,0 +1,267 @@
+"""What a plan is made for: all that is known of a call before it runs."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from flce.backends.contract import PRODUCT_BLOCK, unknown_to_products
+from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
+from flce.core.options import ChunkOptions
+from flce.core.problem import LossSpec, Needs, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Bytes of logits without a budget."""
+
+    one_chunk: int  # all tokens, if their logits take no more
+    chunk: int  # otherwise
+    no_sum: int  # where that takes no copy of it: the gradient is not of half precision
+    statistics: int | None  # of a forward that makes no gradients; None: those of the gradients' tile
+
+
+# Measured on an H200, in half precision (docs/notes.md):
+#
+# | field      | bytes of                          | beside them                                                       |
+# |------------|-----------------------------------|-------------------------------------------------------------------|
+# | one_chunk  | 16,384 tokens of 151,936 classes  | dW summed over two chunks: 1.6 ms of 36 more, the same workspace  |
+# | chunk      | 8,192 tokens of 128,256 classes   | larger ones: less than 2% faster                                  |
+# | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us beside its products                              |
+#
+# On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
+DEFAULTS = {
+    "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, None),
+    "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
+}
+ROW_MULTIPLE = 128
+# A tile for statistics: 132 blocks of 256 x 128, one for each multiprocessor of an H100 or H200.
+#
+# | tiles of 8192 x 4096 x 128256 | times the product of all at once |
+# |-------------------------------|----------------------------------|
+# | 2048 x 2112                   | 1.014                            |
+# | others of that size           | 1.03 to 1.08                     |
+STATISTICS_ROWS = 2048
+STATISTICS_COLS = 2112
+# Tokens whose statistics are made at once where logits stay in registers: 33 MiB for 128,256 classes.
+PRODUCT_ROWS = 8192
+# Unnormalized exponentials are for dtypes with the range for them, and for heads of at least this many entries, V x H.
+# They take some fifteen more launches. A device that is through with a small head sooner would wait for them.
+UNNORMALIZED_DTYPES = (torch.bfloat16,)
+UNNORMALIZED_HEAD = 1 << 25
+# For the same reason one of several chunks has at least this many entries, rows x V x H: 0.4 ms for a product.
+#
+# | 16384 x 768 x 50257                  | ms       |
+# |--------------------------------------|----------|
+# | exponentials, ten chunks of 2^36     | 11 to 20 |
+# | a pass over the logits               | 7.4      |
+UNNORMALIZED_CHUNK = 1 << 37
+# A call of no more logits than this, rows x V, 512 MiB of bfloat16, makes a pass over them:
+#
+# | times the bare products | rows x V / 2^28 | pass | exponentials |
+# |-------------------------|-----------------|------|--------------|
+# |   64 x 4096 x 128256    | 0.03            | 1.03 | 1.29         |
+# |  512 x 2048 x 128256    | 0.24            | 1.07 | 1.13         |
+# | 4096 x 4096 x 32768     | 0.5             | 1.03 | 1.07         |
+# | 1024 x 1024 x 151936    | 0.58            | 1.13 | 1.15         |
+# | 2048 x 2048 x 128256    | 0.98            | 1.08 | 1.09         |
+# | 4096 x 2048 x 128256    | 1.96            | 1.09 | 1.07         |
+FEW_LOGITS = 1 << 28
+# Products of no more entries than this, rows x V x H, take at most 4.5 ms. Exponentials take 0.15 to 0.25 ms more than
+# a pass over the logits, which is 5% of that.
+SMALL_PRODUCT = 1 << 39
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of what a call makes."""
+
+    logits: torch.dtype
+    """Logits in memory."""
+    logits_grad: torch.dtype
+    sums: torch.dtype
+    """Sums of gradients over tiles."""
+    input_grad: torch.dtype
+    """dX as it leaves the schedule."""
+    weight_grad: torch.dtype
+    """dW as it leaves the schedule."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call's shape and options.
+
+    Raises:
+        TypeError: the dtype is not one that flce works in.
+        ValueError: an option does not go with the dtype.
+    """
+
+    num_tokens: int
+    hidden_sizes: tuple[int, ...]
+    """H of each linear term, the head first."""
+    vocab_size: int
+    dtype: torch.dtype
+    device_type: str
+    backend: str
+    has_product: bool
+    """Whether the backend has products with an epilogue for the device: `backends.has_product`."""
+    memory: int | None
+    """Bytes of the device; None: not known, or not to be asked for."""
+    spec: LossSpec
+    needs: Needs
+    options: ChunkOptions
+
+    def __post_init__(self) -> None:
+        dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
+        if accum not in {torch.float32, accumulation_dtype(dtype)} | ({dtype} & {torch.bfloat16}):
+            raise ValueError(
+                "accum_dtype must be torch.float32 or, for bfloat16 inputs, torch.bfloat16; "
+                f"got {accum} with {dtype} inputs"
+            )
+        if logits not in (None, dtype, accumulation_dtype(dtype)):
+            raise ValueError(
+                f"logits_dtype must be the dtype of the input or {accumulation_dtype(dtype)}; "
+                f"got {logits} with {dtype} inputs"
+            )
+
+    def dtypes(self, deferred: bool) -> Dtypes:
+        """The dtypes that a schedule works with. `deferred`: it makes gradients in backward."""
+        logits, logits_grad = logits_dtypes(self.dtype, self.device_type, self.options)
+        sums = accumulation_dtype(self.dtype)
+        if self.dtype == torch.bfloat16 and self.device_type != "cpu":  # there sums are made in float32, see `gemm`
+            sums = self.options.accum_dtype
+        # A float16 gradient must not be rounded before the loss scale has arrived: it would underflow.
+        grads = torch.float32 if self.dtype == torch.float16 and not deferred else self.dtype
+        return Dtypes(logits, logits_grad, sums, grads, grads)
+
+    @functools.cached_property
+    def skip_ignored(self) -> bool:
+        skip = self.options.skip_ignored
+        return self.device_type == "cpu" if skip == "auto" else bool(skip)
+
+    @functools.cached_property
+    def in_registers(self) -> bool:
+        """Whether the backend's products can make all that is asked for while logits stay in registers."""
+        return self.why_not_in_registers is None
+
+    @property
+    def why_not_in_registers(self) -> str | None:
+        """What keeps logits in memory, in words; None: nothing."""
+        if not self.has_product:
+            return "no kernel keeps them in registers here, or not of rows that are not contiguous"
+        if len(self.hidden_sizes) != 1:
+            return "adapters"
+        if self.hidden_sizes[0] % ALIGNMENT:
+            return f"H is no multiple of {ALIGNMENT}"
+        if self.dtype.itemsize != 2:
+            return dtype_text(self.dtype)
+        return ", ".join(unknown_to_products(self.spec)) or None
+
+    @functools.cached_property
+    def unnormalized_rows(self) -> int | None:
+        """The fewest tokens of a chunk that is made with unnormalized exponentials; None: no chunk is."""
+        entries, dtypes = self.vocab_size * self.hidden_sizes[0], self.dtypes(False)
+        possible = (
+            self.in_registers
+            and self.dtype in UNNORMALIZED_DTYPES
+            and not self.needs.bias
+            and entries >= UNNORMALIZED_HEAD
+            and dtypes.logits_grad == self.dtype
+        )
+        if not possible:
+            return None
+        # Logits in memory would be rounded, or take twice the memory.
+        least = ceil_div(UNNORMALIZED_CHUNK, entries) if dtypes.logits == self.dtype else 1
+        return max(1, min(least, self.num_tokens))
+
+    @property
+    def few_logits(self) -> bool:
+        """Whether a pass over all logits in memory, in the dtype of the input, takes less than exponentials do."""
+        return self.num_tokens * self.vocab_size <= FEW_LOGITS and self.dtypes(False).logits == self.dtype
+
+    @property
+    def small_product(self) -> bool:
+        return self.num_tokens * self.vocab_size * self.hidden_sizes[0] <= SMALL_PRODUCT
+
+    @property
+    def borrows(self) -> bool:
+        """Whether a tile of logits may be in the memory of dW of the head."""
+        dtypes = self.dtypes(True)
+        logits = dtypes.logits_grad if self.in_registers else dtypes.logits
+        return self.needs.weights[0] and logits == dtypes.logits_grad == self.dtype
+
+    @property
+    def chunk_rows(self) -> int:
+        """Tokens of a chunk: all, or at most `ChunkOptions.chunk_rows`."""
+        return max(1, min(self.num_tokens, self.options.chunk_rows or self.num_tokens))
+
+    @property
+    def defaults(self) -> Defaults:
+        return DEFAULTS["cpu" if self.device_type == "cpu" else "other"]
+
+    def chunk_entries(self, size: int) -> int:
+        """The number of logits, or of entries of their gradient, in `size` bytes."""
+        return size // logits_dtypes(self.dtype, self.device_type, self.options)[0].itemsize
+
+    def equal_rows(self, rows: int) -> int:
+        """Tokens of a chunk where chunks have equal length, at most `rows` each."""
+        tokens = self.num_tokens
+        if tokens <= rows or rows < ROW_MULTIPLE or self.options.chunk_rows is not None:
+            return max(1, min(tokens, rows))
+        equal = ceil_div(tokens, ceil_div(tokens, rows))
+        return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
+
+    def statistics_tile(self, rows: int, cols: int) -> tuple[int, int]:
+        """Tokens and classes of a tile for statistics alone, beside tiles of this size for gradients.
+
+        It may take as many bytes as these do, or as the gradients that are to be returned, which do not exist yet.
+        """
+        limit = self.defaults.statistics
+        if limit is None:
+            return rows, cols
+        room = min(self.chunk_entries(limit), max(rows * padded_cols(cols), self.chunk_entries(self.returned_bytes)))
+        most = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
+        if self.in_registers:
+            partial = 4 * ceil_div(self.vocab_size, PRODUCT_BLOCK)  # two numbers a block, of twice the size of a logit
+            return min(most, PRODUCT_ROWS, max(1, room // partial)), cols
+        rows = min(most, STATISTICS_ROWS, room)
+        width = room // rows
+        multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
+        return rows, min(self.vocab_size, width // multiple * multiple or width)
+
+    @functools.cached_property
+    def returned_bytes(self) -> int:
+        """Bytes of the gradients that the caller gets."""
+        of_inputs = self.num_tokens * sum(wanted(self.hidden_sizes, self.needs.inputs))
+        of_weights = self.vocab_size * sum(wanted(self.hidden_sizes, self.needs.weights))
+        of_bias = self.vocab_size * accumulation_dtype(self.dtype).itemsize if self.needs.bias else 0
+        return self.dtype.itemsize * (of_inputs + of_weights) + of_bias
+
+    def __str__(self) -> str:
+        sizes = "+".join(map(str, self.hidden_sizes))
+        return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size} in {dtype_text(self.dtype)}"
+
+
+def logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of logits in memory, and of their gradient."""
+    if device_type == "cpu":
+        # CPU matrix products in half precision are up to a hundred times slower than in float32 where the
+        # processor has no instructions for them, so they are made in float32 everywhere.
+        return accumulation_dtype(dtype), accumulation_dtype(dtype)
+    return options.logits_dtype or dtype, dtype
+
+
+def wanted(sizes: tuple[int, ...], needed: tuple[bool, ...]) -> list[int]:
+    return [size for size, need in zip(sizes, needed, strict=True) if need]
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

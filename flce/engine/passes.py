@@ -1,0 +1,135 @@
+"""One call: the schedule of its plan, run on its tensors.
+
+For every tile of some tokens and some classes a schedule
+
+1. makes ``logits = sum of x W^T over the terms``, in memory or in registers only;
+2. turns them into row statistics and losses, and into their own gradient;
+3. adds ``dX (+)= dlogits W`` and ``dW (+)= dlogits^T x`` for each term.
+
+`flce/engine/schedules/` has the loops: which tiles there are, where they lie, and what is made of them when.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce.backends import load
+from flce.backends.contract import Backend, RowOutputs
+from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
+from flce.engine import vectors
+from flce.engine.arena import Arena
+from flce.engine.case import Case, Dtypes
+from flce.engine.schedules.schedule import Schedule
+from flce.engine.selection import Selection
+from flce.engine.stage import Stage
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call and the schedule that it takes: all that its passes depend on beside tensors."""
+
+    case: Case
+    strategy: str
+    """"tokens" or "vocab"."""
+    schedule: Schedule
+
+    @property
+    def deferred(self) -> bool:
+        """Whether gradients are made in backward rather than in forward."""
+        return self.schedule.deferred
+
+    @functools.cached_property
+    def dtypes(self) -> Dtypes:
+        return self.case.dtypes(self.deferred)
+
+    @functools.cached_property
+    def in_registers(self) -> bool:
+        """Whether logits stay in registers where they are wanted for statistics or a second time."""
+        return self.case.in_registers and self.schedule.in_registers
+
+
+class Runtime(NamedTuple):
+    """What passes run with: memory and kernels of a device, or those that count (`planning.dry_run`)."""
+
+    backend: Backend
+    arena: Arena
+    stage: Callable[..., Stage] = Stage
+    select: Callable[[LinearCrossEntropyProblem, bool, bool], Selection] = Selection.of
+
+    def new_stage(
+        self,
+        problem: LinearCrossEntropyProblem,
+        plan: Plan,
+        selection: Selection,
+        scales: vectors.LossScales,
+        normalizer: Tensor,
+        out: RowOutputs | None = None,
+        upstream: Tensor | None = None,
+    ) -> Stage:
+        backend, arena, stage, _ = self
+        return stage(
+            problem, backend, arena, plan.dtypes, plan.in_registers, selection, scales, normalizer, out, upstream
+        )
+
+
+@functools.cache
+def _runtime(backend: str, device: torch.device) -> Runtime:
+    return Runtime(load(backend), Arena(device))
+
+
+class ForwardResult(NamedTuple):
+    rows: RowOutputs  # of all N rows, but the losses: () or (N,)
+    grads: list[Tensor]  # of the loss, times grad_unit; empty if the plan defers them
+    grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
+
+
+def forward(
+    problem: LinearCrossEntropyProblem, plan: Plan, gradients: bool, runtime: Runtime | None = None
+) -> ForwardResult:
+    """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
+    all_count = vectors.check_targets(problem)
+    runtime, schedule = runtime or _runtime(plan.case.backend, problem.device), plan.schedule
+    with_gradients = gradients and not schedule.deferred
+    in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
+    skip_ignored = plan.case.skip_ignored and not all_count
+    selection = runtime.select(problem, skip_ignored, schedule.counts_on_device)
+    rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
+    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows)
+    schedule.forward(stage)
+    grads = stage.gradients() if with_gradients else []
+    results, _ = vectors.reduce(problem, runtime.backend, selection.scatter(rows), scales.of_loss)
+    if gradients and schedule.deferred:
+        del stage
+        grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
+    return ForwardResult(results, grads, scales.unit)
+
+
+def backward(
+    problem: LinearCrossEntropyProblem,
+    plan: Plan,
+    normalizer: Tensor,
+    upstream: Tensor,
+    runtime: Runtime | None = None,
+) -> list[Tensor]:
+    """The gradients, from recomputed logits.
+
+    Args:
+        normalizer: (slots, N), as `forward` left it.
+        upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
+    """
+    runtime, accum = runtime or _runtime(plan.case.backend, problem.device), accumulation_dtype(problem.dtype)
+    selection = runtime.select(problem, plan.case.skip_ignored, False)
+    of_all = upstream.to(accum) if upstream.dim() == 0 else None
+    of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
+    normalizer = selection.take(normalizer, dim=1)
+    stage = runtime.new_stage(problem, plan, selection, scales, normalizer, upstream=of_each)
+    plan.schedule.backward(stage)
+    return stage.gradients()

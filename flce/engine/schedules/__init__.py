@@ -1,0 +1,24 @@
+"""The schedules. The planner chooses among those of this list."""
+
+from __future__ import annotations
+
+from flce.engine.schedules.blocks import Apart, Blocks, BlocksAroundSum, ChunksOfBlocks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.schedule import Schedule
+from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
+
+SCHEDULES: tuple[type[Schedule], ...] = (
+    Statistics,
+    Chunks,
+    Unnormalized,
+    Borrowed,
+    Recomputed,
+    DeferredChunks,
+    Blocks,
+    BlocksAroundSum,
+    ChunksOfBlocks,
+    Apart,
+)
+
+__all__ = ["SCHEDULES", "Schedule"]

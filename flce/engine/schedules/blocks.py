@@ -1,0 +1,197 @@
+"""Some classes at a time. The logits are made twice, in forward and in backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE
+from flce.engine.borrowing import BLOCK_MULTIPLE, BorrowedBlocks, borrow, borrow_as, first_class_behind
+from flce.engine.case import Case, ceil_div
+from flce.engine.schedules.chunks import DeferredChunks
+from flce.engine.schedules.schedule import NONE, up_to
+from flce.engine.schedules.statistics import Deferred, statistics
+from flce.engine.stage import Stage
+from flce.engine.sums import ChunkSum, add_tile, block_sums, finish
+
+
+@dataclass(frozen=True)
+class Blocks(Deferred):
+    """Four products: the blocks of classes one after the other, and all tokens for each.
+
+    dW of a block is made at once. dX is summed over blocks, for all tokens, in float32. Tiles are borrowed from dW
+    where that makes them larger.
+    """
+
+    rows: int
+    cols: int
+    borrowed: BorrowedBlocks
+
+    strategy = "vocab"
+    sized_by_tokens = False
+    multiples = (COLUMN_MULTIPLE, BLOCK_MULTIPLE)
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return up_to(c.vocab_size) if c.needs.any else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Blocks | DeferredChunks:
+        rows = c.chunk_rows
+        made = statistics(c, rows, size)
+        if size >= c.vocab_size:
+            return DeferredChunks(made, rows)
+        return cls(made, rows, size, _borrowed(c, rows, size))
+
+    def backward(self, s: Stage) -> None:
+        for k in s.wanted_inputs:
+            s.dx_memory(k, s.dtypes.sums)
+        make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
+        for k in s.wanted_inputs:
+            s.set_dx_memory(k, s.cast(s.dx_memory(k), s.problem.dtype))
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, self.borrowed.widths(c.vocab_size)
+
+
+@dataclass(frozen=True)
+class BlocksAroundSum(Blocks):
+    """The same with the float32 sum of dX in the memory of dW of the last classes. Their logits are made three times:
+    for dX, which is then rounded to memory of its own, and for dW."""
+
+    start: int
+    """The first of the classes whose dW lends its memory."""
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        sums = c.dtypes(True).sums
+        possible = (
+            c.needs.inputs[0]
+            and c.borrows
+            and len(c.hidden_sizes) == 1
+            and sums != c.dtype
+            and not c.skip_ignored  # rows of the sum would have to be dealt out to others
+            and 0 < c.num_tokens <= c.chunk_rows
+        )
+        # Logits of those classes are made three times. If they were half of all, that would be half a product more;
+        # gradients in loops of their own take a whole one.
+        start = first_class_behind(c.num_tokens, c.vocab_size, sums, c.dtype)
+        return range(1, c.vocab_size) if possible and 2 * start >= c.vocab_size else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> BlocksAroundSum:
+        start = first_class_behind(c.num_tokens, c.vocab_size, c.dtypes(True).sums, c.dtype)
+        rows = c.chunk_rows
+        return cls(statistics(c, rows, size), rows, size, _borrowed(c, rows, size), start)
+
+    def backward(self, s: Stage) -> None:
+        x, dW = s.terms[0].input, s.dw_memory()
+        total = borrow_as(dW[self.start :], x.shape, s.dtypes.sums)
+        s.set_dx_memory(0, total)
+        make_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
+        not_borrowed = BorrowedBlocks(self.rows, self.cols)
+        make_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, weights=False)
+        s.set_dx_memory(0, s.cast(total, s.problem.dtype))
+        make_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, inputs=False)
+
+
+@dataclass(frozen=True)
+class ChunksOfBlocks(Deferred):
+    """dX of some tokens at a time, summed over blocks of classes in float32. For a frozen head: three products."""
+
+    rows: int
+    cols: int
+
+    strategy = "vocab"
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        frozen = any(c.needs.inputs) and not any(c.needs.weights) and not c.needs.bias
+        return up_to(c.num_tokens) if frozen else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> ChunksOfBlocks:
+        # The sum, R x H in float32, and the tile, R x C, get about the same memory.
+        cols = max(COLUMN_MULTIPLE, 2 * c.hidden_sizes[0] // COLUMN_MULTIPLE * COLUMN_MULTIPLE)
+        cols = min(c.vocab_size, cols if size > 1 else ALIGNMENT)
+        return ChunksOfBlocks(statistics(c, size, cols), size, cols)
+
+    def backward(self, s: Stage) -> None:
+        logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
+        sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
+        for part in s.chunks(self.rows):
+            for cols in s.blocks(self.cols):
+                area = slice(0, part.stop - part.start), slice(0, cols.stop - cols.start)
+                s.gradient(s.inputs(part), part, cols, logits[area], dlogits[area])
+                for total in sums:
+                    total.add(dlogits[area], part, cols)
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
+
+
+@dataclass(frozen=True)
+class Apart(Deferred):
+    """Five products, for the least memory: dX in chunks of tokens, and dW in blocks of classes afterwards."""
+
+    inputs: ChunksOfBlocks
+    rows: int
+    cols: int
+    borrowed: BorrowedBlocks
+
+    strategy = "vocab"
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return up_to(c.num_tokens) if any(c.needs.inputs) and (any(c.needs.weights) or c.needs.bias) else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Apart:
+        inputs = ChunksOfBlocks.sized(c, size)
+        rows = c.chunk_rows
+        # A tile for dW takes about the memory of the sum and the tile for dX.
+        cols = min(c.vocab_size, 4 * c.hidden_sizes[0] * size // max(1, c.num_tokens))
+        cols = max(1, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE or cols) if size > 1 else 1
+        return Apart(statistics(c, rows, cols), inputs, rows, cols, _borrowed(c, rows, cols))
+
+    def backward(self, s: Stage) -> None:
+        self.inputs.backward(s)
+        make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size, inputs=False)
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, self.borrowed.widths(c.vocab_size)
+
+    def describe(self, c: Case) -> str:
+        return f"{super().describe(c)} for dW, {self.inputs.describe(c)} for dX"
+
+
+def _borrowed(c: Case, rows: int, cols: int) -> BorrowedBlocks:
+    may = c.borrows and rows >= c.num_tokens and cols < c.vocab_size
+    return BorrowedBlocks(rows, cols, c.hidden_sizes[0] if may else 0, c.chunk_entries(c.defaults.chunk) // rows)
+
+
+def make_blocks(
+    s: Stage,
+    rows_step: int,
+    cols_step: int,
+    borrowed: BorrowedBlocks,
+    start: int,
+    stop: int,
+    inputs: bool = True,
+    weights: bool = True,
+) -> None:
+    """dW of the classes from `start` to `stop`, and what these add to dX."""
+    memory = s.logits_and_gradient(rows_step, cols_step)
+    sums_of = block_sums(s, rows_step, cols_step) if weights else lambda cols: None
+    for cols in s.blocks(cols_step, start, stop, first=borrowed.of(start, stop)):
+        width = cols.stop - cols.start
+        logits, dlogits = (tile[:, :width] for tile in memory)
+        sums = sums_of(cols)
+        for part in s.chunks(rows_step):
+            size = part.stop - part.start
+            if width > cols_step:  # borrowed
+                logits = dlogits = borrow(s.dw_memory()[cols.stop :], size, width)
+            dz = dlogits[:size]
+            s.gradient(s.inputs(part), part, cols, logits[:size], dz)
+            add_tile(s, dz, part, cols, sums, inputs)
+        finish(sums or {})
+    s.release_inputs()

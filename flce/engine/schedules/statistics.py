@@ -1,0 +1,66 @@
+"""Losses and statistics without gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flce.engine.case import Case, ceil_div
+from flce.engine.schedules.schedule import NONE, Schedule, up_to
+from flce.engine.stage import Stage
+
+
+def statistics(c: Case, rows: int, cols: int) -> Statistics | ProductStatistics:
+    """The schedule for statistics alone, beside tiles of this size for gradients."""
+    rows, cols = c.statistics_tile(rows, cols)
+    return ProductStatistics(rows) if c.in_registers else Statistics(rows, cols)
+
+
+@dataclass(frozen=True)
+class Statistics(Schedule):
+    """Logits of some tokens and some classes are in memory at a time; a running state goes from tile to tile."""
+
+    rows: int
+    cols: int
+
+    sized_by_tokens = False  # but by logits in memory
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return NONE if c.needs.any else up_to(c.chunk_rows * c.vocab_size)
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Statistics | ProductStatistics:
+        if c.options.strategy == "vocab":
+            return statistics(c, c.chunk_rows, max(1, size // c.chunk_rows))
+        return statistics(c, max(1, size // c.vocab_size), min(size, c.vocab_size))
+
+    def forward(self, s: Stage) -> None:
+        logits = s.new_tile(self.rows, self.cols, s.dtypes.logits)
+        for part in s.chunks(self.rows):
+            s.statistics(s.inputs(part), part, logits[: part.stop - part.start])
+
+    def tiles(self, c: Case) -> tuple[int, list[int]]:
+        return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
+
+
+@dataclass(frozen=True)
+class ProductStatistics(Schedule):
+    """Logits stay in registers: a product leaves two numbers for each token and 256 classes."""
+
+    rows: int
+
+    def forward(self, s: Stage) -> None:
+        for part in s.chunks(self.rows):
+            s.product_statistics(s.inputs(part)[0], part)
+
+
+@dataclass(frozen=True)
+class Deferred(Schedule):
+    """Statistics in forward. The gradients follow in backward, when every row's normalizer and upstream are known."""
+
+    statistics: Schedule
+
+    deferred = True
+
+    def forward(self, s: Stage) -> None:
+        self.statistics.forward(s)

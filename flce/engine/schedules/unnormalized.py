@@ -1,0 +1,182 @@
+"""Some tokens and all classes at a time, with exponentials in the place of the gradient of the logits.
+
+With e = exp(z - m) for a reference m of each row, the gradient of row i's logits is f_i e_i but in the target's column,
+where it is t_i. The factors f and t are known when the row is complete. So products with e come first, and
+
+    dX_i = f_i (e_i W) + t_i W[y_i]        dW = e^T (f x) + sum over i of t_i x_i in row y_i
+
+No logits are in memory, and each is made once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.core.slices import first
+from flce.engine.borrowing import (
+    BLOCK_MULTIPLE,
+    BorrowedBlocks,
+    ExponentialTile,
+    borrow,
+    borrow_as,
+    exponential_tiles,
+    halfway,
+)
+from flce.engine.case import Case
+from flce.engine.schedules.blocks import make_blocks
+from flce.engine.schedules.schedule import NONE, Schedule
+from flce.engine.stage import Stage
+from flce.engine.sums import weight_sums
+
+# Tiles that `Borrowed` has in the memory of dW. More of them take less memory of their own, and more time.
+#
+# | borrowed tiles | share with memory of its own, 4096 x 4096 x 128256 |
+# |----------------|----------------------------------------------------|
+# | 1              | 1/2                                                |
+# | 3              | 1/4                                                |
+# | 7              | 1/8                                                |
+COUNTS = (1, 3, 7)
+
+
+@dataclass(frozen=True)
+class Unnormalized(Schedule):
+    """Three products."""
+
+    rows: int
+
+    counts_on_device = True
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        least = c.unnormalized_rows
+        if least is None or not c.needs.any or c.spec.reduction == "none":
+            return NONE
+        return range(least, max(1, c.num_tokens) + 1)
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Unnormalized:
+        return Unnormalized(size)
+
+    def forward(self, s: Stage) -> None:
+        self._chunks(s, s.vocab_size)
+
+    def _chunks(self, s: Stage, stop: int) -> None:
+        """dW is made of the classes before `stop` only."""
+        memory, factors = s.new_tile(self.rows, s.vocab_size, s.dtypes.logits_grad), s.new_factors()
+        total = weight_sums(s, self.rows, stop).get(0)
+        at_once = s.whole(self.rows)
+        for part in s.chunks(self.rows):
+            (x,) = s.inputs(part)
+            s.exponentials(x, [first(memory, slice(0, len(x)))], part, factors)
+            # If the host does not know the number of rows yet, it waits now, when the device has something to do.
+            part = s.counted(part)
+            size = part.stop - part.start
+            if size == 0:
+                break
+            exps, x = first(memory, slice(0, size)), first(x, slice(0, size))
+            if total is not None:
+                scaled = s.scaled_rows(x, part, factors, self._room(s, x, part))
+                if at_once:
+                    s.weight_products([s.dw_memory()], [exps], scaled, factors)
+                else:
+                    total.add(exps, scaled)
+                del scaled
+            if s.problem.needs.inputs[0]:
+                product = s.new(size, x.shape[1], dtype=torch.float32)
+                s.matmul(exps, s.terms[0].weight, out=product)
+                s.finish_input_gradient(product, part, factors)
+                del product
+            del x  # gathered rows, before the next are
+        if total is not None:
+            total.finish(lambda sums: s.add_target_terms(sums, factors))
+
+    def _room(self, s: Stage, x: Tensor, part: slice) -> Tensor:
+        """Where x may be scaled: itself, if it is gathered; where its gradient will be; else memory of its own."""
+        if s.selection.index is not None:
+            return x
+        return first(s.dx_memory(0), part) if s.problem.needs.inputs[0] else s.new(*x.shape, dtype=x.dtype)
+
+
+@dataclass(frozen=True)
+class Recomputed(Unnormalized):
+    """Three products, and for the last classes a fourth: their dW is not summed over chunks. Their logits are made once
+    more, of all tokens at once, when every row's normalizer is known."""
+
+    classes: int
+    cols: int
+    """Recomputed classes of a block."""
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        dtypes = c.dtypes(False)
+        sums_are_halved = c.needs.weights[0] and dtypes.weight_grad == c.dtype != dtypes.sums
+        return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Recomputed:
+        """With all classes made once more whose sums have no place in the memory of dW, that is half of them."""
+        classes = c.vocab_size - halfway(c.vocab_size)
+        # A block has the room that the chunks had.
+        cols = size * c.vocab_size // c.num_tokens // BLOCK_MULTIPLE * BLOCK_MULTIPLE
+        return Recomputed(size, classes, max(BLOCK_MULTIPLE, min(classes, cols)))
+
+    def forward(self, s: Stage) -> None:
+        first = s.vocab_size - self.classes
+        self._chunks(s, first)
+        tokens = s.problem.num_tokens
+        make_blocks(s, tokens, self.cols, BorrowedBlocks(tokens, self.cols), first, s.vocab_size, inputs=False)
+
+    def describe(self, c: Case) -> str:
+        return f"{super().describe(c)}, the last {self.classes} of them recomputed"
+
+
+@dataclass(frozen=True)
+class Borrowed(Schedule):
+    """All tokens at once, three products. All tiles but the first lie in the memory of dW, which is written from its
+    last class backwards."""
+
+    exponentials: tuple[ExponentialTile, ...]
+
+    sized_by_tokens = False
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
+        if not (at_once and c.needs.weights[0] and not c.skip_ignored and Unnormalized.sizes(c)):
+            return NONE
+        # With few classes or very many tokens there is nothing to borrow for.
+        return range(1, 1 + len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> Borrowed:
+        return Borrowed(_tiles(c, [k for k in COUNTS if len(_tiles(c, k)) > 1][-size]))
+
+    def forward(self, s: Stage) -> None:
+        (part,) = s.chunks(s.problem.num_tokens)
+        (x,), size = s.inputs(part), s.problem.num_tokens
+        weight, dW = s.terms[0].weight, s.dw_memory()
+        own, *others = self.exponentials
+        tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
+        tiles += [borrow(dW[t.place :], size, t.stop - t.start) for t in others]
+        factors = s.new_factors()
+        s.exponentials(x, tiles, part, factors)
+        scaled = None
+        if s.problem.needs.inputs[0]:
+            product = s.new(size, x.shape[1], dtype=torch.float32)
+            for tile, t in zip(tiles, self.exponentials, strict=True):
+                s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
+            s.finish_input_gradient(product, part, factors)
+            scaled = borrow_as(product, x.shape, x.dtype)
+        scaled = s.scaled_rows(x, part, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        s.weight_products([dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
+
+    def describe(self, c: Case) -> str:
+        own, others = self.exponentials[0].stop, len(self.exponentials) - 1
+        return f"all {c.num_tokens} tokens at once, a tile of {own} classes and {others} borrowed"
+
+
+def _tiles(c: Case, count: int) -> tuple[ExponentialTile, ...]:
+    return exponential_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)

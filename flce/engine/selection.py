@@ -1,0 +1,106 @@
+"""Which tokens are worked on, and what belongs to them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import RowInputs, RowOutputs
+from flce.core.problem import LinearCrossEntropyProblem
+from flce.core.slices import last
+
+# Gathering the rows that are not ignored pays if at least this share of them is dropped.
+MIN_IGNORED_SHARE = 1 / 16
+
+
+class _Count:
+    """A number on the device, which is on its way to the host while the device goes on."""
+
+    def __init__(self, count: Tensor) -> None:
+        self.on_device = count
+        self._on_host, self._arrived = count, None
+        if count.is_cuda:
+            self._on_host = torch.empty((), dtype=count.dtype, pin_memory=True)
+            self._on_host.copy_(count, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(count.device).record_event()
+
+    def wait(self) -> int:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._on_host)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows that are worked on: all of them, or those that are not ignored."""
+
+    problem: LinearCrossEntropyProblem
+    index: Tensor | None  # (rows,) into the N rows; None: all of them
+    # If the host does not know it yet: how many of `index`, which then has all N rows, are worked on. They come first.
+    count: _Count | None = None
+
+    @staticmethod
+    def of(p: LinearCrossEntropyProblem, skip_ignored: bool, counted_later: bool) -> Selection:
+        if not skip_ignored or p.num_tokens == 0:
+            return Selection(p, None)
+        valid = p.target != p.spec.ignore_index
+        if counted_later:
+            numbers = torch.arange(p.num_tokens, device=p.device)
+            before = valid.cumsum(0)
+            count = before[-1].clone()  # a kernel is built for addresses that are aligned
+            place = torch.where(valid, before - 1, count + numbers - before)
+            return Selection(p, torch.empty_like(place).scatter_(0, place, numbers), _Count(count))
+        # The host needs the number of rows, and the device has nothing to do meanwhile. What it then waits for should
+        # be as little as possible, so vectors and gradients are made after the first logits.
+        index = valid.nonzero()[:, 0]
+        enough = index.numel() <= (1.0 - MIN_IGNORED_SHARE) * valid.numel()
+        return Selection(p, index if enough else None)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that there may be results of: all that `index` has."""
+        return self.problem.num_tokens if self.index is None else self.index.numel()
+
+    @property
+    def rows_to_begin_with(self) -> int:
+        """`num_rows` where the host knows it, else `most_rows`."""
+        return self.most_rows if "num_rows" not in vars(self) and self.count is not None else self.num_rows
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        return self.most_rows if self.count is None else self.count.wait()
+
+    @functools.cached_property
+    def target(self) -> Tensor:
+        """(rows,)"""
+        return self.take(self.problem.target)
+
+    @functools.cached_property
+    def token_weight(self) -> Tensor | None:
+        """(rows,)"""
+        weight = self.problem.token_weight
+        return None if weight is None else self.take(weight)
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x if self.index is None else x.index_select(dim, self.index)
+
+    def row_inputs(self, part: slice, scales: Tensor | None) -> RowInputs:
+        p = self.problem
+        weight = None if self.token_weight is None else last(self.token_weight, part)
+        return RowInputs(last(self.target, part), weight, p.class_weight, p.linear_bias, scales)
+
+    def scatter(self, out: RowOutputs) -> RowOutputs:
+        """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
+        if self.index is None:
+            return out
+        index, n = self.index[: self.num_rows], self.problem.num_tokens
+        out = out.part(slice(0, self.num_rows))
+
+        def put(values: Tensor) -> Tensor:
+            nothing = 0 if values.is_floating_point() else -1  # an index is that of no class
+            return values.new_full((*values.shape[:-1], n), nothing).index_copy_(-1, index, values)
+
+        return out.map(put)

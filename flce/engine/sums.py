@@ -1,0 +1,187 @@
+"""Gradients while tiles are added to them: where each sum is, and when it is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flce.core.slices import first
+from flce.engine.borrowing import COMPACTION_ROWS, borrow_as, halfway
+from flce.engine.stage import Stage
+
+
+def add_tile(
+    s: Stage,
+    dlogits: Tensor,
+    part: slice,
+    cols: slice,
+    weights: Mapping[int, WeightSum] | None,
+    inputs: bool = True,
+) -> None:
+    """Adds the share of a tile to all gradients that are asked for: dX, dW and that of the bias.
+
+    Args:
+        dlogits: (rows, cols) gradient of the tile's logits.
+        weights: the sums of dW by term (`weight_sums`, `block_sums`); None: the tile adds to dX only.
+        inputs: whether it adds to dX. That is summed in its own memory, see also `ChunkSum`.
+    """
+    totals = weights or {}
+    for k, x in enumerate(s.inputs(part)):
+        if inputs and k in s.wanted_inputs:
+            _add_input(s, k, dlogits, part, cols)
+        if k in totals:
+            totals[k].add(dlogits, x)
+    if weights is not None and s.problem.needs.bias:
+        s.add_column_sums(dlogits, first(s.db_memory(), cols))
+
+
+def _add_input(s: Stage, term: int, dlogits: Tensor, part: slice, cols: slice) -> None:
+    grad, weight = s.dx_memory(term), first(s.terms[term].weight, cols)
+    if s.selection.index is None:
+        s.matmul(dlogits, weight, out=first(grad, part), accumulate=cols.start > 0)
+        return
+    share = s.new(len(dlogits), grad.shape[1], dtype=grad.dtype)
+    s.matmul(dlogits, weight, out=share)
+    s.put_rows(share, grad, part, add=cols.start > 0)
+
+
+class ChunkSum:
+    """dX of a term for some tokens, summed over blocks of classes: apart, and rounded at the last block; or in its own
+    memory where that is as exact."""
+
+    def __init__(self, s: Stage, term: int, rows: int, cols: int) -> None:
+        self._stage, self._term, self._most = s, term, rows
+        self._apart = cols < s.vocab_size and s.dtypes.sums != s.problem.dtype
+        self._sum: Tensor | None = None
+
+    def add(self, dlogits: Tensor, part: slice, cols: slice) -> None:
+        """Adds the share of a tile. dlogits: (rows, cols)."""
+        s, weight = self._stage, self._stage.terms[self._term].weight
+        if not self._apart:
+            _add_input(s, self._term, dlogits, part, cols)
+            return
+        if self._sum is None:
+            self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
+        total = self._sum[: len(dlogits)]
+        s.matmul(dlogits, first(weight, cols), out=total, accumulate=cols.start > 0)
+        if cols.stop < s.vocab_size:
+            return
+        grad = s.dx_memory(self._term)
+        if s.selection.index is None:
+            s.copy(total, first(grad, part))
+        else:
+            s.put_rows(s.cast(total, grad.dtype), grad, part)
+
+
+class WeightSum:
+    """dW of a term for a block of classes, summed over chunks of tokens in its own memory."""
+
+    def __init__(self, s: Stage, term: int, cols: slice) -> None:
+        self._stage, self._term, self._cols = s, term, cols
+        self._started = False
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        """Adds the share of a chunk. dlogits: (rows, classes), x: (rows, H)."""
+        self._stage.matmul(dlogits.t(), x, out=self._sums()[0], accumulate=self._started)
+        self._started = True
+
+    def finish(self, complete: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        """Rounds the sums, after the last chunk. `complete` gets them, of consecutive classes, before that."""
+        if self._started:
+            if complete is not None:
+                complete(self._sums())
+            self._round()
+
+    def _sums(self) -> list[Tensor]:
+        return [first(self._stage.dw_memory(self._term), self._cols)]
+
+    def _round(self) -> None:
+        pass
+
+
+class BlockSum(WeightSum):
+    """dW of a term for a block of classes, summed in memory that the blocks share, and rounded after the last chunk."""
+
+    def __init__(self, s: Stage, term: int, cols: slice, memory: Tensor) -> None:
+        super().__init__(s, term, cols)
+        self._sum = memory[: cols.stop - cols.start]
+
+    def _sums(self) -> list[Tensor]:
+        return [self._sum]
+
+    def _round(self) -> None:
+        self._stage.copy(self._sum, self._stage.dw_memory(self._term)[self._cols])
+
+
+class HalvedSum(WeightSum):
+    """dW of half precision for the classes before `stop`, summed in float32. The sums of the first half of all classes
+    fill the memory of dW. Those of the others have memory of their own.
+
+    Complete sums are rounded to their places, from the first on. No place lies behind what is left to read. So a
+    gradient that is summed in float32 takes twice its own memory, and not three times, as with a cast.
+    """
+
+    def __init__(self, s: Stage, term: int, stop: int) -> None:
+        super().__init__(s, term, slice(0, stop))
+        self._half, self._stop = halfway(s.vocab_size), stop
+        self._behind: Tensor | None = None
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        s, (before, *behind) = self._stage, self._sums()
+        s.matmul(dlogits[:, : self._half].t(), x, out=before, accumulate=self._started)
+        for total in behind:
+            s.matmul(dlogits[:, self._half : self._stop].t(), x, out=total, accumulate=self._started)
+        self._started = True
+
+    def _sums(self) -> list[Tensor]:
+        grad, half = self._stage.dw_memory(self._term), self._half
+        hidden = grad.shape[1]
+        if self._behind is None:
+            self._behind = self._stage.new(self._stop - half, hidden, dtype=torch.float32)
+        before = borrow_as(grad, (half, hidden), torch.float32)
+        return [before, self._behind] if len(self._behind) else [before]
+
+    def _round(self) -> None:
+        s, half, (before, *behind) = self._stage, self._half, self._sums()
+        grad = s.dw_memory(self._term)
+        # Rows [a, 2a) of the gradient lie where rows [a / 2, a) of the sums did, which are done with.
+        done, next_done = 0, min(half, COMPACTION_ROWS)
+        while done < half:
+            piece = before[done:next_done]
+            s.copy(s.cast(piece, grad.dtype) if done == 0 else piece, grad[done:next_done])
+            done, next_done = next_done, min(half, 2 * next_done)
+        for total in behind:
+            s.copy(total, grad[half : self._stop])
+        self._behind = None
+
+
+def weight_sums(s: Stage, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
+    """The sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
+    stop, dtypes = s.vocab_size if stop is None else stop, s.dtypes
+    if not s.whole(rows) and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
+        return {k: HalvedSum(s, k, stop) for k in s.wanted_weights}
+    return {k: WeightSum(s, k, slice(0, stop)) for k in s.wanted_weights}
+
+
+def finish(weights: Mapping[int, WeightSum]) -> None:
+    """Rounds the sums of dW, after the last chunk."""
+    for total in weights.values():
+        total.finish()
+
+
+def block_sums(s: Stage, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
+    """A function that makes the sums of dW over chunks of `rows` tokens, by term, for a block of at most `cols`
+    classes."""
+    if s.whole(rows) or s.dtypes.sums == s.problem.dtype:
+        return lambda block: {k: WeightSum(s, k, block) for k in s.wanted_weights}
+    memory: dict[int, Tensor] = {}
+
+    def of(block: slice) -> dict[int, WeightSum]:
+        for k in s.wanted_weights:
+            if k not in memory:
+                memory[k] = s.new(cols, s.terms[k].weight.shape[1], dtype=s.dtypes.sums)
+        return {k: BlockSum(s, k, block, memory[k]) for k in s.wanted_weights}
+
+    return of

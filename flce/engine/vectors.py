@@ -1,0 +1,136 @@
+"""What both losses, the fused one and the one of logits that exist, do with vectors of one value per row."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import Backend, RowOutputs, RowProblem
+from flce.core.problem import accumulation_dtype
+from flce.engine.arena import Arena
+
+# The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
+# room of 2^6 is for what `LossSpec.typical_gradient` leaves out.
+FLOAT16_GRAD_PEAK = 2.0**10
+
+
+def allocate(p: RowProblem, num_rows: int, arena: Arena) -> RowOutputs:
+    """Memory for what the backend makes of `num_rows` rows."""
+
+    def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return arena.new((*slots, num_rows), dtype)
+
+    return RowOutputs.of(p.spec, accumulation_dtype(p.dtype), new)
+
+
+def as_outputs(rows: RowOutputs) -> tuple[Tensor, ...]:
+    """As custom operators return them: what was not asked for is empty, of shape (0,). None share memory."""
+    return tuple(rows.loss.new_empty(0) if t is None else t for t in rows)
+
+
+def fake_outputs(p: RowProblem, like: Tensor) -> tuple[Tensor, ...]:
+    """What `as_outputs` of the reduced rows of a problem looks like; `like` says of which kind."""
+    tokens = tuple(p.target.shape)
+
+    def new(slots: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return like.new_empty((*slots, *tokens), dtype=dtype)
+
+    rows = RowOutputs.of(p.spec, accumulation_dtype(p.dtype), new)
+    if p.spec.reduction != "none":
+        loss, second = rows.losses
+        rows = rows.reduced(loss.new_empty(()), None if second is None else second.new_empty(()))
+    return as_outputs(rows)
+
+
+@dataclass
+class LossScales:
+    """Loss scales of a pass, made at first use, so that the first matmul is launched before these small kernels.
+
+    Attributes:
+        with_gradients: whether the pass makes gradients.
+        in_units: whether these are multiples of `grad_unit`.
+        upstream: () what they are multiplied by; None: 1.
+    """
+
+    problem: RowProblem
+    backend: Backend
+    with_gradients: bool
+    in_units: bool = False
+    upstream: Tensor | None = None
+
+    @functools.cached_property
+    def of_loss(self) -> Tensor | None:
+        """None for statistics of unweighted classes, which need none. Then `reduce` makes them, in the same kernel."""
+        needed = self.with_gradients or self.problem.class_weight is not None
+        return self.backend.loss_scales(self.problem) if needed else None
+
+    @functools.cached_property
+    def unit(self) -> Tensor | None:
+        """() what gradients are too large by; None: 1."""
+        if not self.in_units or self.of_loss is None:
+            return None
+        return grad_unit(self.problem, self.of_loss)
+
+    @functools.cached_property
+    def of_gradient(self) -> Tensor | None:
+        factor = self.unit if self.upstream is None else self.upstream
+        if self.of_loss is None or factor is None:
+            return self.of_loss
+        return torch.cat((self.of_loss[:2] * factor, self.of_loss[2:]))
+
+
+def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
+    """The power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK.
+
+    ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
+    divides this unit out in float32, together with the upstream gradient.
+    """
+    peak = scales[0] * p.spec.typical_gradient
+    if p.class_weight is not None:
+        peak = peak * p.class_weight.abs().max()
+    if p.token_weight is not None and p.token_weight.numel():
+        peak = peak * p.token_weight.masked_fill(p.target == p.spec.ignore_index, 0.0).abs().max()
+    exponent = torch.log2(FLOAT16_GRAD_PEAK / peak).floor()
+    # No valid row, or only weights of 0: peak is inf, nan or 0, and any unit will do.
+    return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
+
+
+def reduce(p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None) -> tuple[RowOutputs, Tensor | None]:
+    """The results with the whole loss, and the scales where there are some."""
+    if p.spec.reduction == "none":
+        first, second = out.losses
+        return out.reduced(first if second is None else first + second, second), scales
+    loss, second, scales = backend.reduce(p, out, scales)
+    return out.reduced(loss, second), scales
+
+
+def looks_at_values(device: torch.device) -> bool:
+    """Whether the host looks at values: where that is free (CPU), or was asked for (FLCE_DEBUG=1)."""
+    if device.type == "meta":
+        return False  # it has none
+    return device.type == "cpu" or os.environ.get("FLCE_DEBUG", "0") not in ("", "0")
+
+
+def check_targets(p: RowProblem) -> bool:
+    """IndexError for a target out of range, where the host looks at values. Returns whether it is known that
+    none is ignored."""
+    if not looks_at_values(p.target.device):
+        return False
+    vocab_size = p.vocab_size
+    target = p.target.reshape(-1)
+    if target.numel():
+        least, most = (bound.item() for bound in target.aminmax())
+        if 0 <= least <= most < vocab_size:  # mostly, and then there is no more to look for
+            return not least <= p.spec.ignore_index <= most
+    wrong = ((target < 0) | (target >= vocab_size)) & (target != p.spec.ignore_index)
+    if bool(wrong.any()):
+        position = int(wrong.nonzero()[0, 0])
+        raise IndexError(
+            f"target {int(target[position])} at position {position} (of the flattened, shifted target) is out "
+            f"of range: expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
+        )
+    return False

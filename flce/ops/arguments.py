@@ -1,0 +1,419 @@
+"""What the public functions do alike with their arguments before the work, and with its results after it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from flce.backends.contract import RowOutputs, log_sum_exp
+from flce.core.numbers import integer, real
+from flce.core.options import ChunkOptions
+from flce.core.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+from flce.ops import vocabulary_parallel
+from flce.torch_ops.frames import is_differentiated_forward
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LinearArguments(NamedTuple):
+    """Checked arguments of `flce.fused_linear_cross_entropy`, in the dtypes in which they are computed with."""
+
+    input: Tensor  # (..., H)
+    linear_weight: Tensor  # (V, d_1, ..., d_K, H)
+    target: Tensor  # (..., d_1, ..., d_K) indices or (..., V, d_1, ..., d_K) probabilities
+    linear_bias: Tensor | None  # (V, d_1, ..., d_K)
+    adapters: Sequence[tuple[Tensor, Tensor]]  # (..., r) and (V, r) each; none for K > 0
+    weight: Tensor | None  # (V,)
+    token_weight: Tensor | None  # (..., d_1, ..., d_K)
+    num_items: Tensor | None  # ()
+    shift: int
+    composed: bool
+    """Whether PyTorch's operators are what computes it, with logits in memory."""
+
+
+def linear_arguments(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: int | Tensor | None,
+    shift: int,
+    options: ChunkOptions | None,
+    spec: LossSpec,
+) -> LinearArguments:
+    """All checks of the arguments of `flce.fused_linear_cross_entropy` but those of `spec`. It documents the errors."""
+    operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
+    optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
+    check_tensors({**operands, "target": target}, optional)
+    if input.dim() < 1:
+        raise ValueError("input must have shape (..., H), got a 0-d tensor")
+    if linear_weight.dim() < 2:
+        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
+    if input.shape[-1] != linear_weight.shape[-1]:
+        raise ValueError(
+            "input and linear_weight must agree in their last dimension H, got "
+            f"{tuple(input.shape)} and {tuple(linear_weight.shape)}"
+        )
+    check_options(options)
+    shift = check_shift(shift, target)
+    if autocast_dtype(input.device.type) is not None:
+        operands = {name: _autocast(tensor) for name, tensor in operands.items()}
+    input, linear_weight, *others = operands.values()
+    if input.dtype not in FLOATING:
+        raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
+    for name, value in operands.items():
+        if value.dtype != input.dtype:
+            raise TypeError(
+                f"input and {name} must have one dtype (after autocast, where it is on), "
+                f"got {input.dtype} and {value.dtype}"
+            )
+    if linear_bias is not None:
+        linear_bias = _wide_bias(linear_bias, input)
+    num_items = num_items_tensor(num_items, spec, input)
+    adapters = tuple(zip(others[::2], others[1::2], strict=True))
+    leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
+    tokens, probabilities = (*leading, *inner), target.is_floating_point()
+    composed = probabilities or bool(inner)
+    if composed and shift:
+        raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
+    if adapters and inner:
+        raise ValueError(f"adapters need a two-dimensional linear_weight, got shape {tuple(linear_weight.shape)}")
+    _check_shapes(
+        input,
+        linear_weight,
+        adapters,
+        ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
+        ("linear_bias", linear_bias, (vocab_size, *inner)),
+        ("weight", weight, (vocab_size,)),
+        ("token_weight", token_weight, tokens),
+    )
+    if probabilities:
+        _check_probabilities(spec)
+    if not composed:
+        instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
+        refuse_forward_mode("fused_linear_cross_entropy", instead, (input, linear_weight, linear_bias, *others))
+    return LinearArguments(
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed
+    )
+
+
+class LogitsArguments(NamedTuple):
+    """Checked arguments of `flce.cross_entropy`; of a DTensor what this process has of it."""
+
+    logits: Tensor  # (..., cols)
+    target: Tensor  # (...) indices or (..., V) probabilities
+    weight: Tensor | None  # (V,)
+    token_weight: Tensor | None  # (...)
+    num_items: Tensor | None  # ()
+    shift: int
+    shard: vocabulary_parallel.Shard | None  # None: cols is V
+
+    @property
+    def composed(self) -> bool:
+        """Whether PyTorch's operators are what computes it."""
+        return self.target.is_floating_point()
+
+
+def logits_arguments(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: int | Tensor | None,
+    shift: int,
+    inplace: bool,
+    process_group: dist.ProcessGroup | None,
+    vocab_size: int | None,
+    spec: LossSpec,
+) -> LogitsArguments:
+    """All checks of the arguments of `flce.cross_entropy` but those of `spec`. It documents the errors."""
+    check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
+    shift = check_shift(shift, target)
+    check_inplace(inplace)
+    if logits.dim() < 1:
+        raise ValueError("logits must have shape (..., V), got a 0-d tensor")
+    if logits.dtype not in FLOATING:
+        raise TypeError(f"logits must be float16, bfloat16, float32 or float64, got {logits.dtype}")
+    if vocabulary_parallel.is_dtensor(logits):
+        if process_group is not None or vocab_size is not None:
+            raise ValueError("process_group and vocab_size are for plain tensors; a DTensor has them itself")
+        logits, process_group, vocab_size = vocabulary_parallel.local_logits(logits)
+    target = vocabulary_parallel.local_vector(target, "target")
+    weight = vocabulary_parallel.local_vector(weight, "weight")
+    token_weight = vocabulary_parallel.local_vector(token_weight, "token_weight")
+    shard = None
+    if process_group is not None:
+        shard = vocabulary_parallel.shard_of(logits.shape[-1], vocab_size, process_group)
+    elif vocab_size is not None:
+        raise ValueError(f"vocab_size={vocab_size} needs a process_group")
+    _check_logits_shapes(logits, target, weight, token_weight, logits.shape[-1] if shard is None else shard.vocab_size)
+    num_items = num_items_tensor(num_items, spec, logits)
+    if target.is_floating_point():
+        for name, value in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
+            if value:
+                raise ValueError(f"{name} needs class-index targets, got class probabilities")
+        _check_probabilities(spec)
+    else:
+        refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
+    return LogitsArguments(logits, target, weight, token_weight, num_items, shift, shard)
+
+
+def check_tensor(name: str, value: Any) -> Tensor:
+    """The value, or TypeError for anything but a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    return value
+
+
+def check_tensors(required: Mapping[str, Tensor], optional: Mapping[str, Tensor | None]) -> None:
+    """Tensors on the device of the first, all but the target in a floating dtype.
+
+    Raises:
+        TypeError, ValueError: what is wrong, by name.
+    """
+    first = next(iter(required))
+    for name, given in {**required, **optional}.items():
+        if given is None and name in optional:
+            continue
+        value = check_tensor(name, given)
+        if value.device != required[first].device:
+            raise ValueError(
+                f"all tensors must be on one device, got {first} on {required[first].device} "
+                f"and {name} on {value.device}"
+            )
+        if name != "target" and not value.is_floating_point():
+            raise TypeError(f"{name} must have a floating dtype, got {value.dtype}")
+    target = required["target"]
+    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(
+            "target must hold class indices in int64 or int32, or class probabilities in a floating dtype, "
+            f"got {target.dtype}"
+        )
+
+
+def _by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all adapters, named as messages name them."""
+    if not isinstance(adapters, (tuple, list)):
+        raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
+    for k, pair in enumerate(adapters):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"adapters[{k}] must be a pair of tensors (..., r) and (V, r), got {_describe(pair)}")
+    return {f"adapters[{k}][{i}]": tensor for k, pair in enumerate(adapters) for i, tensor in enumerate(pair)}
+
+
+def _describe(value: object) -> str:
+    return f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
+
+
+def _check_shapes(
+    input: Tensor,
+    linear_weight: Tensor,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    *expected: tuple[str, Tensor | None, tuple[int, ...]],
+) -> None:
+    """ValueError for an empty head or adapter, or for the first of (name, tensor, shape) that has another shape."""
+    if linear_weight.shape[0] == 0 or linear_weight.shape[-1] == 0:
+        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+    for k, (a, b) in enumerate(adapters):
+        rank = b.shape[-1] if b.dim() else 0
+        if rank == 0:
+            raise ValueError(f"adapters[{k}][1] must have shape (V, r) with r > 0, got {tuple(b.shape)}")
+        expected += (
+            (f"adapters[{k}][0]", a, (*input.shape[:-1], rank)),
+            (f"adapters[{k}][1]", b, (linear_weight.shape[0], rank)),
+        )
+    for name, value, shape in expected:
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
+                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
+            )
+
+
+def _check_logits_shapes(
+    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, vocab_size: int
+) -> None:
+    tokens = tuple(logits.shape[:-1])
+    if vocab_size == 0:
+        raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
+    expected = (*tokens, logits.shape[-1]) if target.is_floating_point() else tokens
+    if tuple(target.shape) != expected:
+        second_is_class = logits.dim() > 2 and tuple(target.shape) == (logits.shape[0], *logits.shape[2:])
+        hint = "; for classes in the second dimension give logits.movedim(1, -1)" if second_is_class else ""
+        raise ValueError(
+            f"target must have shape {expected} with logits {tuple(logits.shape)}, whose last dimension are the "
+            f"classes, got {tuple(target.shape)}{hint}"
+        )
+    for name, value, shape in (("weight", weight, (vocab_size,)), ("token_weight", token_weight, tokens)):
+        if value is not None and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} with logits {tuple(logits.shape)}, got {tuple(value.shape)}"
+            )
+
+
+def _check_probabilities(spec: LossSpec) -> None:
+    """ValueError for what is defined for class indices only."""
+    if {"logprob", "correct"} & set(spec.stats):
+        raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
+    if spec.ignore_index >= 0:
+        raise ValueError(f"ignore_index={spec.ignore_index} needs class-index targets, got class probabilities")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to on such devices; None where it is off, or where there is none, as for meta tensors."""
+    # Asking about a device without autocast raises; the compiler, which has none such, cannot trace the question.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    return torch.get_autocast_dtype(device_type) if available and torch.is_autocast_enabled(device_type) else None
+
+
+def narrowed(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """What autocast makes of an operand of a matrix product: it leaves float64 alone."""
+    autocast = autocast_dtype(device_type)
+    return dtype if autocast is None or dtype == torch.float64 else autocast
+
+
+def widened(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    """The dtype of what autocast makes in float32, losses and softmax among it: it leaves float64 alone."""
+    autocast = autocast_dtype(device_type)
+    return dtype if autocast is None or dtype == torch.float64 else torch.float32
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast casts the arguments of `F.linear`: all floating ones but float64."""
+    return tensor.to(narrowed(tensor.dtype, tensor.device.type))
+
+
+def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
+    """In the dtype in which it is added to the logits, not rounded to a narrower one by autocast on the way."""
+    accum = accumulation_dtype(input.dtype)
+    narrow = _autocast(linear_bias).dtype == input.dtype and linear_bias.dtype.itemsize <= accum.itemsize
+    if not narrow and linear_bias.dtype not in (input.dtype, accum):
+        raise TypeError(
+            f"linear_bias must have the dtype of input, {input.dtype}, or {accum} (after autocast, where it is on), "
+            f"got {linear_bias.dtype}"
+        )
+    return linear_bias.to(accum)
+
+
+def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | None]) -> None:
+    """RuntimeError for a tensor with a forward-mode tangent, which would be lost without a word."""
+    # Looked up here, for what is asked in every call and traced with it: mostly there are no dual tensors anywhere.
+    if not is_differentiated_forward():
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            f"flce.{function} does not support forward-mode differentiation (torch.func.jvp, torch.func.jacfwd, dual "
+            f"tensors of torch.autograd.forward_ad): use {instead} for that, or backward and torch.autograd.grad"
+        )
+
+
+def refuse_double_backward(function: str, instead: str) -> None:
+    """RuntimeError within a backward that is to be differentiated itself."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{function} cannot be differentiated twice (create_graph=True): its gradients are not part of the graph. "
+            f"Use {instead} for that."
+        )
+
+
+def check_shift(shift: int, target: Tensor | None = None) -> int:
+    """As an int; TypeError or ValueError for what is none >= 0, or not for a target that is there."""
+    shift = integer("shift", shift)
+    if shift < 0:
+        raise ValueError(f"shift must be >= 0, got {shift}")
+    if shift and target is not None and target.dim() == 0:
+        raise ValueError("shift needs a target with at least one dimension, got a 0-d target")
+    return shift
+
+
+def check_inplace(inplace: bool) -> None:
+    """Raises TypeError for anything but a bool."""
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace must be a bool, got {type(inplace).__name__}")
+
+
+def check_options(options: ChunkOptions | None) -> None:
+    """Raises TypeError for options of another type."""
+    if options is not None and not isinstance(options, ChunkOptions):
+        raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
+
+
+def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
+    """target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions."""
+    if shift == 0:
+        return target
+    shift = min(shift, target.shape[-1])
+    return F.pad(target[..., shift:], (0, shift), value=ignore_index)
+
+
+def num_items_tensor(num_items: int | Tensor | None, spec: LossSpec, input: Tensor) -> Tensor | None:
+    """As a 0-d tensor on the device of `input`, which nothing waits for."""
+    if num_items is None:
+        return None
+    if spec.reduction != "sum":
+        raise ValueError(f"num_items needs reduction='sum', got reduction={spec.reduction!r}")
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"num_items must be a number or a 0-d tensor, got shape {tuple(num_items.shape)}")
+        return num_items.detach().reshape(()).to(input.device, non_blocking=True)
+    number = real("num_items", num_items)
+    if not 0 < number < float("inf"):
+        raise ValueError(f"num_items must be > 0 and finite, got {number}")
+    return torch.full((), number, dtype=accumulation_dtype(input.dtype), device=input.device)
+
+
+def output(rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+    """The loss, or with statistics all that was asked for.
+
+    Args:
+        rows: of N tokens, the losses reduced.
+        target: (N,) as the loss saw it.
+        shape: of the losses of all tokens.
+    """
+    loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
+    if not spec.stats:
+        return loss
+    made: dict[str, Any] = {
+        name: getattr(rows, name) for name in LinearCrossEntropyOutput._fields if hasattr(rows, name)
+    }
+    if "lse" in spec.stats:
+        made["lse"] = log_sum_exp(rows.normalizer)
+    if "correct" in spec.stats:  # argmax is -1 where ignored, which may be what ignore_index is
+        made["correct"] = (made["argmax"] == target) & (target != spec.ignore_index)
+    if "argmax" not in spec.stats:
+        made["argmax"] = None
+
+    for name, value in made.items():
+        if value is not None:
+            made[name] = value.detach().reshape(shape) if value.dim() else value.detach()
+    made["loss"] = loss
+    return LinearCrossEntropyOutput(**made)
+
+
+def overridable(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function that asks ``__torch_function__`` of its first argument, `logits`, as those of PyTorch do."""
+
+    @functools.wraps(function)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> R:
+        logits: Any = args[0] if args else kwargs.get("logits")
+        if not has_torch_function_unary(logits):
+            return function(*args, **kwargs)
+        rest: Any = (args[1:], {name: value for name, value in kwargs.items() if name != "logits"})
+        overridden: R = handle_torch_function(ask, (logits,), logits, *rest[0], **rest[1])
+        return overridden
+
+    return ask

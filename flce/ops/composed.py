@@ -1,0 +1,144 @@
+"""The same losses composed from PyTorch's own operators, with the logits, and more of their size, in memory.
+
+For what fusing gains nothing in: class-probability targets, which are as large as the logits themselves, and
+K-dimensional heads, whose softmax runs over a strided dimension. Differentiable any number of times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.core.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+from flce.ops.arguments import LinearArguments, LogitsArguments
+
+
+def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+    """See `flce.fused_linear_cross_entropy`."""
+    input, linear_weight, target = args.input, args.linear_weight, args.target
+    vocab_size, *inner = linear_weight.shape[:-1]
+    leading = tuple(input.shape[:-1])
+    probabilities = target.is_floating_point()
+    if not probabilities:
+        _check_indices(target, vocab_size, spec.ignore_index)
+
+    # One row of logits per token: (T, V) with T = prod(leading) * prod(inner).
+    logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]))
+    for a, b in args.adapters:
+        logits = logits + F.linear(a.reshape(-1, a.shape[-1]), b)
+    if args.linear_bias is not None:
+        logits = logits + args.linear_bias.reshape(-1)
+    rows = math.prod(leading)
+    logits = logits.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
+    if probabilities:
+        y = target.reshape(rows, vocab_size, math.prod(inner)).movedim(1, 2).reshape(-1, vocab_size)
+    else:
+        y = target.reshape(-1)
+    return _loss_of_rows(logits, y, args.weight, args.token_weight, args.num_items, spec, (*leading, *inner))
+
+
+def cross_entropy(args: LogitsArguments, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+    """See `flce.cross_entropy`; for class probabilities."""
+    vocab_size = args.logits.shape[-1]
+    logits, y = args.logits.reshape(-1, vocab_size), args.target.reshape(-1, vocab_size)
+    tokens = tuple(args.logits.shape[:-1])
+    return _loss_of_rows(logits, y, args.weight, args.token_weight, args.num_items, spec, tokens)
+
+
+def _loss_of_rows(
+    logits: Tensor,  # (T, V)
+    y: Tensor,  # (T,) indices or (T, V) probabilities
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    spec: LossSpec,
+    tokens: tuple[int, ...],  # the shape of T losses
+) -> Tensor | LinearCrossEntropyOutput:
+    vocab_size = logits.shape[1]
+    z = _transform(logits.to(accumulation_dtype(logits.dtype)), spec)
+    if y.is_floating_point():
+        y = y.to(z.dtype)
+        valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
+        count = valid.sum()
+        denominator = count.to(z.dtype)  # as torch: probabilities are averaged over the tokens
+    else:
+        y = y.to(torch.int64)
+        valid = y != spec.ignore_index
+        count = valid.sum()
+        class_weight = None if weight is None else weight[y.clamp(0, vocab_size - 1)].to(z.dtype)
+        denominator = count if class_weight is None else torch.where(valid, class_weight, 0.0).sum()
+    ce = F.cross_entropy(
+        z,
+        y,
+        weight=None if weight is None else weight.to(z.dtype),
+        reduction="none",
+        ignore_index=spec.ignore_index,
+        label_smoothing=spec.label_smoothing,
+    )
+    lse = z.logsumexp(-1) if spec.z_loss or "lse" in spec.stats else None
+    zl = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
+    if token_weight is not None:
+        ce = ce * token_weight.reshape(-1).detach()
+        zl = None if zl is None else zl * token_weight.reshape(-1).detach()
+    if spec.reduction == "none":
+        loss = ce.reshape(tokens)
+        z_loss = None if zl is None else zl.reshape(tokens)
+    elif spec.reduction == "mean":
+        loss = ce.sum() / denominator
+        z_loss = None if zl is None else zl.sum() / count
+    else:
+        scale = 1.0 if num_items is None else num_items.to(z.dtype).reciprocal()
+        loss = ce.sum() * scale
+        z_loss = None if zl is None else zl.sum() * scale
+    loss = loss if z_loss is None else loss + z_loss
+    if not spec.stats:
+        return loss
+    with torch.no_grad():
+        stats = _stats(z.detach(), None if lse is None else lse.detach(), y, valid, spec)
+    return LinearCrossEntropyOutput(
+        loss,
+        None if z_loss is None else z_loss.detach(),
+        **{name: value.reshape(tokens) for name, value in stats.items() if name in spec.stats},
+    )
+
+
+def _transform(a: Tensor, spec: LossSpec) -> Tensor:
+    z = a * spec.logit_scale
+    if spec.softcap is not None:
+        z = spec.softcap * torch.tanh(z / spec.softcap)
+    return z / spec.temperature
+
+
+def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec) -> dict[str, Tensor]:
+    """By name, those of each row that are asked for, and what they need."""
+    stats = {}
+    if lse is not None:
+        stats["lse"] = torch.where(valid, lse, 0.0)
+    if {"logprob", "entropy"} & set(spec.stats):
+        log_softmax = z.log_softmax(-1)
+        if "logprob" in spec.stats:
+            picked = log_softmax.gather(1, y.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+            stats["logprob"] = torch.where(valid, picked, 0.0)
+        if "entropy" in spec.stats:
+            stats["entropy"] = torch.where(valid, torch.special.entr(log_softmax.exp()).sum(-1), 0.0)
+    if {"argmax", "correct"} & set(spec.stats):
+        stats["argmax"] = torch.where(valid, z.argmax(-1), -1)
+        if "correct" in spec.stats:
+            stats["correct"] = (stats["argmax"] == y) & valid
+    return stats
+
+
+def _check_indices(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """A target out of range is an IndexError on the CPU, as in the fused path; elsewhere PyTorch asserts."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    if bool(wrong.any()):
+        position = tuple(wrong.nonzero()[0].tolist())
+        raise IndexError(
+            f"target {int(target[position])} at position {position} is out of range: expected "
+            f"0 <= target < {vocab_size}, or ignore_index={ignore_index}"
+        )

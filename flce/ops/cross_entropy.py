@@ -1,0 +1,346 @@
+"""The loss of logits that exist: its operators, and the gradient that is written over them.
+
+Two ways to the gradient:
+
+* Two custom operators, ``flce::cross_entropy`` and ``flce::cross_entropy_backward``. Forward makes statistics and saves
+  the logits as they are with each row's normalizer; backward makes the gradient of them in new memory, the upstream
+  gradient already in it. Nothing is changed in place, so `torch.compile` and autograd may do with them what they like.
+* `_InPlace`, for logits that may be overwritten, in eager mode: forward reads a row, and writes its gradient to the
+  same memory while the row is in the cache; backward multiplies that by the upstream gradient, unless it is 1.
+
+Both take rows where they are (`row_layout`), and between the passes finish statistics across the shards of a vocabulary
+(`vocabulary_parallel`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flce.backends import get_backend
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
+from flce.backends.state import empty_shard, finish
+from flce.core.problem import LossSpec, accumulation_dtype
+from flce.engine import vectors
+from flce.engine.arena import Arena
+from flce.ops import vocabulary_parallel
+from flce.ops.arguments import refuse_double_backward
+from flce.ops.row_layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
+from flce.ops.vocabulary_parallel import Shard
+from flce.torch_ops.frames import mark_frames, never_compiled
+from flce.torch_ops.registration import as_text, define, from_text
+from flce.torch_ops.vmap import is_batched, register_loop
+
+_ARGUMENTS = (
+    "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
+    "str spec, str? group, SymInt start, SymInt vocab_size"
+)
+_NUM_TENSORS = 5
+# The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; and what backward
+# needs of `Backend.loss_scales`, (3,), or (0,) if there are none.
+_RESULTS = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor constants"])
+
+
+@dataclass(frozen=True)
+class CrossEntropyProblem:
+    """One call: logits of some tokens and all classes, or those of one process."""
+
+    logits: Tensor  # (..., cols)
+    target: Tensor  # (...) int64; `shift` is already applied
+    class_weight: Tensor | None  # (V,) of all classes
+    token_weight: Tensor | None  # (...)
+    num_items: Tensor | None  # ()
+    spec: LossSpec
+    shard: Shard | None  # None: cols is V
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[-1] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.logits.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+
+def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
+    """Solve a problem. Differentiable once, in ``loss``; as often as one likes where the logits stay.
+
+    Raises:
+        RuntimeError: the logits cannot be overwritten.
+    """
+    logits = problem.logits
+    if inplace and not torch.compiler.is_compiling() and logits.requires_grad and torch.is_grad_enabled():
+        check_overwritable(logits)
+        # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
+        # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
+        rebase = logits._base is None and not logits.retains_grad
+        outputs = _InPlace.apply(logits, problem, rebase)
+        *rows, _ = outputs[1:] if rebase else outputs
+    else:
+        *rows, _ = torch.ops.flce.cross_entropy(*_pack(problem))
+    return RowOutputs.given(problem.spec, rows)
+
+
+def check_overwritable(logits: Tensor) -> None:
+    """RuntimeError for logits whose memory the gradient must not, or cannot, be written to.
+
+    What was saved for another backward is found here if the operator that made the logits saved them, as tanh does;
+    in the other cases autograd finds it in that backward, by the version of the tensor.
+    """
+    instead = "Use inplace=False, or give a copy."
+    base = logits._base
+    for tensor, what in ((logits, "are a leaf"), (base, "are a view of a leaf")):
+        if tensor is not None and tensor.is_leaf and tensor.requires_grad:
+            raise RuntimeError(
+                f"inplace=True would overwrite logits that {what} that requires grad: its value would be lost. "
+                f"{instead}"
+            )
+    for tensor in (logits, base):
+        # Not `_saved_result`, which would unpack it, from where a hook has put it too.
+        if tensor is not None and hasattr(tensor.grad_fn, "_raw_saved_result"):
+            raise RuntimeError(
+                f"inplace=True would overwrite logits that {type(tensor.grad_fn).__name__} still needs: it saved its "
+                f"result for its own backward. {instead}"
+            )
+    if may_overlap(logits):
+        raise RuntimeError(
+            "inplace=True cannot write to logits of which several elements share memory (shape "
+            f"{tuple(logits.shape)}, strides {logits.stride()}). {instead}"
+        )
+    if row_order(logits) is None:
+        raise RuntimeError(
+            "inplace=True needs logits whose classes are next to each other and whose rows have one or two strides, "
+            f"got shape {tuple(logits.shape)}, strides {logits.stride()}. {instead}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The work
+
+
+def _losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
+    """Loss and statistics."""
+    backend = get_backend(p.device)
+    scales = vectors.LossScales(p, backend, with_gradients=False).of_loss
+    logits, order = rows_of(p.logits)
+    out = vectors.allocate(p, p.target.numel(), Arena(p.device))
+    _statistics(p, backend, logits, TileCall(_row_inputs(p, order, scales), p.spec, _tile(p, keep=True), out))
+    return _outputs(p, backend, order, out, scales)
+
+
+def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The same, with the gradient of the loss, or of every row's loss, times the unit that is returned (None: 1) over
+    the logits."""
+    backend = get_backend(p.device)
+    scales = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
+    logits, order = rows_of(p.logits)
+    inputs = _row_inputs(p, order, scales.of_gradient)
+    out = vectors.allocate(p, p.target.numel(), Arena(p.device))
+    if p.shard is None:
+        vectors.check_targets(p)
+        backend.loss_and_gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), out))
+    else:
+        _statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep=True), out))
+        if logits.shape[-1]:
+            backend.gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer))
+    return _outputs(p, backend, order, out, scales.of_loss), scales.unit
+
+
+def _gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstream: Tensor) -> Tensor:
+    """Like the logits. `normalizer` and `scales` as forward left them; `upstream` like the loss."""
+    logits, order = rows_of(p.logits)
+    grad, grad_rows = empty_like_rows(p.logits, order)
+    if logits.numel():
+        backend = get_backend(p.device)
+        inputs = _row_inputs(p, order, scales if scales.numel() else backend.loss_scales(p))
+        upstream = order.vector(upstream) if upstream.dim() else upstream
+        call = TileCall(inputs, p.spec, _tile(p, keep=True), None, order.vector(normalizer), upstream)
+        backend.gradient(logits, grad_rows, call)
+    return grad
+
+
+def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
+    if p.shard is None:
+        vectors.check_targets(p)
+        backend.statistics(logits, call, None)
+        return
+    assert call.out is not None
+    state = call.out.loss.new_empty(STATE_SLOTS, len(call.inputs.target))
+    if logits.shape[-1]:
+        backend.statistics(logits, call, state)
+    else:
+        empty_shard(state)
+    merged = vocabulary_parallel.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
+    # Not before: the other processes would wait for one that has raised an error.
+    vectors.check_targets(p)
+    finish(merged, call)
+
+
+def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
+    # What lies behind the last class of a row is none of ours: no room.
+    cols = p.logits.shape[-1]
+    if p.shard is None:
+        return Tile(0, cols, cols, room=cols, keep=keep)
+    return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
+
+
+def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None) -> RowInputs:
+    weight = None if p.token_weight is None else order.vector(p.token_weight)
+    return RowInputs(order.vector(p.target), weight, p.class_weight, None, scales)
+
+
+def _outputs(
+    p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
+) -> tuple[Tensor, ...]:
+    results, scales = vectors.reduce(p, backend, out, scales)
+    results = results.map(lambda t: order.restore(t) if t.dim() else t)
+    return *vectors.as_outputs(results), out.loss.new_empty(0) if scales is None else scales
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Over the logits
+
+
+class _InPlace(torch.autograd.Function):
+    """Not a custom operator: those that change an argument can have no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem, rebase: bool) -> tuple[Tensor, ...]:
+        mark_frames()
+        out, unit = _losses_and_gradient(problem)
+        # Kernels write without autograd's knowledge. With this it finds in backward that saved logits have changed.
+        if rebase:
+            ctx.mark_dirty(logits)
+        else:
+            torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(logits.detach(), unit, problem.target)
+        ctx.rebase, ctx.ignore_index = rebase, problem.spec.ignore_index
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*out[1:])
+        ctx.used = False
+        return (logits, *out) if rebase else out
+
+    @staticmethod
+    @never_compiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if ctx.rebase:
+            grad_logits, *grads = grads  # type: ignore[assignment]
+            if grad_logits is not None:
+                raise RuntimeError(
+                    "logits were used after flce.cross_entropy(inplace=True) had written their gradient over them. Use "
+                    "them before, or inplace=False."
+                )
+        grad_loss = grads[0]
+        if grad_loss is None:
+            return None, None, None
+        refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
+        if ctx.used:
+            raise RuntimeError(
+                "backward through the same flce.cross_entropy(inplace=True) a second time: its gradient, which is "
+                "where the logits were, was handed out the first time. Use inplace=False for retain_graph=True."
+            )
+        ctx.used = True
+        grad, unit, target = ctx.saved_tensors
+        factor = grad_loss if unit is None else grad_loss / unit
+        if is_batched(factor):  # several upstream gradients at once, for one gradient in the memory of the logits
+            of_rows = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
+            return (grad.to(factor.dtype) * of_rows).to(grad.dtype), None, None
+        if row_order(grad) is None:  # of a hook on saved tensors
+            grad = grad.contiguous()
+        rows, order = rows_of(grad)
+        factor = order.vector(factor) if factor.dim() else factor
+        # An ignored row is 0, whatever arrives for it.
+        get_backend(grad.device).scale_rows_(rows, factor, order.vector(target), ctx.ignore_index)
+        return grad, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Operators
+
+
+def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
+    shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
+    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, as_text(p.spec), *shard)
+
+
+def _unpack(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    num_items: Tensor | None,
+    text: str,
+    group: str | None,
+    start: int,
+    vocab_size: int,
+) -> CrossEntropyProblem:
+    (spec,) = from_text(text, (LossSpec,))
+    shard = None if group is None else Shard(group, start, vocab_size)
+    return CrossEntropyProblem(logits, target, class_weight, token_weight, num_items, spec, shard)
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    return _losses(_unpack(*args))
+
+
+def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
+    p = _unpack(*args)
+    kept = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
+    constants = p.logits.new_empty(kept, dtype=accumulation_dtype(p.dtype))
+    return *vectors.fake_outputs(p, p.logits), constants
+
+
+def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
+    return _gradient(_unpack(*args), normalizer, constants, upstream)
+
+
+def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
+    logits = args[0]
+    return empty_like_rows(logits, rows_of(logits)[1])[0]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    *rows, constants = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.scalars = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(RowOutputs(*rows).normalizer, constants, *inputs[:_NUM_TENSORS])
+
+
+def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 1)
+    if grad_loss is None:
+        return (None, *nothing)
+    refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
+    normalizer, constants, *tensors = ctx.saved_tensors
+    upstream = grad_loss.contiguous()
+    grad = torch.ops.flce.cross_entropy_backward(normalizer, constants, upstream, *tensors, *ctx.scalars)
+    return (grad, *nothing)
+
+
+def _register() -> None:
+    define(
+        "cross_entropy",
+        f"({_ARGUMENTS}) -> ({_RESULTS})",
+        _forward,
+        _forward_fake,
+        backward=_differentiate,
+        setup_context=_setup_context,
+    )
+    define(
+        "cross_entropy_backward",
+        f"(Tensor normalizer, Tensor constants, Tensor upstream, {_ARGUMENTS}) -> Tensor",
+        _backward,
+        _backward_fake,
+    )
+    register_loop("cross_entropy_backward")
+
+
+_register()

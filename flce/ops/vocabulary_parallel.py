@@ -1,0 +1,154 @@
+"""What vocabulary parallelism adds: which classes a process has, and the statistics of its rows put together.
+
+Every process of a group has the logits of the same tokens for a slice of the classes. Each makes the statistics of
+its slice; one collective (a few numbers per token) gives them to all, and every process merges them alike. Gradients
+need nothing more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce.backends.contract import MAX
+from flce.backends.state import merge_shards, used_slots
+from flce.core import private
+from flce.core.numbers import integer
+from flce.core.problem import LossSpec
+from flce.engine.vectors import looks_at_values
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The classes that a process of `group` has: of `vocab_size` those from `start` on, one for each column."""
+
+    group: str  # name
+    start: int
+    vocab_size: int
+
+
+def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
+    """First class and the one after the last of a shard, as `torch.chunk` and DTensor divide them."""
+    step = -(-vocab_size // shards)
+    return min(index * step, vocab_size), min((index + 1) * step, vocab_size)
+
+
+def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
+    """What a process of the group has with `cols` columns; `vocab_size` None: all have equally many.
+
+    Raises:
+        TypeError: `process_group` is none, or `vocab_size` no int.
+        ValueError: this process is not in it, or should have another number of columns.
+    """
+    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
+    rank, size = process_group.rank(), process_group.size()
+    if rank < 0:
+        raise ValueError(
+            "process_group must have this process in it, got a group of others: call in the group's processes alone"
+        )
+    if vocab_size is None:
+        return Shard(process_group.group_name, rank * cols, size * cols)
+    vocab_size = integer("vocab_size", vocab_size, "None or an int")
+    start, stop = bounds(vocab_size, size, rank)
+    if stop - start != cols:
+        raise ValueError(
+            f"rank {rank} of {size} must have logits of {stop - start} classes of vocab_size={vocab_size} (as "
+            f"torch.chunk divides them), got {cols}"
+        )
+    return Shard(process_group.group_name, start, vocab_size)
+
+
+def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:
+    """The state of all classes from that of each shard, both (STATE_SLOTS, rows). One collective.
+
+    Processes also tell how many classes they have. Where that is not what `shard` takes them to have, statistics are
+    NaN in all of them: nothing waits for the answer.
+
+    Raises:
+        ValueError: the same, on a CPU or with ``FLCE_DEBUG=1``.
+    """
+    group = private.resolve_process_group(shard.group)
+    shards = group.size()
+    slots = used_slots(spec)
+    mine = torch.cat((state[slots].reshape(-1), state.new_full((1,), cols)))
+    gathered = mine.new_empty(shards * mine.numel())
+    # The older name is deprecated where there is a newer one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, mine, group=group)
+    gathered = gathered.view(shards, -1)
+    states = state.new_zeros(shards, *state.shape)
+    for slot, values in zip(slots, gathered[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
+        states[:, slot] = values
+    sums = _weight_sums(state, class_weight, shards, shard) if spec.label_smoothing else ()
+    merged = merge_shards(states, sums, spec)
+    merged[MAX] = torch.where(_widths_differ(gathered[:, -1], shard), torch.nan, merged[MAX])
+    return merged
+
+
+def _widths_differ(widths: Tensor, shard: Shard) -> Tensor:
+    """() bool, on the device."""
+    edges = [bounds(shard.vocab_size, len(widths), index) for index in range(len(widths))]
+    # Made on the device: a copy would wait for it.
+    differ = torch.stack([width != stop - start for width, (start, stop) in zip(widths, edges, strict=True)]).any()
+    if looks_at_values(widths.device) and bool(differ):
+        raise ValueError(
+            f"the processes of the group have logits of {[int(width) for width in widths]} classes, expected "
+            f"{[stop - start for start, stop in edges]}: give vocab_size where torch.chunk divides them unevenly"
+        )
+    return differ
+
+
+def _weight_sums(like: Tensor, class_weight: Tensor | None, shards: int, shard: Shard) -> list[Tensor]:
+    """The sum of the class weights of each shard. Made on the device: a copy would wait for it."""
+    edges = [bounds(shard.vocab_size, shards, index) for index in range(shards)]
+    if class_weight is None:
+        return [torch.full((), stop - start, dtype=like.dtype, device=like.device) for start, stop in edges]
+    return [class_weight[start:stop].sum() for start, stop in edges]
+
+
+def local_logits(logits: Tensor) -> tuple[Tensor, Any, int | None]:
+    """Local logits, process group and vocabulary size of a DTensor; of any other tensor itself, None, None.
+
+    Raises:
+        ValueError: it is divided in another way than by classes over one dimension of its mesh.
+    """
+    if not is_dtensor(logits):
+        return logits, None, None
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+
+    dtensor: Any = logits
+    by_class = [
+        k
+        for k, placement in enumerate(dtensor.placements)
+        if type(placement) is ShardPlacement and placement.dim % logits.dim() == logits.dim() - 1
+    ]
+    others = [p for k, p in enumerate(dtensor.placements) if k not in by_class]
+    if len(by_class) > 1 or not all(isinstance(p, Replicate) for p in others):
+        raise ValueError(
+            "logits that are a DTensor must be replicated, or sharded over their last dimension by one dimension of "
+            f"the mesh, got placements {dtensor.placements}; for others give logits.to_local() and process_group"
+        )
+    local = dtensor.to_local()
+    if not by_class:
+        return local, None, None
+    return local, dtensor.device_mesh.get_group(by_class[0]), logits.shape[-1]
+
+
+def local_vector(x: Any, name: str) -> Any:
+    """The values of a DTensor that is replicated; anything else itself."""
+    if not is_dtensor(x):
+        return x
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(f"{name} that is a DTensor must be replicated, got placements {x.placements}")
+    return x.to_local()
+
+
+def is_dtensor(x: object) -> bool:
+    # Without its import, which takes long. Where there is a DTensor, it has been made.
+    return isinstance(x, Tensor) and type(x).__name__ == "DTensor"

@@ -1,0 +1,121 @@
+"""The plan of a call that has no budget, by a rule.
+
+* All tokens are one chunk where their logits take at most `Defaults.one_chunk`: then no gradient is summed over chunks.
+  More are cut into chunks of `Defaults.chunk`, so that the workspace does not grow with their number. Where tokens are
+  not too many, exponentials are borrowed from the weight gradient.
+* Where no gradient of a weight is summed, a large chunk gains little. A frozen head takes the chunks of
+  `_frozen_rows`, and ``reduction="none"`` the smallest blocks of classes that are nearly as fast as the fastest.
+* ``strategy="vocab"`` takes blocks of a quarter of `Defaults.chunk`.
+"""
+
+from __future__ import annotations
+
+from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
+from flce.engine.case import ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
+from flce.engine.schedules.blocks import Blocks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
+from flce.planning import cost_model
+from flce.planning.plan import ChunkPlan, plan_of, smallest_near
+
+# What the smallest plan may take of time, times the fastest.
+WITHIN = 1.03
+# Classes of a block among which the smallest is chosen.
+LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
+# N / H, at most, with which exponentials are borrowed. With more tokens there is little to borrow. Borrowing takes no
+# more time where it takes less memory:
+#
+# | times the bare products | borrowed | not borrowed |
+# |-------------------------|----------|--------------|
+# | 8192 x 4096 x 128256    | 1.02     | 1.03         |
+# | 4096 x 4096 x 128256    | 1.05     | 1.05         |
+# | 2048 x 4096 x 128256    | 1.07     | 1.13         |
+# | 8192 x 3584 x 152064    | 1.02     | 1.04         |
+BORROWED_RATIO = 4
+
+
+def default_plan(c: Case) -> ChunkPlan:
+    """The plan without a budget."""
+    strategy = c.options.strategy
+    if not c.needs.any:
+        entries = (c.options.chunk_rows or _default_rows(c)) * c.vocab_size
+        if strategy == "vocab":
+            entries = c.chunk_rows * _default_cols(c)
+        return plan_of(c, Statistics, min(entries, Statistics.sizes(c)[-1]))
+    if strategy == "vocab":
+        return plan_of(c, Blocks, _default_cols(c))
+    rows, chosen = c.options.chunk_rows, c.options.chunk_rows is None and c.num_tokens > 0 and c.device_type != "cpu"
+    if chosen and not c.needs.weights[0]:
+        return _chunks(c, min(c.num_tokens, _frozen_rows(c)))
+    plan = _chunks(c, c.equal_rows(rows or _default_rows(c)))
+    if chosen and plan.deferred and strategy == "auto":
+        # Logits are made twice in any case, and blocks of classes sum no gradient of a weight. They sum that of inputs,
+        # which takes more where tokens are very many.
+        blocks = [plan_of(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
+        plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
+        return smallest_near(plans, WITHIN)
+    at_once = isinstance(plan.schedule, (Chunks, Unnormalized)) and plan.schedule.rows >= c.num_tokens
+    if not (at_once and Borrowed.sizes(c)) or c.num_tokens > BORROWED_RATIO * c.hidden_sizes[0]:
+        return plan
+    # The float32 gradient of the inputs takes memory, too.
+    least = plan.workspace_bytes
+    if isinstance(plan.schedule, Chunks):  # which is faster, by little where products take long
+        least = 0 if c.small_product else least // 2
+    borrowing = (plan_of(c, Borrowed, size) for size in reversed(Borrowed.sizes(c)))
+    return next((other for other in borrowing if other.workspace_bytes < least), plan)
+
+
+def _chunks(c: Case, rows: int) -> ChunkPlan:
+    """The plan of chunks of `rows` tokens."""
+    exponentials = Unnormalized.sizes(c) and not (c.few_logits and rows >= c.num_tokens)
+    kinds = (Unnormalized, Chunks, DeferredChunks) if exponentials else (Chunks, DeferredChunks)
+    return next(plan_of(c, kind, rows) for kind in kinds if rows in kind.sizes(c))
+
+
+def _default_rows(c: Case) -> int:
+    """Tokens of a chunk with all classes."""
+    if not c.needs.any and c.defaults.statistics is not None:
+        return STATISTICS_ROWS
+    per_row = padded_cols(c.vocab_size) * _entry_bytes(c)
+    if c.dtype.itemsize >= 4:
+        limit = c.defaults.no_sum
+    elif c.num_tokens * per_row <= c.defaults.one_chunk:
+        limit = c.defaults.one_chunk
+    else:
+        limit = c.defaults.chunk
+    return max(ROW_MULTIPLE, limit // per_row // ROW_MULTIPLE * ROW_MULTIPLE)
+
+
+def _entry_bytes(c: Case) -> int:
+    """Bytes of a logit and its gradient, which may share their memory."""
+    dtypes = c.dtypes(False)
+    if not c.needs.any:
+        return dtypes.logits.itemsize
+    in_registers = c.unnormalized_rows is not None or (c.in_registers and c.spec.reduction == "none")
+    one = in_registers or dtypes.logits == dtypes.logits_grad
+    return dtypes.logits_grad.itemsize + (0 if one else dtypes.logits.itemsize)
+
+
+def _default_cols(c: Case) -> int:
+    """Classes of a block with all tokens. It takes a quarter of the memory of a chunk: `vocab` is for saving memory.
+    With fewer tokens it is no wider: its weight gradient has to be summed over them."""
+    cols = c.chunk_entries(c.defaults.chunk) // 4 // max(1, c.num_tokens)
+    return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
+
+
+def _frozen_rows(c: Case) -> int:
+    """Tokens of a chunk whose gradient of the input is nearly one wave of blocks, one for each multiprocessor."""
+    # Measured on an H200, in times all tokens at once:
+    #
+    # | H                 | 4096  | 3584  | 2304  | 1024  |
+    # |-------------------|-------|-------|-------|-------|
+    # | these rows        | 1.015 | 1.024 | 1.017 | 0.999 |
+    # | half of them      | 1.09  | 1.03  | 1.09  | 1.03  |
+    # | other numbers     | 1.02 to 1.14, in no order     |
+    device = cost_model.device_of(c.device_type)
+    limit = c.defaults.chunk if c.dtype.itemsize < 4 else c.defaults.no_sum
+    tall, wide = device.block
+    rows = max(1, int(0.97 * device.multiprocessors) // ceil_div(c.hidden_sizes[0], wide)) * tall
+    most = limit // (padded_cols(c.vocab_size) * _entry_bytes(c))
+    return max(ROW_MULTIPLE, min(rows, most) // ROW_MULTIPLE * ROW_MULTIPLE)

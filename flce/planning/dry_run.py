@@ -1,0 +1,227 @@
+"""What a plan takes: the engine, run on tensors without memory, with an arena, products and passes that count."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from flce.backends import contract, eager
+from flce.backends.contract import RowOutputs
+from flce.core import gemm, private
+from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
+from flce.engine import vectors
+from flce.engine.arena import Arena, CountingArena
+from flce.engine.case import Case
+from flce.engine.passes import Plan, Runtime, backward, forward
+from flce.engine.selection import Selection
+from flce.engine.stage import Stage
+from flce.planning import cost_model
+
+# About the number of borrowed blocks that a count looks at.
+SAMPLES = 6
+
+
+@dataclass(frozen=True)
+class Count:
+    workspace_bytes: int
+    """Peak of memory above the inputs and the returned gradients, over forward and backward."""
+    flops: int
+    """Work of the matrix products."""
+    seconds: float
+    """An estimate."""
+
+
+def count(plan: Plan) -> Count:
+    """What the plan takes. Its own code runs, on tensors without values."""
+    c, arena = plan.case, CountingArena()
+    meter = Meter(c, arena)
+    with private.disable_current_modes(), private.disable_torch_function(), torch.no_grad():
+        grads = rehearse(plan, Runtime(cast(Any, meter), arena, CountingStage))
+    if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
+        arena.for_a_moment(eager.SCALING_BYTES)
+    return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds)
+
+
+def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
+    """Forward and backward of a call, as `ops.linear_cross_entropy` makes them, on operands without values.
+
+    The gradients are returned, with all memory in the arena."""
+
+    c, arena = plan.case, runtime.arena
+    n, accum = c.num_tokens, accumulation_dtype(c.dtype)
+
+    def given(*shape: int, dtype: torch.dtype = c.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=arena.device)
+
+    # The shifted target, or one of int64, and a mask. Of gathered rows also where they are, their targets, and their
+    # results at their places among all.
+    target, _mask = arena.new((n,), torch.int64), arena.new((n,), torch.bool)
+    terms = tuple(LinearTerm(given(n, size), given(c.vocab_size, size)) for size in c.hidden_sizes)
+    problem = LinearCrossEntropyProblem(terms, target, None, None, None, None, c.spec, c.needs)
+    index = arena.new((n,), torch.int64) if c.skip_ignored else None
+    selection = AllRows(problem, index, arena=arena, kept=[])
+    if index is not None:
+        selection.kept.extend((selection.target, vectors.allocate(problem, n, arena)))
+    runtime = runtime._replace(select=lambda *_: selection)
+    result = forward(problem, plan, c.needs.any and not plan.deferred, runtime)
+    if plan.deferred:
+        upstream = given(*([n] if c.spec.reduction == "none" else []), dtype=accum)
+        return backward(problem, plan, result.rows.normalizer, upstream, runtime)
+    grads = result.grads
+    del result
+    selection.kept.clear()
+    # They are multiplied by the upstream gradient, and cast.
+    return [*grads, *(arena.new(g.shape, c.dtype) for g in grads if g.dim() == 2 and g.dtype != c.dtype)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllRows(Selection):
+    """All rows, gathered or not. Their vectors are kept to the end of both passes."""
+
+    arena: Arena
+    kept: list[Any]
+
+    def scatter(self, out: RowOutputs) -> RowOutputs:
+        self.kept.append(out)
+        return out
+
+    def take(self, x: Tensor, dim: int = 0) -> Tensor:
+        # Normalizers of gathered rows are among those that are kept.
+        return x if self.index is None or dim > 0 else self.arena.new(x.shape, x.dtype)
+
+
+class Meter:
+    """Adds up the time of what is launched. It stands for a backend, too."""
+
+    def __init__(self, c: Case, arena: CountingArena) -> None:
+        self.case, self.seconds, self.flops = c, 0.0, 0.0
+        self.scratch, self._device = arena.for_a_moment, cost_model.device_of(c.device_type)
+
+    def product(self, m: int, n: int, k: int) -> None:
+        self.flops += 2 * m * n * k
+        self.seconds += cost_model.product(self._device, m, n, k, self.case.dtype.itemsize)
+
+    def moved(self, *tensors: Tensor, launches: int = 1) -> None:
+        """A pass that reads or writes each of these."""
+        self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self._device.bandwidth
+        self.seconds += launches * self._device.launch
+
+    def repeated(self, items: Iterable[tuple[slice, float]]) -> Iterator[slice]:
+        """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
+        what the next needs."""
+        for item, times in items:
+            seconds, flops = self.seconds, self.flops
+            yield item
+            self.seconds = seconds + times * max(self.seconds - seconds, self._device.host)
+            self.flops = flops + times * (self.flops - flops)
+
+    # ----------------------------------------------------------------------------- as a backend, see `Backend`
+
+    def _pass(self, *tiles: Tensor) -> None:
+        self.moved(*tiles)
+        if self.case.backend == "torch":
+            self.scratch(eager.temporary_bytes(self.case.spec, tiles[0], self.case.device_type))
+
+    def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
+        """Three numbers, which are not counted."""
+
+    def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
+        return (*rows.losses, None)
+
+    def statistics(self, logits: Tensor, *args: Any) -> None:
+        self._pass(logits)
+
+    def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
+        self._pass(logits, grad)
+
+    loss_and_gradient = gradient
+
+    def product_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
+        self.product(len(x), len(weight), x.shape[1])
+        self.moved(launches=1)
+        self.scratch(contract.product_scratch_bytes(len(x), len(weight), 2))
+
+    def product_gradient(self, x: Tensor, weight: Tensor, *args: Any) -> None:
+        self.product(len(x), len(weight), x.shape[1])
+        self.moved(launches=1)
+
+    def product_exponentials(self, x: Tensor, weight: Tensor, exps: Sequence[Tensor], *args: Any) -> None:
+        for tile in exps:
+            self.product(len(x), tile.shape[1], x.shape[1])
+        self.moved(launches=10)
+        self.scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
+
+    def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
+        self.moved(x, out)
+
+    combine_rows = scale_valid_rows
+
+    def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
+        for grad, tile in zip(grads, exps, strict=True):
+            self.product(len(grad), grad.shape[1], len(tile))
+        self.add_target_terms(grads)
+
+    def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
+        self.moved(launches=4)
+        self.scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)
+
+
+class CountingStage(Stage):
+    """A stage that measures what it is asked for. Its loops are shortened, see `_shortened`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._meter = cast(Meter, self.backend)
+
+    def chunks(self, step: int) -> Iterator[slice]:
+        return self._meter.repeated(_shortened(0, self.selection.num_rows, step))
+
+    def blocks(
+        self, step: int, start: int = 0, stop: int | None = None, first: Sequence[slice] = ()
+    ) -> Iterator[slice]:
+        stop = self.vocab_size if stop is None else stop
+        others = _shortened(first[-1].stop if first else start, stop, step)
+        return self._meter.repeated(itertools.chain(_sampled(first), others))
+
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        self._meter.moved(x, out)
+
+    def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
+        self._meter.moved(out, out)
+
+    def put_rows(self, x: Tensor, out: Tensor, part: slice, add: bool = False) -> None:
+        self._meter.moved(x, *[x] * (1 + add))
+
+    def add_column_sums(self, x: Tensor, out: Tensor) -> None:
+        self._meter.moved(x)
+
+    def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
+        (m, k), n = a.shape, b.shape[1]
+        self._meter.product(m, n, k)
+        if accumulate or out.element_size() > a.element_size():
+            self._meter.moved(*[out] * (1 + accumulate), launches=0)
+        self._meter.scratch(gemm.scratch_bytes(a, b, out, accumulate, self._meter.case.device_type))
+
+
+def _shortened(start: int, stop: int, step: int) -> Iterator[tuple[slice, float]]:
+    """Pieces of `step`, each with the number of pieces that it stands for: the second stands for all whole ones between
+    the first and the last."""
+    whole, rest = divmod(stop - start, max(1, step))
+    numbers = {0: 1, 1: whole - 2, whole - 1: 1} if whole > 2 else dict.fromkeys(range(whole), 1)
+    for number, times in numbers.items():
+        yield slice(start + number * step, start + (number + 1) * step), times
+    if rest:
+        yield slice(stop - rest, stop), 1
+
+
+def _sampled(blocks: Sequence[slice]) -> Iterator[tuple[slice, float]]:
+    """Some of the blocks, which become smaller: each stands for all classes up to the next."""
+    step = max(1, len(blocks) // SAMPLES)
+    for number in range(0, len(blocks), step):
+        block, last = blocks[number], blocks[min(number + step, len(blocks)) - 1]
+        yield block, (last.stop - block.start) / (block.stop - block.start)

@@ -1,0 +1,60 @@
+"""What a call will do: a schedule of some size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from flce.engine.case import Case, dtype_text
+from flce.engine.passes import Plan
+from flce.engine.schedules import Schedule
+from flce.planning.dry_run import Count, count
+
+
+class ChunkPlan(Plan):
+    """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
+
+    @functools.cached_property
+    def _count(self) -> Count:
+        return count(self)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Peak bytes above the inputs and the returned gradients, over forward and backward."""
+        return self._count.workspace_bytes
+
+    @property
+    def flops(self) -> int:
+        """Work of the matrix products of forward and backward."""
+        return self._count.flops
+
+    @property
+    def seconds(self) -> float:
+        """An estimate for the device, with nothing else to do."""
+        return self._count.seconds
+
+    def __str__(self) -> str:
+        c = self.case
+        one = 2 * c.num_tokens * sum(c.hidden_sizes) * c.vocab_size  # flops of a product
+        logits = "not in memory" if self.in_registers else f"in {dtype_text(self.dtypes.logits)}"
+        return (
+            f"{c} on {c.device_type} ({c.backend} backend): strategy '{self.strategy}', "
+            f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
+            f"{self.flops / one if one else 0:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
+            f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
+        )
+
+
+def plan_of(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
+    """The plan of a call with a schedule of some size."""
+    without = "vocab" if c.options.strategy == "vocab" else "tokens"
+    return _known(c, kind.strategy if c.needs.any else without, kind.sized(c, size))
+
+
+_known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in a search
+
+
+def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
+    """The smallest of the plans that take at most `within` times as long as the fastest."""
+    limit = within * min(plan.seconds for plan in plans)
+    return min((plan for plan in plans if plan.seconds <= limit), key=lambda plan: plan.workspace_bytes)

@@ -1,0 +1,134 @@
+"""Which schedule a call takes, and of which size.
+
+* **Without a budget** a rule says so: see `defaults`.
+* **With a budget** that the default does not keep, the plan is the fastest that keeps it, of all schedules and sizes
+  (`_fastest`). What a plan takes in memory and time is counted: see `dry_run`.
+* Without a budget the workspace is at most `MEMORY_SHARE` of the device's memory, which is then the budget.
+
+Every call of one shape and options has the same plan on devices of one kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flce.core.gemm import ALIGNMENT
+from flce.engine.case import Case
+from flce.engine.schedules import SCHEDULES, Schedule
+from flce.planning.defaults import default_plan
+from flce.planning.plan import ChunkPlan, plan_of, smallest_near
+
+MEMORY_SHARE = 1 / 24
+# CUDA's caching allocator hands out blocks that are up to 1 MiB larger than asked for. What it counts as allocated is
+# to keep the budget too.
+ALLOCATOR_SLACK = {"cuda": 2 << 20}
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_of_call(*call: Any) -> ChunkPlan:
+    """The plan of the `Case` with these fields. That of a known call is found without making a case."""
+    return make_plan(Case(*call))
+
+
+def make_plan(c: Case) -> ChunkPlan:
+    """The plan of a case, searched anew."""
+    default, budget = default_plan(c), c.options.max_workspace_bytes
+    # Blocks of classes are for saving memory: a budget says how much there is of it.
+    searched = budget is not None and c.options.strategy == "vocab"
+    if budget is None:
+        if c.memory is None:
+            return default
+        budget = int(c.memory * MEMORY_SHARE)
+    for room in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
+        if default.workspace_bytes <= room and not searched:
+            return default
+        fastest = _fastest(c, room)
+        if fastest is not None:
+            return fastest
+    least = min(_smallest(c), default, key=lambda plan: plan.workspace_bytes)
+    if c.options.max_workspace_bytes is None:
+        return least
+    raise ValueError(
+        f"max_workspace_bytes={budget} is too small for {c} with strategy={c.options.strategy!r} and "
+        f"chunk_rows={c.options.chunk_rows}: the least is {least.workspace_bytes} bytes"
+    )
+
+
+def _kinds(c: Case) -> Iterator[tuple[type[Schedule], range]]:
+    """Schedules for a call, and their sizes."""
+    for kind in SCHEDULES:
+        if c.needs.any and c.spec.reduction == "none" and not kind.deferred:
+            continue
+        sizes, rows = kind.sizes(c), c.chunk_rows
+        if c.options.chunk_rows is not None and kind.strategy == "tokens" and kind.sized_by_tokens:
+            sizes = range(max(rows, sizes.start), min(rows + 1, sizes.stop))
+        if sizes and (c.options.strategy in ("auto", kind.strategy) or not c.needs.any):
+            yield kind, sizes
+
+
+def _fastest(c: Case, budget: int) -> ChunkPlan | None:
+    """The fastest of all plans that keep the budget; None if none does."""
+    best = None
+    for kind, sizes in _kinds(c):
+        # Not worth a search if it is slower even with all the memory that it could use.
+        if best is None or plan_of(c, kind, sizes[-1]).seconds < best.seconds:
+            best = min([best, *_largest(c, kind, sizes, budget)], key=_seconds)
+    return best
+
+
+def _seconds(plan: ChunkPlan | None) -> float:
+    return plan.seconds if plan else math.inf
+
+
+def _largest(c: Case, kind: type[Schedule], sizes: range, budget: int) -> list[ChunkPlan | None]:
+    """The best plan of one schedule: of the largest size that keeps the budget, or of some sizes below."""
+    size = _largest_size(lambda size: plan_of(c, kind, size).workspace_bytes, sizes, budget)
+    if size is None:
+        return [None]
+    below = [size, *(size // multiple * multiple for multiple in kind.multiples)]
+    if kind.sized_by_tokens:
+        below += [c.equal_rows(size) for size in below]
+    plans = [plan_of(c, kind, size) for size in dict.fromkeys(below) if size in sizes]
+    return [smallest_near([plan for plan in plans if plan.workspace_bytes <= budget], 1.005)]
+
+
+def _largest_size(taken: Callable[[int], int], sizes: range, budget: int) -> int | None:
+    """The largest size, or nearly so, with ``taken(size) <= budget``; None if there is none.
+
+    What is taken is nearly affine in the size: most tries are where the line through the last two meets the budget.
+    """
+    low, high = sizes[0] - 1, sizes[-1]  # the largest size known to fit, and the smallest known not to
+    bytes_high = taken(high)
+    if bytes_high <= budget:
+        return high
+    last, size = (high, bytes_high), max(sizes[0], 128)
+    while high - low > max(1, low // 64):
+        size = min(max(size, low + 1), high - 1)
+        if size // ALIGNMENT * ALIGNMENT > low:
+            size = size // ALIGNMENT * ALIGNMENT
+        bytes_ = taken(size)
+        low, high = (size, high) if bytes_ <= budget else (low, size)
+        slope = (bytes_ - last[1]) / (size - last[0])
+        # The number of sizes that this one is below the budget, or above it.
+        more = (budget - bytes_) / slope if slope > 0 else 0.0
+        if low == size and 0 < more < max(1, low / 64):
+            break
+        last, size = (size, bytes_), size + math.floor(more) if low < size + more < high else (low + high) // 2
+    return low if low in sizes else None
+
+
+def _smallest(c: Case) -> ChunkPlan:
+    """The plan with the least workspace.
+
+    Not always that of the smallest size: a single tile needs no sums over tiles, an aligned one no float32 copy.
+    """
+    plans = [
+        plan_of(c, kind, size)
+        for kind, sizes in _kinds(c)
+        for size in {sizes[0], sizes[-1], ALIGNMENT}
+        if size in sizes
+    ]
+    return min(plans, key=lambda plan: plan.workspace_bytes)

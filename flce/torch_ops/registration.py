@@ -1,0 +1,70 @@
+"""Custom operators: how they are registered, and how dataclasses of constants are among their arguments."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from flce.torch_ops.frames import mark_frames, never_compiled
+
+
+def define(
+    name: str,
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+) -> None:
+    """Register ``flce::name``: what it does, what its results look like, and its derivative, if it has one."""
+    torch.library.define(f"flce::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"flce::{name}", "CompositeExplicitAutograd", implementation)
+    torch.library.register_fake(f"flce::{name}", fake)
+    if backward is None or setup_context is None:
+        return
+
+    def prepare(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        mark_frames()
+        setup_context(ctx, inputs, output)
+
+    torch.library.register_autograd(f"flce::{name}", never_compiled(backward), setup_context=prepare)
+
+
+def as_text(*records: Any) -> str:
+    """Dataclasses of constants as one argument of an operator: JSON, of which `from_text` makes equal ones."""
+    return _json([{f.name: _constant(getattr(record, f.name)) for f in fields(record)} for record in records])
+
+
+def _constant(value: Any) -> Any:
+    if type(value) not in (int, float) or not torch.compiler.is_compiling():
+        return value
+    # `torch.compile` may have made a symbol of it. The graph is for this number alone.
+    return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
+
+
+def _json(values: Any) -> str:
+    return _encoder.encode(values)
+
+
+_encoder = json.JSONEncoder(default=str)  # which is for dtypes
+_json._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result
+
+
+@functools.lru_cache(maxsize=1024)
+def from_text(text: str, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `as_text` was given, of these classes."""
+    pairs = zip(kinds, json.loads(text), strict=True)
+    return tuple(kind(**{name: _of_json(value) for name, value in values.items()}) for kind, values in pairs)
+
+
+def _of_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    is_dtype = isinstance(value, str) and value.startswith("torch.")
+    return getattr(torch, value.removeprefix("torch.")) if is_dtype else value

@@ -1,0 +1,739 @@
+"""Gradients made of unnormalized exponentials, without logits in memory.
+
+They are for Hopper and bfloat16. Under the interpreter its products are mended, see `interpreted_bfloat16`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import flce
+from flce.backends import get_backend
+from flce.backends.contract import TargetTerms
+from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
+from flce.engine.arena import Arena
+from flce.engine.borrowing import exponential_tiles
+from flce.engine.case import Case, Dtypes
+from flce.engine.schedules.blocks import Blocks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
+from flce.engine.selection import Selection
+from flce.engine.stage import Stage
+from flce.planning.plan import ChunkPlan
+from flce.planning.search import make_plan
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from tests import forced, interpreted_bfloat16
+from tests.forced import force
+from tests.helpers import check, pairs, plan_for
+from tests.hopper import as_on_hopper, case_on_hopper
+
+CUDA = torch.cuda.is_available()
+ULP = 2.0**-8
+NEEDS = Needs((True,), (True,), False)
+KINDS = (Unnormalized, Borrowed)  # and `Recomputed`, which is one of the first
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
+    if not CUDA:
+        interpreted_bfloat16.mend(monkeypatch)
+    yield from as_on_hopper(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def plans(monkeypatch: pytest.MonkeyPatch, _on_hopper: None) -> Iterator[list[ChunkPlan]]:
+    """Unnormalized exponentials, also for small vocabularies and chunks: the plans of all calls. Tests that want
+    others take them out."""
+    taken = force(monkeypatch, forced.unnormalized)
+    yield taken
+    assert all(isinstance(plan.schedule, KINDS) for plan in taken)
+
+
+def problem_of(device: torch.device, **settings: Any) -> Problem:
+    settings = {"leading": (2, 35), "hidden": 72, "vocab": 517, **settings}
+    return make_problem(**settings, dtype=torch.bfloat16, device=device)
+
+
+def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xw") -> ChunkPlan:
+    plan = plan_for(problem, options, grads)
+    assert isinstance(plan.schedule, KINDS)
+    return plan
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "aligned": {"vocab": 512},
+    "less than a block": {"vocab": 100},
+    "one row": {"leading": (1,), "vocab": 300},
+    "ignored": {"ignored": 0.4},
+    "all ignored but one": {"leading": (9,), "ignored": 0.99},
+    "z_loss": {"z_loss": 1.0, "token_weight": True},
+    "bias": {"bias": True, "z_loss": 0.01},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
+    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True},
+    "all": {"bias": True, "softcap": 4.0, "class_weight": True, "token_weight": True, "ignored": 0.2, "z_loss": 0.02},
+    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
+}
+
+
+@pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 64])
+def test_against_the_oracle(extras: str, skip: bool, rows: int | None, device: torch.device) -> None:
+    problem = problem_of(device, **EXTRAS[extras])
+    options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
+    plan_of(problem, options)
+    check(problem, options=options, grads="xw", stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+
+
+@pairs(grads=["x", "w"], skip=[False, True], rows=[None, 37])
+def test_one_gradient(grads: str, skip: bool, rows: int | None, device: torch.device) -> None:
+    problem = problem_of(device, ignored=0.4)
+    options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
+    plan_of(problem, options, grads)
+    check(problem, options=options, grads=grads, tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("valid", [0, 1, 31, 32, 33, 64, 75])
+def test_where_the_rows_that_count_end(valid: int, device: torch.device) -> None:
+    """In the middle and at the borders of chunks."""
+    problem = problem_of(device, leading=(75,), vocab=300, reduction="sum")
+    problem.target[torch.randperm(75)[valid:].to(device)] = -100
+    options = flce.ChunkOptions(skip_ignored=True, chunk_rows=32)
+    check(problem, options=options, grads="xw", stats=("lse", "logprob"), tolerance=3 * ULP)
+
+
+def test_few_targets_of_many_rows(device: torch.device) -> None:
+    """Sums of many rows for one target, over the borders of what the kernel takes at a time, and none for others."""
+    problem = problem_of(device, leading=(300,), hidden=600)
+    problem.target[:] = 7
+    problem.target[::3] = 511
+    problem.target[250:260] = 0
+    check(problem, grads="xw", tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("ignore_index, rows", [(5, None), (516, 64), (-1, 64)])
+def test_ignore_index_among_the_classes(ignore_index: int, rows: int | None, device: torch.device) -> None:
+    problem = problem_of(device).with_(ignore_index=ignore_index)
+    problem.target[1] = ignore_index
+    options = flce.ChunkOptions(skip_ignored=False, chunk_rows=rows)
+    check(problem, options=options, grads="xw", tolerance=3 * ULP)
+
+
+def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
+    """In the product for the weight's gradient, where those of one class may cancel."""
+    x = torch.ones(2, 64, dtype=torch.bfloat16, device=device)
+    x[1] = -1
+    factor = torch.tensor([1 / 3, 1 / 3 + 2.0**-11], device=device)
+    exps, grad = x.new_zeros(2, 256), x.new_empty(256, 64)
+    terms = TargetTerms(x, None, torch.tensor([5, 5], device=device), factor, -100)
+    get_backend(device).weight_gradient([grad], [exps], torch.zeros_like(x), terms)
+    expected = torch.zeros(256, 64, dtype=torch.float64, device=device)
+    expected[5] = -(2.0**-11)
+    assert relative_error(grad, expected) < 2 * ULP
+
+
+def test_sums_in_bfloat16(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less exact, by choice; never wrong."""
+    problem = problem_of(device)
+    options = flce.ChunkOptions(chunk_rows=64, accum_dtype=torch.bfloat16)
+    original = Case.dtypes  # by which a CPU sums in float32
+    monkeypatch.setattr(Case, "dtypes", lambda c, deferred: replace(original(c, deferred), sums=torch.bfloat16))
+    assert plan_of(problem, options).dtypes.sums == torch.bfloat16
+    check(problem, options=options, grads="xw", tolerance=8 * ULP)
+
+
+@pytest.mark.parametrize("std", [0.02, 1.0, 4.0, 16.0, 200.0])
+@pytest.mark.parametrize("where", ["anywhere", "beyond the sample", "target"])
+def test_any_range(std: float, where: str, device: torch.device) -> None:
+    """Logits far above those that the reference is chosen from: the product is made again, with another."""
+    problem = problem_of(device, leading=(24,), std=std)
+    if where == "beyond the sample":  # which is every third class
+        problem.linear_weight[4::9] *= 10
+    elif where == "target":
+        problem.linear_weight[problem.target[:10]] *= 10
+    check(problem, grads="xw", tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("size", [3e3, 1.6e4, 1e5, 1e6])
+def test_logits_that_bfloat16_rounds_by_more_than_there_is_room(size: float, device: torch.device) -> None:
+    """A large common part of the logits themselves, not of the bias, as in a row that is far from the others."""
+    problem = problem_of(device, leading=(12,), std=2.0)
+    problem.input[:, 0] = 1.0
+    problem.linear_weight[:, 0] = size
+    outcome, expected = run_fused(problem, grads="xw"), run_oracle(problem)
+    # A logit of 1e6 is only known to 0.06 in float32.
+    assert relative_error(outcome.loss, expected.loss) < 1e-6 * size
+    assert outcome.grad_input is not None
+    assert expected.grad_input is not None
+    assert relative_error(outcome.grad_input[:, 1:], expected.grad_input[:, 1:]) < 3 * ULP + 1e-6 * size
+
+
+def test_masked_classes(device: torch.device) -> None:
+    """-inf for the classes of the sample, some targets among them, and all others far below zero."""
+    problem = problem_of(device, leading=(6,), vocab=300, bias=True)
+    assert problem.linear_bias is not None
+    problem.linear_bias.fill_(-120.0)
+    problem.linear_bias[::2] = float("-inf")
+    problem.target[:] = torch.tensor([4, 0, 7, 9, 11, 13])
+    x = problem.input.clone().requires_grad_()
+    losses = flce.fused_linear_cross_entropy(
+        x, problem.linear_weight, problem.target, linear_bias=problem.linear_bias, stats=("lse", "logprob")
+    )
+    assert isinstance(losses, flce.LinearCrossEntropyOutput)
+    losses.loss.backward()
+    y = problem.input.float().requires_grad_()
+    z = y @ problem.linear_weight.float().T + problem.linear_bias.float()
+    expected = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
+    expected[2:].mean().backward()
+    assert losses.logprob is not None
+    torch.testing.assert_close(-losses.logprob, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses.lse, z.logsumexp(1), rtol=1e-4, atol=1e-4)
+    assert x.grad is not None
+    assert y.grad is not None
+    assert bool(x.grad.isfinite().all())
+    assert relative_error(x.grad[2:] * 6 / 4, y.grad[2:]) < 3 * ULP
+
+
+@pytest.mark.parametrize("rows", [None, 150])
+def test_terms_that_cancel(rows: int | None, device: torch.device) -> None:
+    """A model that knows how frequent its targets are, and whose hidden states have something in common: the two halves
+    of the gradient of a frequent class's weight, each of many tokens, are nearly equal."""
+    problem = problem_of(device, leading=(400,), hidden=64, vocab=40)
+    common = torch.randn(64, device=device).to(torch.bfloat16)
+    problem.input.copy_(problem.input + 3 * common)
+    frequency = torch.arange(1, 41, device=device).float().reciprocal().log()
+    problem.linear_weight.copy_(frequency[:, None] * common.float() / (3 * common.float().square().sum()))
+    z = problem.input.double() @ problem.linear_weight.double().T
+    problem.target.copy_(torch.multinomial(z.softmax(1).float(), 1)[:, 0])
+    options = flce.ChunkOptions(chunk_rows=rows)
+    plan_of(problem, options)
+    expected = run_oracle(problem).grad_weight
+    mine = run_fused(problem, options=options, grads="xw").grad_weight
+    assert mine is not None
+    assert expected is not None
+    assert relative_error(mine, expected) < 2 * ULP
+
+
+@pytest.mark.parametrize("offset", [-500.0, 500.0])
+def test_a_common_offset(offset: float, device: torch.device) -> None:
+    problem = problem_of(device, leading=(20,), std=1.0, bias=True)
+    assert problem.linear_bias is not None
+    problem.linear_bias.fill_(offset)
+    check(problem, grads="xw", tolerance=3 * ULP)
+    assert relative_error(run_fused(problem, grads="xw").loss, run_oracle(problem).loss) < 1e-5
+
+
+def test_a_bias_that_takes_a_product_away(device: torch.device) -> None:
+    """Of the classes of the sample, whose logits without their own bias would be a reference that is far too large."""
+    problem = problem_of(device, leading=(20,), bias=True)
+    assert problem.linear_bias is not None
+    problem.input[:, 0] = 1.0
+    problem.linear_weight[::3, 0] = 256.0
+    problem.linear_bias[::3] = -256.0
+    check(problem, grads="xw", tolerance=3 * ULP)
+
+
+def test_logits_are_not_rounded(device: torch.device) -> None:
+    """The loss is as exact as float32; gradients are nearer to the truth than those of rounded logits."""
+    problem = problem_of(device, std=4.0)
+    mine, expected, stock = run_fused(problem, grads="xw"), run_oracle(problem), run_stock(problem)
+    assert relative_error(mine.loss, expected.loss) < 1e-6
+    for name in ("grad_input", "grad_weight"):
+        error = relative_error(getattr(mine, name), getattr(expected, name))
+        assert error < 0.7 * relative_error(getattr(stock, name), getattr(expected, name))
+
+
+def test_confident_rows(device: torch.device) -> None:
+    """Where p is 1 the gradient is 0; where it is nearly 1, what is left of it keeps its digits."""
+    problem = problem_of(device, leading=(40,), hidden=64, vocab=520)
+    problem.linear_weight[:40] = 0
+    problem.linear_weight[torch.arange(40), torch.arange(40)] = 2.0
+    problem.linear_weight[40:] = 0
+    problem.input.zero_()
+    problem.target.copy_(torch.arange(40))
+    for size, limit in ((259.0, 1e-30), (7.0, 1e-3)):
+        problem.input[torch.arange(40), torch.arange(40)] = size
+        outcome, expected = run_fused(problem, grads="xw"), run_oracle(problem)
+        assert float(outcome.loss) < limit
+        assert outcome.grad_input is not None
+        assert expected.grad_input is not None
+        assert float(outcome.grad_input.abs().max()) < limit
+        if size < 10:
+            assert float(outcome.loss) == pytest.approx(519 * math.exp(-14.0), rel=1e-3)
+            assert relative_error(outcome.grad_input, expected.grad_input) < 3 * ULP
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("of", ["row", "class", "target"])
+def test_logits_that_are_no_numbers(value: float, of: str, device: torch.device) -> None:
+    """Losses, and gradients of the inputs, are what PyTorch makes of them."""
+    problem = problem_of(device, leading=(6,), vocab=300, bias=True)
+    assert problem.linear_bias is not None
+    problem.target[:] = torch.arange(6) + 20
+    problem.target[5] = -100
+    if of == "row":
+        problem.input[2] = value
+        problem.linear_weight.abs_()
+    else:
+        problem.linear_bias[3 if of == "class" else 22] = value
+    problem.input[5] = float("nan")
+    x = problem.input.clone().requires_grad_()
+    weight = torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0, 1.0], device=device)
+    loss = flce.fused_linear_cross_entropy(
+        x,
+        problem.linear_weight,
+        problem.target,
+        linear_bias=problem.linear_bias,
+        token_weight=weight,
+        stats=("logprob",),
+    )
+    assert isinstance(loss, flce.LinearCrossEntropyOutput)
+    loss.loss.backward()
+    y = problem.input.float().requires_grad_()
+    z = y @ problem.linear_weight.float().T + problem.linear_bias.float()
+    losses = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
+    (losses * weight).sum().div(5).backward()
+    assert loss.logprob is not None
+    torch.testing.assert_close(-loss.logprob, losses, rtol=1e-3, atol=1e-3, equal_nan=True)
+    assert x.grad is not None
+    assert y.grad is not None
+    expected = y.grad.clone()
+    expected[5] = 0  # ignored: whatever it holds
+    assert torch.equal(x.grad.isfinite(), expected.isfinite())
+    finite = expected.isfinite()
+    assert relative_error(x.grad[finite], expected[finite]) < 3 * ULP
+
+
+def test_no_tokens(device: torch.device) -> None:
+    x = torch.zeros(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    w = torch.ones(300, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    loss = flce.fused_linear_cross_entropy(x, w, torch.zeros(0, dtype=torch.int64, device=device), reduction="sum")
+    assert isinstance(loss, torch.Tensor)
+    assert float(loss) == 0
+    loss.backward()
+    assert w.grad is not None
+    assert not bool(w.grad.any())
+
+
+def test_a_wrong_target_is_nan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flce.engine.vectors.looks_at_values", lambda device: False)
+    problem = problem_of(device, leading=(6,))
+    problem.target[3] = 517
+    x = problem.input.clone().requires_grad_()
+    loss = flce.fused_linear_cross_entropy(x, problem.linear_weight, problem.target)
+    assert isinstance(loss, torch.Tensor)
+    assert bool(loss.isnan())
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.isnan().any(1).tolist() == [False, False, False, True, False, False]
+    w = problem.linear_weight.clone().requires_grad_()
+    loss = flce.fused_linear_cross_entropy(problem.input, w, problem.target)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    assert w.grad is not None
+    assert bool(w.grad.isnan().all())
+
+
+@pytest.mark.parametrize(
+    "shape, skip",
+    [((450, 64, 400), True), ((100, 400, 160), True), ((100, 400, 160), False), ((2, 64, 300), False)],
+    ids=str,
+)
+def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool, device: torch.device) -> None:
+    """It cancels in the gradient of the inputs, which is small beside it. Of few classes there is little memory."""
+    tokens, hidden, vocab = shape
+    problem = problem_of(device, leading=(tokens,), hidden=hidden, vocab=vocab, std=0.1, ignored=0.2 if skip else 0.0)
+    common = torch.randn(hidden, device=device)
+    problem.linear_weight.copy_(problem.linear_weight.float() + 3 * common / hidden**0.5)
+    options = flce.ChunkOptions(skip_ignored=skip)
+    plan_of(problem, options)
+    expected = run_oracle(problem).grad_input
+    mine = run_fused(problem, options=options, grads="xw").grad_input
+    assert mine is not None
+    assert expected is not None
+    assert relative_error(mine, expected) < 1.5 * ULP
+
+
+@pytest.mark.parametrize("which", ["input", "linear_weight"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_operands_that_do_not_go_along_rows(
+    which: str, reduction: str, device: torch.device, plans: list[ChunkPlan]
+) -> None:
+    """A weight that is stored as (H, V), hidden states as (H, N). Logits are in memory."""
+    problem = problem_of(device, leading=(60,), hidden=64, vocab=512, reduction=reduction)
+    operand = getattr(problem, which).t().contiguous().t()
+    assert operand.stride() == (1, operand.shape[0])
+    check(replace(problem, **{which: operand}), grads="xw", tolerance=3 * ULP)
+    passes = 2 if reduction == "none" else 1
+    assert [type(plan.schedule) for plan in plans] == [DeferredChunks if reduction == "none" else Chunks] * passes
+    assert not any(plan.in_registers for plan in plans)
+    plans.clear()
+
+
+def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device, plans: list[ChunkPlan]) -> None:
+    problem = problem_of(device, leading=(5,), hidden=64, vocab=1)
+    weight = problem.linear_weight.t().contiguous().t()
+    check(replace(problem, linear_weight=weight), grads="xw", tolerance=3 * ULP)
+    assert len(plans) == 1
+
+
+def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> None:
+    """When the host knows how many are worked on, the rows behind them are in no chunk: they may hold anything."""
+
+    class Counted:
+        def wait(self) -> int:
+            return 36
+
+    problem = problem_of(device, leading=(96,))
+    made = LinearCrossEntropyProblem(
+        (LinearTerm(problem.input, problem.linear_weight),), problem.target, None, None, None, None, LossSpec(), NEEDS
+    )
+    selection = Selection(made, torch.arange(96, device=device), Counted())  # type: ignore[arg-type]
+    dtypes, no_scales = Dtypes(*[torch.bfloat16] * 5), cast(Any, None)
+    at_work = Stage(made, get_backend(device), Arena(device), dtypes, True, selection, no_scales, torch.empty(2, 96))
+    assert list(at_work.chunks(64)) == [slice(0, 64)]  # begun before it is known
+    assert list(at_work.chunks(64)) == [slice(0, 36)]
+
+
+@pairs(logits_dtype=[None, torch.float32], tokens=[60, 400], skip=[False, True])
+def test_operands_without_descriptors(
+    logits_dtype: torch.dtype | None,
+    tokens: int,
+    skip: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Addresses that are not multiples of 16 bytes: such operands are copied, a few classes of the weight at a time."""
+    problem = problem_of(device, leading=(tokens,), hidden=64, vocab=300, ignored=0.2)
+    memory = problem.linear_weight.new_zeros(300 * 64 + 1)
+    weight = memory[1:].view(300, 64).copy_(problem.linear_weight)
+    assert weight.data_ptr() % 16
+    options = flce.ChunkOptions(logits_dtype=logits_dtype, skip_ignored=skip)
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
+    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
+    assert x.data_ptr() % 16
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
+
+
+def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **options: Any) -> flce.ChunkOptions:
+    """From here on so many tiles of exponentials are in the memory of the weight gradient."""
+    force(monkeypatch, forced.borrowed(count))
+    made = flce.ChunkOptions(skip_ignored=False, **options)
+    schedule = plan_of(problem, made).schedule
+    assert isinstance(schedule, Borrowed)
+    assert len(schedule.exponentials) == count + 1
+    return made
+
+
+@pytest.mark.parametrize(
+    "tokens, count, extras",
+    [
+        *((tokens, count, "plain") for tokens, count in zip((40, 130, 70), COUNTS, strict=True)),
+        (130, 1, "all"),
+        (70, 3, "all"),
+        (40, 1, "one gradient"),
+        (70, 3, "float32"),
+    ],
+)
+def test_tiles_in_the_memory_of_the_weight_gradient(
+    tokens: int, count: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More and fewer tokens than a row of the head has entries; targets in all tiles."""
+    settings = {**EXTRAS.get(extras, {}), "leading": (tokens,), "hidden": 64, "vocab": 6149}
+    problem = problem_of(device, **settings)
+    grads = "w" if extras == "one gradient" else "xw"
+    options = borrow(monkeypatch, problem, count, logits_dtype=torch.float32 if extras == "float32" else None)
+    check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_borrowed_tiles_change_nothing(count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the order in which products for the gradient of the inputs are summed."""
+    problem = problem_of(device, leading=(70,), hidden=64, vocab=2117, std=16.0)
+    problem.linear_weight[4::9] *= 10  # beyond the sample: some products are made again
+    usual = run_fused(problem, grads="xw")
+    mine = run_fused(problem, options=borrow(monkeypatch, problem, count), grads="xw")
+    assert usual.grad_weight is not None
+    assert mine.grad_weight is not None
+    assert torch.equal(mine.loss, usual.loss)
+    assert torch.equal(mine.grad_weight, usual.grad_weight)
+    assert usual.grad_input is not None
+    assert mine.grad_input is not None
+    assert relative_error(mine.grad_input, usual.grad_input) < 0.1 * ULP
+
+
+@pytest.mark.parametrize("tokens", [1, 70], ids=lambda n: f"{n} tokens")
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
+def test_borrowed_tiles_of_operands_without_descriptors(
+    tokens: int, logits_dtype: torch.dtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such operands are copied, a few classes of the weight at a time."""
+    problem = problem_of(device, leading=(tokens,), hidden=64, vocab=2117, ignored=0.0 if tokens == 1 else 0.2)
+    memory = problem.linear_weight.new_zeros(2117 * 64 + 1)
+    weight = memory[1:].view(2117, 64).copy_(problem.linear_weight)
+    options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
+    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
+    assert x.data_ptr() % 16
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
+
+
+def plan_on_hopper(tokens: int, hidden: int, mib: int | None = None, **arguments: Any) -> ChunkPlan:
+    budget = None if mib is None else mib << 20
+    made = make_plan(case_on_hopper(tokens, hidden, 128256, max_workspace_bytes=budget, **arguments))
+    assert budget is None or made.workspace_bytes <= budget
+    return made
+
+
+def num_borrowed(plan: ChunkPlan) -> int:
+    """Tiles of exponentials in the memory of the weight gradient."""
+    return len(plan.schedule.exponentials) - 1 if isinstance(plan.schedule, Borrowed) else 0
+
+
+def test_who_borrows() -> None:
+    """Without a budget, and the fewest tiles that keep one."""
+    usual = plan_on_hopper(4096, 4096)
+    assert num_borrowed(usual) == 1
+    assert usual.workspace_bytes < 580 << 20  # of 1002 MiB of exponentials
+    assert [num_borrowed(plan_on_hopper(4096, 4096, mib)) for mib in (2000, 600, 400, 230)] == [1, 1, 3, 7]
+    assert plan_on_hopper(4096, 4096, 150).strategy == "vocab"
+    assert num_borrowed(plan_on_hopper(16384, 1024)) == 0  # little to borrow
+    for spec in (LossSpec("none"), LossSpec(label_smoothing=0.1)):
+        assert num_borrowed(plan_on_hopper(4096, 4096, spec=spec)) == 0
+    assert [num_borrowed(plan_on_hopper(4096, 4096, grads=grads)) for grads in ("x", "w", "xw", "xwb")] == [0, 1, 1, 0]
+    assert num_borrowed(plan_on_hopper(131072, 4096)) == 0  # several chunks
+
+
+@pytest.mark.parametrize("strategy", ["auto", "tokens"])
+def test_given_rows_borrow_too(strategy: str) -> None:
+    """A budget that the plan without one keeps changes nothing, and the least that the error names suffices."""
+
+    def plan(budget: int | None) -> ChunkPlan:
+        case = case_on_hopper(4096, 4096, 128256, chunk_rows=4096, strategy=strategy, max_workspace_bytes=budget)
+        return make_plan(case)
+
+    free = plan(None)
+    assert num_borrowed(free) == 1
+    assert plan(900 << 20).workspace_bytes == free.workspace_bytes
+    assert num_borrowed(plan(400 << 20)) == 3
+    if strategy == "tokens":
+        with pytest.raises(ValueError, match="the least is") as error:
+            plan(100 << 20)
+        least = int(str(error.value).split("the least is ")[1].split()[0])
+        assert plan(least).workspace_bytes == least
+
+
+@given(
+    tokens=st.integers(1, 60000),
+    hidden=st.integers(1, 2000).map(lambda n: 8 * n),
+    vocab=st.integers(1, 300_000),
+    grads=st.sampled_from(["xw", "w", "x"]),
+    strategy=st.sampled_from(["auto", "tokens"]),
+    share=st.floats(0.01, 1.5),
+)
+@example(48583, 1736, 87617, "w", "auto", 188226730 / 17027165422)  # of chunks that just are unnormalized
+@example(5655, 15192, 19888, "xw", "auto", 51678475 / 449866560)  # less workspace with more rows
+@example(8192, 4096, 128256, "xw", "tokens", 50 / 2004)
+def test_budgets_on_hopper(tokens: int, hidden: int, vocab: int, grads: str, strategy: Any, share: float) -> None:
+    """A budget is kept, or the least is named that is enough; and where `vocab` keeps it, "auto" does."""
+
+    def plan(budget: int, strategy: Any) -> ChunkPlan:
+        options = {"strategy": strategy, "max_workspace_bytes": budget, "skip_ignored": False}
+        made = make_plan(case_on_hopper(tokens, hidden, vocab, grads=grads, **options))
+        assert made.workspace_bytes <= budget
+        return made
+
+    budget = 1 + int(share * 2 * tokens * vocab)
+    try:
+        plan(budget, strategy)
+        return
+    except ValueError as error:
+        least = int(str(error).split("the least is ")[1].split()[0])
+    assert least > budget
+    plan(least, strategy)
+    if vocab >= 4 * hidden:  # or else larger chunks may take less, which have a place for dX in float32
+        with pytest.raises(ValueError, match="the least is"):
+            plan(least - 1, strategy)
+    if strategy == "auto":
+        with pytest.raises(ValueError, match="the least is"):
+            plan(budget, "vocab")
+
+
+@given(
+    tokens=st.integers(1, 20000),
+    hidden=st.integers(1, 1024).map(lambda n: 8 * n),
+    vocab=st.integers(1, 300_000),
+    count=st.sampled_from(COUNTS),
+)
+def test_where_borrowed_tiles_lie(tokens: int, hidden: int, vocab: int, count: int) -> None:
+    """Where nothing is written before they have been read: behind no class of theirs, and apart."""
+    own, *tiles = exponential_tiles(tokens, hidden, vocab, count)
+    assert own.start == 0
+    assert own.place is None
+    assert len(tiles) in (0, count)
+    stop, free = own.stop, 0
+    for tile in tiles:
+        assert tile.start == stop < tile.stop
+        assert stop % 256 == 0
+        assert tile.place is not None
+        assert free <= tile.place
+        room = -(-(tile.stop - tile.start) // 64) * 64
+        free = tile.place + -(-tokens * room // hidden)
+        assert free <= tile.start
+        stop = tile.stop
+    assert stop == vocab
+    if vocab > 512 * (count + 1) * (1 + tokens / hidden):
+        assert tiles  # with room to spare
+
+
+def test_the_same_bits_every_time(device: torch.device) -> None:
+    problem = problem_of(device)
+    problem.target[..., ::2] = 3
+    one, two = (run_fused(problem, grads="xw") for _ in range(2))
+    for name in ("loss", "grad_input", "grad_weight"):
+        assert torch.equal(getattr(one, name), getattr(two, name))
+
+
+def test_small_work_is_normalized() -> None:
+    """One chunk depends on the head and on the number of logits, several also on their own size."""
+
+    def unnormalized(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
+        budget = None if mib is None else mib << 20
+        made = make_plan(case_on_hopper(tokens, hidden, vocab, max_workspace_bytes=budget))
+        assert made.strategy == "tokens"
+        return isinstance(made.schedule, KINDS)
+
+    assert not unnormalized(5341, 768, 50257)
+    assert unnormalized(5342, 768, 50257)  # more than 2^28 logits
+    assert unnormalized(16384, 768, 50257)
+    assert not unnormalized(16384, 512, 50257)
+    assert not unnormalized(16384, 768, 50257, 256)
+    assert unnormalized(16384, 768, 50257, 512)
+    assert unnormalized(131072, 2048, 128256)
+
+
+def test_what_is_normalized() -> None:
+    def unnormalized(grads: str = "xw", **arguments: Any) -> bool:
+        case = case_on_hopper(4096, 4096, 128256, grads=grads, **arguments)
+        assert (forced.unnormalized(case) is not None) == isinstance(make_plan(case).schedule, KINDS)
+        return isinstance(make_plan(case).schedule, KINDS)
+
+    assert unnormalized()
+    assert not unnormalized("")
+    assert not unnormalized(strategy="vocab")
+    for spec in (LossSpec("none"), LossSpec(stats=("entropy",)), LossSpec(label_smoothing=0.1)):
+        assert not unnormalized(spec=spec)
+    assert not unnormalized(ranks=(4,))
+    assert not unnormalized("xwb")
+    assert not unnormalized(dtype=torch.float16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 1024, 33024), (4096, 768, 50257)], ids=str)
+@pytest.mark.parametrize("grads", ["xw", "x", "w"])
+@pytest.mark.parametrize("rows", [None, 2048])
+@pytest.mark.parametrize("skip", [False, True])
+def test_promise(shape: tuple[int, int, int], grads: str, rows: int | None, skip: bool, plans: list[ChunkPlan]) -> None:
+    from tests.planning.test_plan import assert_kept, promise_and_peak
+
+    # Few, because the plan has to do for none: where many are dropped, dX needs no memory of its own.
+    settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.01 if skip else 0.0}
+    _, peak = promise_and_peak(*shape, "cuda", settings, {"chunk_rows": rows, "skip_ignored": skip})
+    assert plans[-1].schedule == Unnormalized(rows or shape[0])
+    assert_kept(plans[-1].workspace_bytes, peak)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2048, 4096, 33024), (4096, 4096, 50257), (8192, 4096, 33024)], ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("grads", ["xw", "w"])
+def test_promise_of_borrowed_tiles(
+    shape: tuple[int, int, int], count: int, grads: str, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
+) -> None:
+    from tests.planning.test_plan import assert_kept, promise_and_peak
+
+    force(monkeypatch, forced.borrowed(count))
+    _, peak = promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, {})
+    assert num_borrowed(plans[-1]) == count
+    assert_kept(plans[-1].workspace_bytes, peak)
+
+
+def recompute(monkeypatch: pytest.MonkeyPatch, classes: int, rows: int, cols: int) -> flce.ChunkOptions:
+    """From here on chunks have so many rows, and the logits of the last classes are made again, some at a time."""
+    force(monkeypatch, lambda c: Recomputed(rows, classes, cols))
+    return flce.ChunkOptions(skip_ignored=False)
+
+
+# Of 1051 classes several blocks are made.
+@pytest.mark.parametrize(
+    "classes, extras",
+    [(256, "plain"), (1051, "all"), (1051, "num_items"), (256, "one gradient"), (1051, "one gradient")],
+)
+def test_classes_that_are_recomputed(
+    classes: int, extras: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
+) -> None:
+    """Targets among them and among the others; logits beyond the sample."""
+    settings = {**EXTRAS.get(extras, {}), "leading": (75,), "hidden": 64, "vocab": 2099}
+    problem = problem_of(device, **settings)
+    problem.linear_weight[4::9] *= 10
+    grads = "w" if extras == "one gradient" else "xw"
+    options = recompute(monkeypatch, classes, 32, min(classes, 768))
+    check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+    assert [type(plan.schedule) for plan in plans] == [Recomputed]
+
+
+def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(device, leading=(75,), hidden=64, vocab=2099, ignored=0.2)
+    options = recompute(monkeypatch, 1051, 32, 768)
+    memory = problem.linear_weight.new_zeros(2099 * 64 + 1)
+    weight = memory[1:].view(2099, 64).copy_(problem.linear_weight)
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
+    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
+    assert x.data_ptr() % 16
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
+
+
+def test_who_recomputes_classes() -> None:
+    """Between the budgets of `vocab` and those of one chunk, or of sums of all classes."""
+
+    def plan(mib: int, **arguments: Any) -> ChunkPlan:
+        return plan_on_hopper(8192, 4096, mib, **{"skip_ignored": False, **arguments})
+
+    kinds = [type(plan(mib).schedule) for mib in (256, 280, 512, 1500)]
+    assert kinds == [Blocks, Recomputed, Recomputed, Borrowed]
+    schedules = [plan(mib).schedule for mib in (280, 512, 1024)]
+    assert all(isinstance(schedule, Recomputed) and schedule.classes == 64128 for schedule in schedules)
+    assert plan(512).flops == pytest.approx(3.5 * 2 * 8192 * 4096 * 128256, rel=0.001)
+    assert "the last 64128 of them recomputed" in str(plan(512))
+    narrow = make_plan(case_on_hopper(16384, 1024, 151936, max_workspace_bytes=594 << 20)).schedule
+    assert isinstance(narrow, Recomputed)
+    assert (narrow.rows, narrow.classes) == (1920, 75968)
+    for spec in (LossSpec("none"), LossSpec(label_smoothing=0.1)):
+        assert not isinstance(plan(512, spec=spec).schedule, Recomputed)
+    assert not isinstance(plan(512, skip_ignored=True).schedule, Recomputed)
+    assert not isinstance(plan(512, grads="x").schedule, Recomputed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 2048, 128256), (16384, 1024, 151936)], ids=str)
+@pytest.mark.parametrize("grads", ["xw", "w"])
+@pytest.mark.parametrize("rows", [640, 1280])
+def test_promise_of_recomputed_classes(
+    shape: tuple[int, int, int], grads: str, rows: int, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
+) -> None:
+    from tests.planning.test_plan import assert_kept, promise_and_peak
+
+    force(monkeypatch, lambda c: Recomputed.sized(c, rows))
+    _, peak = promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, {})
+    assert isinstance(plans[-1].schedule, Recomputed)
+    assert_kept(plans[-1].workspace_bytes, peak)

@@ -1,0 +1,684 @@
+"""The Triton kernels against the PyTorch backend, tile by tile, with blocks so small that a row has many."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce.backends.contract import PRODUCT_FIELDS, RowOutputs, Tile
+from flce.backends.eager import TorchBackend
+from flce.backends.state import finish
+from flce.core.devices import total_memory
+from flce.core.problem import NUMBERS, LossSpec
+from tests.helpers import allpairs
+from tests.tiles import Rows, assert_close, assert_same, random_rows
+
+pytest.importorskip("triton")
+
+STATS = ("logprob", "entropy", "argmax")
+# (PARTS, LANES, VECTOR, num_warps): a block is as many columns as the first three make together
+BLOCKS = [(1, 2, 2, 1), (2, 4, 2, 1), (4, 1, 4, 1)]
+WIDE_BLOCKS = [(2, 64, 2, 2), (4, 128, 8, 4), (4, 256, 4, 8)]
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 3.0, "logit_scale": 1.5, "temperature": 0.7},
+    "scale": {"logit_scale": 0.3},
+    "smoothing": {"label_smoothing": 0.2},
+    "z_loss": {"z_loss": 0.1},
+    "stats": {"stats": STATS},
+    "weights": {"class_weight": True, "token_weight": True, "bias": True},
+    "all": {
+        "softcap": 5.0,
+        "label_smoothing": 0.1,
+        "z_loss": 0.01,
+        "stats": STATS,
+        "class_weight": True,
+        "token_weight": True,
+        "bias": True,
+    },
+}
+
+
+@pytest.fixture
+def kernels(triton_backend: str) -> ModuleType:
+    from flce.backends import triton
+
+    return triton
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, block: tuple[int, int, int, int]) -> None:
+    sizes = dict(zip(("PARTS", "LANES", "VECTOR", "num_warps"), block, strict=True))
+    monkeypatch.setattr(kernels, "_launch_size", lambda *args: sizes)
+
+
+def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtype: torch.dtype | None = None) -> None:
+    """All that the contract asks, in one tile and in three."""
+    mine, theirs = kernels.TritonBackend(), TorchBackend()
+
+    def gradient_buffer(logits: Tensor, tile: Tile) -> Tensor:
+        if grad_dtype in (None, logits.dtype):
+            return logits
+        return logits.new_full((len(logits), tile.room), 55.0, dtype=grad_dtype)[:, : tile.cols]
+
+    made = []
+    for backend in (theirs, mine):
+        logits, tile = rows.tile(0, rows.vocab)
+        grad, out = gradient_buffer(logits, tile), rows.outputs()
+        rows.loss_and_gradient(backend, logits, grad, tile, out)
+        made.append((out, grad))
+    (expected, expected_grad), (out, grad) = made
+    assert_same(out, expected, tolerance)
+    assert_close(grad, expected_grad, tolerance)
+
+    edges = [0, rows.vocab // 3, rows.vocab // 3 + 1, rows.vocab]
+    state, out = rows.state(), rows.outputs()
+    for start, stop in itertools.pairwise(edges):
+        rows.statistics(mine, *rows.tile(start, stop), state, out)
+    assert_same(out, expected, tolerance)
+    for start, stop in itertools.pairwise(edges):
+        results = []
+        for backend in (mine, theirs):
+            logits, tile = rows.tile(start, stop)
+            results.append(gradient_buffer(logits, tile))
+            rows.gradient(backend, logits, results[-1], tile, expected.normalizer, rows.upstream)
+        assert_close(results[0], results[1], tolerance)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_many_blocks(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
+) -> None:
+    small_blocks(monkeypatch, kernels, block)
+    compare(kernels, random_rows(6, 37, torch.float64, device, **FEATURES[feature]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", WIDE_BLOCKS, ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_many_blocks_on_cuda(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
+) -> None:
+    small_blocks(monkeypatch, kernels, block)
+    compare(kernels, random_rows(40, 20011, torch.float64, device, **FEATURES[feature]), 1e-10)
+
+
+def guarded(like: Tensor, shape: tuple[int, ...], value: float) -> tuple[Tensor, Tensor]:
+    """Memory full of a value, and a tensor in the middle of it, farther from both ends than its strides lead, or those
+    of another tensor here. A kernel that goes by a wrong stride then writes to what can be looked at."""
+    guard = 1024
+    memory = like.new_full((2 * guard + math.prod(shape),), value)
+    return memory, memory[guard:-guard].view(shape)
+
+
+@pytest.mark.parametrize("layout", ["two levels", "one level into two", "in place"])
+@pytest.mark.parametrize("feature", ["plain", "all"])
+def test_rows_in_two_levels(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, layout: str
+) -> None:
+    """Rows of (outer, inner, cols) are those of (outer * inner, cols), and nothing between them is touched."""
+    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
+    rows = random_rows(12, 37, torch.float64, device, **{k: v for k, v in FEATURES[feature].items() if k != "bias"})
+    tile = Tile(0, 37, 37, room=37, keep=True)
+    expected, grad = rows.outputs(), torch.empty_like(rows.logits)
+    rows.statistics(TorchBackend(), rows.logits, tile, None, expected)
+    rows.gradient(TorchBackend(), rows.logits, grad, tile, expected.normalizer, rows.upstream)
+    for backend in (kernels.TritonBackend(), TorchBackend()):
+        memory, within = guarded(rows.logits, (3, 6, 40), 99.0)
+        logits = within[:, 1:5, 2:39]
+        logits.copy_(rows.logits.view(3, 4, 37))
+        out = rows.outputs()
+        rows.statistics(backend, logits, tile, None, out)
+        assert_same(out, expected, 1e-12)
+        torch.testing.assert_close(logits, rows.logits.view(3, 4, 37), rtol=0, atol=0)
+        grad_memory, mine = memory, logits
+        if layout != "in place":
+            grad_memory, mine = guarded(logits, (4, 3, 41) if layout == "two levels" else (3, 4, 37), 99.0)
+            mine = mine.transpose(0, 1)[..., :37] if layout == "two levels" else mine
+        rows.gradient(backend, logits, mine, Tile(0, 37, 37, room=37), out.normalizer, rows.upstream)
+        torch.testing.assert_close(mine, grad.view(3, 4, 37), rtol=1e-12, atol=1e-12)
+        factor = torch.ones_like(rows.upstream)
+        factor[2::3] = 0.25
+        backend.scale_rows_(mine, factor, rows.inputs.target, rows.spec.ignore_index)
+        torch.testing.assert_close(mine, (grad * factor[:, None]).view(3, 4, 37), rtol=1e-12, atol=1e-12)
+        logits.fill_(99.0)
+        mine.fill_(99.0)
+        assert (memory == 99.0).all()
+        assert (grad_memory == 99.0).all()
+
+
+@pytest.mark.parametrize("programs", [2, 2048])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scale_rows(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, programs: int
+) -> None:
+    monkeypatch.setattr(kernels, "SCALE_BLOCK", 16)
+    monkeypatch.setattr(kernels, "SCALE_PROGRAMS", programs)
+    accum = torch.promote_types(dtype, torch.float32)
+    target = torch.tensor([0, 5, 7, 1, -3, 2], device=device)
+    x = torch.randn(6, 37, device=device).to(dtype)
+    x[0, 0] = torch.nan
+    # The interpreter rounds bfloat16 in its own way.
+    tolerance = 8e-3 if dtype == torch.bfloat16 else 0.0
+    for factor in (torch.tensor([1.0, 0.3, 0.0, -2.0, torch.nan, 4.0]), torch.tensor(0.3), torch.tensor(1.0)):
+        factor = factor.to(device, accum)
+        per_row = torch.where(target == -3, 1.0, factor)
+        expected = (x.to(accum) * per_row[:, None]).to(dtype)
+        for backend in (kernels.TritonBackend(), TorchBackend()):
+            mine = x.clone()
+            backend.scale_rows_(mine, factor, target, -3)
+            torch.testing.assert_close(mine, expected, rtol=tolerance, atol=0.0, equal_nan=True)
+            same = per_row == 1.0
+            assert torch.equal(mine[same].nan_to_num(9.0), x[same].nan_to_num(9.0))
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A `RowProblem`."""
+
+    target: Tensor
+    spec: LossSpec
+    num_items: Tensor | None
+    class_weight: Tensor | None
+    vocab_size: int = 11
+    token_weight: Tensor | None = None
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+
+@pytest.mark.parametrize("rows", [0, 1, 16, 40, 65])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("z_loss, items, weighted", [(0.0, False, False), (0.1, True, False), (0.1, False, True)])
+def test_scales_and_sums(
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    rows: int,
+    reduction: Any,
+    z_loss: float,
+    items: bool,
+    weighted: bool,
+) -> None:
+    """In one block, in several, and of more rows than the kernel takes; targets with gaps between them, too."""
+    reduction_launch = kernels.reduction_launch
+    monkeypatch.setattr(reduction_launch, "BLOCK", 16)
+    monkeypatch.setattr(reduction_launch, "MAX_ROWS", 64)
+    memory = torch.randint(0, 11, (rows, 2), device=device)
+    memory[1::3, 0] = memory[:, 1] = -100
+    target = memory[:, 0]
+    p = Summed(
+        target,
+        LossSpec(reduction=reduction, z_loss=z_loss),
+        torch.tensor(7, device=device) if items else None,
+        torch.rand(11, device=device, dtype=torch.float64) if weighted else None,
+    )
+    loss = torch.randn(rows, dtype=torch.float64, device=device)
+    z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
+    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
+    count = (target != -100).sum().double()
+    z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
+    ce_scale = z_scale
+    if weighted and reduction == "mean":
+        assert p.class_weight is not None
+        ce_scale = p.class_weight[target[target != -100]].sum().reciprocal()
+    weights = torch.tensor(11.0, device=device) if p.class_weight is None else p.class_weight.sum()
+    scales = torch.stack((ce_scale, z_scale, weights)).double()
+    z_sum = None if z is None else (z.sum() * z_scale).double()
+    total = loss.sum() * ce_scale + (0.0 if z_sum is None else z_sum)
+    for backend in (kernels.TritonBackend(), TorchBackend()):
+        for given in (None, scales):
+            made = backend.reduce(p, out, given)
+            for mine, expected in zip(made, (total.double(), z_sum, scales), strict=True):
+                assert (mine is None) == (expected is None)
+                if mine is not None:
+                    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+        torch.testing.assert_close(backend.loss_scales(p), scales, rtol=1e-12, atol=0)
+
+
+def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Targets only if a kernel of ours comes before, and what they lie in is older than that."""
+    settled = []
+
+    def record(make: Any, *args: Any) -> None:
+        for launch in make(*args):
+            settled.append(launch.options["SETTLED"])
+
+    monkeypatch.setattr(kernels.reduction_launch, "run", record)
+    for rows, step, given in ((4, 1, False), (0, 1, False), (4, 2, False), (4, 1, True)):
+        target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
+        p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
+        loss = torch.zeros(rows, dtype=torch.float64, device=device)
+        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+        kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
+    assert settled == [True, False, False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4095, 4096, 16384, 65536, 65537])
+def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
+    target = torch.randint(-1, 11, (rows,), device="cuda")
+    p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
+    loss = torch.rand(rows, device="cuda")
+    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+    total, _, scales = kernels.TritonBackend().reduce(p, out, None)
+    count = int((target != -1).sum())
+    if count:
+        torch.testing.assert_close(total.double(), loss.double().sum() / count, rtol=1e-6, atol=0)
+        assert torch.equal(scales, torch.tensor([1 / count, 1 / count, 11.0], dtype=torch.float64).float().cuda())
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 32, 33])
+def test_edges_of_blocks(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, vocab: int
+) -> None:
+    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
+    compare(kernels, random_rows(5, max(vocab, 3), torch.float64, device, **FEATURES["all"]))
+
+
+@pytest.mark.parametrize(
+    "dtype, grad_dtype",
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+    ids=str,
+)
+def test_dtypes(
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype | None,
+) -> None:
+    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
+    narrow = grad_dtype or dtype
+    tolerance = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[narrow]
+    compare(kernels, random_rows(6, 37, dtype, device), tolerance, grad_dtype)
+
+
+@pytest.mark.parametrize("bad", [float("-inf"), float("inf"), float("nan")])
+@pytest.mark.parametrize("block", [(2, 2, 2, 1), (2, 16, 2, 1)], ids=["several blocks", "one block"])
+def test_what_is_not_finite(
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    block: tuple[int, int, int, int],
+    bad: float,
+) -> None:
+    """In one column, in all of some lanes, in all columns of some blocks, in a whole row; beside very small logits."""
+    small_blocks(monkeypatch, kernels, block)
+    rows = random_rows(12, 37, torch.float64, device, stats=("logprob",))
+    rows.logits[4, 20] = bad
+    rows.logits[6, ::2] = bad
+    rows.logits[8, 8:24] = bad
+    rows.logits[10] = bad
+    rows.logits[5] = bad  # ignored
+    rows.logits[7] -= 5000
+    rows.logits[7, 8:24] = bad
+    rows.logits[11, 3:] -= 5000
+    compare(kernels, rows)
+
+
+def test_a_tie_is_won_by_the_lowest_class(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    small_blocks(monkeypatch, kernels, (2, 2, 2, 1))
+    rows = random_rows(12, 37, torch.float64, device, stats=("argmax",))
+    for row, ties in enumerate([(0, 36), (9, 10), (11, 20), (12, 13, 14), (3, 18, 35), (35, 36)]):
+        rows.logits[2 * row, list(ties)] = 50.0
+    compare(kernels, rows)
+
+
+def test_a_large_common_offset(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    small_blocks(monkeypatch, kernels, (2, 2, 2, 1))
+    rows = random_rows(6, 37, torch.float32, device, stats=("logprob", "entropy"), label_smoothing=0.1)
+    rows.logits.round_()
+    plain, shifted = rows.outputs(), rows.outputs()
+    for offset, out in ((0.0, plain), (65536.0, shifted)):
+        logits, tile = rows.tile(0, rows.vocab)
+        logits += offset
+        rows.loss_and_gradient(kernels.TritonBackend(), logits, logits, tile, out)
+    torch.testing.assert_close(shifted.loss, plain.loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(shifted.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [50257, 128256])
+def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, cols: int) -> None:
+    """Also where another thread than the one that reads the target's logit writes over it."""
+    rows = random_rows(300, cols, torch.bfloat16, device, stats=STATS)
+    results = []
+    for _ in range(5):
+        logits, tile = rows.tile(0, cols)
+        out = rows.outputs()
+        rows.loss_and_gradient(kernels.TritonBackend(), logits, logits, tile, out)
+        again, _ = rows.tile(0, cols)
+        rows.gradient(kernels.TritonBackend(), again, again, tile, out.normalizer, None)
+        results.append((out.loss, out.entropy, out.argmax, logits, again))
+    for result in results[1:]:
+        for a, b in zip(result, results[0], strict=True):
+            assert isinstance(a, Tensor)
+            assert isinstance(b, Tensor)
+            assert torch.equal(a, b)
+    torch.testing.assert_close(results[0][3], results[0][4], rtol=8e-3, atol=0.0)
+
+
+def test_kernels_have_a_parameter_for_every_option(kernels: ModuleType) -> None:
+    """An option goes to the kernels by its name, and what has no parameter of that name does nothing."""
+    from flce.backends.triton import product
+
+    in_scale = {"logit_scale", "temperature"}  # `LossSpec.scale` and `cap`
+    known = set(kernels.cross_entropy_kernel.arg_names)
+    assert {f"HAS_{name.upper()}" for name in NUMBERS if name not in in_scale} <= known
+    known = {*product.product_kernel.arg_names, *product.finish_statistics_kernel.arg_names}
+    numbers = PRODUCT_FIELDS & set(NUMBERS) - in_scale
+    assert numbers
+    assert {f"HAS_{name.upper()}" for name in numbers} <= known
+
+
+def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, asked = importlib.import_module("flce.backends.triton.launch"), []
+    properties = SimpleNamespace(
+        multi_processor_count=132, L2_cache_size=60 << 20, regs_per_multiprocessor=65536, major=9, total_memory=80 << 30
+    )
+
+    def answer(device: Any) -> Any:
+        asked.append(device)
+        return properties
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", answer)
+    device = torch.device("cuda", 77)
+    for _ in range(3):
+        assert launch.device_facts(device) == launch.DeviceFacts(132, 60 << 20, 65536)
+        assert launch.overlap(device)["launch_pdl"]
+        assert total_memory(device) == 80 << 30
+    assert asked == [device, 77]
+
+
+H200, A100, SMALL = (132, 60 << 20), (108, 40 << 20), (82, 6 << 20)
+
+
+@pytest.mark.parametrize(
+    "facts, cols, warps",
+    [
+        (H200, 8192, 8),  # one block
+        (H200, 16384, 8),
+        (H200, 50257, 8),
+        (H200, 128256, 32),
+        (H200, 256000, 32),
+        (A100, 50257, 16),
+        (A100, 128256, 32),
+        (SMALL, 16384, 16),  # more would be more than the row
+        (SMALL, 128256, 32),
+    ],
+)
+def test_rows_in_flight_fit_in_the_cache(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, facts: tuple[int, int], cols: int, warps: int
+) -> None:
+    device = importlib.import_module("flce.backends.triton.launch")
+    known = device.DeviceFacts(*facts, registers=65536)
+    monkeypatch.setattr(device, "device_facts", lambda _: known)
+    launch = kernels._launch_size.__wrapped__(cols, torch.bfloat16, torch.bfloat16, True, False, torch.device("cuda"))
+    assert launch["num_warps"] == warps
+    assert launch["maxnreg"] * launch["num_warps"] * 32 <= 65536
+    assert launch["PARTS"] * launch["LANES"] * launch["VECTOR"] < 2 * cols
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rows that begin and end anywhere
+
+# (PARTS, LANES, VECTOR, num_warps): heads of 16 bytes, and of 32
+EDGE_BLOCKS = {
+    torch.bfloat16: [(1, 16, 8, 1), (1, 32, 8, 1)],
+    torch.float32: [(2, 8, 4, 1), (1, 16, 4, 1)],
+    torch.float64: [(1, 2, 2, 1), (4, 4, 2, 1)],
+}
+EDGE_TOLERANCE = {torch.bfloat16: 8e-3, torch.float32: 3e-6, torch.float64: 1e-12}
+
+
+def placed(x: Tensor, skip: int, gap: int, levels: int) -> tuple[Tensor, Tensor]:
+    """Memory full of a value that is nowhere else, and `x` in it: `skip` elements behind the start, which is aligned,
+    its rows `gap` elements apart, every third of them five more."""
+    (n, cols), inner = x.shape, 3
+    stride, more = cols + gap, 5 if levels == 2 else 0
+    memory = x.new_full((skip + n * stride + n // inner * more + 64,), -99.0)
+    assert memory.data_ptr() % 16 == 0
+    if levels == 1:
+        view = memory.as_strided((n, cols), (stride, 1), skip)
+    else:
+        view = memory.as_strided((n // inner, inner, cols), (inner * stride + more, stride, 1), skip)
+    view.copy_(x.view(view.shape))
+    return memory, view
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def assert_intact(memory: Tensor, before: Tensor, view: Tensor) -> None:
+    """But for the view, `memory` is as it was before."""
+    inside = torch.zeros_like(memory, dtype=torch.bool)
+    inside.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
+    assert same_bits(memory[~inside], before[~inside])
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> list[tuple[int, bool]]:
+    """HEAD_BYTES and ONE_BLOCK of every launch from here on."""
+    flags: list[tuple[int, bool]] = []
+    real = kernels.cross_entropy_kernel
+
+    class Kernel:
+        arg_names = real.arg_names
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                flags.append((kwargs["HEAD_BYTES"], kwargs["ONE_BLOCK"]))
+                real[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(kernels, "cross_entropy_kernel", Kernel())
+    return flags
+
+
+def check_rows_anywhere(
+    kernels: ModuleType,
+    rows: Rows,
+    skip: int = 0,
+    gap: int = 0,
+    *,
+    levels: int = 1,
+    mode: str = "both",  # or "statistics", "gradient"
+    in_place: bool = True,
+    shard: bool = False,  # the classes but the first five and the last four
+) -> None:
+    """As from PyTorch's backend in float64."""
+    start, stop = (5, rows.vocab - 4) if shard else (0, rows.vocab)
+    tile = Tile(start, stop - start, rows.vocab, stop - start, shard=shard, keep=mode != "both")
+
+    def statistics(backend: Any, rows: Rows, logits: Tensor) -> RowOutputs:
+        out, state = rows.outputs(), rows.state() if shard else None
+        rows.statistics(backend, logits, tile, state, out)
+        if state is not None:
+            finish(state, rows.call(tile, out))
+        return out
+
+    wide = rows.in_float64()
+    expected_grad = wide.logits[:, start:stop].clone()
+    expected = statistics(TorchBackend(), wide, expected_grad.clone())
+    up = None if mode == "both" else wide.upstream
+    wide.gradient(TorchBackend(), expected_grad, expected_grad, tile, expected.normalizer, up)
+
+    mine, out = kernels.TritonBackend(), rows.outputs()
+    memory, logits = placed(rows.logits[:, start:stop].contiguous(), skip, gap, levels)
+    before = memory.clone()
+    grad_memory, grad = (memory, logits) if in_place else placed(logits.reshape(expected_grad.shape), skip, gap, levels)
+    if mode == "both":
+        rows.loss_and_gradient(mine, logits, grad, tile, out)
+    elif mode == "statistics":
+        out = statistics(mine, rows, logits)
+        assert same_bits(memory, before)
+    else:
+        rows.gradient(mine, logits, grad, tile, expected.normalizer.to(rows.accum), rows.upstream)
+    if mode != "gradient":
+        assert_same(out, expected, 1e-12 if rows.accum == torch.float64 else 2e-5)
+    if mode != "statistics":
+        assert_close(grad.double().reshape(expected_grad.shape), expected_grad, EDGE_TOLERANCE[rows.logits.dtype])
+        assert_intact(grad_memory, before, grad)
+        if not in_place:
+            assert same_bits(memory, before)
+
+
+@pytest.mark.parametrize("dtype", EDGE_BLOCKS, ids=str)
+def test_every_head_and_every_tail(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Each row begins one element later than the one before, after a vector's end."""
+    block = EDGE_BLOCKS[dtype][1]
+    small_blocks(monkeypatch, kernels, block)
+    vector, sector = 16 // dtype.itemsize, 32 // dtype.itemsize
+    flags = record_launches(monkeypatch, kernels)
+    for tail in range(vector):
+        cols = 3 * vector + tail
+        gap = (1 - cols) % sector
+        check_rows_anywhere(kernels, random_rows(sector, cols, dtype, device, std=2.0), tail, gap)
+    assert set(flags) == {(32, True)}
+
+
+ANYWHERE = allpairs(
+    {
+        "dtype": list(EDGE_BLOCKS),
+        "block": [0, 1],
+        "length": ["empty", "one", "several"],
+        "tail": [0, 1, 3, 6],
+        "skip": [0, 1, 6],
+        "gap": [0, 1, 5],
+        "feature": list(FEATURES),
+        "mode": ["statistics", "gradient", "both"],
+        "in_place": [True, False],
+        "levels": [1, 2],
+        "shard": [False, True],
+    }
+)
+
+
+@pytest.mark.parametrize("row", ANYWHERE, ids=lambda row: "-".join(str(v).replace("torch.", "") for v in row.values()))
+def test_rows_anywhere(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, row: dict[str, Any]
+) -> None:
+    parts, lanes, vector, _ = block = EDGE_BLOCKS[row["dtype"]][row["block"]]
+    small_blocks(monkeypatch, kernels, block)
+    size = parts * lanes * vector
+    cols = {"empty": 1, "one": size - vector, "several": 2 * size + 3}[row["length"]] + row["tail"] % vector
+    shard = row["shard"] and row["mode"] != "both"
+    rows = random_rows(9, cols + 9 * shard, row["dtype"], device, **FEATURES[row["feature"]])
+    rows.inputs.target.clamp_(max=rows.vocab - 1)
+    how = {key: row[key] for key in ("skip", "gap", "levels", "mode", "in_place")}
+    flags = record_launches(monkeypatch, kernels)
+    check_rows_anywhere(kernels, rows, **how, shard=shard)
+    assert len(flags) == 1
+    aligned = not (row["skip"] or row["gap"] or cols % 16)
+    assert flags[0][0] == (0 if aligned else (16, 32)[row["block"]])
+    assert flags[0][1] == (row["length"] != "several")
+
+
+@pytest.mark.parametrize("bad", [float("-inf"), float("inf"), float("nan")])
+def test_edges_that_are_not_finite(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, bad: float
+) -> None:
+    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
+    rows = random_rows(12, 37, torch.float64, device, stats=("logprob",))
+    rows.logits[4, 0] = bad
+    rows.logits[6, -1] = bad
+    rows.logits[7, 3:36] = bad
+    rows.logits[8, [0, 1, 2, 35, 36]] = bad
+    rows.logits[10] = bad
+    rows.logits[5] = bad  # ignored
+    rows.inputs.target[4], rows.inputs.target[6] = 36, 0
+    for mode in ("both", "statistics"):
+        check_rows_anywhere(kernels, rows, skip=1, mode=mode)
+
+
+@pytest.mark.parametrize("one_block", [True, False])
+def test_a_tie_with_an_edge(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, one_block: bool
+) -> None:
+    """Of a lane's own edge column and one that comes before or behind it, and of any two edges."""
+    vector, lanes = 4, 8
+    small_blocks(monkeypatch, kernels, (4 if one_block else 1, lanes, vector, 1))
+    rows = random_rows(12, 75, torch.float32, device, stats=("argmax",))
+    for row in range(12):  # of 75 columns, so that the first of a row is 3 elements further each time
+        head = -75 * row % vector
+        tail = (75 - head) % vector
+        edges = [*range(head), *range(75 - tail, 75)]
+        e = row // 4 % len(edges)
+        same_lane = head + e * vector + row % vector
+        ties = {edges[e], same_lane, 73} if row % 3 else {edges[0], edges[-1]}
+        rows.inputs.target[row] = row
+        rows.logits[row, sorted(ties)] = 50.0
+    check_rows_anywhere(kernels, rows)
+
+
+def test_which_rows_have_edges(kernels: ModuleType) -> None:
+    """Only where a vector would pass a row's end, or begin before it, and then only together with the gradient."""
+    x = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
+    flat = torch.zeros(2000, dtype=torch.bfloat16)
+    odd = flat[:1111].view(11, 101)
+    edges = kernels._rows_have_edges
+    assert not edges(x, None, 64)
+    assert not edges(x[:, 1:], x[:, 1:].clone(), 64)
+    assert not edges(x[..., :57], None, 64)  # as the fused operator has them
+    assert edges(x[..., :57], None, 57)
+    assert edges(odd, None, 101)
+    assert edges(odd, odd, 101)
+    assert edges(odd, torch.zeros_like(odd), 101)
+    assert edges(odd[1:9], odd[1:9].clone()[:], 101) == (odd[1:].data_ptr() % 16 == 0)
+    assert edges(flat[3:1114].view(11, 101), None, 101)
+    assert edges(x[..., :57], x.clone()[..., :57], 57)
+    assert not edges(x[..., :57], x[..., :57].contiguous(), 57)  # other strides
+    assert not edges(odd, odd.float(), 101)  # other vectors
+    assert edges(odd[:1], torch.zeros(1, 103, dtype=odd.dtype)[:, :101], 101)  # of one row, its stride is nothing
+    assert kernels._head_bytes(2, 32, 8) == 32
+    assert kernels._head_bytes(2, 16, 8) == 16
+    assert kernels._head_bytes(2, 8, 8) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["plain", "all"])
+@pytest.mark.parametrize("mode", ["statistics", "gradient", "both"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cols", [131, 1000, 3001, 20011, 50257])
+def test_rows_anywhere_on_cuda(
+    kernels: ModuleType, device: torch.device, cols: int, dtype: torch.dtype, mode: str, feature: str
+) -> None:
+    """With the launches of these sizes."""
+    rows = random_rows(48, cols, dtype, device, **FEATURES[feature])
+    stats = tuple(set(rows.spec.stats) - {"argmax"})  # of rounded values many are equal
+    rows = replace(rows, spec=replace(rows.spec, stats=stats))
+    for skip in (0, 3):
+        check_rows_anywhere(kernels, rows, skip, in_place=mode == "both" and skip == 0, mode=mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cols", [1, 2, 3, 70, 5000])
+def test_short_rows_get_short_blocks(kernels: ModuleType, cols: int, dtype: torch.dtype) -> None:
+    for (grad, statistics), edges in itertools.product(((dtype, True), (dtype, False), (None, True)), (False, True)):
+        launch = kernels._launch_size(cols, dtype, grad, statistics, False, torch.device("cpu"), edges)
+        assert launch["LANES"] == 1 or launch["PARTS"] * launch["LANES"] * launch["VECTOR"] < 2 * cols
+        assert launch["LANES"] * launch["VECTOR"] * dtype.itemsize <= 512 * launch["num_warps"]

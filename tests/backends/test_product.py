@@ -1,0 +1,249 @@
+"""Products whose logits are never in memory.
+
+They are for Hopper. Under the interpreter they are tested in float16, the half precision that it multiplies rightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce.backends import contract
+from flce.core.problem import STATS, LossSpec
+from flce.engine.borrowing import BorrowedBlocks
+from flce.engine.case import Case
+from flce.engine.schedules import Schedule
+from flce.engine.schedules.blocks import Blocks
+from flce.engine.schedules.chunks import DeferredChunks
+from flce.engine.schedules.statistics import ProductStatistics
+from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
+from flce.planning.plan import ChunkPlan
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle
+from tests.forced import force
+from tests.helpers import case_of, check, plan_for
+from tests.hopper import as_on_hopper
+
+CUDA = torch.cuda.is_available()
+DTYPES = [torch.bfloat16, torch.float16] if CUDA else [torch.float16]
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+@pytest.fixture(autouse=True)
+def fused_products(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
+    yield from as_on_hopper(monkeypatch)
+
+
+def problem_of(device: torch.device, dtype: torch.dtype, **settings: Any) -> Problem:
+    settings = {"leading": (2, 35), "hidden": 72, "vocab": 517, **settings}
+    return make_problem(**settings, dtype=dtype, device=device)
+
+
+def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xwb") -> ChunkPlan:
+    plan = plan_for(problem, options, grads)
+    assert plan.in_registers
+    return plan
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "plain": {"leading": (3, 50)},  # more than one block of them
+    "ignored": {"ignored": 0.4},
+    "bias": {"bias": True, "z_loss": 0.01},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 1.3},
+    "scale": {"logit_scale": -1.5, "class_weight": True, "token_weight": True, "z_loss": 1.0},
+    "none": {"reduction": "none", "class_weight": True, "token_weight": True, "ignored": 0.2},
+    "num_items": {"reduction": "sum", "num_items": 77, "vocab": 320},
+}
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_against_the_oracle(extras: str, dtype: torch.dtype, device: torch.device) -> None:
+    problem = problem_of(device, dtype, **EXTRAS[extras])
+    options = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
+    plan_of(problem, options)
+    check(problem, options=options, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * HALF_ULP[dtype])
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_in_chunks_and_blocks(strategy: str, skip: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and blocks that are no multiple of the kernel's, rows gathered, per-row upstream gradients."""
+    problem = problem_of(device, DTYPES[0], reduction="none", ignored=0.3)
+    options = flce.ChunkOptions(strategy=strategy, skip_ignored=skip)  # type: ignore[arg-type]
+
+    def schedule(c: Case) -> Schedule:
+        if strategy == "tokens":
+            return DeferredChunks(ProductStatistics(64), 37)
+        return Blocks(ProductStatistics(64), c.num_tokens, 136, BorrowedBlocks(c.num_tokens, 136))
+
+    plans = force(monkeypatch, schedule)
+    check(problem, options=options, grad_output=1.7, tolerance=3 * HALF_ULP[DTYPES[0]])
+    assert [plan.in_registers for plan in plans] == [True, True]
+
+
+def test_no_gradient(device: torch.device) -> None:
+    problem = problem_of(device, DTYPES[0])
+    outcome, expected = run_fused(problem, grads=""), run_oracle(problem)
+    # Nothing is rounded but the operands, which the oracle shares.
+    assert relative_error(outcome.loss, expected.loss) < 1e-6
+
+
+def test_logits_are_not_rounded(device: torch.device) -> None:
+    """Gradients are as far from the oracle as their own rounding, not as that of logits of this size."""
+    problem = problem_of(device, DTYPES[0], std=8.0)
+    options = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
+    mine, expected = run_fused(problem, options=options), run_oracle(problem)
+    assert mine.grad_input is not None
+    assert expected.grad_input is not None
+    assert relative_error(mine.grad_input, expected.grad_input) < HALF_ULP[DTYPES[0]]
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+def test_rows_that_are_no_numbers(value: float, device: torch.device) -> None:
+    """A row of such logits stays by itself, and is what PyTorch makes of it."""
+    problem = problem_of(device, DTYPES[0], leading=(6,), vocab=300)
+    problem.input[2] = value
+    problem.linear_weight.abs_()
+    problem.target[5] = -100
+    problem.input[5] = float("nan")
+    options = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
+    x = problem.input.clone().requires_grad_()
+    w = problem.linear_weight.clone().requires_grad_()
+    losses = flce.fused_linear_cross_entropy(x, w, problem.target, reduction="none", options=options)
+    assert isinstance(losses, torch.Tensor)
+    z = problem.input.float() @ problem.linear_weight.float().T
+    expected = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
+    losses[[0, 1, 3, 4, 5]].sum().backward()
+    assert x.grad is not None
+    assert bool(x.grad[[0, 1, 3, 4, 5]].isfinite().all())
+    assert not bool(x.grad[5].any())
+
+
+def test_confident_rows(device: torch.device) -> None:
+    """Where p is 1 the gradient is 0: forward and backward have the same logits, to the bit."""
+    problem = problem_of(device, DTYPES[0], leading=(40,), hidden=64, vocab=520)
+    problem.linear_weight[:40] = 0
+    problem.linear_weight[torch.arange(40), torch.arange(40)] = 30.0
+    problem.input.zero_()
+    problem.input[torch.arange(40), torch.arange(40)] = 17.3
+    problem.target.copy_(torch.arange(40))
+    outcome = run_fused(problem, options=flce.ChunkOptions(strategy="vocab", skip_ignored=False))
+    assert float(outcome.loss) < 1e-6
+    assert outcome.grad_input is not None
+    assert float(outcome.grad_input.abs().max()) < 1e-6
+
+
+def test_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses that are not multiples of 16 bytes: such operands are copied, a few classes of the weight at a time."""
+    problem = problem_of(device, DTYPES[0], leading=(20,), hidden=64, vocab=300)
+    memory = problem.linear_weight.new_zeros(300 * 64 + 1)
+    weight = memory[1:].view(300, 64).copy_(problem.linear_weight)
+    assert weight.data_ptr() % 16
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
+    outcomes = []
+    for w in (problem.linear_weight, weight):
+        loss = flce.fused_linear_cross_entropy(problem.input, w, problem.target)
+        assert isinstance(loss, torch.Tensor)
+        outcomes.append(float(loss))
+    assert outcomes[0] == pytest.approx(outcomes[1], rel=1e-3)
+
+
+def test_launches_of_a_product() -> None:
+    """The classes behind the last whole block of 256 are apart: only they need a mask."""
+    from flce.backends.triton import exponentials_launch
+
+    def exponentials(*classes: int, whole: bool = False, most: int = 1 << 20) -> list[tuple[int, int]]:
+        pieces = [torch.empty(1, count) for count in classes]
+        found = list(exponentials_launch._tiles(pieces, sum(classes), whole, most))
+        assert [of_tile.shape[1] for _, of_tile in found] == [tile.cols for tile, _ in found]
+        return [(tile.start, tile.cols) for tile, _ in found]
+
+    assert exponentials(600) == [(0, 512), (512, 88)]
+    assert exponentials(512) == [(0, 512)]
+    assert exponentials(88) == [(0, 88)]
+    assert exponentials(256, 300) == [(0, 256), (256, 256), (512, 44)]
+    assert exponentials(600, whole=True) == [(0, 600)]
+    assert exponentials(600, whole=True, most=256) == [(0, 256), (256, 256), (512, 88)]
+
+
+def test_what_is_not_fused(device: torch.device) -> None:
+    def plan(problem: Problem, grads: str = "xwb", stats: tuple[str, ...] = (), **options: Any) -> ChunkPlan:
+        return plan_for(problem, flce.ChunkOptions(**options), grads, stats)
+
+    plain = problem_of(device, DTYPES[0])
+    assert plan(plain, "").in_registers
+    assert not plan(plain, "", stats=("entropy",)).in_registers
+    assert not plan(plain, strategy="tokens").in_registers  # its logits are made once
+    assert not plan(problem_of(device, DTYPES[0], label_smoothing=0.1), "").in_registers
+    assert not plan(problem_of(device, DTYPES[0], adapter_ranks=(4,)), "").in_registers
+    assert not plan(problem_of(device, DTYPES[0], hidden=60), "").in_registers
+    assert not plan(problem_of(device, torch.float32), "").in_registers
+
+
+@dataclass(frozen=True)
+class _WithOption(LossSpec):
+    """Of a loss that has one more option, which no product knows."""
+
+    unheard_of: float = 0.0
+
+
+def test_an_option_that_products_do_not_know(device: torch.device) -> None:
+    """They are refused where it is asked for, whoever forgot to say so."""
+    plain = case_of(problem_of(device, DTYPES[0]), flce.ChunkOptions(), "")
+    assert plain.in_registers
+    assert replace(plain, spec=_WithOption()).in_registers
+    assert not replace(plain, spec=_WithOption(unheard_of=2.0)).in_registers
+    assert not replace(plain, spec=LossSpec(stats=("argmax",))).in_registers
+    # What they know is spelled as it is asked for.
+    assert {field.name for field in fields(LossSpec)} > contract.PRODUCT_FIELDS
+    assert set(STATS) > contract.PRODUCT_STATS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [100, 1408])
+def test_launches_that_begin_early(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a product begins before its end, and waits for it: the same bits as one after the other."""
+    from flce.backends.triton import product_launch
+    from flce.backends.triton.launch import overlap
+
+    g = torch.Generator("cuda").manual_seed(0)
+    w = torch.randn(33000, 1024, device="cuda", generator=g).mul(0.05).bfloat16().requires_grad_()
+    xs = torch.randn(12, tokens, 1024, device="cuda", generator=g).bfloat16()
+    y = torch.randint(33000, (tokens,), device="cuda", generator=g)
+    options = flce.ChunkOptions(logits_dtype=torch.float32)  # or else so few would be in memory
+    assert isinstance(flce.plan(tokens, 1024, 33000, w.dtype, options=options).schedule, (Unnormalized, Borrowed))
+
+    def results() -> list[torch.Tensor]:
+        made: list[Any] = []
+        for x in xs:
+            with torch.no_grad():
+                made.append(flce.fused_linear_cross_entropy(x, w, y, reduction="none"))
+            loss: Any = flce.fused_linear_cross_entropy(x, w, y, options=options)
+            made += torch.autograd.grad(loss, w)
+        return made
+
+    assert overlap(w.device)["OVERLAP"]
+    overlapping = [results() for _ in range(3)]
+    monkeypatch.setattr(product_launch, "overlap", lambda device: {"OVERLAP": False})
+    expected = results()
+    for made in overlapping:
+        assert all(torch.equal(mine, other) for mine, other in zip(made, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 1024, 32000), (4096, 512, 50257)], ids=str)
+@pytest.mark.parametrize("settings_", [{"grads": ""}, {"reduction": "none"}, {}], ids=str)
+@pytest.mark.parametrize("mib", [None, 32, 64])
+def test_promise(shape: tuple[int, int, int], settings_: dict[str, Any], mib: int | None) -> None:
+    from tests.planning.test_plan import assert_kept, promise_and_peak
+
+    chunking: dict[str, Any] = {"max_workspace_bytes": None if mib is None else mib << 20}
+    if "grads" not in settings_:
+        chunking["strategy"] = "vocab"
+    assert_kept(*promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, **settings_}, chunking))

@@ -1,0 +1,352 @@
+"""Launches that are kept: which signature they are kept for, and what is put into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flce
+from flce.core import private
+from flce.engine.case import Case
+from flce.engine.schedules import SCHEDULES, Schedule
+from flce.engine.schedules.statistics import ProductStatistics, Statistics
+from tests.forced import borrowed, force, unnormalized
+from tests.helpers import pairs
+from tests.hopper import as_on_hopper
+
+pytest.importorskip("triton")
+
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flce.backends.triton import replay
+from flce.backends.triton.launch import Launch
+
+
+class Kernel:
+    """Stands for one of Triton's, compiled or not. Keeps the arguments that it was started with."""
+
+    arg_names = ("x", "y", "size", "FLAG")
+
+    def __init__(self) -> None:
+        self.built: list[dict[str, Any]] = []
+        self.started: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def start(*args: Any, **named: Any) -> Kernel:
+            if args:
+                assert (grid, named) == ((3, 1, 1), {"stream": 7})
+                self.started.append(args)
+            else:
+                assert grid == (3,)
+                self.built.append(named)
+            return self
+
+        return start
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    """On CPU tensors, as if they were on the GPU."""
+    streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 7))
+    monkeypatch.setattr(private, "launches", streams)
+    monkeypatch.setattr(replay, "_replays", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    yield Kernel()
+    replay.forget()
+
+
+def aligned(*shape: int, offset: int = 0) -> Tensor:
+    """So many elements behind an address that is a multiple of 64 bytes."""
+    size = torch.Size(shape).numel()
+    memory = torch.zeros(size + 64)
+    start = -(memory.data_ptr() // 4) % 16 + offset
+    return memory[start : start + size].view(shape)
+
+
+def test_addresses_of_later_calls(kernel: Kernel) -> None:
+    """Those of arguments, of views that are made of them, and of descriptors of both."""
+
+    def make(x: Tensor, parts: list[Tensor], size: int) -> Iterator[Launch]:
+        described = TensorDescriptor.from_tensor(parts[0][4:], [4, 4])
+        yield Launch(kernel, (3,), {"x": x[8:], "y": described, "size": size}, {"FLAG": True, "num_warps": 4})
+        yield Launch(kernel, (3,), {"x": parts[0], "y": x, "size": size}, {"FLAG": False})
+
+    calls = [(aligned(32), [aligned(8, 4)], 5) for _ in range(3)]
+    for call in calls:
+        replay.run(make, *call)
+    assert len(kernel.built) == 2  # of the first call
+    assert len(kernel.started) == 4
+    for number, (x, (part,), _) in enumerate(calls[1:]):
+        first, second = kernel.started[2 * number : 2 * number + 2]
+        assert first[0] == x.data_ptr() + 32
+        assert first[2:] == (5, True)
+        made = TensorDescriptor.from_tensor(part[4:], [4, 4])
+        assert first[1].base.data_ptr() == made.base.data_ptr()
+        assert {**vars(first[1]), "base": None} == {**vars(made), "base": None}
+        assert second == (part.data_ptr(), x.data_ptr(), 5, False)
+
+
+def test_what_is_another_signature(kernel: Kernel) -> None:
+    """Shapes, strides, dtypes, alignment, numbers, and which of the tensors are one."""
+
+    def make(x: Tensor, y: Tensor | None, size: int) -> Iterator[Launch]:
+        yield Launch(kernel, (3,), {"x": x, "y": x if y is None else y, "size": size}, {"FLAG": y is None})
+
+    x, other = aligned(8, 4), aligned(8, 4)
+    different = [
+        (x, other, 1),
+        (x, other, 2),
+        (x, None, 1),
+        (x, x, 1),
+        (x[:4], other, 1),
+        (x[:4], other[:4], 1),
+        (x[::2], other[:4], 1),
+        (x.int(), other, 1),
+        (aligned(8, 4, offset=1), other, 1),
+        (x, aligned(8, 4, offset=2), 1),
+    ]
+    for call in different * 2:
+        replay.run(make, *call)
+    assert len(kernel.built) == len(kernel.started) == len(different)
+    again = aligned(8, 4)
+    replay.run(make, again, again.view(8, 4), 1)  # one address, though two tensors
+    assert kernel.started[-1] == (again.data_ptr(), again.data_ptr(), 1, False)
+    assert len(kernel.built) == len(different)
+
+
+def test_what_cannot_be_kept(kernel: Kernel) -> None:
+    """A copy that is made with the launch; a view of memory that two arguments share; what is not compiled. They are
+    launched as they are."""
+
+    def copied(x: Tensor, y: Tensor) -> Iterator[Launch]:
+        yield Launch(kernel, (3,), {"x": x.clone(), "y": y, "size": 1}, {"FLAG": True})
+
+    def shared(x: Tensor, y: Tensor) -> Iterator[Launch]:
+        yield Launch(kernel, (3,), {"x": x[16:], "y": y, "size": 1}, {"FLAG": True})
+
+    def interpreted(x: Tensor, y: Tensor) -> Iterator[Launch]:
+        yield Launch(Interpreted(), (3,), {"x": x, "y": y, "size": 1}, {"FLAG": True})
+
+    class Interpreted(Kernel):
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            start = kernel[grid]
+            return lambda **named: start(**named) and None
+
+    memory = aligned(32)
+    for make in (copied, shared, interpreted):
+        for _ in range(2):
+            replay.run(make, memory, memory[8:])
+    assert len(kernel.built) == 6
+    assert not kernel.started
+
+
+def test_nothing_is_kept_alive(kernel: Kernel) -> None:
+    import weakref
+
+    def make(x: Tensor) -> Iterator[Launch]:
+        described = TensorDescriptor.from_tensor(x, [4, 4])
+        yield Launch(kernel, (3,), {"x": x, "y": described, "size": 1}, {"FLAG": True})
+
+    x = aligned(8, 4)
+    reference = weakref.ref(x)
+    replay.run(make, x)
+    kernel.built.clear()
+    del x
+    assert reference() is None
+
+
+def test_signatures_do_not_pile_up(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(x: Tensor, size: int) -> Iterator[Launch]:
+        yield Launch(kernel, (3,), {"x": x, "y": x, "size": size}, {"FLAG": True})
+
+    monkeypatch.setattr(replay, "MOST", 10)
+    for size in range(35):
+        replay.run(make, aligned(4), size)
+        assert len(replay._ready) <= 10
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Launches of a call
+
+
+# Of each schedule, forward and backward: gradients that are wanted, how large a size, and launches. One chunk where
+# nothing else is said.
+LAUNCHES: dict[str, tuple[str, float, int]] = {
+    "Statistics": ("", 1.0, 2),
+    "ProductStatistics": ("", 1.0, 3),
+    "Chunks": ("xw", 1.0, 4),  # constants, losses and gradient of the logits, their sum, both gradients times upstream
+    "Unnormalized": ("xw", 1.0, 11),
+    "Borrowed": ("xw", 1.0, 14),  # two tiles
+    "Recomputed": ("xw", 0.5, 19),  # two chunks
+    "DeferredChunks": ("xw", 1.0, 4),
+    "Blocks": ("xw", 0.5, 6),  # two blocks
+    "BlocksAroundSum": ("xw", 0.5, 8),  # three
+    "ChunksOfBlocks": ("x", 0.5, 38),  # two chunks, 16 blocks of each
+    "Apart": ("xw", 0.5, 40),  # as many, and two blocks
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from as_on_hopper(monkeypatch)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that none creeps in."""
+    grads, share, most = LAUNCHES[name]
+    dtype = torch.float32 if name == "Statistics" else torch.bfloat16  # others' stay in registers
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_HEAD", 1)
+    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_CHUNK", 1)
+    monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
+    x, w = (torch.randn(n, 64, device=device, dtype=dtype) for n in (40, 2048))
+    x.requires_grad_("x" in grads)
+    w.requires_grad_("w" in grads)
+    y = torch.randint(0, 2048, (40,), device=device)
+    kinds = {kind.__name__: kind for kind in SCHEDULES}
+    launched: list[str] = []
+
+    def schedule(c: Case) -> Schedule:
+        if name == "ProductStatistics":
+            return ProductStatistics(40)
+        if name == "Statistics":
+            return Statistics(40, 2048)
+        sizes = kinds[name].sizes(c)
+        made = kinds[name].sized(c, sizes[int(share * (len(sizes) - 1))])
+        assert type(made) is kinds[name]
+        return made
+
+    def note(launch: Launch) -> Any:
+        launched.append(launch.kernel.__name__)
+        return launch.kernel[launch.grid](**launch.args, **launch.options)
+
+    monkeypatch.setattr(Launch, "run", note)
+    force(monkeypatch, schedule)
+    reduction = "none" if name == "DeferredChunks" else "mean"
+    options = flce.ChunkOptions(skip_ignored=False)
+    loss: Any = flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
+    if grads:
+        loss.sum().backward()
+    assert len(launched) <= most, launched
+
+
+def test_every_schedule_has_a_number() -> None:
+    assert {kind.__name__ for kind in SCHEDULES} <= set(LAUNCHES)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# On the GPU
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every launch that was kept is compared to one that is made anew: the kernel that Triton would take, and its
+    arguments. Their names are returned."""
+    original, seen = replay._run, []
+
+    def checked(signature: Any, make: Any, args: Any, tensors: Any, addresses: Any) -> None:
+        ready = replay._ready.get(signature)
+        for kept, launch in zip(ready or (), make(*args) if ready else (), strict=True):
+            values = {**launch.options, **launch.args}
+            grid = (*launch.grid, 1, 1)[:3]
+            assert launch.kernel.warmup(grid=grid, **launch.args, **launch.options) is kept.compiled
+            for name, mine in zip(launch.kernel.arg_names, kept.filled(addresses), strict=True):
+                value = values[name]
+                if isinstance(value, TensorDescriptor):
+                    assert mine.base.data_ptr() == value.base.data_ptr()
+                    assert {**vars(mine), "base": None} == {**vars(value), "base": None}
+                else:
+                    assert mine == (value.data_ptr() if isinstance(value, Tensor) else value), name
+            seen.append(launch.kernel.__name__)
+        original(signature, make, args, tensors, addresses)
+
+    monkeypatch.setattr(replay, "_run", checked)
+    return seen
+
+
+@pytest.mark.gpu
+@pairs(
+    tokens=[1, 64, 200, 513],
+    vocab=[1000, 2048, 40000, 50257],
+    hidden=[64, 768],
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    way=["planned", "unnormalized", "borrowed"],
+    grads=["xw", "x", ""],
+    budget=[None, 1],
+    options=[{}, {"reduction": "none"}, {"softcap": 30.0, "z_loss": 1e-3}, {"stats": ("entropy", "argmax")}],
+    offset=[0, 1, 8],
+    skip_ignored=[False, True],
+)
+def test_kept_launches_on_cuda(
+    tokens: int,
+    vocab: int,
+    hidden: int,
+    dtype: torch.dtype,
+    way: str,
+    grads: str,
+    budget: int | None,
+    options: dict[str, Any],
+    offset: int,
+    skip_ignored: bool,
+    compared: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bits from calls that keep their launches and from those that take the kept ones, at other addresses."""
+    schedule = {"planned": None, "unnormalized": unnormalized, "borrowed": borrowed(1)}[way]
+    if schedule is not None and options.get("reduction") != "none":
+        with pytest.MonkeyPatch.context() as attempt:
+            try:
+                force(attempt, schedule)
+                call(tokens, vocab, hidden, dtype, grads, None, options, offset, skip_ignored)
+            except AssertionError:  # it is for other problems
+                schedule = None
+        if schedule is not None:
+            force(monkeypatch, schedule)
+    replay.forget()
+    for seed in range(2):
+        replay.forget()
+        anew = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
+        between = torch.empty(1000 * (seed + 1), device="cuda")
+        again = call(tokens, vocab, hidden, dtype, grads, budget, options, offset, skip_ignored, seed)
+        del between
+        for mine, other in zip(again, anew, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    assert compared
+
+
+def call(
+    tokens: int,
+    vocab: int,
+    hidden: int,
+    dtype: torch.dtype,
+    grads: str,
+    budget: int | None,
+    options: dict[str, Any],
+    offset: int,
+    skip_ignored: bool,
+    seed: int = 0,
+) -> list[Tensor]:
+    g = torch.Generator("cuda").manual_seed(seed)
+
+    def operand(*shape: int, name: str) -> Tensor:
+        size = torch.Size(shape).numel()
+        memory = torch.randn(size + offset, device="cuda", generator=g).mul(0.5).to(dtype)
+        return memory[offset:].view(shape).requires_grad_(name in grads)
+
+    x, w = operand(tokens, hidden, name="x"), operand(vocab, hidden, name="w")
+    y = torch.randint(0, vocab, (tokens,), device="cuda", generator=g)
+    y[1::3] = -100
+    some = {"max_workspace_bytes": 8 << 20} if budget else {}
+    chunking = flce.ChunkOptions(skip_ignored=skip_ignored, **some)  # type: ignore[arg-type]
+    result: Any = flce.fused_linear_cross_entropy(x, w, y, options=chunking, **options)
+    results = [result] if isinstance(result, Tensor) else [t for t in result if t is not None]
+    loss = results[0]
+    if grads:
+        loss.backward(torch.rand(loss.shape, device="cuda", generator=g, dtype=loss.dtype))
+    return [*(t.detach() for t in results), *(t.grad for t in (x, w) if t.grad is not None)]

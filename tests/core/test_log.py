@@ -1,0 +1,245 @@
+"""The logger ``flce``: each new shape once, nothing by default; and which line warnings name."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flce
+from flce.backends.contract import unknown_to_products
+from flce.core import callers, log
+from flce.core.problem import LossSpec
+from flce.engine import passes
+from flce.planning import new_shapes
+from flce.testing.problem import make_problem
+
+ROOT = Path(flce.__file__).resolve().parents[1]
+_sizes = itertools.count(1201)  # plans are told once a process: each test has shapes of its own
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """What the logger has told since the last call."""
+
+    def new() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.name == "flce"]
+        caplog.clear()
+        return lines
+
+    with caplog.at_level(logging.DEBUG, logger="flce"):
+        yield new
+
+
+def call(tokens: int, classes: int, **kwargs: Any) -> Tensor:
+    x, w = torch.randn(tokens, 8, requires_grad=True), torch.randn(classes, 8)
+    loss = flce.fused_linear_cross_entropy(x, w, torch.zeros(tokens, dtype=torch.long), **kwargs)
+    assert isinstance(loss, Tensor)
+    loss.sum().backward()
+    return loss
+
+
+def test_each_shape_once(told: Any, torch_backend: str) -> None:
+    """Shape, backend, plan, what is asked for, why logits are in memory, and which way the call goes."""
+    classes = next(_sizes)
+    for _ in range(3):
+        call(5, classes)
+    (line,) = told()
+    for part in (f"N=5, H=8, V={classes} in float32 on cpu (torch backend)", "strategy 'tokens'", "workspace"):
+        assert part in line
+    assert "reduction='mean', gradients of input;" in line
+    assert "logits in memory: no kernel" in line
+    assert line.endswith(new_shapes.ROUND)
+    for tokens in (6, 5, 6):
+        call(tokens, classes)
+    (other,) = told()
+    assert f"N=6, H=8, V={classes}" in other
+    call(5, classes, label_smoothing=0.1, reduction="none")
+    (other,) = told()
+    assert "reduction='none', label_smoothing=0.1, gradients" in other
+
+
+class _Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_watched_call_goes_through_the_operators(told: Any, torch_backend: str) -> None:
+    classes = next(_sizes)
+    for _ in range(2):
+        with _Nothing():
+            call(5, classes)
+    (line,) = told()
+    assert line.endswith(new_shapes.WATCHED)
+    call(5, classes)
+    assert [line.endswith(new_shapes.ROUND) for line in told()] == [True]
+
+
+def test_tracing_tells_nothing(told: Any, torch_backend: str) -> None:
+    """What a graph runs is told when it runs, once."""
+    classes, while_traced = next(_sizes), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        while_traced.extend(told())
+        return graph.forward
+
+    def loss(x: Tensor, w: Tensor, y: Tensor) -> Any:
+        return flce.fused_linear_cross_entropy(x, w, y)
+
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    x, w = torch.randn(5, 8, requires_grad=True), torch.randn(classes, 8)
+    for _ in range(2):
+        compiled(x, w, torch.zeros(5, dtype=torch.long)).backward()
+    torch.compiler.reset()
+    assert not while_traced
+    (line,) = told()
+    assert line.endswith(new_shapes.IN_GRAPH)
+
+
+def test_off_by_default(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is put together for a log that nobody reads."""
+    monkeypatch.setattr(new_shapes, "log_new_shape", lambda *args: pytest.fail("told"))
+    call(5, next(_sizes))
+    with _Nothing():
+        call(5, next(_sizes))
+
+
+def test_why_logits_are_in_memory() -> None:
+    assert unknown_to_products(LossSpec(softcap=30.0, stats=("lse",))) == []
+    assert unknown_to_products(LossSpec(label_smoothing=0.1, stats=("lse", "argmax"))) == ["argmax", "label_smoothing"]
+    x, adapter = 64, (8,)
+    for dtype, ranks, hidden, why in (
+        (torch.float32, (), x, "float32"),
+        (torch.bfloat16, adapter, x, "adapters"),
+        (torch.bfloat16, (), x + 1, "H is no multiple"),
+        (torch.bfloat16, (), x, None),
+    ):
+        c = flce.plan(64, hidden, 1000, dtype, device="cpu", adapter_ranks=ranks).case
+        here = replace(c, has_product=True)
+        said = here.why_not_in_registers
+        assert said is None if why is None else str(said).startswith(why)
+        assert here.in_registers == (why is None)
+        assert "no kernel" in str(c.why_not_in_registers)
+
+
+# ---------------------------------------------------------------------------------------------- the environment
+
+CALLS = """
+import torch
+import flce
+x, w, y = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8), torch.zeros(9, dtype=torch.long)
+for _ in range(2):
+    flce.fused_linear_cross_entropy(x, w, y).backward()
+"""
+
+
+def stderr(code: str, **env: str) -> list[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": str(ROOT), **env},
+        check=True,
+        timeout=240,
+    )
+    assert not done.stdout
+    return done.stderr.splitlines()
+
+
+def test_the_environment() -> None:
+    """Once, also where the application has a handler of its own."""
+    (told,) = stderr("import logging; logging.basicConfig()" + CALLS, FLCE_LOG="debug")
+    assert told.startswith("flce DEBUG new shape: N=9, H=8, V=30")
+
+
+LEVELS = [("debug", logging.DEBUG), ("DEBUG", logging.DEBUG), ("info", logging.INFO), ("", logging.NOTSET)]
+
+
+@pytest.mark.parametrize("name, level", LEVELS)
+def test_levels_of_the_environment(name: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.Logger("made up")
+    monkeypatch.setattr(log, "logger", logger)
+    monkeypatch.setenv("FLCE_LOG", name)
+    log.follow_environment()
+    assert (logger.level, len(logger.handlers), logger.propagate) == (level, 1 if name else 0, not name)
+
+
+def test_a_wrong_level() -> None:
+    """The import goes on. One warning, at the line that imports flce."""
+    warned, *rest = stderr(CALLS, FLCE_LOG="loud")
+    assert warned.startswith("<string>:3: RuntimeWarning: FLCE_LOG must be one of debug, info")
+    assert "'loud'" in warned
+    assert all(line.strip() == "import flce" for line in rest)
+
+
+# ---------------------------------------------------------------------------------------------------- warnings
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From now on the default plan of a pass has no memory."""
+    original = getattr(passes, name)
+
+    def run(problem: Any, plan: Any, *args: Any) -> Any:
+        if plan.case.options.max_workspace_bytes is None:
+            raise torch.OutOfMemoryError("for this test")
+        return original(problem, plan, *args)
+
+    monkeypatch.setattr(passes, name, run)
+
+
+@pytest.mark.parametrize("name, reduction", [("forward", "mean"), ("backward", "none")])
+def test_a_lack_of_memory_is_told_once_a_line(
+    name: str, reduction: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line of the user's that called, or that called backward. Another line is told too."""
+    without_memory(monkeypatch, name)
+    p = make_problem((2000,), 16, 2000, dtype=torch.float32, reduction=reduction)
+
+    def step() -> Tensor:
+        x = p.input.clone().requires_grad_()
+        loss = flce.fused_linear_cross_entropy(x, p.linear_weight, p.target, reduction=reduction)
+        assert isinstance(loss, Tensor)
+        return loss.sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            step().backward()
+            with warnings.catch_warnings():  # makes Python forget what it has told
+                pass
+        step().backward()
+    of_it = [w for w in caught if "flce could not have" in str(w.message)]
+    assert {w.filename for w in of_it} == {__file__}
+    assert len(of_it) == (1 if name == "forward" else 2)  # forward is called from the one line in `step`
+    assert len({w.lineno for w in of_it}) == len(of_it)
+
+
+def test_filters_have_the_last_word() -> None:
+    """Once a line where they say so, always or never where they do, and another record tells it again."""
+
+    def count(action: Any, told: Any = None) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter(action)
+            for _ in range(3):
+                callers.caller().warn("of this test alone", UserWarning, told)
+                with warnings.catch_warnings():
+                    pass
+        return len(caught)
+
+    assert [count(action) for action in ("ignore", "default", "default", "always")] == [0, 1, 0, 3]
+    assert count("default", set()) == 1
+    with pytest.raises(UserWarning, match="of this test"):
+        count("error")

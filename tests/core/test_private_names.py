@@ -1,0 +1,95 @@
+"""Private names of other libraries: all are in one table, none is needed to import flce, and a patched model trains as
+the stock one does without any one of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flce
+from flce.core import private
+
+PACKAGE = Path(flce.__file__).parent
+
+
+def test_nothing_else_is_private() -> None:
+    """An attribute or an import with an underscore is flce's own, or in the table, or documented."""
+    trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    own = set(private.DOCUMENTED) | {"_flce"}  # what patch_model puts on a model
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+    found = []
+    for file, tree in trees.items():
+        if file.name == "private.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own:
+                path = ast.unparse(node)
+                if not path.startswith("private.") and not any(name.startswith(path) for name in private.DOCUMENTED):
+                    found.append(f"{file.name}:{node.lineno} {path}")
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("flce"):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                found += [name for name in names if _is_private(name) and name not in private.DOCUMENTED]
+    assert found == []
+
+
+def _is_private(path: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def test_this_version_has_them() -> None:
+    importlib.import_module("torch.distributed.fsdp")
+    assert private.lacking() == []
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("FLCE_", "TRITON_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.without_private_names", *private.NAMES],
+        capture_output=True,
+        text=True,
+        # A process whose autograd has threads, as that with GPUs has, cannot be forked.
+        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)},
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return answer
+
+
+@pytest.mark.parametrize("name", private.NAMES)
+def test_without(name: str, outcomes: dict[str, Any]) -> None:
+    """Nothing was looked up by the import; losses and gradients are stock's; one warning says what is lost."""
+    outcome, entry = outcomes[name], private.NAMES[name]
+    assert "error" not in outcome, outcome["error"]
+    assert outcome["early"] == []
+    assert outcome["values"] == pytest.approx(outcome["stock"], rel=1e-5)
+    (said,) = outcome["said"]
+    assert entry.purpose in said
+    assert entry.without in said
+    assert entry.paths[0] in said
+
+
+REFUSED = [name for name, entry in private.NAMES.items() if entry.without.startswith("That raises RuntimeError")]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_other_way_says_so(name: str) -> None:
+    with pytest.raises(RuntimeError, match="lacks a private name that flce needs for"):
+        private.NAMES[name].fallback()

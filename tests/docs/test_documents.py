@@ -1,0 +1,153 @@
+"""README and docs: links lead somewhere, Python runs, commands and their parts exist."""
+
+from __future__ import annotations
+
+import doctest
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flce
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+QUICK_START = "## Quick start\n"
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+
+def ids(document: Path) -> str:
+    return document.name
+
+
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as the usual renderers name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def blocks(language: str) -> list[Any]:
+    """Documents, and the texts of their blocks in a language."""
+    found = []
+    for document in DOCUMENTS:
+        if document.name == "migrate.md":  # its blocks are pairs, which `test_migrate.py` runs
+            continue
+        for number, match in enumerate(BLOCK.finditer(document.read_text())):
+            indent, of, text = match.groups()
+            if of == language and "sys.argv" not in text:  # a program: tests/docs/test_quick_start.py runs it
+                lines = [line.removeprefix(indent) for line in text.splitlines()]
+                found.append(pytest.param("\n".join(lines), id=f"{document.name}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_links(document: Path) -> None:
+    for target in LINK.findall(document.read_text()):
+        if re.match(r"[a-z]+:", target):  # of the outer world
+            continue
+        path, _, anchor = target.partition("#")
+        found = (document.parent / path).resolve() if path else document
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What a block does not define is given here, and as small as can be."""
+    logits = torch.randn(2, 6, 100, requires_grad=True) * 1.0
+    names: dict[str, Any] = {
+        "flce": flce,
+        "logging": logging,
+        "torch": torch,
+        "hidden": torch.randn(2, 6, 16, requires_grad=True),
+        "W": torch.randn(100, 16, requires_grad=True),
+        "logits": logits,
+        "targets": torch.randint(100, (2, 6)),
+        "input_ids": torch.randint(64, (2, 8)),
+        "labels": torch.randint(64, (2, 8)),
+    }
+    monkeypatch.setattr(logging, "basicConfig", lambda: None)
+    level = logging.getLogger("flce").level
+    request.addfinalizer(lambda: logging.getLogger("flce").setLevel(level))
+    if ">>>" in text:
+        runner = doctest.DocTestRunner()
+        runner.run(doctest.DocTestParser().get_doctest(text + "\n", names, "block", None, 0))
+        assert runner.failures == 0
+        return
+    if "process_group" in text:
+        a_process_group(tmp_path, request)
+    if re.search(r"transformers|huggingface|Trainer|\bmodel\b", text):
+        names |= a_trainer(tmp_path)
+    if ".materialize()" in text:
+        flce.patch_model(names["model"])
+    exec(compile(text, "block", "exec"), names)
+    if "loss" in names:
+        names["loss"].backward()
+
+
+def a_process_group(folder: Path, request: pytest.FixtureRequest) -> None:
+    """The default group, of this process alone, until the test ends."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    request.addfinalizer(dist.destroy_process_group)
+
+
+def a_trainer(folder: Path) -> dict[str, Any]:
+    """A model in a folder, and what a `Trainer` is given."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    return {
+        "path": folder / "model",
+        "model": model,
+        "Trainer": transformers.Trainer,
+        "SFTTrainer": transformers.Trainer,
+        "args": transformers.TrainingArguments(folder / "out", report_to=[]),
+        "data": [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}],
+    }
+
+
+@pytest.mark.parametrize("text", blocks("sh"))
+def test_commands(text: str) -> None:
+    """Targets of the Makefile, parts of the script for GPUs, extras, commands and options of flce and benchmarks."""
+    makefile, script = (ROOT / "Makefile").read_text(), (ROOT / "scripts" / "gpu_session.sh").read_text()
+    for line in text.splitlines():
+        words = line.partition(" #")[0].split()
+        if not words or words[0].startswith("#"):
+            continue
+        while "=" in words[0]:  # of the environment
+            del words[0]
+        if words[0] == "make":
+            assert re.search(rf"^{re.escape(words[1])}:", makefile, re.M), line
+        elif words[0] == "scripts/gpu_session.sh":
+            for part in words[1:]:
+                assert re.search(rf"^ +([\w-]+ \| )*{re.escape(part)}( \| [\w-]+)*\)", script, re.M), line
+        elif words[:2] == ["pip", "install"]:
+            (extra,) = re.findall(r"^'?(?:\.|dist/\S+|flce)\[([a-z]+)\]'?$", words[2])
+            assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.M), line
+        elif words[:2] == ["python", "finetune.py"]:
+            assert QUICK_START in (ROOT / "README.md").read_text(), "tests/docs/test_quick_start.py runs this line"
+        elif words[0] == "flce":
+            from flce.tools.cli.app import app as flce_app
+
+            check_command(flce_app, words[1:])
+        else:
+            from benchmarks.cli import app
+
+            assert words[:3] == ["python", "-m", "benchmarks"], line
+            check_command(app, words[3:])
+
+
+def check_command(app: Any, words: list[str]) -> None:
+    typer = pytest.importorskip("typer")
+    command = typer.main.get_command(app).commands[words[0]]
+    options = {name for parameter in command.params for name in parameter.opts}
+    for word in words[1:]:
+        assert not word.startswith("-") or word in options, word

@@ -1,0 +1,689 @@
+"""docs/migrate.md: its tables have every argument of the originals, and each replacement does what the original did.
+
+PyTorch's function is always there. The others are tested where they are installed:
+``pip install --no-deps liger-kernel==0.8.5 cut-cross-entropy==25.1.1``. Without a GPU Liger's loss runs in Triton's
+interpreter, but for `softcap` and `ce_weight`. Those, its layers and CCE's kernels need a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import functools
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from tests.helpers import REDUCTIONS, assert_near
+
+TEXT = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text()
+TORCH = "torch.nn.functional.linear_cross_entropy"
+TORCH_OPTIONS = "torch.nn.LinearCrossEntropyOptions"
+TORCH_MODULE = "torch.nn.LinearCrossEntropyLoss"
+LIGER = "liger_kernel.transformers.LigerFusedLinearCrossEntropyLoss"
+LIGER_FORWARD = f"{LIGER}.forward"
+LIGER_MODELS = "liger_kernel.transformers.apply_liger_kernel_to_*"
+CCE = "cut_cross_entropy.linear_cross_entropy"
+CCE_MODELS = "cut_cross_entropy.transformers.cce_patch"
+
+Arguments = dict[str, Any]
+needs_gpu = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _torch_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The kernels have tests of their own, and take long in the interpreter."""
+    if device.type == "cpu":
+        monkeypatch.setenv("FLCE_BACKEND", "torch")
+
+
+# ------------------------------------------------------------------------------------------------- the tables
+
+
+@dataclass(frozen=True)
+class Row:
+    arguments: tuple[str, ...]  # of the original
+    ours: str
+    in_git: bool  # not in the wheel
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def tables() -> dict[str, tuple[str, list[Row]]]:
+    """By original: the name of its replacement, and a row for each line. Tables of other things have other headers."""
+    found = {}
+    for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.M):
+        head, _, *lines = map(cells, block.splitlines())
+        if re.fullmatch(r"`[a-z_]+\.[\w.*]+`", head[0]):
+            rows = [Row(tuple(spans(first)), ours, first.endswith("(git)")) for first, ours, _ in lines]
+            found[head[0].strip("`")] = (head[1].strip("`"), rows)
+    return found
+
+
+TABLES = tables()
+
+
+def original(path: str) -> Any:
+    """What the path names; the test is skipped where that is not installed."""
+    package = path.split(".")[0]
+    if package == "torch":
+        if not hasattr(F, "linear_cross_entropy"):
+            pytest.skip(f"PyTorch {torch.__version__} has no linear_cross_entropy, which came with 2.13")
+    else:
+        # cce_patch needs a Transformers that is older than most.
+        pytest.importorskip(path.rpartition(".")[0] if path == CCE_MODELS else package, exc_type=ImportError)
+    return resolved(path)
+
+
+def resolved(path: str) -> Any:
+    """An attribute before a module of the same name, which `pkgutil.resolve_name` has the other way round."""
+    first, *rest = path.split(".")
+    found: Any = importlib.import_module(first)
+    for number, name in enumerate(rest, 2):
+        if not hasattr(found, name):
+            importlib.import_module(".".join([first, *rest][:number]))
+        found = getattr(found, name)
+    return found
+
+
+def parameters(function: Any) -> set[str]:
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    found = inspect.signature(function).parameters.values()
+    return {p.name for p in found if p.kind not in variable} - {"self"}
+
+
+def parameters_of_original(path: str) -> set[str]:
+    if not path.endswith("*"):
+        return parameters(original(path))
+    module, _, prefix = path.rstrip("*").rpartition(".")
+    pytest.importorskip(module.split(".")[0])
+    members = importlib.import_module(module)
+    names = [name for name in members.__all__ if name.startswith(prefix)]
+    assert len(names) > 20, names
+    return set().union(*(parameters(getattr(members, name)) for name in names))
+
+
+def test_the_tables_are_found() -> None:
+    assert list(TABLES) == [
+        TORCH,
+        TORCH_OPTIONS,
+        TORCH_MODULE,
+        LIGER,
+        LIGER_FORWARD,
+        LIGER_MODELS,
+        CCE,
+        CCE_MODELS,
+    ]
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_every_argument_has_a_row(path: str) -> None:
+    """And no row is of an argument that is gone."""
+    _, rows = TABLES[path]
+    there = parameters_of_original(path)
+    listed = {name for row in rows for name in row.arguments}
+    assert there <= listed
+    assert {name for row in rows if not row.in_git for name in row.arguments} <= there
+
+
+@pytest.mark.parametrize("path", TABLES)
+def test_what_replaces_it_exists(path: str) -> None:
+    """The second column: arguments of ours, by name or with a value, or calls of ours."""
+    name, rows = TABLES[path]
+    ours = parameters(resolved(name))
+    if name == "flce.LinearCrossEntropyLoss":  # hands them on
+        ours |= parameters(flce.FusedLinearCrossEntropyLoss)
+    for row in rows:
+        assert spans(row.ours) or row.ours == "none", row
+        for span in spans(row.ours):
+            call = ast.parse(f"f({span})", mode="eval").body
+            assert isinstance(call, ast.Call)
+            named = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
+            assert named | {keyword.arg for keyword in call.keywords} <= ours, span
+            for node in ast.walk(call):
+                if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("flce."):
+                    resolved(ast.unparse(node))
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "ChunkOptions":
+                    assert {keyword.arg for keyword in node.keywords} <= parameters(flce.ChunkOptions), span
+
+
+# ------------------------------------------------------------------------------- each argument, beside the original
+
+N, H, V = 14, 8, 30
+GENERATOR = torch.Generator().manual_seed(3)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=GENERATOR, dtype=torch.float64)
+
+
+INPUT, WEIGHT, BIAS, CLASS_WEIGHT = randn(N, H), randn(V, H), randn(V), randn(V).abs() + 0.2
+TARGET = torch.randint(V, (N,), generator=GENERATOR)
+TARGET[[2, 9]] = -100
+K_WEIGHT, K_BIAS, K_TARGET = randn(V, 3, H), randn(V, 3), torch.randint(V, (N, 3), generator=GENERATOR)
+PROBABILITIES = randn(N, V).softmax(-1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Keyword arguments of the original and of flce; other tensors, where the usual ones do not do."""
+
+    theirs: Arguments
+    ours: Arguments
+    target: Tensor = TARGET
+    head: Tensor = WEIGHT
+    head_bias: Tensor | None = BIAS
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-5
+
+
+def same(**arguments: Any) -> Case:
+    return Case(arguments, arguments)
+
+
+def placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, dtype if value.is_floating_point() else value.dtype)
+
+
+def outcome(call: Callable[..., Any], case: Case, arguments: Arguments, device: torch.device) -> dict[str, Any]:
+    """What ``call(input, weight, target, bias, **arguments)`` makes: the loss, all gradients, and what it returned."""
+    x, w, y, b = (placed(t, device, case.dtype) for t in (INPUT, case.head, case.target, case.head_bias))
+    tensors = {"input": x, "weight": w} | ({} if b is None else {"bias": b})
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+    arguments = {name: placed(value, device, case.dtype) for name, value in arguments.items()}
+    returned = call(leaves["input"], leaves["weight"], y, leaves.get("bias"), **arguments)
+    loss = returned if isinstance(returned, Tensor) else returned.loss
+    # Another for each token: gradients that are all scaled by one of them are seen.
+    loss.backward(torch.linspace(0.5, 1.5, loss.numel(), dtype=loss.dtype, device=device).view_as(loss))
+    return {"loss": loss.detach(), **{name: leaf.grad for name, leaf in leaves.items()}, "returned": returned}
+
+
+def assert_same(theirs: dict[str, Any], ours: dict[str, Any], tolerance: float) -> None:
+    for name, want in theirs.items():
+        if name != "returned":
+            assert want is not None, name
+            assert_near(ours[name], want.double(), tolerance, name)
+
+
+def fused(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **arguments: Any) -> Any:
+    return flce.fused_linear_cross_entropy(x, w, y, linear_bias=b, **arguments)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A loss, what replaces it, and the arguments that both are called with."""
+
+    theirs: Callable[..., Any]
+    ours: Callable[..., Any]
+    cases: dict[str, Case]
+    always: tuple[str, ...] = ()
+    """Arguments of the original that every case has."""
+    on_a_gpu: tuple[str, ...] = ()
+    """Cases that need one."""
+    how: Arguments = field(default_factory=dict)
+    """Further arguments of the original."""
+
+
+def pytorch(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    return original(TORCH)(x, w, y, linear_bias=b, **arguments)
+
+
+def pytorch_in_chunks(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, reduction: str, **options: Any) -> Any:
+    return pytorch(x, w, y, b, reduction=reduction, options=original(TORCH_OPTIONS)(**options))
+
+
+def fused_in_chunks(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, reduction: str, **options: Any) -> Any:
+    return fused(x, w, y, b, reduction=reduction, options=flce.ChunkOptions(**options))
+
+
+def liger(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    return original(LIGER)(**arguments)(w, x, y, b)
+
+
+def fused_module(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    return flce.FusedLinearCrossEntropyLoss(**arguments)(x, w, y, b)
+
+
+def cce(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    """Of sequences: CCE shifts along the last dimension of the targets."""
+    missing = arguments.keys() - parameters(original(CCE))
+    if missing:
+        assert missing <= {name for row in TABLES[CCE][1] if row.in_git for name in row.arguments}
+        pytest.skip(f"the wheel's function has no {', '.join(missing)}")
+    return original(CCE)(x.view(2, 7, H), w, y.view(2, 7), **arguments)
+
+
+def fused_sequences(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None, **arguments: Any) -> Any:
+    loss: Any = flce.fused_linear_cross_entropy(x.view(2, 7, H), w, y.view(2, 7), **arguments)
+    # What CCE leaves out.
+    return loss[:, :-1] if loss.dim() and "shift" in arguments else loss
+
+
+def no_bias(theirs: Arguments, ours: Arguments, target: Tensor = TARGET) -> Case:
+    return Case(theirs, ours, target, head_bias=None)
+
+
+LIBRARIES = {
+    TORCH: Library(
+        pytorch,
+        fused,
+        {
+            "defaults": same(),
+            "no bias": no_bias({}, {}),
+            "class weights": same(weight=CLASS_WEIGHT, label_smoothing=0.1),
+            "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
+            "ignore_index=None": same(ignore_index=None),
+            "label_smoothing": same(label_smoothing=0.2),
+            "probabilities": Case({}, {}, PROBABILITIES),
+            "K-dimensional": Case({}, {}, K_TARGET, K_WEIGHT, K_BIAS),
+            "options=None": same(options=None),
+        },
+        ("input", "linear_weight", "target", "linear_bias", "reduction"),
+    ),
+    TORCH_OPTIONS: Library(
+        pytorch_in_chunks,
+        fused_in_chunks,
+        {
+            "defaults": Case({}, {}),
+            "batch_chunk_size": Case({"batch_chunk_size": 4}, {"chunk_rows": 4}),
+            "chunking_method": Case({"chunking_method": "aspect_ratio"}, {"max_workspace_bytes": 1 << 20}),
+            "acc_policy": Case({"acc_policy": "accurate"}, {"logits_dtype": torch.float32}),
+            "acc_dtype": Case({"acc_dtype": torch.float32}, {"accum_dtype": torch.float32}),
+        },
+    ),
+    LIGER: Library(
+        liger,
+        fused_module,
+        {
+            "defaults": same(),
+            "no bias": no_bias({}, {}),
+            "ce_weight": Case({"ce_weight": CLASS_WEIGHT}, {"weight": CLASS_WEIGHT}),
+            "ignore_index": Case({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
+            "lse_square_scale": Case({"lse_square_scale": 0.1}, {"z_loss": 0.1}),
+            "label_smoothing": same(label_smoothing=0.2),
+            "softcap": same(softcap=2.0),
+            "accum_dtype": Case(
+                {"accum_dtype": torch.float32}, {"options": flce.ChunkOptions(accum_dtype=torch.float32, chunk_rows=4)}
+            ),
+            "all": Case(
+                {"ce_weight": CLASS_WEIGHT, "lse_square_scale": 0.1, "label_smoothing": 0.2},
+                {"weight": CLASS_WEIGHT, "z_loss": 0.1, "label_smoothing": 0.2},
+            ),
+        },
+        # `test_what_liger_returns` runs the last three.
+        (
+            "reduction",
+            "use_token_scaling",
+            "return_z_loss",
+            "return_token_accuracy",
+            "return_predicted_tokens",
+        ),
+        on_a_gpu=("softcap", "ce_weight", "all"),  # a function of CUDA's library, and methods of numbers
+    ),
+    CCE: Library(
+        cce,
+        fused_sequences,
+        {
+            "defaults": no_bias({}, {}),
+            "ignore_index": no_bias({"ignore_index": 7}, {"ignore_index": 7}, TARGET.clamp(min=7)),
+            "softcap": no_bias({"softcap": 2.0}, {"softcap": 2.0}),
+            "shift": no_bias({"shift": True}, {"shift": 1}),
+            "bias": no_bias({"bias": BIAS}, {"linear_bias": BIAS}),
+        },
+        ("e", "c", "targets", "reduction"),
+        how={"impl": "torch_compile"},
+    ),
+}
+
+
+def arguments_of_all() -> list[Any]:
+    found = []
+    for path, library in LIBRARIES.items():
+        for name in library.cases:
+            marks = needs_gpu if name in library.on_a_gpu else ()
+            found.append(pytest.param(path, name, id=f"{path.rpartition('.')[2]}-{name}", marks=marks))
+    return found
+
+
+@pytest.mark.usefixtures("not_compiled")
+@pytest.mark.filterwarnings("ignore:linear_cross_entropy")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("path, name", arguments_of_all())
+def test_an_argument(path: str, name: str, reduction: str, device: torch.device) -> None:
+    library = LIBRARIES[path]
+    case = library.cases[name]
+    theirs = outcome(library.theirs, case, {**case.theirs, "reduction": reduction, **library.how}, device)
+    ours = outcome(library.ours, case, {**case.ours, "reduction": reduction}, device)
+    assert ours["loss"].dtype == torch.float32
+    assert_same(theirs, ours, case.tolerance)
+
+
+@pytest.mark.parametrize("path", LIBRARIES)
+def test_every_argument_is_run(path: str) -> None:
+    """Every one of the original that has a counterpart and is in the wheel is in a case."""
+    library, (_, rows) = LIBRARIES[path], TABLES[path]
+    mapped = {name for row in rows if row.ours != "none" and not row.in_git for name in row.arguments}
+    assert mapped <= set(library.always) | {name for case in library.cases.values() for name in case.theirs}
+
+
+def test_module_of_pytorch(device: torch.device) -> None:
+    """With every argument that it has in common with ours."""
+    arguments: Arguments = {
+        "bias": True,
+        "device": device,
+        "dtype": torch.float64,
+        "reduction": "sum",
+        "weight": CLASS_WEIGHT.to(device),
+        "ignore_index": 3,
+        "label_smoothing": 0.1,
+    }
+    mapped = {name for row in TABLES[TORCH_MODULE][1] if row.ours != "none" for name in row.arguments}
+    assert mapped <= {*arguments, "in_features", "num_classes", "options"}
+    theirs = original(TORCH_MODULE)(H, V, options=None, **arguments)
+    ours = flce.LinearCrossEntropyLoss(H, V, options=flce.ChunkOptions(), **arguments)
+    ours.load_state_dict(theirs.state_dict())
+    target = TARGET.clamp(min=3).to(device)
+    losses = [module(INPUT.to(device), target) for module in (theirs, ours)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(ours.linear.weight.grad, theirs.linear.weight.grad)
+    torch.testing.assert_close(ours.linear.bias.grad, theirs.linear.bias.grad)
+
+
+def test_where_pytorch_differs(device: torch.device) -> None:
+    """The rows of the first table that say so."""
+    function, options = original(TORCH), original(TORCH_OPTIONS)()
+    half, nothing = replace(LIBRARIES[TORCH].cases["defaults"], dtype=torch.bfloat16), torch.full_like(TARGET, -100)
+    assert outcome(pytorch, half, {}, device)["loss"].dtype == torch.bfloat16
+    assert outcome(fused, half, {}, device)["loss"].dtype == torch.float32
+    empty = Case({}, {}, nothing)
+    for call, arguments, gradient in [(pytorch, {}, 0.0), (pytorch, {"options": options}, math.nan), (fused, {}, 0.0)]:
+        got = outcome(call, empty, arguments, device)
+        assert got["loss"].isnan()
+        assert bool(got["input"].isnan().all()) == math.isnan(gradient)
+    x, w, y = INPUT.to(device), WEIGHT.to(device), TARGET.to(device)
+    with pytest.raises(RuntimeError, match="dimensionality"):
+        function(x.view(2, 7, H), w, y.view(2, 7))
+    with pytest.raises(RuntimeError, match="target dtype"):
+        function(x, w, y.int())
+    with pytest.raises(RuntimeError, match="ignore_index"):
+        function(x, w, PROBABILITIES.to(device), ignore_index=-100)
+    with pytest.warns(UserWarning, match="label_smoothing == 0"):
+        function(x, w, y, label_smoothing=0.1, options=options)
+
+
+# ------------------------------------------------------------------------------------------------------- Liger
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_what_liger_returns(reduction: str, device: torch.device) -> None:
+    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    # Half of the tokens are predicted.
+    best = (INPUT @ WEIGHT.T + BIAS).argmax(-1)
+    target = torch.where(torch.arange(N) % 2 == 0, best, TARGET)
+    case = Case(
+        {"lse_square_scale": 0.1, "reduction": reduction, **asked},
+        {"z_loss": 0.1, "reduction": reduction, "stats": ("correct", "argmax", "lse")},
+        target,
+    )
+    theirs, ours = outcome(liger, case, case.theirs, device), outcome(fused_module, case, case.ours, device)
+    assert_same(theirs, ours, case.tolerance)
+    want, got = theirs["returned"], ours["returned"]
+    torch.testing.assert_close(got.z_loss, want.z_loss)
+    assert torch.equal(got.argmax, want.predicted_tokens)
+    accuracy = got.correct.float()
+    if reduction != "none":
+        accuracy = got.correct.sum() / (target != -100).sum()
+        assert 0.4 < accuracy < 0.9
+    torch.testing.assert_close(accuracy, want.token_accuracy)
+
+
+def test_where_liger_differs(device: torch.device) -> None:
+    """The rows of the tables that say so."""
+    empty = Case({}, {}, torch.full_like(TARGET, -100))
+    theirs, ours = outcome(liger, empty, {}, device), outcome(fused_module, empty, {}, device)
+    assert theirs["loss"] == 0.0
+    assert ours["loss"].isnan()
+    assert not theirs["weight"].any()
+    assert not ours["weight"].any()
+
+    x, y = INPUT.to(device, torch.float32), TARGET.to(device)
+    for call, gets_one in [(liger, False), (fused_module, True)]:  # where only the head is trained
+        w = WEIGHT.to(device, torch.float32).requires_grad_()
+        call(x, w, y, None).backward()
+        assert (w.grad is not None) == gets_one
+
+    x, w = x.requires_grad_(), WEIGHT.to(device, torch.float32)
+    loss = fused_module(x, w, y, None)
+    once = torch.autograd.grad(loss, x, retain_graph=True)[0].clone()
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(loss, x)
+    loss = liger(x, w, y, None)
+    for expected in (2.0, 4.0):  # times the upstream gradient each time
+        (gradient,) = torch.autograd.grad(2 * loss, x, retain_graph=True)
+        torch.testing.assert_close(gradient, expected * once)
+    with pytest.raises(ValueError, match="too many values"):
+        liger(x.view(2, 7, H), w, y.view(2, 7), None)
+
+
+# ----------------------------------------------------------------------------------------- Cut Cross-Entropy
+
+
+@pytest.fixture
+def not_compiled() -> Iterator[None]:
+    """`impl="torch_compile"` as it is written, which takes no time to compile."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@needs_gpu
+@pytest.mark.parametrize("filter_eps", [None, "high"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("name", LIBRARIES[CCE].cases)
+def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str | None, device: torch.device) -> None:
+    """In bfloat16, whose rounding of the gradients is what the two may differ by."""
+    case = replace(LIBRARIES[CCE].cases[name], dtype=torch.bfloat16)
+    # Under a softcap the kernel of 25.1.1 counts the classes that fill up its last block: -inf becomes -softcap.
+    how = {"impl": "torch_compile" if "softcap" in case.theirs else "cce", "filter_eps": filter_eps}
+    theirs = outcome(cce, case, {**case.theirs, "reduction": reduction, **how}, device)
+    assert_same(theirs, outcome(fused_sequences, case, {**case.ours, "reduction": reduction}, device), 2e-2)
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_lse_of_cut_cross_entropy(device: torch.device) -> None:
+    """A pair, where there is such an argument."""
+    if "return_lse" not in parameters(original(CCE)):
+        pytest.skip("the wheel's function has no return_lse")
+    x, w, y = INPUT.to(device).view(2, 7, H), WEIGHT.to(device), TARGET.to(device).view(2, 7)
+    loss, lse = original(CCE)(x, w, y, return_lse=True, impl="torch_compile")
+    ours: Any = flce.fused_linear_cross_entropy(x, w, y, stats=("lse",))
+    torch.testing.assert_close(ours.loss, loss, check_dtype=False)
+    counted = y != -100
+    torch.testing.assert_close(ours.lse[counted], lse[counted], check_dtype=False)
+
+
+@pytest.mark.usefixtures("not_compiled")
+def test_a_mean_of_nothing_by_cut_cross_entropy(device: torch.device) -> None:
+    empty = Case({}, {}, torch.full_like(TARGET, -100), head_bias=None)
+    assert outcome(cce, empty, {"impl": "torch_compile"}, device)["loss"].isnan()
+
+
+# ------------------------------------------------------------------------------------------ before and after
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+PAIRS = list(zip(BLOCKS[::2], BLOCKS[1::2], strict=True))
+# Whose layers do not run in the interpreter.
+LAYERS = ("apply_liger_kernel_to_llama", "AutoLigerKernelForCausalLM", "use_liger_kernel")
+
+
+def pairs_of(which: int) -> list[Any]:
+    found = []
+    for blocks in PAIRS:
+        marks = needs_gpu if any(name in blocks[which] for name in LAYERS) else ()
+        found.append(pytest.param(blocks[which], id=blocks[0].split("import ")[1].split()[0], marks=marks))
+    return found
+
+
+def test_blocks_are_pairs() -> None:
+    assert len(PAIRS) == 8
+    for before, after in PAIRS:
+        assert before.startswith("# before\n")
+        assert after.startswith("# after\n")
+
+
+@pytest.mark.usefixtures("not_compiled", "as_it_was")
+@pytest.mark.parametrize("block", pairs_of(0))
+def test_before(block: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in re.findall(r"^from ((?:liger_kernel|cut_cross_entropy)[.\w]*) ", block, re.M):
+        pytest.importorskip(package, exc_type=ImportError)
+    if "use_liger_kernel" in block:
+        pytest.importorskip("liger_kernel")
+    if "LinearCrossEntropyOptions" in block and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        pytest.skip(f"PyTorch {torch.__version__} has no LinearCrossEntropyOptions")
+    if "linear_cross_entropy" in block and "cut_cross_entropy" in block and device.type == "cpu":
+        function = original(CCE)
+        monkeypatch.setattr("cut_cross_entropy.linear_cross_entropy", functools.partial(function, impl="torch_compile"))
+    check_block(block, tmp_path, device)
+
+
+@pytest.mark.usefixtures("as_it_was")
+@pytest.mark.parametrize("block", pairs_of(1))
+def test_after(block: str, tmp_path: Path, device: torch.device) -> None:
+    if "liger_kernel" in block:
+        pytest.importorskip("liger_kernel")
+    check_block(block, tmp_path, device)
+
+
+def check_block(block: str, folder: Path, device: torch.device) -> None:
+    """Its `loss`, and the gradients of that, are those of the stock operators or of the stock model."""
+    run = functools.partial(exec, compile(block, "block", "exec"))
+    if "model" in block:
+        check_model(run, folder, device, trains="Trainer" in block)
+    else:
+        check_operators(run, device, "cut_cross_entropy" in block, "token_scaling" in block or "logprob" in block)
+
+
+def check_operators(run: Callable[[Arguments], Any], device: torch.device, cce: bool, token_scaling: bool) -> None:
+    def stock(names: Arguments) -> None:
+        logits = F.linear(names["hidden"][:, :-1], names["W"]).flatten(0, 1).float()
+        targets = names["targets"][:, 1:].flatten()
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        scale = losses.detach().neg().exp() if token_scaling else 1.0
+        names["loss"] = (scale * losses).sum() / (targets != -100).sum()
+
+    # CCE's kernels take half precision only.
+    dtype, tolerance = (torch.bfloat16, 2e-2) if cce and device.type == "cuda" else (torch.float32, 1e-5)
+    results = []
+    for each in (stock, run):
+        hidden = INPUT.to(device, dtype, copy=True).view(2, 7, H).requires_grad_()
+        weight = WEIGHT.to(device, dtype, copy=True).requires_grad_()
+        names: Arguments = {
+            "torch": torch,
+            "flce": flce,
+            "hidden": hidden,
+            "W": weight,
+            "targets": TARGET.to(device).view(2, 7),
+        }
+        each(names)
+        names["loss"].backward()
+        results.append({"loss": names["loss"].detach(), "hidden": hidden.grad, "W": weight.grad})
+    assert_same(results[0], results[1], tolerance)
+
+
+def check_model(run: Callable[[Arguments], Any], folder: Path, device: torch.device, trains: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def stock(names: Arguments) -> None:
+        if trains:
+            trainer = transformers.Trainer(
+                names["model"], transformers.TrainingArguments(folder), train_dataset=names["data"]
+            )
+            names["loss"] = trainer.train().training_loss
+        else:
+            names["loss"] = names["model"](names["input_ids"], labels=names["labels"]).loss
+
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(config).train()
+    model.save_pretrained(folder / "model")
+    ids = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(6)).to(device)
+    results = []
+    for each in (stock, run):
+        names = {
+            "flce": flce,
+            "folder": folder,
+            "path": folder / "model",
+            "model": copy.deepcopy(model).to(device),
+            "stock": copy.deepcopy(model).to(device),
+            "input_ids": ids,
+            "labels": ids,
+            "data": [{"input_ids": row, "labels": row} for row in ids.tolist()],
+        }
+        with contextlib.nullcontext() if trains else device:  # where `from_pretrained` puts a model
+            each(names)
+        if trains:
+            results.append({"loss": torch.tensor(names["loss"])})
+        else:
+            names["loss"].backward()
+            gradients = {name: p.grad for name, p in names["model"].named_parameters()}
+            results.append({"loss": names["loss"].detach(), **gradients})
+    assert_same(results[0], results[1], 1e-4)
+
+
+@pytest.fixture
+def as_it_was() -> Iterator[None]:
+    """Liger's functions exchange what is in modules of Transformers, for good."""
+    places: list[Any] = []
+    with contextlib.suppress(ImportError):
+        from transformers.models.llama import modeling_llama
+
+        places = [modeling_llama, modeling_llama.LlamaForCausalLM, F]
+    before = [dict(vars(place)) for place in places]
+    yield
+    for place, members in zip(places, before, strict=True):
+        for name, value in members.items():
+            if vars(place)[name] is not value:
+                setattr(place, name, value)
+
+
+@pytest.mark.usefixtures("as_it_was")
+def test_the_loss_alone_of_a_model_that_liger_patches(device: torch.device, tmp_path: Path) -> None:
+    """Which runs in the interpreter, as its layers do not."""
+    pytest.importorskip("liger_kernel")
+
+    def run(names: Arguments) -> None:
+        apply: Any = resolved("liger_kernel.transformers.apply_liger_kernel_to_llama")
+        apply(model=names["model"], rope=False, rms_norm=False, swiglu=False)
+        outputs = names["model"](names["input_ids"], labels=names["labels"], return_token_accuracy=True)
+        assert outputs.logits is None
+        patched = flce.patch_model(copy.deepcopy(names["stock"]), on_materialize="raise")
+        logits = patched(names["input_ids"], labels=names["labels"]).logits
+        accuracy = (logits[:, :-1].argmax(-1) == names["labels"][:, 1:]).float().mean()
+        torch.testing.assert_close(accuracy, outputs.token_accuracy)
+        names["loss"] = outputs.loss
+
+    check_model(run, tmp_path, device, trains=False)

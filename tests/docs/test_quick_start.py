@@ -1,0 +1,52 @@
+"""The quick start of README.md: its program on the files that it names. `make quick-start` runs all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
+    """Three commands at most, cloning among them, and ten lines; what is saved is another model than before."""
+    made = importlib.util.spec_from_file_location("quick_start", ROOT / "scripts" / "quick_start.py")
+    assert made is not None
+    assert made.loader is not None
+    script = importlib.util.module_from_spec(made)
+    made.loader.exec_module(script)
+    script.main(tmp_path)
+    commands = [line.partition(" #")[0].split() for line in (tmp_path / "quick_start.sh").read_text().splitlines()]
+    program = [line for line in (tmp_path / "finetune.py").read_text().splitlines() if line and line[0] != "#"]
+    assert len(commands) <= 2
+    assert len(program) <= 10
+    assert commands[0][:2] == ["pip", "install"]
+    for command in commands[1:]:
+        assert command[0] == "python"
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "FLCE_LOG": "debug"}
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(
+            [sys.executable, *command[1:]],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "flce DEBUG new shape: N=1024" in done.stderr or "N=1023" in done.stderr
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).lm_head.weight
+        for name in ("my-model", "my-model-tuned")
+    )
+    assert before.shape == after.shape
+    assert not torch.equal(before, after)

@@ -1,0 +1,123 @@
+"""The site of the documents (`make docs`): its links lead where they lead in the repository, or fail the build."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = """# A page
+
+[another](b.md), [its part](b.md#two-words--more), [the changelog](../CHANGELOG.md#changelog),
+[a file](../benchmarks/x.json), [a script](../scripts/mkdocs_hooks.py), [elsewhere](https://example.org/none)
+
+![a picture](picture.png)
+"""
+
+
+def write(folder: Path, page: str) -> None:
+    """A repository of a few documents in ``folder``, with this project's settings and hooks."""
+    for name in ("docs", "scripts", "benchmarks", "integrations"):
+        (folder / name).mkdir()
+    shutil.copy(ROOT / "mkdocs.yml", folder)
+    shutil.copy(ROOT / "scripts" / "mkdocs_hooks.py", folder / "scripts")
+    shutil.copy(ROOT / "docs" / "h200.png", folder / "docs" / "picture.png")
+    (folder / "benchmarks" / "x.json").write_text("{}")
+    for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY", "integrations/README"):
+        (folder / f"{name}.md").write_text(f"# {name.title()}\n\n[a page]({'../' * name.count('/')}docs/a.md)\n")
+    (folder / "docs" / "a.md").write_text(page)
+    (folder / "docs" / "b.md").write_text("# Another\n\n## Two `words` & more\n\n[readme](../README.md)\n")
+
+
+def build(folder: Path, page: str, nav: list[Any]) -> Path:
+    """The site of such a repository; returns where it is.
+
+    Raises:
+        mkdocs.exceptions.Abort: as `mkdocs build --strict` fails.
+    """
+    config = pytest.importorskip("mkdocs.config")
+    pytest.importorskip("material")
+    from mkdocs.commands.build import build
+
+    write(folder, page)
+    settings = config.load_config(str(folder / "mkdocs.yml"), strict=True, nav=nav, plugins=["search"])
+    build(settings)
+    return folder / "site"
+
+
+ROOT_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "integrations/README.md"]
+NAV = [*ROOT_PAGES, "docs/a.md", "docs/b.md"]
+
+
+def test_links_lead_where_they_lead_in_the_repository(tmp_path: Path) -> None:
+    site = build(tmp_path, GOOD, NAV)
+    page = (site / "a" / "index.html").read_text()
+    for link in (
+        "../b/",
+        "../b/#two-words--more",
+        "../CHANGELOG/#changelog",
+        "../benchmarks/x.json",
+        "../scripts/mkdocs_hooks.py",
+        "https://example.org/none",
+    ):
+        assert f'href="{link}"' in page
+    assert 'src="../picture.png"' in page
+    assert 'href="a/"' in (site / "index.html").read_text()
+    assert 'href="../a/"' in (site / "integrations" / "index.html").read_text()
+    for file in ("picture.png", "benchmarks/x.json", "scripts/mkdocs_hooks.py", "b/index.html", "CHANGELOG/index.html"):
+        assert (site / file).is_file(), file
+    assert 'id="two-words--more"' in (site / "b" / "index.html").read_text()
+
+
+NOWHERE = {
+    "[gone](gone.md)": "'gone.md'",
+    "[no such part](b.md#gone)": "'b.md#gone'",
+    "[no such part here](#gone)": "'#gone'",
+    "[no such part above](../CHANGELOG.md#gone)": "'../CHANGELOG.md#gone'",
+    "[no such file](../benchmarks/gone.json)": "'../benchmarks/gone.json'",
+    "[a folder](../benchmarks)": "'../benchmarks'",
+    "[absolute](/docs/b.md)": "'/docs/b.md'",
+    "[out of the repository](../../gone.md)": "'../../gone.md'",
+    "![no such picture](gone.png)": "'gone.png'",
+}
+
+
+def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each has a warning, and one is enough for the build to fail."""
+    exceptions = pytest.importorskip("mkdocs.exceptions")
+    with pytest.raises(exceptions.Abort, match=f"{len(NOWHERE)} warnings"):
+        build(tmp_path, "# A page\n\n" + "\n\n".join(NOWHERE), NAV)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for link, said in NOWHERE.items():
+        assert any(said in line for line in warned), (link, warned)
+
+
+def test_a_page_without_a_place_is_an_error(tmp_path: Path) -> None:
+    exceptions = pytest.importorskip("mkdocs.exceptions")
+    with pytest.raises(exceptions.Abort):
+        build(tmp_path, GOOD, NAV[:-1])
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_make_docs_fails_where_the_build_warns(tmp_path: Path, right: bool) -> None:
+    """With the command of the Makefile: MkDocs counts no warnings that it was told not to print."""
+    pytest.importorskip("material")
+    write(tmp_path, GOOD if right else "# A page\n\n[gone](gone.md)\n")
+    (tmp_path / "mkdocs.yml").rename(tmp_path / "all.yml")
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: all.yml\nplugins: [search]\nnav: {NAV}\n")
+    (arguments,) = re.findall(r"-m (mkdocs .*)", (ROOT / "Makefile").read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments.split()],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode == 0) == right, done.stdout + done.stderr

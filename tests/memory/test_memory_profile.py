@@ -1,0 +1,359 @@
+"""`flce.profile_memory`: known allocations to the byte, what is left behind, and the picture."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import flce
+from flce.core import devices, private
+from flce.memory.plot import draw
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def allocate(device: str, *sizes: int) -> Callable[[], None]:
+    """A function that has a tensor of each size, in bytes, after another, the last two of them at once."""
+
+    def fn() -> None:
+        held = None
+        for size in sizes:
+            held = (held, torch.empty(size, dtype=torch.uint8, device=device))[-1]
+
+    return fn
+
+
+def held(profile: flce.MemoryProfile) -> list[int]:
+    return [size for _, size in profile.samples]
+
+
+# ----------------------------------------------------------------------------------------------------------- on a CPU
+
+
+def test_every_allocation_and_free() -> None:
+    profile = flce.profile_memory(allocate("cpu", 3 * MIB, 4 * MIB, 1 * MIB), device="cpu")
+    assert held(profile) == [size * MIB for size in (0, 3, 7, 4, 5, 1, 0, 0)]
+    assert profile.peak == 7 * MIB
+    assert profile.device == "cpu"
+    times = [seconds for seconds, _ in profile.samples]
+    assert times[0] == 0
+    assert times == sorted(times)
+    assert profile.peak_seconds == times[2]
+    assert profile.seconds == times[-1] > 0
+
+
+def test_the_same_again() -> None:
+    fn = allocate("cpu", 3 * MIB, 4 * MIB)
+    assert held(flce.profile_memory(fn, device="cpu")) == held(flce.profile_memory(fn, device="cpu"))
+
+
+def test_memory_from_before() -> None:
+    """Is not counted, and on a CPU PyTorch does not record that it is freed."""
+    box = [torch.empty(5 * MIB, dtype=torch.uint8)]
+    assert held(flce.profile_memory(box.clear, device="cpu")) == [0, 0]
+
+
+def test_memory_that_stays() -> None:
+    box = []
+    profile = flce.profile_memory(lambda: box.append(torch.empty(5 * MIB, dtype=torch.uint8)), device="cpu")
+    assert held(profile) == [0, 5 * MIB, 5 * MIB]
+
+
+def loss_step(fused: bool, device: str) -> Callable[[], None]:
+    hidden = torch.randn(512, 32, device=device, requires_grad=True)
+    weight = torch.randn(4096, 32, device=device, requires_grad=True)
+    target = torch.randint(4096, (512,), device=device)
+    options = flce.ChunkOptions(max_workspace_bytes=MIB)
+
+    def step() -> None:
+        if fused:
+            loss = flce.fused_linear_cross_entropy(hidden, weight, target, options=options)
+        else:
+            loss = F.cross_entropy(hidden @ weight.t(), target)
+        loss.backward()
+        hidden.grad = weight.grad = None
+
+    step()
+    return step
+
+
+def test_a_step_with_and_without_logits(torch_backend: str) -> None:
+    """Stock has logits, their logarithms and their gradient at the most; a budget bounds ours. Both have gradients."""
+    logits, gradients = 4 * 512 * 4096, 4 * 32 * (512 + 4096)
+    stock = flce.profile_memory(loss_step(False, "cpu"), device="cpu").peak
+    fused = flce.profile_memory(loss_step(True, "cpu"), device="cpu").peak
+    assert 2 * logits < stock < 3 * logits + gradients + 64 * KIB
+    assert fused <= MIB + gradients + 64 * KIB
+
+
+def test_an_error_of_the_function_ends_the_recording() -> None:
+    def fails() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        flce.profile_memory(fails, device="cpu")
+    assert not torch._C._autograd._profiler_enabled()
+    assert flce.profile_memory(allocate("cpu", KIB), device="cpu").peak == KIB
+
+
+def test_not_within_a_profiler() -> None:
+    with torch.autograd.profiler.profile() as outer:
+        with pytest.raises(RuntimeError, match="a profiler of PyTorch is running"):
+            flce.profile_memory(allocate("cpu", KIB), device="cpu")
+        torch.ones(3)
+    assert any(event.name == "aten::ones" for event in outer.function_events)
+
+
+def test_no_profiler_within() -> None:
+    """PyTorch ends the recording then, or refuses the second profiler: nothing is returned that is not complete."""
+
+    def profiles() -> None:
+        with torch.autograd.profiler.profile():
+            torch.ones(3)
+
+    with pytest.raises(RuntimeError, match=r"[Pp]rofiler"):
+        flce.profile_memory(profiles, device="cpu")
+    assert flce.profile_memory(allocate("cpu", KIB), device="cpu").peak == KIB
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:99", "abacus"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no device '{device}' here: give one of .*cpu"):
+        flce.profile_memory(allocate("cpu", KIB), device=device)
+
+
+def test_not_a_function() -> None:
+    wrong: Any = torch.ones(3)
+    with pytest.raises(TypeError, match="fn must be a function without arguments, got Tensor"):
+        flce.profile_memory(wrong)
+
+
+# ------------------------------------------------------------------------------- on a CUDA device that is made up here
+
+
+class Device:
+    """The functions of PyTorch that are called for a CUDA device, the second of two."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.recording = False
+        self.trace: list[dict[str, Any]] = []
+        for module, name, does in (
+            (devices, "devices", lambda: [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]),
+            (torch.accelerator, "current_device_index", lambda: 1),
+            (torch.cuda, "synchronize", lambda index: None),
+            (torch.cuda, "get_allocator_backend", lambda: "native"),
+            (private, "cuda_history_enabled", lambda: self.recording),
+            (private, "record_memory_history", self.record),
+            (private, "memory_snapshot", lambda: {"device_traces": [[], self.trace]}),
+        ):
+            monkeypatch.setattr(module, name, does, raising=False)
+
+    def record(self, enabled: str | None, **settings: object) -> None:
+        self.recording = enabled is not None
+
+    def does(self, *actions: tuple[str, int]) -> Callable[[], None]:
+        def fn() -> None:
+            assert self.recording
+            now = time.time_ns() // 1000
+            self.trace += [{"action": action, "size": size, "time_us": now} for action, size in actions]
+
+        return fn
+
+
+@pytest.fixture
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return Device(monkeypatch)
+
+
+def test_records_of_the_cuda_allocator(made_up: Device) -> None:
+    """Memory is free once that has been asked for; segments are the allocator's own."""
+    fn = made_up.does(
+        ("segment_alloc", 20 * MIB), ("alloc", 3 * MIB), ("alloc", MIB), ("free_requested", 3 * MIB),
+        ("free_completed", 3 * MIB), ("free_requested", 9 * MIB), ("snapshot", 0),
+    )  # fmt: skip
+    profile = flce.profile_memory(fn)
+    assert held(profile) == [0, 3 * MIB, 4 * MIB, MIB, -8 * MIB, -8 * MIB]
+    assert (profile.peak, profile.device) == (4 * MIB, "cuda:1")
+    assert not made_up.recording
+    with pytest.raises(ZeroDivisionError):
+        flce.profile_memory(lambda: 1 / 0, device="cuda:1")
+    assert not made_up.recording
+
+
+def test_something_else_records(made_up: Device) -> None:
+    made_up.recording = True
+    with pytest.raises(RuntimeError, match=r"is being recorded already: .*_record_memory_history\(None\)"):
+        flce.profile_memory(made_up.does(("alloc", MIB)), device="cuda")
+    assert made_up.recording
+    assert not made_up.trace
+
+
+def test_an_allocator_without_records(made_up: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(RuntimeError, match="the CUDA allocator is 'cudaMallocAsync', which keeps no records"):
+        flce.profile_memory(made_up.does(("alloc", MIB)))
+
+
+# ------------------------------------------------------------------------------------------------------- the picture
+
+
+def profile_of(*samples: tuple[float, int]) -> flce.MemoryProfile:
+    return flce.MemoryProfile("cuda:0", samples)
+
+
+SMALL = profile_of((0.0, 0), (0.010, 823 * MIB), (0.020, -MIB), (0.050, 0))
+LARGE = profile_of((0.0, 0), (1.5, int(50.04 * GIB)), (2.0, 0))
+
+
+def test_a_profile_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(SMALL)) == SMALL
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """What the picture of some profiles says."""
+    matplotlib = pytest.importorskip("matplotlib")
+
+    def read(**profiles: flce.MemoryProfile) -> str:
+        flce.MemoryProfile.plot_side_by_side(profiles, tmp_path / "deep" / "er" / "memory.svg", "A model")
+        return " | ".join(ET.parse(tmp_path / "deep" / "er" / "memory.svg").getroot().itertext())
+
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        yield read
+
+
+def test_pictures_say_what_they_show(words: Callable[..., str]) -> None:
+    said = words(stock=SMALL)
+    for part in ("A model", "stock", "peak 823 MiB", "allocated since the start, MiB", "time, ms"):
+        assert part in said
+    said = words(stock=LARGE, patched=SMALL)
+    for part in ("stock", "patched", "peak 50 GiB", "peak 823 MiB", "allocated since the start, GiB"):
+        assert part in said
+
+
+def test_a_profile_without_allocations(words: Callable[..., str]) -> None:
+    assert "peak 0.00 MiB" in words(idle=flce.profile_memory(lambda: None, device="cpu"))
+
+
+def test_formats(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    SMALL.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    SMALL.plot(str(tmp_path / "memory.pdf"))
+    assert (tmp_path / "memory.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(ValueError, match="xyz"):
+        SMALL.plot(tmp_path / "memory.xyz")
+
+
+def test_the_curves_have_one_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a small peak looks like a large one."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn = []
+    monkeypatch.setattr(figure, "savefig", lambda self, file: drawn.append(self))
+    draw({"a": LARGE.samples, "b": SMALL.samples}, tmp_path / "memory.png", "")
+    first, second = drawn[0].axes
+    assert first.get_ylim() == second.get_ylim()
+    assert first.get_xlim() == second.get_xlim()
+    assert first.get_ylim()[1] > 50.04  # GiB: the peak is within
+    assert first.get_ylim()[0] < 0  # and so is what lies below the start
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no profile to draw"):
+        flce.MemoryProfile.plot_side_by_side({}, tmp_path / "memory.png")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'flce[cli]'")):
+        SMALL.plot(tmp_path / "memory.png")
+
+
+# ---------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def recorded_and_counted(fn: Callable[[], None]) -> tuple[flce.MemoryProfile, int, int]:
+    """A profile, and two peaks above the start of the allocator's own account: bytes asked for, and bytes of blocks."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # the blocks are then made for what is asked for
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    profile = flce.profile_memory(fn)
+    after = torch.cuda.memory_stats()
+    asked, blocks = (
+        after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in ("requested", "allocated")
+    )
+    assert blocks == torch.cuda.max_memory_allocated() - before["allocated_bytes.all.current"]
+    return profile, asked, blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(512 * KIB, 256 * KIB, 512), (64 * MIB, 32 * MIB, 128 * MIB)], ids=str)
+def test_the_allocator_counts_the_same(sizes: tuple[int, ...]) -> None:
+    """Exactly: no block is larger than what it was asked for."""
+    profile, asked, blocks = recorded_and_counted(allocate("cuda", *sizes))
+    assert profile.peak == asked == blocks == sizes[1] + max(sizes[0], sizes[2])
+    assert profile.device == f"cuda:{torch.cuda.current_device()}"
+    assert held(profile)[-1] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_is_counted_as_the_allocator_does(fused: bool) -> None:
+    """Bytes asked for exactly; blocks are rounded up. Backward runs in a thread of its own."""
+    profile, asked, blocks = recorded_and_counted(loss_step(fused, "cuda"))
+    assert profile.peak == asked
+    assert asked <= blocks <= asked + 16 * MIB
+    times = [seconds for seconds, _ in profile.samples]
+    assert times == sorted(times)
+    assert 0 < profile.peak_seconds < profile.seconds
+
+
+@pytest.mark.gpu
+def test_recording_on_a_gpu_is_left_as_it_was() -> None:
+    memory = torch.cuda.memory
+
+    def fails() -> None:
+        torch.empty(KIB, device="cuda")
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        flce.profile_memory(fails)
+    assert not torch._C._cuda_isHistoryEnabled()
+    memory._record_memory_history("all", context=None, stacks="python")
+    try:
+        torch.empty(KIB, device="cuda")
+        before = len(memory._snapshot()["device_traces"][torch.cuda.current_device()])
+        with pytest.raises(RuntimeError, match="is being recorded already"):
+            flce.profile_memory(allocate("cuda", KIB))
+        assert torch._C._cuda_isHistoryEnabled()
+        assert len(memory._snapshot()["device_traces"][torch.cuda.current_device()]) >= before > 0
+    finally:
+        memory._record_memory_history(None)
+    assert flce.profile_memory(allocate("cuda", KIB)).peak == KIB
+
+
+@pytest.mark.gpu
+def test_memory_from_before_on_a_gpu() -> None:
+    """Freed, it makes the curve negative, and the peak no less than nothing."""
+    box = [torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")]
+    profile = flce.profile_memory(box.clear)
+    assert held(profile) == [0, -5 * MIB, -5 * MIB]
+    assert profile.peak == 0
+
+
+@pytest.mark.gpu
+def test_a_cpu_beside_a_gpu() -> None:
+    """Only the device that was asked for is counted."""
+    assert flce.profile_memory(allocate("cpu", MIB), device="cuda").peak == 0
+    assert flce.profile_memory(allocate("cuda", MIB), device="cpu").peak < KIB

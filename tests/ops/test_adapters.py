@@ -1,0 +1,274 @@
+"""Logits that are a sum of terms: adapters on the head, against the oracle and against the head they amount to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.core.gemm import matmul
+from flce.testing.problem import ALL_GRADS, make_problem, run_fused
+from flce.testing.tolerances import TOLERANCE
+from tests.helpers import BACKENDS, STATS, allpairs, assert_near, check, combinations, pairs, several_blocks
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+
+FACTORS: dict[str, list[Any]] = {
+    "ranks": [(1,), (3,), (8, 16), (5, 1, 2), (40,)],
+    "dtype": [torch.float64, torch.float32],
+    "reduction": ["mean", "sum", "none"],
+    "chunking": ["default", "rows", "vocab", "blocks"],
+    "skip_ignored": [True, False],
+    "ignored": [0.0, 0.4, 1.0],
+    "bias": [False, True],
+    "class_weight": [False, True],
+    "token_weight": [False, True],
+    "softcap": [None, 3.0],
+    "logit_scale": [1.0, -0.7],
+    "label_smoothing": [0.0, 0.1],
+    "z_loss": [0.0, 0.01],
+    "shift": [0, 1],
+    "grads": [ALL_GRADS, "xbaB", "xw", "aB", "a", "B", ""],
+}
+ROWS = allpairs(FACTORS)
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)))
+def test_grid(index: int, backend: str, device: torch.device) -> None:
+    row = dict(ROWS[index])
+    chunking, grads = row.pop("chunking"), row.pop("grads")
+    grads = grads if row["bias"] else grads.replace("b", "")
+    options: dict[str, Any] = {"skip_ignored": row.pop("skip_ignored")}
+    problem = make_problem((3, 8), 16, 200, adapter_ranks=row.pop("ranks"), device=device, **row)
+    if chunking == "rows":
+        options |= {"strategy": "tokens", "chunk_rows": 7}
+    elif chunking == "vocab":
+        options |= {"strategy": "vocab"}
+    elif chunking == "blocks":
+        blocks = several_blocks(problem, grads=grads, stats=STATS)
+        options = {"strategy": "vocab", "max_workspace_bytes": blocks.max_workspace_bytes}
+    check(problem, options=flce.ChunkOptions(**options), grads=grads, stats=STATS)
+
+
+NEEDS = [x + w + a + b for x in ("", "x") for w in ("", "w") for a in ("", "a") for b in ("", "B")]
+
+
+@combinations(grads=NEEDS, reduction=["mean", "none"], strategy=["tokens", "vocab"])
+def test_every_choice_of_gradients(
+    grads: str, reduction: str, strategy: str, backend: str, device: torch.device
+) -> None:
+    p = make_problem((7,), 8, 30, adapter_ranks=(2,), reduction=reduction, device=device)
+    rows = 3 if strategy == "tokens" else None
+    check(p, grads=grads, options=flce.ChunkOptions(strategy=strategy, chunk_rows=rows))  # type: ignore[arg-type]
+
+
+@STRATEGIES
+def test_gradients_of_some_adapters(strategy: str, backend: str, device: torch.device) -> None:
+    """The first is frozen, of the second only one factor is trained."""
+    p = make_problem((11,), 8, 30, adapter_ranks=(2, 3), device=device)
+    everything = run_fused(p)
+    (a1, b1), (a2, b2) = p.adapters
+    b2 = b2.clone().requires_grad_()
+    loss: Any = flce.fused_linear_cross_entropy(
+        p.input,
+        p.linear_weight,
+        p.target,
+        adapters=((a1, b1), (a2, b2)),
+        options=flce.ChunkOptions(strategy=strategy),  # type: ignore[arg-type]
+    )
+    loss.backward()
+    expected = everything.grad_adapters[1][1]
+    assert expected is not None
+    assert_near(b2.grad, expected, TOLERANCE[torch.float64], "gradient")
+
+
+@REDUCTIONS
+def test_lora(reduction: str, backend: str, device: torch.device) -> None:
+    """``x W^T + scale * x A^T B^T`` is the head ``W + scale * B A``; A, B and x have their gradients through both."""
+    p = make_problem((3, 7), 16, 50, bias=True, ignored=0.2, device=device, reduction=reduction)
+    scale = 0.3
+    down = torch.randn(4, 16, dtype=torch.float64, device=device)
+    up = torch.randn(50, 4, dtype=torch.float64, device=device)
+    results = []
+    for merged in (True, False):
+        x, a, b = (t.clone().requires_grad_() for t in (p.input, down, up))
+        w, adapters = p.linear_weight, [(scale * F.linear(x, a), b)]
+        if merged:
+            w, adapters = w + scale * b @ a, []
+        loss: Any = flce.fused_linear_cross_entropy(
+            x, w, p.target, linear_bias=p.linear_bias, adapters=adapters, reduction=reduction
+        )
+        loss.sum().backward()
+        results.append([loss.detach(), x.grad, a.grad, b.grad])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
+
+
+def test_one_tensor_in_several_terms(backend: str, device: torch.device) -> None:
+    """The same adapter twice, and hidden states that are an adapter's input too: gradients add up."""
+    p = make_problem((9,), 8, 30, adapter_ranks=(8,), device=device)
+    ((_, other),) = p.adapters
+    for adapters, weight in (([other, other], lambda w, o: w + 2 * o), ([other], lambda w, o: w + o)):
+        results = []
+        for merged in (True, False):
+            x, w, o = (t.clone().requires_grad_() for t in (p.input, p.linear_weight, other))
+            terms = [] if merged else [(x, o)] * len(adapters)
+            loss: Any = flce.fused_linear_cross_entropy(x, weight(w, o) if merged else w, p.target, adapters=terms)
+            loss.backward()
+            results.append([loss.detach(), x.grad, w.grad, o.grad])
+        torch.testing.assert_close(results[0], results[1], rtol=1e-10, atol=1e-12)
+
+
+@pairs(strategy=["tokens", "vocab"], dtype=[torch.float64, torch.bfloat16], rank=[3, 8, 12], backend=BACKENDS)
+def test_noncontiguous(strategy: str, dtype: torch.dtype, rank: int, backend: str, device: torch.device) -> None:
+    """Columns of a larger tensor, and transposed: the same as contiguous copies."""
+    p = make_problem((11,), 8, 90, adapter_ranks=(rank,), dtype=dtype, device=device)
+    ((a, b),) = p.adapters
+    wide = torch.zeros(11, 64, dtype=dtype, device=device)
+    wide[:, :rank] = a
+    options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
+    expected = run_fused(p, options=options)
+    tall = b.t().contiguous().t()
+    for left, right in ((wide[:, :rank], b), (a.t().contiguous().t(), b), (wide[:, :rank], tall)):
+        got = run_fused(replace(p, adapters=((left, right),)), options=options)
+        rtol, atol = (1e-12, 1e-12) if dtype == torch.float64 else (2e-2, 1e-3)
+        torch.testing.assert_close(got.loss, expected.loss, rtol=rtol, atol=atol)
+        torch.testing.assert_close(got.grad_adapters, expected.grad_adapters, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("none", [(), []], ids=str)
+def test_no_adapters(none: Any, backend: str, device: torch.device) -> None:
+    p = make_problem((9,), 8, 30, device=device)
+    args = p.input, p.linear_weight, p.target
+    expected, got = (
+        flce.fused_linear_cross_entropy(*args),
+        flce.fused_linear_cross_entropy(*args, adapters=none),
+    )
+    assert isinstance(got, Tensor)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(got, expected)
+
+
+@REDUCTIONS
+def test_probability_targets(reduction: str, backend: str, device: torch.device) -> None:
+    p = make_problem((2, 5), 8, 12, adapter_ranks=(2, 3), bias=True, device=device)
+    y = torch.rand(2, 5, 12, dtype=torch.float64, device=device).softmax(-1)
+    tensors = [t.clone().requires_grad_() for t in (p.input, p.linear_weight, *p.adapters[0], *p.adapters[1])]
+    x, w, a1, b1, a2, b2 = tensors
+    loss: Any = flce.fused_linear_cross_entropy(
+        x, w, y, linear_bias=p.linear_bias, adapters=[(a1, b1), (a2, b2)], reduction=reduction
+    )
+    logits = F.linear(x, w, p.linear_bias) + a1 @ b1.t() + a2 @ b2.t()
+    stock = F.cross_entropy(logits.flatten(0, 1), y.flatten(0, 1), reduction=reduction).reshape(loss.shape)
+    torch.testing.assert_close(loss, stock)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), tensors), torch.autograd.grad(stock.sum(), tensors))
+
+
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16], ids=str)
+@STRATEGIES
+def test_autocast(adapter_dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
+    """As of tensors that were cast before; gradients arrive in the dtypes of the leaves."""
+    p = make_problem((11,), 8, 30, adapter_ranks=(3, 8), dtype=torch.float32, device=device)
+    options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
+    adapters = [
+        (a.to(adapter_dtype, copy=True).requires_grad_(), b.to(adapter_dtype, copy=True).requires_grad_())
+        for a, b in p.adapters
+    ]
+    x = p.input.clone().requires_grad_()
+    with torch.autocast(device.type, torch.bfloat16):
+        loss: Any = flce.fused_linear_cross_entropy(x, p.linear_weight, p.target, adapters=adapters, options=options)
+    loss.backward()
+    half = replace(
+        p,
+        input=p.input.bfloat16(),
+        linear_weight=p.linear_weight.bfloat16(),
+        adapters=tuple((a.bfloat16(), b.bfloat16()) for a, b in p.adapters),
+    )
+    expected = run_fused(half, grads="xaB", options=options)
+    assert torch.equal(loss, expected.loss)
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert torch.equal(x.grad.bfloat16(), expected.grad_input)  # type: ignore[arg-type]
+    for pair, wanted in zip(adapters, expected.grad_adapters, strict=True):
+        for tensor, grad in zip(pair, wanted, strict=True):
+            assert tensor.grad is not None
+            assert tensor.grad.dtype == adapter_dtype
+            assert torch.equal(tensor.grad.bfloat16(), grad)  # type: ignore[arg-type]
+
+
+@combinations(strategy=["tokens", "vocab"], reduction=["mean", "none"])
+def test_second_backward(strategy: str, reduction: str, backend: str, device: torch.device) -> None:
+    p = make_problem((9,), 8, 30, adapter_ranks=(2,), device=device)
+    ((a, b),) = p.adapters
+    b.requires_grad_()
+    loss: Any = flce.fused_linear_cross_entropy(
+        p.input,
+        p.linear_weight,
+        p.target,
+        adapters=[(a, b)],
+        reduction=reduction,
+        options=flce.ChunkOptions(strategy=strategy),  # type: ignore[arg-type]
+    )
+    loss = loss.sum()
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.grad(loss, b, create_graph=True)
+    loss.backward(retain_graph=True)
+    if reduction == "none" or strategy == "vocab":  # made in backward
+        loss.backward()
+        return
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_gradients_share_no_memory(backend: str, device: torch.device) -> None:
+    p = make_problem((9,), 8, 30, adapter_ranks=(2, 3), bias=True, device=device)
+    got = run_fused(p)
+    grads = [got.grad_input, got.grad_weight, got.grad_bias, *(t for pair in got.grad_adapters for t in pair)]
+    assert len({t.untyped_storage().data_ptr() for t in grads if t is not None}) == 7
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The product that adds a term to logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("k", [1, 3, 8, 12, 16])
+@pytest.mark.parametrize("cols", [96, 101])
+@pytest.mark.parametrize("wide", [False, True])
+def test_adding_to_half_precision_rounds_no_more_than_stock(
+    dtype: torch.dtype, k: int, cols: int, wide: bool, device: torch.device
+) -> None:
+    """In a tile, whose rows have an aligned stride; `wide`: the operand's rows have one too, k columns of more.
+
+    Once, that is, but on CUDA, whose library rounds some products before it adds them, as stock's addition does.
+    """
+    a = torch.randn(40, 64 if wide else k, device=device).to(dtype)[:, :k]
+    b = torch.randn(cols, k, device=device).to(dtype)
+    out = torch.randn(40, 128, device=device).to(dtype)[:, :cols]
+    exact = out.double() + a.double() @ b.double().t()
+    rounded = out + (a.double() @ b.double().t()).to(dtype) if out.is_cuda else exact.to(dtype)
+    matmul(a, b.t(), out=out, accumulate=True)
+    assert (out.double() - exact).norm() <= 1.01 * (rounded.double() - exact).norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [3, 8, 12])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_adding_to_logits_on_cuda_takes_no_copy_of_them(k: int, transposed: bool) -> None:
+    n, v = 1024, 50257
+    a = torch.randn(n, 64, device="cuda", dtype=torch.bfloat16)[:, :k]
+    b = torch.randn(v, k, device="cuda", dtype=torch.bfloat16)
+    b = b.t().contiguous().t() if transposed else b
+    out = torch.zeros(n, 50304, device="cuda", dtype=torch.bfloat16)[:, :v]
+    matmul(a, b.t(), out=out, accumulate=True)  # the vendor's library takes its own workspace once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    matmul(a, b.t(), out=out, accumulate=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < n * v / 4

@@ -1,0 +1,791 @@
+"""``flce.cross_entropy``, of logits that exist: against the float64 oracle, and what it does to their memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.backends import eager
+from flce.ops.row_layout import may_overlap, row_order
+from flce.testing.problem import CallResult, Problem, run_oracle
+from flce.testing.tolerances import TOLERANCE
+from tests.helpers import (
+    BACKENDS,
+    LOSS_FACTORS,
+    REDUCTIONS,
+    STATS,
+    allpairs,
+    assert_near,
+    assert_outcome,
+    loss_arguments,
+    pairs,
+    row_id,
+    upstream_of,
+)
+from tests.logits import LAYOUTS, make, placed
+from tests.planning.test_plan import peak_on_cpu, peak_on_cuda
+
+INPLACE = pytest.mark.parametrize("inplace", [False, True])
+MIB = 1 << 20
+
+
+def loss_of(logits: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    loss = flce.cross_entropy(logits, target, *args, **kwargs)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def run(
+    p: Problem,
+    layout: str = "contiguous",
+    *,
+    inplace: bool = False,
+    stats: tuple[str, ...] = (),
+    grad: bool = True,
+    grad_output: Tensor | float | None = None,
+    **kwargs: Any,
+) -> CallResult:
+    memory, view = placed(p.input, layout) if p.input.dim() == 3 else (p.input.clone(), lambda x: x)
+    memory.requires_grad_(grad)
+    logits = view(memory * 1)
+    before, version = logits.detach().clone(), logits._version
+    output: Any = flce.cross_entropy(logits, p.target, inplace=inplace, stats=stats, **p.kwargs, **kwargs)
+    loss = output.loss if stats else output
+    assert loss.requires_grad == grad
+    if inplace and grad and logits.numel():
+        assert logits._version > version
+    else:
+        assert torch.equal(logits, before)
+    if grad:
+        upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
+        loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
+        assert memory.grad is not None
+        # What is not of the view has no gradient.
+        assert memory.grad.count_nonzero() == view(memory.grad).count_nonzero()
+    return CallResult(loss.detach(), view(memory.grad) if memory.grad is not None else None, None, None, output=output)
+
+
+def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> CallResult:
+    outcome = run(p, layout, **how)
+    expected = run_oracle(p, grad_output=how.get("grad_output"))
+    allowed = TOLERANCE[p.input.dtype] if tolerance is None else tolerance
+    grads = "x" if how.get("grad", True) else ""
+    assert_outcome(outcome, expected, p, tolerance=allowed, grads=grads, stats=how.get("stats", ()))
+    return outcome
+
+
+GRID = allpairs(
+    {
+        "layout": list(LAYOUTS),
+        "vocab": [37, 150],
+        "inplace": [False, True],
+        "grad": [True, True, False],
+        **LOSS_FACTORS,
+    }
+)
+
+
+@pytest.mark.parametrize("row", GRID, ids=row_id)
+def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
+    arguments, stats = loss_arguments(row, device)
+    p = make((2, 4), row["vocab"], **arguments)
+    how: dict[str, Any] = {
+        "inplace": row["inplace"],
+        "stats": stats,
+        "grad": row["grad"],
+        "grad_output": upstream_of(p),
+    }
+    if row["inplace"] and row["grad"] and not LAYOUTS[row["layout"]][2]:
+        with pytest.raises(RuntimeError, match="strides"):
+            run(p, row["layout"], **how)
+    else:
+        check(p, row["layout"], **how)
+
+
+@INPLACE
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_layouts(layout: str, inplace: bool, backend: str, device: torch.device) -> None:
+    """With something of its own for every row."""
+    p = make((2, 3), ignored=0.2, token_weight=True, class_weight=True, reduction="none", device=device)
+    upstream = torch.linspace(0.5, 2.0, 6, dtype=torch.float64, device=device).view(2, 3)
+    if LAYOUTS[layout][2] or not inplace:
+        check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5, 9, 19])
+def test_slabs_of_a_tile(rows: int, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a few rows, whose borders are within those that are next to each other, or between them."""
+    monkeypatch.setattr(eager, "CPU_SLAB_BYTES", rows * 37 * 8)
+    p = make((5, 4), ignored=0.2, token_weight=True, class_weight=True, reduction="none")
+    upstream = torch.linspace(0.5, 2.0, 20, dtype=torch.float64).view(5, 4)
+    for layout, inplace in (("contiguous", False), ("in the middle", True)):
+        check(p, layout, inplace=inplace, stats=STATS, grad_output=upstream)
+
+
+@pairs(inplace=[False, True], backend=BACKENDS)
+def test_rows_in_another_order(inplace: bool, backend: str, device: torch.device) -> None:
+    """Of three dimensions, so that the way there is not the way back."""
+    p = make((2, 3, 4), 11, ignored=0.2, token_weight=True, reduction="none", device=device)
+    upstream = torch.linspace(0.5, 2.0, 24, dtype=torch.float64, device=device).view(2, 3, 4)
+    memory = p.input.permute(2, 0, 1, 3).contiguous().requires_grad_()
+    logits = (memory * 1).permute(1, 2, 0, 3)
+    out: Any = flce.cross_entropy(logits, p.target, stats=STATS, inplace=inplace, **p.kwargs)
+    out.loss.backward(upstream)
+    assert memory.grad is not None
+    outcome = CallResult(out.loss.detach(), memory.grad.permute(1, 2, 0, 3), None, None, output=out)
+    expected = run_oracle(p, grad_output=upstream)
+    assert_outcome(outcome, expected, p, tolerance=1e-10, grads="x", stats=STATS)
+
+
+TARGETS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one of two columns": lambda y: torch.stack((y, torch.full_like(y, -100)), dim=-1)[..., 0],
+    "every other row": lambda y: y.repeat_interleave(2, dim=0)[::2],
+    "expanded": lambda y: y[:1, :1].expand(y.shape),
+    "transposed": lambda y: y.t().contiguous().t(),
+    "int32": lambda y: y.int(),
+}
+
+
+@pairs(layout=list(TARGETS), reduction=["mean", "none"], inplace=[False, True], backend=BACKENDS)
+def test_targets_with_gaps(layout: str, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
+    x = torch.randn(6, 4, 11, dtype=torch.float64, device=device)
+    y = torch.randint(0, 11, (6, 4), device=device)
+    y[1, 1:3] = y[4] = -100
+    y = TARGETS[layout](y)
+    results: list[tuple[Tensor, Tensor]] = []
+    for function in (flce.cross_entropy, F.cross_entropy):
+        leaf = x.clone().requires_grad_()
+        logits = (leaf * 1).flatten(0, 1)
+        if function is F.cross_entropy:
+            loss = F.cross_entropy(logits, y.reshape(-1).long(), reduction=reduction)
+        else:
+            loss = loss_of(logits.view(6, 4, 11), y, reduction=reduction, inplace=inplace).reshape(-1)
+        loss.sum().backward()
+        assert leaf.grad is not None
+        results.append((loss.detach().reshape(-1), leaf.grad))
+    torch.testing.assert_close(*results)
+
+
+LEADING = [(), (1,), (7,), (1, 1), (1, 6), (6, 1), (2, 1, 3), (2, 3, 2, 2), (0,), (3, 0)]
+
+
+@pairs(leading=LEADING, inplace=[False, True], backend=BACKENDS)
+def test_leading_dimensions(leading: tuple[int, ...], inplace: bool, backend: str, device: torch.device) -> None:
+    for reduction in ("sum", "none"):
+        p = make(leading, 12, reduction=reduction, label_smoothing=0.1, device=device)
+        check(p, inplace=inplace, stats=STATS)
+
+
+def test_what_is_copied(device: torch.device) -> None:
+    """Nothing that two strides can describe."""
+    x = torch.zeros(4, 5, 6, 8, device=device)
+    for view in (x, x.permute(1, 0, 2, 3), x.permute(2, 1, 0, 3), x.flatten(0, 2), x[0, 0, 0], x[:, :, :1]):
+        order = row_order(view)
+        assert order is not None
+    levels = {
+        (120,): [x, x.permute(2, 0, 1, 3), x.flatten(0, 1)],
+        (20, 5): [x[:, :, :-1], x[:, :, 1:].permute(1, 2, 0, 3)],
+        (4, 24): [x[:, 1:], x[:, 1:].transpose(0, 1)],
+        (1,): [x[0, 0, 0], x[:1, :1, :1]],
+        (20,): [x[:, :, 0], x[:, :, :1]],
+    }
+    for expected, views in levels.items():
+        for view in views:
+            order = row_order(view)
+            assert order is not None
+            assert order.levels == expected
+            assert order.rows(view).data_ptr() == view.data_ptr()
+    for view in (x[:, :-1, :-1], x.transpose(2, 3), x[..., ::2]):
+        assert row_order(view) is None
+
+
+def test_overlap() -> None:
+    x = torch.zeros(4, 5, 6)
+    empty = torch.zeros(0).as_strided((2, 0, 1), (0, 1, 0))
+    for view in (x, x.transpose(0, 2), x[:, ::2], x[..., 1:], x[:1], x[:0], torch.zeros(()), empty):
+        assert not may_overlap(view)
+    for view in (x[:1].expand(4, 5, 6), x[..., :1].expand(4, 5, 6), x.as_strided((3, 4), (2, 1))):
+        assert may_overlap(view)
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 8, 65, 513])
+@INPLACE
+def test_vocabulary_sizes(vocab: int, inplace: bool, backend: str, device: torch.device) -> None:
+    """There is no room behind a row: what is there is huge, and stays."""
+    p = make((2, 3), vocab, label_smoothing=0.05, z_loss=0.01, device=device)
+    check(p, "in the middle", inplace=inplace, stats=STATS)
+
+
+@INPLACE
+def test_a_vocabulary_of_several_blocks(inplace: bool, backend: str, device: torch.device) -> None:
+    values = torch.randn(1, 3, 32771, dtype=torch.float64, device=device)
+    memory, view = placed(values, "without the last")
+    x, reference = memory.requires_grad_(), values.clone().requires_grad_()
+    y = torch.tensor([[5, 32770, 17000]], device=device)
+    loss = loss_of(view(x * 1), y, label_smoothing=0.05, inplace=inplace)
+    expected = F.cross_entropy(reference[0], y[0], label_smoothing=0.05)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(view(x.grad), reference.grad)  # type: ignore[arg-type]
+
+
+@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
+def test_as_torch(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
+    """The arguments by PyTorch's names and places."""
+    p = make((9,), ignored=0.3, class_weight=True, ignore_index=5, device=device)
+    a, b = (p.input.clone().requires_grad_() for _ in range(2))
+    kwargs: dict[str, Any] = {"ignore_index": 5, "reduction": reduction, "label_smoothing": 0.3}
+    ours = loss_of(a * 1, p.target, p.kwargs["weight"], inplace=inplace, **kwargs)
+    theirs = F.cross_entropy(b, p.target, p.kwargs["weight"], **kwargs)
+    ours.sum().backward()
+    theirs.sum().backward()
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+@pairs(
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    reduction=REDUCTIONS,
+    inplace=[False, True],
+    backend=BACKENDS,
+)
+def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
+    """The loss is float32 whatever the logits; gradients are off by no more than their own rounding."""
+    p = make((3, 4), 70, dtype, device, 0.2, reduction=reduction, softcap=5.0)
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}[dtype]
+    outcome = run(p, "without the last", inplace=inplace, grad_output=0.75)
+    expected = run_oracle(p, grad_output=0.75)
+    assert outcome.loss.dtype == torch.float32
+    assert_near(outcome.loss, expected.loss, 2e-6, "loss")
+    assert outcome.grad_input is not None
+    assert outcome.grad_input.dtype == dtype
+    assert_near(outcome.grad_input, expected.grad_input, tolerance, "gradient")
+
+
+@pairs(inplace=[False, True], backend=BACKENDS)
+def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.device) -> None:
+    """The gradient that is written before anybody knows the upstream gradient is in range whatever the weights are."""
+    for large in ("weight", "token_weight"):
+        p = make((16,), 64, torch.float16, device, class_weight=True, token_weight=True, reduction="sum")
+        p.kwargs[large] *= 1024.0
+        outcome, expected = run(p, inplace=inplace), run_oracle(p)
+        assert outcome.grad_input is not None
+        assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")
+
+
+@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
+def test_float16_under_a_loss_scale(reduction: str, inplace: bool, backend: str, device: torch.device) -> None:
+    """1/N and small probabilities would underflow in float16; the loss scale is there before anything is rounded."""
+    p = make((16,), 256, torch.float16, device, std=1.0, reduction=reduction)
+    scale = 16384.0 if reduction == "mean" else 1024.0
+    outcome = run(p, inplace=inplace, grad_output=scale)
+    expected = run_oracle(p, grad_output=scale).grad_input
+    assert outcome.grad_input is not None
+    error = (outcome.grad_input.double() - expected).norm() / expected.norm()
+    assert error < 5e-4
+    # One by one, too: a gradient that underflowed is off by all of itself.
+    large = expected.abs() > 6e-3
+    assert ((outcome.grad_input.double() - expected).abs() / expected.abs())[large].max() < 5e-3
+
+
+@INPLACE
+def test_under_autocast(inplace: bool, torch_backend: str) -> None:
+    p = make((9,), 30, torch.float32)
+    x = p.input.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = F.linear(x, torch.eye(30))
+        assert logits.dtype == torch.bfloat16
+        loss = loss_of(logits, p.target, inplace=inplace)
+    assert loss.dtype == torch.float32
+    loss.backward()
+    expected = F.cross_entropy(p.input.bfloat16().float(), p.target)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+@INPLACE
+def test_what_is_not_finite(inplace: bool, backend: str, device: torch.device) -> None:
+    for bad in (-math.inf, math.inf, math.nan):
+        p = make((10,), reduction="none", device=device)
+        z = p.input
+        z[2, 7], z[4, ::2], z[6] = bad, bad, bad
+        z[2, p.target[2]] = 0.5
+        a, b = (z.clone().requires_grad_() for _ in range(2))
+        ours = loss_of(a * 1, p.target, reduction="none", inplace=inplace)
+        theirs = F.cross_entropy(b, p.target, reduction="none")
+        ours.sum().backward()
+        theirs.sum().backward()
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+        assert a.grad is not None
+        assert b.grad is not None
+        same = theirs.isfinite()
+        torch.testing.assert_close(a.grad[same], b.grad[same])
+        assert not a.grad[theirs.isnan()].isfinite().all(1).any()
+
+
+@INPLACE
+@pytest.mark.parametrize("reduction, expected", [("mean", math.nan), ("sum", 0.0)])
+def test_nothing_counts(reduction: str, expected: float, inplace: bool, backend: str, device: torch.device) -> None:
+    for shape in ((6, 11), (0, 11)):
+        x = torch.randn(shape, device=device, requires_grad=True)
+        y = torch.full(shape[:1], -100, device=device)
+        loss = loss_of(x * 1, y, reduction=reduction, inplace=inplace)
+        torch.testing.assert_close(loss.cpu().detach(), torch.tensor(expected), equal_nan=True)
+        loss.backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+        assert not x.grad.any()
+
+
+@INPLACE
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_probabilities(softcap: float | None, inplace: bool, device: torch.device) -> None:
+    """Composed, in any number of dimensions, and not in place."""
+    logits, q = torch.randn(2, 3, 11, device=device, dtype=torch.float64), torch.rand(2, 3, 11, device=device)
+    weight = torch.rand(11, device=device)
+    x = logits.clone().requires_grad_()
+    kwargs: dict[str, Any] = {"softcap": softcap, "z_loss": 0.1, "label_smoothing": 0.2, "inplace": inplace}
+    if inplace:
+        with pytest.raises(ValueError, match="inplace=True"):
+            flce.cross_entropy(x * 1, q, weight, **kwargs)
+        return
+    loss = loss_of(x, q, weight, **kwargs)
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    stock = F.cross_entropy(z.flatten(0, 1), q.double().flatten(0, 1), weight.double(), label_smoothing=0.2)
+    torch.testing.assert_close(loss.detach(), stock + 0.1 * z.logsumexp(-1).square().mean())
+    loss.backward()
+    out: Any = flce.cross_entropy(x, q, stats=("lse", "entropy", "argmax"), reduction="none")
+    assert out.entropy.shape == (2, 3)
+    assert torch.equal(out.argmax, logits.argmax(-1))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def good(**changes: Any) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    arguments = {"logits": torch.randn(6, 20, generator=g), "target": torch.randint(20, (6,), generator=g)}
+    return {**arguments, **changes}
+
+
+BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("logits a list", {"logits": [[0.0]]}, TypeError, "logits.*list"),
+    ("target a list", {"target": [0]}, TypeError, "target.*list"),
+    ("weight a list", {"weight": [1.0] * 20}, TypeError, "weight.*list"),
+    ("token_weight a bool tensor", {"token_weight": torch.ones(6).bool()}, TypeError, "token_weight.*bool"),
+    ("integer logits", {"logits": torch.ones(6, 20).long()}, TypeError, "logits.*int64"),
+    ("float8 logits", {"logits": torch.ones(6, 20).to(torch.float8_e5m2)}, TypeError, "logits.*float8"),
+    ("target int16", {"target": torch.zeros(6).short()}, TypeError, "int64.*int16"),
+    ("0-d logits", {"logits": torch.tensor(1.0), "target": torch.tensor(0)}, ValueError, "logits"),
+    ("no classes", {"logits": torch.ones(6, 0)}, ValueError, "V > 0"),
+    ("too few targets", {"target": torch.zeros(5).long()}, ValueError, r"target.*\(6,\).*\(5,\)"),
+    (
+        "classes second",
+        {"logits": torch.ones(6, 20, 5), "target": torch.zeros(6, 5).long()},
+        ValueError,
+        r"movedim\(1, -1\)",
+    ),
+    ("probabilities of another V", {"target": torch.ones(6, 21)}, ValueError, r"target.*\(6, 20\).*\(6, 21\)"),
+    ("probabilities, shift", {"target": torch.ones(6, 20), "shift": 1}, ValueError, "shift"),
+    ("probabilities, in place", {"target": torch.ones(6, 20), "inplace": True}, ValueError, "inplace"),
+    ("probabilities, logprob", {"target": torch.ones(6, 20), "stats": ("logprob",)}, ValueError, "logprob"),
+    ("probabilities, ignored", {"target": torch.ones(6, 20), "ignore_index": 1}, ValueError, "ignore_index=1"),
+    ("too few weights", {"weight": torch.ones(19)}, ValueError, r"weight.*\(20,\).*\(19,\)"),
+    ("token_weight", {"token_weight": torch.ones(20)}, ValueError, r"token_weight.*\(6,\).*\(20,\)"),
+    ("another device", {"target": torch.zeros(6, device="meta").long()}, ValueError, "cpu.*meta"),
+    ("reduction", {"reduction": "avg"}, ValueError, "avg"),
+    ("smoothing", {"label_smoothing": 1.5}, ValueError, "label_smoothing.*1.5"),
+    ("softcap", {"softcap": 0.0}, ValueError, "softcap"),
+    ("temperature", {"temperature": -1.0}, ValueError, "temperature"),
+    ("z_loss", {"z_loss": -1.0}, ValueError, "z_loss"),
+    ("stats", {"stats": ("mean",)}, ValueError, "mean"),
+    ("shift < 0", {"shift": -1}, ValueError, "shift"),
+    ("shift of a 0-d target", {"logits": torch.ones(9), "target": torch.tensor(0), "shift": 1}, ValueError, "shift"),
+    ("num_items of a mean", {"num_items": 3}, ValueError, "num_items.*mean"),
+    ("inplace a number", {"inplace": 1}, TypeError, "inplace.*int"),
+    ("process_group a string", {"process_group": "world"}, TypeError, "process_group.*str"),
+    ("vocab_size without a group", {"vocab_size": 40}, ValueError, "vocab_size=40.*process_group"),
+    ("target V", {"target": torch.tensor([0, 1, 20, 3, 4, 5])}, IndexError, r"20 at position 2"),
+    ("target -1", {"target": torch.tensor([0, 1, 2, 3, -1, 5])}, IndexError, r"-1 at position 4"),
+    (
+        "target of a transposed batch",
+        {"logits": torch.ones(3, 2, 20).transpose(0, 1), "target": torch.tensor([[0, 1, 77], [3, 4, 5]])},
+        IndexError,
+        "77 at position 2",
+    ),
+    ("positional reduction", {"reduction": None}, ValueError, "reduction"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str, torch_backend: str) -> None:
+    assert loss_of(**good()).isfinite()
+    with pytest.raises(error, match=f"(?s){message}"):
+        flce.cross_entropy(**good(**changes))
+    if isinstance(changes.get("logits", torch.ones(())), Tensor):
+        arguments = good(**changes)
+        if arguments["logits"].is_floating_point():
+            arguments["logits"] = arguments["logits"].detach().requires_grad_()
+        with pytest.raises(error, match=f"(?s){message}"):
+            flce.cross_entropy(**arguments)
+
+
+@pytest.mark.gpu
+def test_a_target_out_of_range_on_cuda() -> None:
+    arguments = {k: v.cuda() for k, v in good(target=torch.tensor([0, 1, 20, 3, 4, 2**40])).items()}
+    loss = loss_of(**arguments, reduction="none")
+    assert loss.isnan().tolist() == [False, False, True, False, False, True]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+def nonleaf(*shape: int, dtype: torch.dtype = torch.float64, device: Any = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """A leaf, logits made from it, and targets."""
+    shape = shape or (9, 30)
+    x = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+    return x, x * 2, torch.randint(shape[-1], shape[:-1], device=device)
+
+
+def test_overwriting_a_leaf(backend: str, device: torch.device) -> None:
+    x, _, y = nonleaf(device=device)
+    before = x.detach().clone()
+    for leaf, message in ((x, "leaf that requires grad"), (x[:, :20], "view of a leaf"), (x.view(9, 30), "view of a")):
+        with pytest.raises(RuntimeError, match=message):
+            flce.cross_entropy(leaf, y % 20, inplace=True)
+    assert torch.equal(x, before)
+    # Without a gradient there is nothing to overwrite it with.
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            flce.cross_entropy(x, y, inplace=True)
+    flce.cross_entropy(x.detach(), y, inplace=True)
+    assert torch.equal(x, before)
+
+
+NEEDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "softmax": lambda x: x.softmax(-1),
+    "a view of tanh": lambda x: torch.tanh(x)[:, :20],
+    "relu": torch.relu,
+    "exp": torch.exp,
+}
+
+
+@pytest.mark.parametrize("operation", list(NEEDED))
+def test_overwriting_what_its_maker_needs(operation: str, backend: str, device: torch.device) -> None:
+    """Said at once, before anything is written."""
+    x, _, y = nonleaf(device=device)
+    logits = NEEDED[operation](x)
+    before = logits.detach().clone()
+    with pytest.raises(RuntimeError, match=r"Backward.* still needs"):
+        flce.cross_entropy(logits, y % 20, inplace=True)
+    assert torch.equal(logits, before)
+    loss_of(logits, y % 20).backward()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_overwriting_what_another_needs(first: bool, backend: str, device: torch.device) -> None:
+    """Autograd's own check, which the kernels must not get round."""
+    _, logits, y = nonleaf(device=device)
+    other = logits.square().mean()
+    loss = loss_of(logits, y, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (other + loss if first else loss + other).backward()
+
+
+def test_overwriting_what_nobody_needs(backend: str, device: torch.device) -> None:
+    """Uses of the logits that save something else are fine."""
+    x, logits, y = nonleaf(device=device)
+    other = F.cross_entropy(logits.float(), y) + logits.sum() / 7
+    (loss_of(logits, y, inplace=True) + other).backward()
+    z = x.detach().clone().requires_grad_()
+    (2 * F.cross_entropy(2 * z, y) + (2 * z).sum() / 7).backward()
+    torch.testing.assert_close(x.grad, z.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_parts_of_one_tensor(backend: str, device: torch.device) -> None:
+    """Autograd cannot tell them from the whole: an error, never a wrong number."""
+    _, logits, y = nonleaf(device=device)
+    losses = [loss_of(logits[part], y[part], inplace=True) for part in (slice(0, 5), slice(5, 9))]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.stack(losses).sum().backward()
+    x, logits, y = nonleaf(device=device)
+    sum(loss_of(logits[part], y[part], reduction="sum") for part in (slice(0, 5), slice(5, 9))).backward()  # type: ignore[union-attr]
+    expected = x.detach().clone().requires_grad_()
+    F.cross_entropy(2 * expected, y, reduction="sum").backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+
+
+def test_saved_tensor_hooks(backend: str, device: torch.device) -> None:
+    """The gradient may be put elsewhere until backward, and then come in other strides."""
+
+    def class_by_class(t: Tensor) -> Tensor:
+        return t.movedim(-1, 0).contiguous().movedim(0, -1)
+
+    unpacks: list[Callable[[Tensor], Tensor]] = [lambda t: t.contiguous(), class_by_class]
+    for reduction, unpack in itertools.product(("mean", "none"), unpacks):
+        p = make((3, 4), reduction=reduction, device=device)
+        memory, view = placed(p.input, "without the first, transposed")
+        x = memory.requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), unpack):
+            loss = loss_of(view(x * 1), p.target, reduction=reduction, inplace=True)
+        upstream = torch.linspace(0.5, 2.0, loss.numel(), dtype=loss.dtype, device=device).view(loss.shape)
+        loss.backward(upstream)
+        torch.testing.assert_close(view(x.grad), run_oracle(p, grad_output=upstream).grad_input)  # type: ignore[arg-type]
+
+
+def test_logits_changed_before_backward(backend: str, device: torch.device) -> None:
+    for inplace in (False, True):
+        _, logits, y = nonleaf(device=device)
+        loss = loss_of(logits, y, inplace=inplace)
+        with torch.no_grad():
+            logits.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_overlapping_logits(backend: str, device: torch.device) -> None:
+    x = torch.randn(1, 30, dtype=torch.float64, device=device, requires_grad=True)
+    y = torch.arange(4, device=device)
+    with pytest.raises(RuntimeError, match="share memory"):
+        flce.cross_entropy((x * 1).expand(4, 30), y, inplace=True)
+    loss_of((x * 1).expand(4, 30), y).backward()
+    expected = torch.autograd.grad(F.cross_entropy(x.expand(4, 30), y), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_memory_is_that_of_the_logits(backend: str, device: torch.device) -> None:
+    """The gradient that the maker of the logits gets is where the logits were."""
+    for reduction in ("mean", "none"):
+        _, logits, y = nonleaf(device=device)
+        seen: list[Tensor] = []
+        logits.register_hook(seen.append)
+        loss_of(logits, y, reduction=reduction, inplace=True).sum().backward()
+        assert seen[0].data_ptr() == logits.data_ptr()
+        _, logits, y = nonleaf(device=device)
+        logits.register_hook(seen.append)
+        loss_of(logits, y, reduction=reduction).sum().backward()
+        assert seen[1].data_ptr() != logits.data_ptr()
+
+
+def test_a_hook_and_retain_grad(backend: str, device: torch.device) -> None:
+    x, logits, y = nonleaf(device=device)
+    logits.retain_grad()
+    loss_of(logits, y, inplace=True).backward()
+    assert x.grad is not None
+    torch.testing.assert_close(2 * logits.grad, x.grad)  # type: ignore[operator]
+
+
+@INPLACE
+def test_unused_losses(inplace: bool, backend: str, device: torch.device) -> None:
+    """A statistic only, or a loss that nobody differentiates."""
+    x, logits, y = nonleaf(device=device)
+    out: Any = flce.cross_entropy(logits, y, stats=("lse",), inplace=inplace)
+    assert not out.lse.requires_grad
+    x.sum().backward()
+    (out.loss * 0).backward()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Memory
+
+
+class SourceOfLogits(torch.autograd.Function):
+    """Logits in memory that is there, and no gradient for it: as a head whose logits are nobody's leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pairs(
+    reduction=["mean", "none"],
+    dtype=[torch.float32, torch.bfloat16],
+    layout=["contiguous", "without the last"],
+)
+def test_no_second_logits(layout: str, dtype: torch.dtype, reduction: str, torch_backend: str) -> None:
+    """In place, nothing of the size of the logits is allocated, in forward and backward."""
+    rows, vocab = 768, 16384
+    x, view = placed(torch.zeros(2, rows // 2, vocab, dtype=dtype), layout)
+    x.requires_grad_()
+    y = torch.randint(vocab, (2, rows // 2))
+    size = rows * vocab * dtype.itemsize
+    peaks = {}
+    for inplace in (True, False):
+        logits = view(x * 1).detach().requires_grad_()
+
+        def step(logits: Tensor = logits, inplace: bool = inplace) -> None:
+            loss = loss_of(SourceOfLogits.apply(logits), y, reduction=reduction, inplace=inplace)
+            loss.backward(torch.full_like(loss, 0.5))
+
+        peaks[inplace] = peak_on_cpu(step)
+    # Slabs of 8 MiB, at most two at a time, and a few vectors.
+    assert peaks[True] <= 20 * MIB < size
+    assert size <= peaks[False] <= size + 20 * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_second_logits_on_cuda(reduction: str) -> None:
+    x = torch.randn(1024, 32768, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    y = torch.randint(32768, (1024,), device="cuda")
+
+    def step() -> None:
+        # Gradients arrive at what made the logits; the logits themselves are the loss's from then on.
+        logits = SourceOfLogits.apply(x)
+        (loss_of(logits, y, reduction=reduction, inplace=True).sum() / 2).backward()
+
+    assert peak_on_cuda(step) < MIB
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Vocabulary parallelism in a world of one (of several: test_vocab_parallel.py)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    if not dist.is_available():
+        pytest.skip("PyTorch without torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pairs(reduction=REDUCTIONS, inplace=[False, True], backend=BACKENDS)
+def test_a_group_of_one(group: Any, reduction: str, inplace: bool, backend: str) -> None:
+    p = make((2, 3), ignored=0.3, class_weight=True, label_smoothing=0.1, z_loss=0.1, reduction=reduction)
+    size: Any = torch.tensor(37)  # as any other number of the arguments
+    outcome = run(p, "without the last", inplace=inplace, stats=STATS, process_group=group, vocab_size=size)
+    assert_outcome(outcome, run_oracle(p), p, tolerance=1e-10, grads="x", stats=STATS)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_compile_with_a_group(group: Any, torch_backend: str) -> None:
+    x, _, y = nonleaf()
+
+    def step(x: Tensor) -> Tensor:
+        return loss_of(x * 2, y, process_group=group, label_smoothing=0.1)
+
+    results: list[list[Tensor]] = []
+    for f in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        x.grad = None
+        loss = f(x)
+        loss.backward()
+        assert x.grad is not None
+        results.append([loss.detach(), x.grad.clone()])
+    torch.testing.assert_close(*results)
+
+
+def test_bad_input_of_a_group(group: Any, torch_backend: str) -> None:
+    with pytest.raises(ValueError, match=r"rank 0 of 1 must have logits of 40 classes.*got 20"):
+        flce.cross_entropy(**good(), process_group=group, vocab_size=40)
+    with pytest.raises(TypeError, match="vocab_size must be None or an int, got float"):
+        flce.cross_entropy(**good(), process_group=group, vocab_size=20.0)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="process_group needs class-index targets"):
+        flce.cross_entropy(**good(target=torch.ones(6, 20)), process_group=group)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [512, 20001], ids=lambda n: f"{n} columns")  # softmaxes resident, and online
+def test_kernels_that_start_early(columns: int) -> None:
+    """What a kernel reads is what the one before wrote, also where its launch overlaps with that: the same bits as with
+    a wait after each. Softmaxes, losses and their targets, which are the argmax of others, follow directly on kernels
+    that let their successor begin before they are done. How many targets are ignored differs from call to call."""
+    num_rows = 2**23 // columns
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(num_rows, columns, device="cuda", generator=g)
+    scores = torch.randn(6, num_rows, columns, device="cuda", generator=g)
+    for number, of_call in enumerate(scores):
+        of_call[:: number + 2, 0] = 100.0  # the class that is ignored
+    some = torch.zeros(num_rows, dtype=torch.int64, device="cuda")
+
+    def calls(pause: Callable[[], None]) -> list[Tensor]:
+        logits, results = x.clone().requires_grad_(), []
+        for of_call in scores:
+            with torch.no_grad():
+                out: Any = flce.cross_entropy(of_call, some, reduction="none", stats=("argmax",))
+                target = out.argmax
+                pause()
+                results.append(loss_of(logits, target, ignore_index=0))
+            pause()
+            inner = flce.softmax(logits, -1)
+            pause()
+            rows = flce.log_softmax(inner, -1)
+            pause()
+            (grad,) = torch.autograd.grad(loss_of(rows, target, ignore_index=0), logits)
+            pause()
+            loss = loss_of(flce.softmax(logits, -1) * 1, target, ignore_index=0, inplace=True)
+            pause()
+            results += [grad, loss.detach(), *torch.autograd.grad(loss, logits)]
+        return results
+
+    expected = calls(torch.cuda.synchronize)
+    for _ in range(3):
+        for mine, waited in zip(calls(lambda: None), expected, strict=True):
+            assert torch.equal(mine, waited)
+
+
+@INPLACE
+def test_whatever_arrives_for_an_ignored_row(inplace: bool, backend: str) -> None:
+    """sqrt has an infinite derivative at the loss of an ignored row, 0."""
+    x = torch.randn(3, 5, requires_grad=True)
+    losses = loss_of(x * 1, torch.tensor([1, -100, 3]), reduction="none", inplace=inplace)
+    losses.sqrt().sum().backward()
+    exact = x.detach().clone().requires_grad_()
+    F.cross_entropy(exact, torch.tensor([1, -100, 3]), reduction="none")[[0, 2]].sqrt().sum().backward()
+    torch.testing.assert_close(x.grad, exact.grad)
+
+
+@pytest.mark.parametrize("later", ["sum", "loss", "inplace"])
+def test_logits_used_after_they_were_overwritten(later: str, torch_backend: str) -> None:
+    x, y = torch.randn(6, 20, requires_grad=True), torch.randint(20, (6,))
+    logits = x * 2
+    before = logits.sum()
+    loss = loss_of(logits, y, inplace=True) + before  # of this, nothing is needed again
+    more = logits.square().mean() if later == "sum" else loss_of(logits, y, inplace=later == "inplace")
+    with pytest.raises(RuntimeError, match="used after"):
+        (loss + more).backward()
+
+
+@pytest.mark.gpu
+@INPLACE
+@pytest.mark.parametrize("cut", [0, 1])
+def test_beyond_32_bits(cut: int, inplace: bool) -> None:
+    """More than 2^31 logits; the last rows are those whose addresses would be wrong."""
+    if torch.cuda.get_device_properties(0).total_memory < 16 * 2**30:
+        pytest.skip("needs 16 GiB of GPU memory")
+    logits = torch.zeros(3, 5667, 131072, dtype=torch.float16, device="cuda")
+    logits[:, -3:].normal_()
+    y = torch.randint(131072, logits.shape[:-1], device="cuda")
+    tail = logits[:, -3:].float().requires_grad_()
+    expected = F.cross_entropy(tail.flatten(0, 1), y[:, -3:].flatten(), reduction="none").view(3, 3)
+    expected.sum().backward()
+    view = SourceOfLogits.apply(logits.requires_grad_())[:, cut:]
+    grads: list[Tensor] = []
+    view.register_hook(grads.append)  # what is written over becomes a new view to autograd, `view` itself
+    loss = loss_of(view, y[:, cut:], reduction="none", inplace=inplace)
+    loss.sum().backward()
+    (grad,) = grads
+    torch.testing.assert_close(loss[:, -3:], expected)
+    torch.testing.assert_close(grad[:, -3:].float(), tail.grad, rtol=2e-3, atol=1e-6)

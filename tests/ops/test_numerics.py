@@ -1,0 +1,285 @@
+"""Exactness in the dtypes that models are trained in: against float64, and beside the stock path.
+
+Stock is ``F.linear`` in the dtype of the tensors followed by ``F.cross_entropy`` on float32 logits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce.engine.borrowing import BorrowedBlocks
+from flce.engine.schedules import Schedule
+from flce.engine.schedules.blocks import Apart, Blocks, ChunksOfBlocks
+from flce.engine.schedules.statistics import Statistics
+from flce.testing.oracle import oracle
+from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
+from flce.testing.tolerances import EXACT_LOGITS, INTERPRETED, RESULTS, Tolerance
+from tests.forced import force
+from tests.helpers import BACKENDS, REDUCTIONS, STRATEGIES, combinations, num_blocks, pairs
+
+HALF = (torch.bfloat16, torch.float16)
+low_precision = pytest.mark.parametrize("dtype", HALF, ids=["bf16", "fp16"])
+strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+
+
+def case(backend: str, dtype: torch.dtype, device: torch.device, **kwargs: Any) -> Problem:
+    """Smaller under the interpreter. Standard deviation 4 of the logits, as a trained model's."""
+    small = backend == "triton" and device.type == "cpu"
+    n, h, v = (48, 48, 384) if small else (512, 128, 2048)
+    return make_problem((n,), h, v, dtype=dtype, device=device, std=4.0, **kwargs)
+
+
+def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
+    if strategy == "tokens":
+        kwargs.setdefault("chunk_rows", 40)
+    return flce.ChunkOptions(strategy=strategy, **kwargs)  # type: ignore[arg-type]
+
+
+def errors(problem: Problem, outcome: Any, grad_output: Any = None) -> dict[str, float]:
+    """Relative errors against float64 on the same (rounded) inputs."""
+    expected = run_oracle(problem, grad_output=grad_output)
+    names = ["loss", "grad_input", "grad_weight"] + ["grad_bias"] * (problem.linear_bias is not None)
+    result = {name: relative_error(getattr(outcome, name), getattr(expected, name)) for name in names}
+    for k, (got, want) in enumerate(zip(outcome.grad_adapters, expected.grad_adapters, strict=True)):
+        for which, a, b in zip("aB", got, want, strict=True):
+            result[f"grad_{which}_{k}"] = relative_error(a, b)
+    return result
+
+
+def tolerance_of(problem: Problem) -> Tolerance:
+    interpreted = os.environ["FLCE_BACKEND"] == "triton" and problem.input.device.type == "cpu"
+    usual = RESULTS[problem.input.dtype]
+    return INTERPRETED.get(problem.input.dtype, usual) if interpreted else usual
+
+
+def assert_within(ours: dict[str, float], stock: dict[str, float], tolerance: Tolerance) -> None:
+    for name, error in ours.items():
+        bound = tolerance.loss if name == "loss" else tolerance.gradient
+        assert error <= bound.allowed(stock[name]), f"{name}: {error:.2e}, stock {stock[name]:.2e}"
+
+
+def assert_no_further_than_stock(problem: Problem, outcome: Any, grad_output: Any = None) -> None:
+    stock = errors(problem, run_stock(problem, grad_output=grad_output), grad_output)
+    assert_within(errors(problem, outcome, grad_output), stock, tolerance_of(problem))
+
+
+@combinations(dtype=HALF, strategy=STRATEGIES, reduction=REDUCTIONS)
+def test_no_further_from_the_truth_than_stock(
+    dtype: torch.dtype, strategy: str, reduction: str, backend: str, device: torch.device
+) -> None:
+    p = case(backend, dtype, device, bias=True, ignored=0.2, reduction=reduction)
+    upstream = None
+    if reduction == "none":
+        upstream = torch.rand(p.target.shape, dtype=torch.float64, device=device).float()
+    outcome = run_fused(p, options=options_for(strategy), grad_output=upstream)
+    assert_no_further_than_stock(p, outcome, upstream)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"softcap": 6.0},
+    {"logit_scale": 0.25},
+    {"temperature": 2.0},
+    {"label_smoothing": 0.1},
+    {"class_weight": True},
+    {"adapter_ranks": (3, 16)},
+    {"softcap": 6.0, "logit_scale": 2.0, "temperature": 0.7, "label_smoothing": 0.1},
+]
+
+
+@pairs(dtype=HALF, kwargs=OPTIONS, backend=BACKENDS)
+def test_no_further_than_stock_with_options(
+    dtype: torch.dtype, kwargs: dict[str, Any], backend: str, device: torch.device
+) -> None:
+    p = case(backend, dtype, device, **kwargs)
+    assert_no_further_than_stock(p, run_fused(p, options=flce.ChunkOptions(chunk_rows=40)))
+
+
+@combinations(dtype=HALF, strategy=STRATEGIES, reduction=["mean", "none"], ranks=[(8,), (3, 12)])
+def test_no_further_than_stock_with_adapters(
+    dtype: torch.dtype, strategy: str, reduction: str, ranks: tuple[int, ...], backend: str, device: torch.device
+) -> None:
+    """Stock rounds each term's logits before it adds them; here only the sum is rounded, after each term."""
+    p = case(backend, dtype, device, bias=True, ignored=0.2, reduction=reduction, adapter_ranks=ranks)
+    assert_no_further_than_stock(p, run_fused(p, options=options_for(strategy)))
+
+
+@combinations(scale=[2.0**16, 1.0, 2.0**10], strategy=STRATEGIES)
+def test_fp16_under_a_loss_scale(scale: float, strategy: str, backend: str, device: torch.device) -> None:
+    """The gradients must not have been rounded to fp16 before the scale arrives."""
+    # Many tokens of a small weight each: without the scale most gradients are below fp16's normal numbers.
+    p = case(backend, torch.float16, device, bias=True)
+    p = p.with_(reduction="sum", num_items=20000)
+    outcome = run_fused(p, options=options_for(strategy), grad_output=scale)
+    ours = errors(p, outcome, scale)
+    # The same division in the stock path, after its loss.
+    stock = errors(
+        p,
+        run_stock(
+            p.__class__(p.input, p.linear_weight, p.target, p.linear_bias, {"reduction": "sum"}),
+            scale / 20000,
+        ),
+        scale,
+    )
+    stock["loss"] = 1e-5
+    assert_within(ours, stock, RESULTS[torch.float16])
+    if scale == 2.0**16:
+        assert max(ours["grad_input"], ours["grad_weight"]) < 6e-3
+
+
+@strategies
+def test_fp16_mean_under_a_loss_scale(strategy: str, backend: str, device: torch.device) -> None:
+    p = case(backend, torch.float16, device)
+    outcome = run_fused(p, options=options_for(strategy), grad_output=2.0**16)
+    assert_no_further_than_stock(p, outcome, 2.0**16)
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_float32_logits_of_bf16_inputs(strategy: str, backend: str, device: torch.device) -> None:
+    """The figures of the exact preset: loss within 5e-6, gradients within 2.5e-3."""
+    p = case(backend, torch.bfloat16, device, bias=True, adapter_ranks=(3, 16))
+    exact = errors(p, run_fused(p, options=options_for(strategy, logits_dtype=torch.float32)))
+    default = errors(p, run_fused(p, options=options_for(strategy)))
+    limit, extra = EXACT_LOGITS[torch.bfloat16], tolerance_of(p).gradient.slack
+    assert exact["loss"] <= limit.loss.slack
+    assert max(exact["grad_input"], exact["grad_weight"]) <= limit.gradient.slack + extra
+    for name, error in exact.items():
+        assert error <= RESULTS[torch.bfloat16].gradient.allowed(default[name]), (name, error, default[name])
+    if device.type == "cuda":
+        assert exact["grad_input"] < 0.8 * default["grad_input"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@strategies
+def test_float32_is_exact_to_float32(dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
+    p = case(backend, dtype, device, bias=True, ignored=0.2, adapter_ranks=(3, 16))
+    for name, error in errors(p, run_fused(p, options=options_for(strategy))).items():
+        assert error <= RESULTS[dtype].gradient.slack, (name, error)
+
+
+@low_precision
+def test_many_chunks_are_as_exact_as_one(dtype: torch.dtype, torch_backend: str, device: torch.device) -> None:
+    """The weight gradient is summed over 128 chunks in float32, not in the dtype of the weight."""
+    p = make_problem((1024,), 32, 300, dtype=dtype, device=device, std=2.0, bias=True)
+    one = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=1024)))
+    many = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=8)))
+    for name, error in many.items():
+        assert error <= 1.1 * one[name] + 1e-4, (name, error, one[name])
+
+
+def blocks_of_16(rows: int) -> Blocks:
+    return Blocks(Statistics(rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+
+
+def gradients_apart(rows: int) -> Apart:
+    statistics = Statistics(rows, 16)
+    return Apart(statistics, ChunksOfBlocks(statistics, rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+
+
+@low_precision
+@pytest.mark.parametrize("rows", [None, 40])
+@pytest.mark.parametrize("schedule", [blocks_of_16, gradients_apart])
+def test_many_blocks_are_as_exact_as_one(
+    schedule: Callable[[int], Schedule],
+    dtype: torch.dtype,
+    rows: int | None,
+    torch_backend: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sums over 32 blocks of classes, and over chunks of the tokens within each of them."""
+    p = make_problem((96,), 32, 512, dtype=dtype, device=device, std=2.0, bias=True)
+    options = flce.ChunkOptions(strategy="vocab", chunk_rows=rows)
+    one = errors(p, run_fused(p, options=options))
+    plans = force(monkeypatch, lambda c: schedule(rows or 96))
+    for name, error in errors(p, run_fused(p, options=options)).items():
+        assert error <= 1.1 * one[name] + 1e-4, (name, error, one[name])
+    assert [num_blocks(plan) for plan in plans] == [32, 32]
+
+
+def test_accumulation_in_bf16_is_allowed(backend: str, device: torch.device) -> None:
+    """Less exact, by choice; never wrong."""
+    p = case(backend, torch.bfloat16, device)
+    for strategy in ("tokens", "vocab"):
+        loose = errors(p, run_fused(p, options=options_for(strategy, accum_dtype=torch.bfloat16)))
+        assert loose["loss"] < 1e-3
+        assert max(loose.values()) < 3e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_accum_dtype_of_the_default_never_narrows(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """``accum_dtype=torch.float32``, the default, given for float64 inputs: still float64 sums."""
+    p = make_problem((40,), 16, 90, dtype=dtype, device=device)
+    for strategy in ("tokens", "vocab"):
+        options = options_for(strategy, chunk_rows=7 if strategy == "tokens" else None, accum_dtype=torch.float32)
+        assert max(errors(p, run_fused(p, options=options)).values()) < RESULTS[dtype].loss.slack
+
+
+@low_precision
+def test_loss_is_not_rounded(dtype: torch.dtype, torch_backend: str, device: torch.device) -> None:
+    """The case that shows a loss kept in bf16: thousands of tokens whose sum needs more than 8 bits."""
+    p = make_problem((4096,), 32, 500, dtype=dtype, device=device, std=1.0, reduction="sum")
+    loss = flce.fused_linear_cross_entropy(p.input, p.linear_weight, p.target, reduction="sum")
+    assert isinstance(loss, torch.Tensor)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, run_oracle(p).loss) < 2e-5
+
+
+def test_small_gradients_survive_in_fp16(torch_backend: str, device: torch.device) -> None:
+    """Mean over 4096 tokens and uniform logits over 1024 classes: 1/N/V is far below the least fp16."""
+    n, v = 4096, 1024
+    x = torch.ones(n, 1, dtype=torch.float16, device=device, requires_grad=True)
+    w = torch.zeros(v, 1, dtype=torch.float16, device=device, requires_grad=True)
+    y = torch.zeros(n, dtype=torch.long, device=device)
+    loss = flce.fused_linear_cross_entropy(x, w, y)
+    loss.backward(torch.tensor(2.0**12, device=device))
+    assert w.grad is not None
+    assert torch.allclose(w.grad[1:].float(), torch.full((v - 1, 1), 2.0**12 / v, device=device), rtol=1e-3)
+    assert float(w.grad[0]) == pytest.approx(2.0**12 * (1 / v - 1), rel=1e-3)
+
+
+def test_entropy_of_confident_rows_is_exact(backend: str, device: torch.device) -> None:
+    """``lse - sum p z`` cancels where logits are large; float32 statistics stay within rounding of it."""
+    p = make_problem((12,), 16, 90, dtype=torch.float32, std=8.0, device=device)
+    out = run_fused(p, stats=("entropy", "lse", "logprob"), grads="")
+    expected = run_oracle(p)
+    assert float((out.output.entropy.double() - expected.entropy).abs().max()) < 2e-5
+    assert float((out.output.lse.double() - expected.lse).abs().max()) < 2e-5
+
+
+@pytest.mark.gpu
+def test_the_case_of_the_design_on_cuda() -> None:
+    """N 32768, H 1024, V 32000, logits of standard deviation 4, on a GPU: the table of exactness."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    n, h, v = 32768, 1024, 32000
+    x = torch.randn(n, h, generator=g, device="cuda").bfloat16()
+    w = (torch.randn(v, h, generator=g, device="cuda") * 4 / h**0.5).bfloat16()
+    y = torch.randint(0, v, (n,), generator=g, device="cuda")
+    right = oracle(x, w, y)
+
+    def measure(options: Any) -> tuple[float, float, float]:
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = flce.fused_linear_cross_entropy(a, b, y, options=options)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        return (
+            relative_error(loss.detach(), right.loss),
+            relative_error(a.grad, right.grad_input),
+            relative_error(b.grad, right.grad_weight),
+        )
+
+    loss_error, dx_error, dw_error = measure(None)
+    assert loss_error <= 6e-5 * 1.05
+    assert dx_error <= 7.8e-3 * 1.05
+    assert dw_error <= 7.9e-3 * 1.05
+    loss_error, dx_error, dw_error = measure(flce.ChunkOptions(logits_dtype=torch.float32))
+    limit = EXACT_LOGITS[torch.bfloat16]
+    assert loss_error <= limit.loss.slack
+    assert max(dx_error, dw_error) <= limit.gradient.slack

@@ -1,0 +1,225 @@
+"""The operator against the float64 oracle, over a selection of everything that can be combined.
+
+Every pair of levels of every two factors below occurs in at least one row of the grid.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import flce
+from flce.engine.schedules import SCHEDULES
+from flce.testing.problem import Problem, make_problem, run_fused
+from tests.forced import force
+from tests.helpers import (
+    BACKENDS,
+    LOSS_FACTORS,
+    REDUCTIONS,
+    STATS,
+    STRATEGIES,
+    allpairs,
+    check,
+    combinations,
+    least_for,
+    loss_arguments,
+    num_blocks,
+    pairs,
+    plan_for,
+    row_id,
+    upstream_of,
+)
+
+INTERPRETED = not torch.cuda.is_available()
+CHUNKING: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tokens": {"strategy": "tokens"},
+    "rows1": {"strategy": "tokens", "chunk_rows": 1},
+    "rows5": {"strategy": "tokens", "chunk_rows": 5},
+    "rows8": {"strategy": "tokens", "chunk_rows": 8},
+    "rows999": {"strategy": "tokens", "chunk_rows": 999},
+    "vocab": {"strategy": "vocab"},
+    "vocab_least": {"strategy": "vocab", "budget": 1.0},
+    "vocab_2x": {"strategy": "vocab", "budget": 2.0},
+    "tokens_least": {"strategy": "tokens", "budget": 1.0},
+}
+LAYOUTS: dict[str, tuple[tuple[int, ...], int, int]] = {
+    "17x16x71": ((17,), 16, 71),
+    "3x5x8x640": ((3, 5), 8, 640),
+    "2x2x4x5x300": ((2, 2, 4), 5, 300),
+}
+GRID = allpairs(
+    {
+        "layout": list(LAYOUTS),
+        "chunking": list(CHUNKING),
+        **LOSS_FACTORS,
+        "bias": [False, True],
+        "grads": ["xwb", "x", "w", "b", ""],
+        "skip": ["auto", True, False],
+    }
+)
+
+
+def chunk_options(
+    problem: Problem, spec: dict[str, Any], grads: str = "xwb", stats: Any = (), **more: Any
+) -> flce.ChunkOptions:
+    """Turns a row of CHUNKING into options; a budget is a multiple of the least that the call accepts."""
+    spec = dict(spec)
+    factor = spec.pop("budget", None)
+    if factor is None:
+        return flce.ChunkOptions(**spec, **more)
+    budget = int(factor * least_for(problem, spec["strategy"], grads, stats, **more))
+    while True:
+        options = flce.ChunkOptions(**spec, max_workspace_bytes=budget, **more)
+        blocks = num_blocks(plan_for(problem, options, grads, stats))
+        if not INTERPRETED or os.environ["FLCE_BACKEND"] == "torch" or blocks <= 8:
+            return options
+        budget += budget // 4  # hundreds of launches in the interpreter would take a minute
+
+
+@pytest.mark.parametrize("row", GRID, ids=row_id)
+def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
+    leading, hidden, vocab = LAYOUTS[row["layout"]]
+    arguments, stats = loss_arguments(row, device)
+    problem = make_problem(leading, hidden, vocab, bias=row["bias"] or row["grads"] == "b", **arguments)
+    check(
+        problem,
+        options=chunk_options(problem, CHUNKING[row["chunking"]], row["grads"], stats, skip_ignored=row["skip"]),
+        stats=stats,
+        grads=row["grads"],
+        grad_output=upstream_of(problem),
+    )
+
+
+@combinations(chunking=["rows5", "vocab", "vocab_2x"], reduction=REDUCTIONS)
+def test_every_strategy_with_every_reduction(chunking: str, reduction: str, backend: str, device: torch.device) -> None:
+    problem = make_problem(
+        (11,), 12, 330, bias=True, class_weight=True, ignored=0.25, reduction=reduction, device=device
+    )
+    options = chunk_options(problem, CHUNKING[chunking], stats=STATS)
+    check(problem, options=options, stats=STATS, grad_output=torch.randn(11 if reduction == "none" else ()))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 129, 511, 513, 1024, 1025])
+def test_vocabulary_sizes_around_block_edges(vocab: int, backend: str, device: torch.device) -> None:
+    problem = make_problem((6,), 8, vocab, bias=True, label_smoothing=0.05, z_loss=0.01, device=device)
+    check(problem, stats=STATS)
+
+
+@pytest.mark.parametrize("vocab", [4099, 32771])
+def test_vocabulary_of_several_kernel_blocks(vocab: int, backend: str, device: torch.device) -> None:
+    problem = make_problem((5,), 4, vocab, bias=True, label_smoothing=0.05, ignored=0.2, device=device)
+    check(problem, stats=STATS)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 31, 32, 33])
+def test_numbers_of_rows_around_chunk_edges(rows: int, backend: str, device: torch.device) -> None:
+    problem = make_problem((rows,), 8, 40, ignored=0.2 if rows > 2 else 0.0, device=device)
+    check(problem, options=flce.ChunkOptions(strategy="tokens", chunk_rows=16), stats=STATS)
+
+
+@pytest.mark.parametrize("hidden", [1, 3, 8, 17])
+def test_hidden_sizes(hidden: int, backend: str, device: torch.device) -> None:
+    for strategy in ("tokens", "vocab"):
+        check(make_problem((9,), hidden, 77, device=device), options=flce.ChunkOptions(strategy=strategy))
+
+
+@pairs(
+    stats=[*((name,) for name in STATS), ("correct", "lse"), tuple(reversed(STATS))],
+    strategy=STRATEGIES,
+    backend=BACKENDS,
+)
+def test_only_the_statistics_asked_for(
+    stats: tuple[str, ...], strategy: str, backend: str, device: torch.device
+) -> None:
+    problem = make_problem((3, 5), 8, 90, ignored=0.3, shift=1, softcap=5.0, device=device)
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=4 if strategy == "tokens" else None)  # type: ignore[arg-type]
+    check(problem, options=options, stats=stats)
+
+
+@combinations(grads=["", "x", "w", "b", "xw", "xb", "wb", "xwb"], reduction=["mean", "none"], strategy=STRATEGIES)
+def test_only_the_gradients_asked_for(
+    grads: str, reduction: str, strategy: str, backend: str, device: torch.device
+) -> None:
+    problem = make_problem((13,), 8, 70, bias=True, reduction=reduction, device=device)
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=5 if strategy == "tokens" else None)  # type: ignore[arg-type]
+    check(problem, options=options, grads=grads)
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_the_least_budget(strategy: str, backend: str, device: torch.device) -> None:
+    """A chunk of one row, or a block of one class."""
+    problem = make_problem((4,), 3, 11, bias=True, ignored=0.2, device=device)
+    for factor in (1.0, 1.3):
+        budget = int(factor * least_for(problem, strategy, stats=STATS))
+        check(
+            problem,
+            options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget),  # type: ignore[arg-type]
+            stats=STATS,
+        )
+
+
+@pytest.mark.parametrize("grads", ["x", "w", "b", "xw", "xb", "wb", "xwb"])
+def test_every_schedule_makes_every_gradient(
+    grads: str, torch_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a call that it says it is for. The planner would take it in some budget."""
+    for reduction in ("mean", "none"):
+        p = make_problem((9,), 8, 300, bias=True, reduction=reduction, device=device)
+        c = plan_for(p, flce.ChunkOptions(), grads).case
+        for kind in SCHEDULES:
+            sizes = kind.sizes(c)
+            if sizes:
+                schedule = kind.sized(c, sizes[len(sizes) // 3])
+                force(monkeypatch, lambda c, made=schedule: made)  # type: ignore[misc]
+                check(p, grads=grads)
+
+
+def test_nothing_is_written_into_the_arguments(backend: str, device: torch.device) -> None:
+    p = make_problem(
+        (17,), 8, 70, bias=True, class_weight=True, token_weight=True, ignored=0.2, softcap=4.0, device=device
+    )
+    tensors = [
+        p.input,
+        p.linear_weight,
+        p.linear_bias,
+        p.target,
+        p.kwargs["weight"],
+        p.kwargs["token_weight"],
+    ]
+    before = [t.clone() for t in tensors if t is not None]
+    flat = p.input.detach().requires_grad_()
+    loss = flce.fused_linear_cross_entropy(flat, p.linear_weight, p.target, linear_bias=p.linear_bias, **p.kwargs)
+    loss.backward()
+    after = [t for t in tensors if t is not None]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_gradients_accumulate_over_calls(backend: str, device: torch.device) -> None:
+    p = make_problem((12,), 8, 40, device=device)
+    w = p.linear_weight.clone().requires_grad_()
+    for part in (slice(0, 5), slice(5, 12)):
+        flce.fused_linear_cross_entropy(p.input[part], w, p.target[part], reduction="sum", num_items=12).backward()
+    whole = run_fused(p.with_(reduction="mean"))
+    assert w.grad is not None
+    assert whole.grad_weight is not None
+    torch.testing.assert_close(w.grad, whole.grad_weight, rtol=1e-10, atol=1e-12)
+
+
+def test_pairs_are_all_there() -> None:
+    """Of every two factors, every level of one with every level of the other; and far fewer rows than combinations."""
+    for rows, factors in ((GRID, 15), (allpairs({"a": [1, 2, 3], "b": "xyz", "c": [True, False], "d": [0] * 4}), 4)):
+        names = list(rows[0])
+        assert len(names) == factors
+        for a, b in itertools.combinations(names, 2):
+            levels = [{repr(row[name]) for row in rows} for name in (a, b)]
+            assert {(repr(row[a]), repr(row[b])) for row in rows} == set(itertools.product(*levels))
+    assert len(GRID) < 70
+    mark = combinations(shift=[0, 1], grads=["", "x", "w"], skip=[True, False])
+    backends = [row[0] for row in mark.args[1]]
+    assert (backends.count("torch"), backends.count("triton")) == (12, 6)
+    assert mark.kwargs["indirect"] == ["backend"]

@@ -1,0 +1,1112 @@
+"""The corners of the semantics: what PyTorch does there, flce does too."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flce
+from flce.core.problem import NUMBERS, LossSpec, loss_spec
+from flce.testing.problem import make_problem, relative_error, run_fused, run_oracle, run_stock
+from tests.helpers import (
+    BACKENDS,
+    REDUCTIONS,
+    STATS,
+    STRATEGIES,
+    assert_near,
+    check,
+    combinations,
+    least_for,
+    pairs,
+    several_blocks,
+)
+
+both_strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
+SKIP = ("auto", True, False)
+
+
+def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
+    if strategy == "tokens":
+        kwargs.setdefault("chunk_rows", 5)
+    return flce.ChunkOptions(strategy=strategy, **kwargs)  # type: ignore[arg-type]
+
+
+def stock(x: Tensor, w: Tensor, y: Tensor, b: Tensor | None = None, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(F.linear(x, w, b), y, **kwargs)
+
+
+def fused(*args: Any, **kwargs: Any) -> Any:
+    """The function, typed so that a test can use the result as what it knows it to be."""
+    return flce.fused_linear_cross_entropy(*args, **kwargs)
+
+
+def losses_and_grads(function: Any, *tensors: Tensor | None, upstream: Any = None) -> list[Tensor]:
+    """The loss of ``function`` on fresh leaves and the gradient of each."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    loss = function(*leaves)
+    loss.backward(torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype))
+    return [loss.detach(), *(t.grad for t in leaves if t is not None)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rows that do not count, and nothing to count
+
+
+@combinations(reduction=REDUCTIONS, strategy=STRATEGIES, skip=SKIP)
+def test_all_ignored(reduction: str, strategy: str, skip: Any, backend: str, device: torch.device) -> None:
+    settings: dict[str, Any] = {"bias": True, "class_weight": True, "z_loss": 0.1}
+    p = make_problem((11,), 8, 70, ignored=1.0, reduction=reduction, device=device, **settings)
+    assert bool((p.target == -100).all())
+    out = run_fused(p, options=options_for(strategy, skip_ignored=skip), stats=STATS)
+    if reduction == "mean":
+        assert out.loss.isnan()
+    else:
+        assert not out.loss.any()
+    for grad in (out.grad_input, out.grad_weight, out.grad_bias):
+        assert grad is not None
+        assert not grad.any()
+    assert not out.output.lse.any()
+    assert bool((out.output.argmax == -1).all())
+    assert not out.output.correct.any()
+
+
+@pairs(
+    reduction=REDUCTIONS,
+    strategy=STRATEGIES,
+    upstream=[math.inf, math.nan],
+    dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16],
+    backend=BACKENDS,
+)
+def test_all_ignored_and_divided_by_their_number(
+    reduction: str, strategy: str, upstream: float, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Transformers divides by the number of labels: without any the loss is NaN, but the gradients are zero."""
+    p = make_problem((11,), 8, 70, bias=True, ignored=1.0, reduction=reduction, dtype=dtype, device=device)
+    for out in (run_stock(p, upstream), run_fused(p, options=options_for(strategy), grad_output=upstream)):
+        for grad in (out.grad_input, out.grad_weight, out.grad_bias):
+            assert grad is not None
+            assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@combinations(reduction=REDUCTIONS, strategy=STRATEGIES, leading=[(0,), (2, 0, 3)])
+def test_empty_batch(
+    reduction: str, strategy: str, leading: tuple[int, ...], backend: str, device: torch.device
+) -> None:
+    p = make_problem(leading, 8, 30, bias=True, reduction=reduction, device=device)
+    out = run_fused(p, options=options_for(strategy), stats=STATS)
+    if reduction == "mean":
+        assert out.loss.isnan()
+    elif reduction == "sum":
+        assert out.loss.item() == 0.0
+    else:
+        assert out.loss.shape == leading
+    assert out.grad_input is not None
+    assert out.grad_input.shape == (*leading, 8)
+    for grad in (out.grad_weight, out.grad_bias):
+        assert grad is not None
+        assert not grad.any()
+    assert out.output.lse.shape == leading
+
+
+@combinations(skip=SKIP, ignored=[0.0, 0.1, 0.5, 0.95], strategy=STRATEGIES)
+def test_skipping_ignored_rows_changes_nothing(
+    skip: Any, ignored: float, strategy: str, backend: str, device: torch.device
+) -> None:
+    p = make_problem((2, 8), 8, 70, ignored=ignored, shift=1, label_smoothing=0.1, device=device)
+    check(p, options=options_for(strategy, skip_ignored=skip), stats=STATS)
+    check(p.with_(reduction="none"), options=options_for(strategy, skip_ignored=skip), stats=STATS)
+
+
+def test_ignored_row_with_nan_does_not_touch_the_loss(backend: str, device: torch.device) -> None:
+    p = make_problem((9,), 8, 70, device=device)
+    p.target[4] = -100
+    expected = run_oracle(p).loss
+    p.input[4] = math.nan
+    for skip in (True, False):
+        options = flce.ChunkOptions(skip_ignored=skip)
+        loss = fused(p.input, p.linear_weight, p.target, options=options)
+        torch.testing.assert_close(loss, expected)
+
+
+def test_nan_row_stays_in_its_row(backend: str, device: torch.device) -> None:
+    p = make_problem((9,), 8, 70, reduction="none", device=device)
+    p.input[4] = math.nan
+    out = run_fused(p, grads="x", stats=STATS)
+    expected = torch.arange(9, device=device) == 4
+    assert torch.equal(out.loss.isnan(), expected)
+    assert out.grad_input is not None
+    assert torch.equal(out.grad_input.isnan().all(1), expected)
+    assert torch.equal(out.grad_input.isnan().any(1), expected)
+
+
+@both_strategies
+def test_ignore_index_may_be_a_class_or_far_outside(strategy: str, backend: str, device: torch.device) -> None:
+    for ignore_index in (0, 29, 30, -1, -(2**31), 2**31 - 1):
+        p = make_problem((13,), 8, 30, ignored=0.4, ignore_index=ignore_index, device=device)
+        check(p, options=options_for(strategy), stats=STATS)
+        assert bool((p.target == ignore_index).any())
+
+
+def test_ignore_index_beyond_32_bits(backend: str, device: torch.device) -> None:
+    check(make_problem((13,), 8, 30, ignored=0.4, ignore_index=-(2**40), device=device), stats=STATS)
+    # 2**32 + 3 must not be taken for class 3 when the low half is compared.
+    check(make_problem((13,), 8, 30, ignored=0.0, ignore_index=2**32 + 3, device=device), stats=STATS)
+
+
+def test_class_weights_of_zero(backend: str, device: torch.device) -> None:
+    p = make_problem((13,), 8, 30, class_weight=True, label_smoothing=0.1, device=device)
+    p.kwargs["weight"][::2] = 0.0
+    check(p)
+    check(p.with_(reduction="none"))
+    p.kwargs["weight"].zero_()
+    assert run_fused(p, grads="").loss.isnan()  # 0 / 0, as in PyTorch
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Extreme logits
+
+
+@pairs(reduction=REDUCTIONS, strategy=STRATEGIES, backend=BACKENDS)
+def test_vocabulary_of_one(reduction: str, strategy: str, backend: str, device: torch.device) -> None:
+    p = make_problem((7,), 8, 1, bias=True, ignored=0.3, reduction=reduction, device=device)
+    out = check(p, options=options_for(strategy), stats=STATS)
+    assert not out.loss.any()
+
+
+@pairs(strategy=STRATEGIES, dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS)
+def test_confident_rows(strategy: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """Logits of 0 but for one of 200: a loss of exactly 0 where that one is the target, and 200 elsewhere."""
+    vocab = 24
+    x = 200 * torch.eye(8, vocab, dtype=dtype, device=device)
+    w = torch.eye(vocab, dtype=dtype, device=device)
+    y = torch.arange(8, device=device)
+    y[5:] = 0
+    x, w = x.requires_grad_(), w.requires_grad_()
+    out = fused(x, w, y, reduction="none", stats=STATS, options=options_for(strategy))
+    assert out.loss.tolist() == [0.0] * 5 + [200.0] * 3
+    assert out.entropy.abs().max() < 1e-6
+    assert out.argmax.tolist() == list(range(8))
+    assert out.correct.tolist() == [True] * 5 + [False] * 3
+    out.loss.sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    expected = torch.zeros(8, vocab, dtype=torch.float64, device=device)
+    for row in (5, 6, 7):
+        expected[row, row], expected[row, 0] = 1.0, -1.0
+    assert_near(x.grad, expected, 1e-6, "gradient")
+
+
+@combinations(offset=[1e4, -1e4], dtype=[torch.float64, torch.float32], strategy=STRATEGIES)
+def test_large_common_offset(
+    offset: float, dtype: torch.dtype, strategy: str, backend: str, device: torch.device
+) -> None:
+    p = make_problem((13,), 8, 90, dtype=dtype, bias=True, device=device)
+    assert p.linear_bias is not None
+    p.linear_bias.add_(offset)
+    expected = run_oracle(p)
+    ours = run_fused(p, options=options_for(strategy))
+    if dtype == torch.float64:
+        assert_near(ours.loss, expected.loss, 1e-10, "loss")
+        assert_near(ours.grad_input, expected.grad_input, 1e-10, "gradient")
+        return
+    theirs = run_stock(p)
+    for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
+        mine = relative_error(getattr(ours, name), getattr(expected, name))
+        other = relative_error(getattr(theirs, name), getattr(expected, name))
+        assert mine <= 1.5 * other + 1e-6, (name, mine, other)
+
+
+@both_strategies
+def test_equal_logits(strategy: str, backend: str, device: torch.device) -> None:
+    """A weight of zeros: the loss is log(V), the entropy too, and the argmax is the first class."""
+    p = make_problem((9,), 8, 300, std=0.0, device=device)
+    out = check(p, options=options_for(strategy), stats=STATS)
+    assert out.loss.item() == pytest.approx(math.log(300), rel=1e-12)
+    assert out.output.argmax.tolist() == [0] * 9
+
+
+@both_strategies
+def test_argmax_takes_the_lowest_of_equals(strategy: str, backend: str, device: torch.device) -> None:
+    """Also when the equals lie in different blocks of the vocabulary."""
+    vocab = 4500
+    bias = torch.zeros(vocab, dtype=torch.float64, device=device)
+    bias[[17, 900, 2100, 4499]] = 3.0
+    x = torch.zeros(3, 4, dtype=torch.float64, device=device)
+    w = torch.zeros(vocab, 4, dtype=torch.float64, device=device)
+    y = torch.tensor([17, 900, 4499], device=device)
+    out = fused(x, w, y, linear_bias=bias, stats=("argmax", "correct"), options=options_for(strategy))
+    assert out.argmax.tolist() == [17, 17, 17]
+    assert out.correct.tolist() == [True, False, False]
+    assert out.lse is None
+
+
+@combinations(strategy=STRATEGIES, smoothing=[0.0, 0.1], reduction=["mean", "none"])
+def test_minus_infinity_logits(
+    strategy: str, smoothing: float, reduction: str, backend: str, device: torch.device
+) -> None:
+    """A class that cannot be (a bias of -inf): loss and gradients as PyTorch has them, the target hit or not."""
+    p = make_problem((12,), 8, 70, bias=True, device=device)
+    assert p.linear_bias is not None
+    p.linear_bias[::3] = -math.inf
+    for y in (p.target // 3 * 3 + 1, p.target):  # no target among the impossible; some targets among them
+        y = y.clamp(max=69)
+        kwargs: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
+        theirs = losses_and_grads(
+            lambda x, w, b, y=y, kwargs=kwargs: stock(x, w, y, b, **kwargs),
+            p.input,
+            p.linear_weight,
+            p.linear_bias,
+        )
+        ours = losses_and_grads(
+            lambda x, w, b, y=y, kwargs=kwargs: fused(x, w, y, linear_bias=b, options=options_for(strategy), **kwargs),
+            p.input,
+            p.linear_weight,
+            p.linear_bias,
+        )
+        names = ("loss", "gradient x", "gradient w", "gradient b")
+        for mine, other, name in zip(ours, theirs, names, strict=True):
+            assert_near(mine, other, 1e-10, name)
+
+
+@both_strategies
+def test_statistics_with_minus_infinity_logits(strategy: str, backend: str, device: torch.device) -> None:
+    p = make_problem((12,), 8, 70, bias=True, softcap=None, device=device)
+    assert p.linear_bias is not None
+    p.linear_bias[::3] = -math.inf
+    p.target.copy_((p.target // 3 * 3 + 1).clamp(max=69))
+    check(p, options=options_for(strategy), stats=STATS)
+
+
+@pairs(smoothing=[0.0, 0.1], reduction=["mean", "none"], backend=BACKENDS)
+def test_extremes_across_blocks(smoothing: float, reduction: str, backend: str, device: torch.device) -> None:
+    """Merging blocks of the vocabulary: some all -inf, one huge, equals in several of them."""
+    p = make_problem((6,), 4, 600, bias=True, std=1.0, reduction=reduction, label_smoothing=smoothing, device=device)
+    assert p.linear_bias is not None
+    p.input[3:] = 0.0  # the logits of these rows are the bias
+    p.linear_bias[[3, 210, 400, 599]] = 7.0
+    p.target.copy_(torch.tensor([250, 310, 400, 3, 210, 599]))
+    options = several_blocks(p, 5, stats=STATS)
+    out = check(p, options=options, stats=STATS)
+    assert out.output.argmax[3:].tolist() == [3, 3, 3]
+    p.linear_bias[400] = 900.0
+    check(p, options=options, stats=STATS)
+    p.linear_bias[:200] = -math.inf
+    p.linear_bias[500:] = -math.inf
+    p.target.copy_(torch.tensor([250, 310, 400, 299, 210, 499]))
+    check(p, options=options, stats=STATS)
+    p.linear_bias[200:] = -math.inf
+    p.linear_bias[499] = 0.0
+    check(p, options=options, stats=STATS)
+
+
+@both_strategies
+def test_a_row_of_only_minus_infinity(strategy: str, backend: str, device: torch.device) -> None:
+    p = make_problem((5,), 8, 20, bias=True, reduction="none", device=device)
+    assert p.linear_bias is not None
+    p.linear_bias.fill_(-math.inf)
+    theirs = stock(p.input, p.linear_weight, p.target, p.linear_bias, reduction="none")
+    assert theirs.isnan().all()
+    assert run_fused(p, options=options_for(strategy), grads="").loss.isnan().all()
+
+
+@combinations(strategy=STRATEGIES, bad=[math.inf, math.nan])
+def test_plus_infinity_and_nan_logits(strategy: str, bad: float, backend: str, device: torch.device) -> None:
+    p = make_problem((6,), 8, 70, bias=True, reduction="none", device=device)
+    assert p.linear_bias is not None
+    p.linear_bias[7] = bad
+    p.target[0] = 7
+    theirs = losses_and_grads(
+        lambda x, w, b: stock(x, w, p.target, b, reduction="none"), p.input, p.linear_weight, p.linear_bias
+    )
+    assert theirs[0].isnan().all()
+    ours = run_fused(p, options=options_for(strategy))
+    assert ours.loss.isnan().all()
+    assert ours.grad_input is not None
+    assert torch.equal(ours.grad_input.isnan(), theirs[1].isnan())
+
+
+def test_infinite_logits_under_a_softcap_are_finite(backend: str, device: torch.device) -> None:
+    p = make_problem((6,), 8, 70, bias=True, softcap=5.0, device=device)
+    assert p.linear_bias is not None
+    p.linear_bias[7], p.linear_bias[9] = math.inf, -math.inf
+    expected = run_oracle(p)
+    out = run_fused(p)
+    assert out.loss.isfinite()
+    assert_near(out.loss, expected.loss, 1e-10, "loss")
+    assert_near(out.grad_input, expected.grad_input, 1e-10, "gradient x")
+
+
+def test_huge_logits_do_not_overflow(backend: str, device: torch.device) -> None:
+    for std in (1e3, 1e6):
+        p = make_problem((9,), 8, 70, std=std, device=device)
+        check(p, tolerance=1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The upstream gradient
+
+
+@combinations(reduction=REDUCTIONS, strategy=STRATEGIES, scale=[0.0, -1.0, 0.125, 3.7, 2.0**16])
+def test_upstream_gradient(reduction: str, strategy: str, scale: float, backend: str, device: torch.device) -> None:
+    p = make_problem((13,), 8, 70, bias=True, ignored=0.2, reduction=reduction, device=device)
+    out = check(p, options=options_for(strategy), grad_output=scale)
+    if scale == 0.0:
+        for grad in (out.grad_input, out.grad_weight, out.grad_bias):
+            assert grad is not None
+            assert not grad.any()
+
+
+@both_strategies
+def test_upstream_gradient_per_token(strategy: str, backend: str, device: torch.device) -> None:
+    """With some zeros in it: what a mask after the loss produces."""
+    p = make_problem(
+        (3, 7), 8, 70, bias=True, ignored=0.2, reduction="none", token_weight=True, z_loss=0.01, device=device
+    )
+    upstream = torch.randn(3, 7, dtype=torch.float64)
+    upstream[1] = 0.0
+    check(p, options=options_for(strategy), grad_output=upstream)
+
+
+def test_upstream_gradient_that_is_expanded_or_strided(backend: str, device: torch.device) -> None:
+    p = make_problem((4, 6), 8, 30, reduction="none", device=device)
+    for reduce in (lambda t: t.sum(), lambda t: t.t().mean(), lambda t: t[::2, 1::2].sum() * 3):
+        x = p.input.clone().requires_grad_()
+        reduce(fused(x, p.linear_weight, p.target, reduction="none")).backward()
+        z = p.input.clone().requires_grad_()
+        each = F.cross_entropy(F.linear(z, p.linear_weight).flatten(0, 1), p.target.flatten(), reduction="none")
+        reduce(each.view(4, 6)).backward()
+        torch.testing.assert_close(x.grad, z.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_inside_a_larger_graph(reduction: str, backend: str, device: torch.device) -> None:
+    """Tied embeddings, and the hidden states used elsewhere too: the gradients of all uses add up."""
+    p = make_problem((10,), 8, 40, reduction=reduction, device=device)
+    tokens = torch.arange(10, device=device)
+
+    def total(head: Any) -> list[Tensor]:
+        w = p.linear_weight.clone().requires_grad_()
+        hidden = torch.tanh(F.embedding(tokens, w))
+        loss = head(hidden, w).mean() * 2.5 + hidden.square().sum()
+        loss.backward()
+        assert w.grad is not None
+        return [loss.detach(), w.grad]
+
+    ours = total(lambda h, w: fused(h, w, p.target, **p.kwargs))
+    theirs = total(lambda h, w: stock(h, w, p.target, **p.kwargs))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+@pytest.mark.parametrize("kind", ["int", "int tensor", "float tensor", "on the CPU"])
+def test_num_items(kind: str, backend: str, device: torch.device) -> None:
+    if kind == "on the CPU" and device.type == "cpu":
+        pytest.skip("the same as an int tensor where everything is on the CPU")
+    value: Any = {
+        "int": 37,
+        "int tensor": torch.tensor(37, device=device),
+        "float tensor": torch.tensor(37.0, device=device),
+        "on the CPU": torch.tensor(37),
+    }[kind]
+    p = make_problem((13,), 8, 40, reduction="sum", ignored=0.3, z_loss=0.01, device=device)
+    plain = run_fused(p)
+    divided = run_fused(p.with_(num_items=value), stats=("lse",))
+    torch.testing.assert_close(divided.loss, plain.loss / 37, rtol=1e-12, atol=0)
+    assert divided.grad_weight is not None
+    assert plain.grad_weight is not None
+    torch.testing.assert_close(divided.grad_weight, plain.grad_weight / 37, rtol=1e-10, atol=1e-14)
+    check(p.with_(num_items=value))
+
+
+def test_token_weight_multiplies_each_position(backend: str, device: torch.device) -> None:
+    p = make_problem((4, 6), 8, 40, token_weight=True, shift=1, ignored=0.2, z_loss=0.02, device=device)
+    weight = p.kwargs["token_weight"]
+    weighted = run_fused(p.with_(reduction="none"))
+    plain = run_fused(p.with_(reduction="none", token_weight=None))
+    torch.testing.assert_close(weighted.loss, weight * plain.loss, rtol=1e-12, atol=1e-14)
+
+
+def test_token_weight_gets_no_gradient(backend: str, device: torch.device) -> None:
+    p = make_problem((6,), 8, 40, device=device)
+    weight = torch.rand(6, dtype=torch.float64, device=device, requires_grad=True)
+    x = p.input.clone().requires_grad_()
+    loss = fused(x, p.linear_weight, p.target, token_weight=weight)
+    loss.backward()
+    assert weight.grad is None
+    assert x.grad is not None
+
+
+@pairs(kind=["weight", "token_weight"], dtype=[torch.float32, torch.float64], backend=BACKENDS)
+def test_weights_may_have_another_floating_dtype(
+    kind: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    p = make_problem((13,), 8, 40, dtype=torch.float32, device=device)
+    size = 40 if kind == "weight" else 13
+    values = torch.linspace(0.5, 1.5, size, dtype=dtype, device=device)
+    check(p.with_(**{kind: values}))
+    check(p.with_(**{kind: values.bfloat16()}))
+
+
+@pairs(shift=[0, 1, 2, 6, 7, 100], reduction=REDUCTIONS, backend=BACKENDS)
+def test_shift(shift: int, reduction: str, backend: str, device: torch.device) -> None:
+    p = make_problem((2, 7), 8, 40, ignored=0.2, reduction=reduction, shift=shift, device=device)
+    out = check(p, stats=STATS)
+    if 0 < shift < 7 and reduction == "sum":
+        sliced = fused(p.input[:, :-shift], p.linear_weight, p.target[:, shift:], reduction="sum")
+        torch.testing.assert_close(out.loss, sliced, rtol=1e-12, atol=0)
+    if shift >= 7:
+        assert not out.loss.nan_to_num().any()
+
+
+def test_shift_never_crosses_sequences(backend: str, device: torch.device) -> None:
+    """The last position of a sequence does not predict the first token of the next one."""
+    p = make_problem((3, 4), 8, 40, reduction="none", shift=1, device=device)
+    out = run_fused(p, stats=STATS)
+    assert not out.loss[:, -1].any()
+    assert bool((out.output.argmax[:, -1] == -1).all())
+    assert out.grad_input is not None
+    assert not out.grad_input[:, -1].any()
+
+
+@pairs(leading=[(), (1,), (6,), (2, 3), (2, 1, 3), (1, 1, 1, 4)], reduction=REDUCTIONS, backend=BACKENDS)
+def test_any_leading_shape(leading: tuple[int, ...], reduction: str, backend: str, device: torch.device) -> None:
+    p = make_problem(leading, 8, 40, bias=True, reduction=reduction, device=device)
+    out = check(p, stats=STATS)
+    assert out.loss.shape == (leading if reduction == "none" else ())
+    assert out.output.lse.shape == leading
+
+
+def _noncontiguous(t: Tensor, how: str) -> Tensor:
+    """The same values with other strides."""
+    if how == "transposed":
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    if how == "strided":
+        big = torch.zeros(*t.shape[:-1], t.shape[-1] * 2, dtype=t.dtype, device=t.device)
+        big[..., ::2] = t
+        return big[..., ::2]
+    if how == "offset":
+        big = torch.zeros(*t.shape[:-1], t.shape[-1] + 3, dtype=t.dtype, device=t.device)
+        big[..., 3:] = t
+        return big[..., 3:]
+    raise ValueError(how)
+
+
+# One dimension cannot be transposed.
+OTHER_STRIDES = [
+    *((which, how) for which in ("linear_bias", "weight") for how in ("strided", "offset")),
+    *(
+        (which, how)
+        for which in ("input", "linear_weight", "target", "token_weight")
+        for how in ("transposed", "strided", "offset")
+    ),
+]
+
+
+@pairs(case=OTHER_STRIDES, strategy=STRATEGIES, backend=BACKENDS)
+def test_noncontiguous(case: tuple[str, str], strategy: str, backend: str, device: torch.device) -> None:
+    which, how = case
+    p = make_problem((5, 6), 8, 40, bias=True, class_weight=True, token_weight=True, ignored=0.2, device=device)
+    tensors: dict[str, Any] = {
+        "input": p.input,
+        "linear_weight": p.linear_weight,
+        "target": p.target,
+        "linear_bias": p.linear_bias,
+        **p.kwargs,
+    }
+    one_dimensional = tensors[which].dim() == 1
+    changed = _noncontiguous(tensors[which], how)
+    assert torch.equal(changed, tensors[which])
+    assert (how == "offset" and one_dimensional) or not changed.is_contiguous()
+    tensors[which] = changed
+    expected = run_oracle(p)
+    leaves = {}
+    for name in ("input", "linear_weight", "linear_bias"):
+        leaf = tensors[name].detach()
+        leaves[name] = tensors[name] = leaf.requires_grad_()
+    loss = fused(options=options_for(strategy), **tensors)
+    loss.backward()
+    assert_near(loss, expected.loss, 1e-10, "loss")
+    assert_near(leaves["input"].grad, expected.grad_input, 1e-10, "gradient x")
+    assert_near(leaves["linear_weight"].grad, expected.grad_weight, 1e-10, "gradient w")
+    assert expected.grad_bias is not None
+    assert_near(leaves["linear_bias"].grad, expected.grad_bias, 1e-10, "gradient b")
+
+
+@combinations(which=["input", "target", "token_weight"], reduction=["mean", "none"], strategy=STRATEGIES)
+def test_noncontiguous_vectors(which: str, reduction: str, strategy: str, backend: str, device: torch.device) -> None:
+    """One leading dimension, whose flattening copies nothing."""
+    p = make_problem((11,), 8, 40, token_weight=True, ignored=0.2, reduction=reduction, device=device)
+    x, y, t = p.input, p.target, p.kwargs["token_weight"]
+    if which == "input":
+        x = torch.stack((x, x + 1), dim=1)[:, 0]
+        assert not x.is_contiguous()
+    elif which == "target":
+        y = torch.stack((y, torch.zeros_like(y)), dim=1)[:, 0]
+        assert not y.is_contiguous()
+    else:
+        t = torch.stack((t, t + 1), dim=1)[:, 0]
+        assert not t.is_contiguous()
+    q = type(p)(x, p.linear_weight, y, None, {**p.kwargs, "token_weight": t})
+    check(q, options=options_for(strategy), stats=STATS)
+
+
+@both_strategies
+def test_expanded_tensors(strategy: str, backend: str, device: torch.device) -> None:
+    row = torch.randn(1, 8, dtype=torch.float64, device=device)
+    classes = torch.randn(1, 8, dtype=torch.float64, device=device)
+    y = torch.full((1,), 3, device=device).expand(9)
+
+    def ours(x: Tensor, w: Tensor) -> Tensor:
+        out = fused(x.expand(9, 8), w.expand(40, 8), y, options=options_for(strategy))
+        assert isinstance(out, Tensor)
+        return out
+
+    a = losses_and_grads(ours, row, classes)
+    b = losses_and_grads(lambda x, w: stock(x.expand(9, 8), w.expand(40, 8), y), row, classes)
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_sliced_weight(backend: str, device: torch.device) -> None:
+    """A head whose padded rows are sliced off keeps the stride of the padded one."""
+    padded = torch.randn(64, 8, dtype=torch.float64, device=device)
+    p = make_problem((9,), 8, 50, device=device)
+    a = losses_and_grads(lambda x, w: fused(x, w[:50], p.target), p.input, padded)
+    b = losses_and_grads(lambda x, w: stock(x, w[:50], p.target), p.input, padded)
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pairs(target_dtype=[torch.int32, torch.int64], reduction=REDUCTIONS, backend=BACKENDS)
+def test_target_dtypes(target_dtype: torch.dtype, reduction: str, backend: str, device: torch.device) -> None:
+    p = make_problem((2, 9), 8, 40, ignored=0.3, target_dtype=target_dtype, reduction=reduction, shift=1, device=device)
+    check(p, stats=STATS)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Probabilities and multi-dimensional heads
+
+
+def needs_linear_cross_entropy() -> None:
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this PyTorch has no torch.nn.functional.linear_cross_entropy")
+
+
+@pairs(reduction=REDUCTIONS, smoothing=[0.0, 0.3], class_weight=[False, True], leading=[(), (7,)], backend=BACKENDS)
+def test_probability_targets(
+    reduction: str, smoothing: float, class_weight: bool, leading: tuple[int, ...], backend: str
+) -> None:
+    needs_linear_cross_entropy()
+    p = make_problem(leading, 8, 20, bias=True, class_weight=class_weight, reduction=reduction)
+    p = p.with_(label_smoothing=smoothing)
+    y = torch.softmax(torch.randn(*leading, 20, dtype=torch.float64), dim=-1)
+    run = lambda f: losses_and_grads(  # noqa: E731
+        lambda x, w, b: f(x, w, y, linear_bias=b, **p.kwargs), p.input, p.linear_weight, p.linear_bias
+    )
+    torch.testing.assert_close(run(fused), run(F.linear_cross_entropy), rtol=1e-10, atol=1e-12)
+
+
+@every_reduction
+def test_probability_targets_with_any_leading_shape(reduction: str, backend: str) -> None:
+    p = make_problem((2, 3), 8, 20, reduction=reduction)
+    y = torch.softmax(torch.randn(2, 3, 20, dtype=torch.float64), dim=-1)
+    upstream = torch.randn((2, 3) if reduction == "none" else (), dtype=torch.float64)
+
+    def theirs(x: Tensor, w: Tensor) -> Tensor:
+        loss = F.cross_entropy(F.linear(x, w).flatten(0, 1), y.flatten(0, 1), reduction=reduction)
+        return loss.view(2, 3) if reduction == "none" else loss
+
+    a = losses_and_grads(
+        lambda x, w: fused(x, w, y, reduction=reduction),
+        p.input,
+        p.linear_weight,
+        upstream=upstream,
+    )
+    b = losses_and_grads(theirs, p.input, p.linear_weight, upstream=upstream)
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_one_hot_probabilities_equal_indices(backend: str) -> None:
+    """With everything else switched on: z-loss, softcap, temperature, scale, token weights, smoothing."""
+    p = make_problem(
+        (7,),
+        8,
+        20,
+        bias=True,
+        token_weight=True,
+        z_loss=0.05,
+        softcap=4.0,
+        temperature=1.4,
+        logit_scale=0.7,
+        label_smoothing=0.1,
+    )
+    one_hot = F.one_hot(p.target, 20).double()
+    for reduction in REDUCTIONS:
+        reduced = p.with_(reduction=reduction, num_items=3 if reduction == "sum" else None)
+        a = run_fused(reduced)
+        b = run_fused(replace(reduced, target=one_hot))
+        for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
+            torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-10, atol=1e-12)
+
+
+class _Calls(TorchDispatchMode):
+    """The names of all operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "stats, z_loss, made",
+    [
+        ((), 0.0, set()),
+        (("argmax",), 0.0, {"argmax"}),
+        (("entropy",), 0.0, {"special_entr"}),
+        (("lse",), 0.0, {"logsumexp"}),
+        ((), 0.1, {"logsumexp"}),
+        (("lse", "argmax", "entropy"), 0.1, {"argmax", "special_entr", "logsumexp"}),
+    ],
+)
+def test_only_what_is_asked_for_is_made(stats: tuple[str, ...], z_loss: float, made: set[str]) -> None:
+    """Also where the logits are in memory, and each statistic is a pass over them."""
+    x, w, y = torch.randn(4, 8), torch.randn(11, 8), torch.rand(4, 11).softmax(-1)
+    with _Calls() as calls:
+        flce.fused_linear_cross_entropy(x, w, y, stats=stats, z_loss=z_loss)
+    assert calls.names & {"argmax", "special_entr", "logsumexp"} == made
+
+
+def test_statistics_of_probability_targets(backend: str) -> None:
+    p = make_problem((7,), 8, 20)
+    y = torch.softmax(torch.randn(7, 20, dtype=torch.float64), dim=-1)
+    expected = run_oracle(p)  # lse, entropy and argmax do not depend on the target
+    out = fused(p.input, p.linear_weight, y, stats=("lse", "entropy", "argmax"))
+    assert_near(out.lse, expected.lse, 1e-10, "lse")
+    assert_near(out.entropy, expected.entropy, 1e-10, "entropy")
+    assert torch.equal(out.argmax, expected.argmax)
+
+
+@combinations(
+    reduction=REDUCTIONS,
+    dims=[(3,), (2, 3)],
+    kind=["indices", "indices with ignored", "probabilities"],
+    smoothing=[0.0, 0.2],
+)
+def test_multi_dimensional_heads(
+    reduction: str, dims: tuple[int, ...], kind: str, smoothing: float, backend: str
+) -> None:
+    needs_linear_cross_entropy()
+    x = torch.randn(5, 8, dtype=torch.float64)
+    w = torch.randn(11, *dims, 8, dtype=torch.float64)
+    b = torch.randn(11, *dims, dtype=torch.float64)
+    class_weight = torch.rand(11, dtype=torch.float64)
+    if kind == "probabilities":
+        y = torch.softmax(torch.randn(5, 11, *dims, dtype=torch.float64), dim=1)
+    else:
+        y = torch.randint(0, 11, (5, *dims))
+        if kind == "indices with ignored":
+            y[y < 4] = -100
+    kwargs: dict[str, Any] = {
+        "weight": class_weight,
+        "reduction": reduction,
+        "label_smoothing": smoothing,
+    }
+    run = lambda f: losses_and_grads(lambda x, w, b: f(x, w, y, linear_bias=b, **kwargs), x, w, b)  # noqa: E731
+    torch.testing.assert_close(run(fused), run(F.linear_cross_entropy), rtol=1e-10, atol=1e-12)
+
+
+def test_multi_dimensional_head_with_leading_dimensions(backend: str) -> None:
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    w = torch.randn(11, 4, 8, dtype=torch.float64)
+    y = torch.randint(0, 11, (2, 3, 4))
+    out = fused(x, w, y, reduction="none")
+    z = torch.einsum("abh,vdh->abdv", x, w)
+    expected = F.cross_entropy(z.flatten(0, 2), y.flatten(), reduction="none").view(2, 3, 4)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Autocast, gradient modes, determinism
+
+
+@pairs(dtype=[torch.bfloat16, torch.float16], weight_dtype=["same", "low"], backend=BACKENDS)
+def test_autocast(dtype: torch.dtype, weight_dtype: str, backend: str, device: torch.device) -> None:
+    """float32 tensors, one of them perhaps low-precision already: as exact as the stock path under autocast."""
+    p = make_problem((48,), 32, 200, dtype=torch.float32, bias=True, device=device)
+    w = p.linear_weight.to(dtype) if weight_dtype == "low" else p.linear_weight
+    expected = run_oracle(type(p)(p.input, w, p.target, p.linear_bias))
+    low = run_oracle(type(p)(p.input.to(dtype), w.to(dtype), p.target, p.linear_bias))
+
+    def under(f: Any) -> list[Tensor]:
+        def inner(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+            with torch.autocast(device.type, dtype=dtype):
+                loss = f(x, w, b)
+            assert isinstance(loss, Tensor)
+            return loss
+
+        return losses_and_grads(inner, p.input, w, p.linear_bias)
+
+    ours = under(lambda x, w, b: fused(x, w, p.target, linear_bias=b))
+    theirs = under(lambda x, w, b: F.cross_entropy(F.linear(x, w, b).float(), p.target))
+    assert ours[0].dtype == torch.float32
+    assert [t.dtype for t in ours[1:]] == [torch.float32, w.dtype, torch.float32]
+    for name, mine, other in zip(("loss", "grad_input", "grad_weight", "grad_bias"), ours, theirs, strict=True):
+        reference = getattr(expected, name)
+        a, b = relative_error(mine, reference), relative_error(other, reference)
+        assert a <= 1.05 * b + 3e-4, (name, a, b)
+    # It was indeed the low precision that it was computed in.
+    assert relative_error(ours[0], low.loss) < 2e-3
+    assert relative_error(ours[1], expected.grad_input) > 3e-5
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_leaves_float64_alone(enabled: bool, backend: str, device: torch.device) -> None:
+    p = make_problem((9,), 8, 40, bias=True, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
+        assert F.linear(p.input, p.linear_weight).dtype == torch.float64
+        check(p)
+
+
+def test_backward_outside_autocast_and_forward_only_inside(backend: str, device: torch.device) -> None:
+    p = make_problem((9,), 8, 40, dtype=torch.float32, device=device)
+    x = p.input.clone().requires_grad_()
+    with torch.autocast(device.type, dtype=torch.bfloat16), torch.no_grad():
+        first = fused(x, p.linear_weight, p.target)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        second = fused(x, p.linear_weight, p.target)
+    # On Hopper the logits of the first are never in memory, nor rounded to bfloat16.
+    torch.testing.assert_close(first, second.detach(), rtol=1e-6 if device.type == "cpu" else 1e-3, atol=0)
+    second.backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+@pairs(dtype=[torch.float64, torch.float32, torch.bfloat16], strategy=STRATEGIES, backend=BACKENDS)
+def test_the_same_bits_every_time(dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
+    p = make_problem((3, 4), 16, 300, dtype=dtype, bias=True, ignored=0.2, class_weight=True, device=device)
+    for reduction in ("mean", "none"):
+        q = p.with_(reduction=reduction)
+        first, second = (run_fused(q, options=options_for(strategy), stats=STATS) for _ in range(2))
+        for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
+            assert torch.equal(getattr(first, name), getattr(second, name)), name
+        for name in STATS:
+            assert torch.equal(getattr(first.output, name), getattr(second.output, name)), name
+
+
+def test_statistics_do_not_change_the_loss(backend: str, device: torch.device) -> None:
+    p = make_problem((3, 4), 16, 300, ignored=0.2, device=device)
+    plain, with_stats = run_fused(p), run_fused(p, stats=STATS)
+    torch.testing.assert_close(plain.loss, with_stats.loss, rtol=1e-14, atol=0)
+    torch.testing.assert_close(plain.grad_weight, with_stats.grad_weight, rtol=1e-12, atol=1e-14)
+
+
+def test_statistics_keep_no_graph(backend: str, device: torch.device) -> None:
+    p = make_problem((5,), 8, 40, z_loss=0.1, device=device)
+    out = run_fused(p, stats=STATS)
+    for name in (*STATS, "z_loss"):
+        assert getattr(out.output, name).grad_fn is None, name
+
+
+def test_statistics_without_gradients(backend: str, device: torch.device) -> None:
+    p = make_problem((3, 4), 16, 300, ignored=0.2, device=device)
+    check(p, stats=STATS, grads="")
+    with torch.no_grad():
+        out = fused(p.input.clone().requires_grad_(), p.linear_weight, p.target, stats=("lse",))
+    assert not out.loss.requires_grad
+    assert out.correct is None
+
+
+def test_returns_a_tensor_unless_statistics_are_asked_for(backend: str) -> None:
+    p = make_problem((5,), 8, 40)
+    assert isinstance(fused(p.input, p.linear_weight, p.target), Tensor)
+    assert isinstance(fused(p.input, p.linear_weight, p.target, stats=[]), Tensor)
+    out = fused(p.input, p.linear_weight, p.target, stats=["lse"])
+    assert isinstance(out, flce.LinearCrossEntropyOutput)
+    for name in ("loss", "z_loss", *STATS):
+        assert hasattr(out, name)
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_a_budget_gives_the_same_result(strategy: str, backend: str, device: torch.device) -> None:
+    p = make_problem((12,), 8, 200, bias=True, ignored=0.2, device=device)
+    least = least_for(p, strategy)
+    for budget in (least * 2, least * 10):
+        check(p, options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget))  # type: ignore[arg-type]
+
+
+def test_unbound_arguments_are_keywords() -> None:
+    """Only the three tensors are positional, so that a later argument can be added anywhere."""
+    p = make_problem((5,), 8, 40, bias=True)
+    with pytest.raises(TypeError):
+        fused(p.input, p.linear_weight, p.target, p.linear_bias)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_offsets_beyond_two_to_the_31(strategy: str) -> None:
+    """One chunk of more than 2**31 logits: the last rows must be as right as the first."""
+    n, h, v = 17000, 64, 128256
+    assert n * v > 2**31
+    g = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(n, h, generator=g, device="cuda").bfloat16().requires_grad_()
+    w = (torch.randn(v, h, generator=g, device="cuda") / 4).bfloat16().requires_grad_()
+    y = torch.randint(0, v, (n,), generator=g, device="cuda")
+    if strategy == "tokens":
+        options = flce.ChunkOptions(strategy="tokens", chunk_rows=n)
+    else:
+        options = flce.ChunkOptions(strategy="vocab", max_workspace_bytes=20 << 30)
+    out = fused(x, w, y, reduction="sum", stats=("lse", "logprob", "argmax"), options=options)
+    out.loss.backward()
+    assert x.grad is not None
+    for rows in (slice(0, 8), slice(n // 2, n // 2 + 8), slice(n - 8, n)):
+        part = run_oracle(make_problem_from(x[rows], w, y[rows]))
+        assert relative_error(out.lse[rows], part.lse) < 1e-3
+        assert float((out.logprob[rows] - part.logprob).abs().max()) < 0.1
+        assert relative_error(x.grad[rows], part.grad_input) < 2e-2
+    assert w.grad is not None
+    # Each class's gradient is the sum over all rows: from the same operator in small chunks.
+    again = w.detach().clone().requires_grad_()
+    fused(
+        x.detach(), again, y, reduction="sum", options=flce.ChunkOptions(strategy="tokens", chunk_rows=1000)
+    ).backward()
+    assert again.grad is not None
+    assert relative_error(w.grad, again.grad) < 1e-2
+
+
+@pytest.mark.gpu
+def test_weight_beyond_two_to_the_31_elements() -> None:
+    n, h, v = 64, 16384, 140000
+    assert h * v > 2**31
+    x = torch.randn(n, h, device="cuda").bfloat16().requires_grad_()
+    w = torch.empty(v, h, device="cuda", dtype=torch.bfloat16).normal_(std=1 / 128).requires_grad_()
+    y = torch.randint(v - 1000, v, (n,), device="cuda")
+    loss = fused(x, w, y)
+    loss.backward()
+    with torch.no_grad():
+        z = F.linear(x, w).float()
+        expected = F.cross_entropy(z, y)
+        p = torch.softmax(z, dim=1)
+        p[torch.arange(n, device="cuda"), y] -= 1
+        dw = (p[:, -1000:] / n).t() @ x.float()
+    assert w.grad is not None
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-3, atol=0)
+    assert relative_error(w.grad[-1000:], dw) < 2e-2
+
+
+def make_problem_from(x: Tensor, w: Tensor, y: Tensor) -> Any:
+    from flce.testing.problem import Problem
+
+    return Problem(x.detach(), w.detach(), y, None, {"reduction": "sum"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [70, -1, -(2**40), 2**32 + 3])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+def test_out_of_range_target_on_cuda_is_nan(bad: int, reduction: str, strategy: str) -> None:
+    """The row's loss is NaN, nothing is read out of bounds, the other rows are right."""
+    p = make_problem((13,), 8, 70, dtype=torch.float32, reduction=reduction, device="cuda")
+    good = run_fused(p)
+    p.target[4] = bad
+    out = run_fused(p, options=options_for(strategy), grads="x")
+    torch.cuda.synchronize()
+    if reduction == "mean":
+        assert out.loss.isnan()
+        return
+    others = torch.arange(13, device="cuda") != 4
+    assert out.loss[4].isnan()
+    assert_near(out.loss[others], good.loss[others], 1e-5, "loss of the other rows")
+    assert out.grad_input is not None
+    assert good.grad_input is not None
+    assert_near(out.grad_input[others], good.grad_input[others], 1e-5, "gradient of the other rows")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend_name", ["torch", "triton"])
+def test_out_of_range_target_on_cuda_with_debug(backend_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLCE_DEBUG", "1")
+    monkeypatch.setenv("FLCE_BACKEND", backend_name)
+    p = make_problem((13,), 8, 70, dtype=torch.float32, device="cuda")
+    p.target[4] = 99
+    with pytest.raises(IndexError, match=r"(?s)(?=.*\b99\b)(?=.*\b4\b)"):
+        run_fused(p)
+
+
+NUMPY = ("float64", "float32", "float16")
+
+
+def scalars_as(kind: str) -> tuple[Any, Any]:
+    """What makes an integer of some kind, and what a real number."""
+    if kind == "tensor":
+        return torch.tensor, torch.tensor
+    numpy = pytest.importorskip("numpy")
+    if kind == "0-d array":
+        return numpy.array, numpy.array
+    return numpy.int64, getattr(numpy, kind)
+
+
+@pytest.mark.parametrize("kind", [*NUMPY, "0-d array", "tensor"])
+def test_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
+    """As PyTorch's functions take them, for all arguments of all functions and modules. The numbers fit in float16."""
+    integer, real = scalars_as(kind)
+    integers: dict[str, Any] = {"ignore_index": 3, "shift": 1}
+    reals: dict[str, Any] = {
+        "label_smoothing": 0.125,
+        "softcap": 4.0,
+        "logit_scale": 0.5,
+        "temperature": 1.5,
+        "z_loss": 0.25,
+    }
+    expected = {**integers, **reals, "reduction": "sum"}
+    given = {name: integer(value) for name, value in integers.items()}
+    given |= {**{name: real(value) for name, value in reals.items()}, "reduction": "sum"}
+    chunks = flce.ChunkOptions(chunk_rows=4, max_workspace_bytes=1 << 20)
+    converted = flce.ChunkOptions(chunk_rows=integer(4), max_workspace_bytes=integer(1 << 20))
+    assert converted == chunks
+    assert all(type(value) is int for value in (converted.chunk_rows, converted.max_workspace_bytes))
+    p = make_problem((2, 5), 8, 30, device=device)
+    x, w, y = p.input, p.linear_weight, p.target
+    want: Any = fused(x, w, y, num_items=7, options=chunks, **expected)
+    for num_items in (integer(7), real(7.0)):
+        assert torch.equal(fused(x, w, y, num_items=num_items, options=converted, **given), want)
+    module: Any = flce.FusedLinearCrossEntropyLoss(options=converted, **given)
+    assert torch.equal(module(x, w, y, num_items=integer(7)), want)
+    assert repr(module) == repr(flce.FusedLinearCrossEntropyLoss(options=chunks, **expected))
+    z = F.linear(x, w)
+    want = flce.cross_entropy(z, y, num_items=7, **expected)
+    got: Any = flce.cross_entropy(z, y, num_items=integer(7), **given)
+    assert torch.equal(got, want)
+    loss: Any = flce.CrossEntropyLoss(**given)
+    assert torch.equal(loss(z, y, num_items=integer(7)), want)
+    assert repr(loss) == repr(flce.CrossEntropyLoss(**expected))
+    for softmax in (flce.softmax, flce.log_softmax):
+        assert torch.equal(softmax(z, integer(-2)), softmax(z, -2))
+    n, h, v, rank = (integer(size) for size in (10, 8, 30, 2))
+    planned = flce.plan(n, h, v, torch.float32, device="cpu", adapter_ranks=[rank], options=converted)
+    assert planned == flce.plan(10, 8, 30, torch.float32, device="cpu", adapter_ranks=[2], options=chunks)
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_label_smoothing_may_be_a_bool(value: bool, torch_backend: str) -> None:
+    """As PyTorch's may, and no other: a softcap of True would be one of 1."""
+    p = make_problem((5,), 8, 30)
+    check(p.with_(label_smoothing=value))
+    numpy = pytest.importorskip("numpy")
+    assert torch.equal(
+        run_fused(p.with_(label_smoothing=numpy.bool_(value))).loss,
+        run_fused(p.with_(label_smoothing=float(value))).loss,
+    )
+
+
+def test_ignore_index_none_is_the_default(backend: str, device: torch.device) -> None:
+    """As in `torch.nn.functional.linear_cross_entropy`, whose default it is."""
+    x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)
+    y = torch.tensor([1, -100, 3, 6, 0], device=device)
+    got: Any = flce.fused_linear_cross_entropy(x, w, y, ignore_index=None)
+    want: Any = flce.fused_linear_cross_entropy(x, w, y)
+    assert torch.equal(got, want)
+
+
+def test_ignore_index_of_class_indices_is_refused_with_probabilities(device: torch.device) -> None:
+    x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)
+    y = torch.rand(5, 7, device=device)
+    with pytest.raises(ValueError, match=r"ignore_index=2.*probabilities"):
+        flce.fused_linear_cross_entropy(x, w, y, ignore_index=2)
+
+
+def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, device: torch.device) -> None:
+    x, w = torch.randn(2, 5, 4, device=device), torch.randn(7, 4, device=device)
+    y = torch.randint(7, (2, 5), device=device)
+    got: Any = flce.fused_linear_cross_entropy(x, w, y.int(), shift=1, ignore_index=2**40)
+    want: Any = flce.fused_linear_cross_entropy(x, w, y, shift=1)
+    assert torch.equal(got, want)
+
+
+@pairs(softcap=[None, 5.0], strategy=STRATEGIES, backend=BACKENDS)
+def test_an_ignored_row_that_is_not_a_number_has_no_gradient(
+    softcap: float | None, strategy: Any, backend: str, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 8, generator=generator).to(device)
+    w = torch.randn(37, 8, generator=generator).to(device).requires_grad_()
+    x[1] = math.nan
+    x.requires_grad_()
+    y = torch.tensor([3, -100, 5, 36], device=device)
+    options = flce.ChunkOptions(strategy=strategy, skip_ignored=False)
+    loss: Any = flce.fused_linear_cross_entropy(x, w, y, softcap=softcap, options=options)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert x.grad is not None
+    assert torch.equal(x.grad[1], torch.zeros(8, device=device))
+    assert torch.isfinite(x.grad).all()
+
+
+# Of each number of the loss a value that changes it. A new one belongs here.
+OTHER_VALUES: dict[str, Any] = {
+    "label_smoothing": 0.3,
+    "softcap": 2.0,
+    "logit_scale": 0.7,
+    "temperature": 1.3,
+    "z_loss": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("kind", ["fused", "vocab", "logits", "probabilities", "K-dimensional"])
+def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, device: torch.device) -> None:
+    """It changes the loss and the gradient."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8, device=device)
+    w = 2 * torch.randn((5, 3, 8) if kind == "K-dimensional" else (15, 8), device=device)
+    y = torch.randint(0, w.shape[0], (6, 3) if kind == "K-dimensional" else (6,), device=device)
+    target = torch.rand(6, 15, device=device).softmax(1) if kind == "probabilities" else y
+    options = flce.ChunkOptions(strategy="vocab" if kind == "vocab" else "auto")
+
+    def loss_and_gradient(**arguments: Any) -> tuple[Tensor, Tensor]:
+        leaf = (x @ w.t() if kind == "logits" else x).detach().requires_grad_()
+        if kind == "logits":
+            loss = flce.cross_entropy(leaf, y, **arguments)
+        else:
+            loss = flce.fused_linear_cross_entropy(leaf, w, target, options=options, **arguments)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        assert leaf.grad is not None
+        return loss.detach(), leaf.grad
+
+    plain, other = loss_and_gradient(), loss_and_gradient(**{name: OTHER_VALUES[name]})
+    for a, b in zip(plain, other, strict=True):
+        assert relative_error(b, a) > 1e-3
+
+
+def test_kept_arguments_are_those_of_the_call() -> None:
+    """Scalar arguments are checked once. A tensor's number may change; values that are equal may differ in type."""
+    x, w, y = torch.randn(6, 8), torch.randn(15, 8), torch.arange(6)
+    smoothing: Any = torch.tensor(0.125)
+    for number in (0.125, 0.5, 0.125):
+        smoothing.fill_(number)
+        expected = flce.fused_linear_cross_entropy(x, w, y, label_smoothing=number)
+        assert torch.equal(flce.fused_linear_cross_entropy(x, w, y, label_smoothing=smoothing), expected)
+    assert flce.fused_linear_cross_entropy(x, w, y, logit_scale=1).isfinite()
+    with pytest.raises(TypeError, match="logit_scale"):
+        flce.fused_linear_cross_entropy(x, w, y, logit_scale=True)
+    with pytest.raises(TypeError, match="stats"):
+        flce.cross_entropy(x, y, stats="lse")  # type: ignore[call-overload]
+    assert loss_spec("sum", 3) is loss_spec("sum", 3)
+    assert loss_spec("sum", 3) == LossSpec("sum", 3)

@@ -1,0 +1,242 @@
+"""``flce.cross_entropy`` of logits that several processes share, against the float64 oracle; and the parts of it."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.backends import get_backend
+from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
+from flce.backends.state import empty_shard, finish, merge_shards, used_slots
+from flce.core.problem import LossSpec
+from flce.engine import vectors
+from flce.engine.arena import Arena
+from flce.ops.cross_entropy import CrossEntropyProblem
+from flce.ops.vocabulary_parallel import bounds
+from flce.testing.problem import CallResult, run_oracle
+from tests import quick_interpreter
+from tests.helpers import STATS, assert_outcome
+from tests.logits import make
+
+if not dist.is_available():
+    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1},
+    "none": {"reduction": "none", "token_weight": True, "ignored": 0.3, "softcap": 3.0, "label_smoothing": 0.1},
+    "sum": {"reduction": "sum", "num_items": 7, "ignore_index": 3, "ignored": 0.2, "shift": 1},
+}
+INPLACE = (False, True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Without processes: the states of shards, merged
+
+
+@pytest.mark.parametrize(
+    "edges, offset", [((0, 37), 0.0), ((0, 13, 26, 37), 1e4), ((0, 1, 2, 36, 37, 37), 0.0)], ids=str
+)
+def test_merged_states(edges: tuple[int, ...], offset: float, backend: str, device: torch.device) -> None:
+    spec = LossSpec("none", label_smoothing=0.1, z_loss=0.1, stats=STATS)
+    p = make((9,), ignored=0.2, class_weight=True, token_weight=True, device=device)
+    z = p.input.round() + offset
+    z[1, :20], z[3, 20:] = -torch.inf, -torch.inf
+    z[1, 30], z[1, 35], z[4, 5], z[4, 36] = offset + 50.0, offset + 50.0, offset + 50.0, offset + 50.0  # ties
+    weight = p.kwargs["weight"]
+    problem = CrossEntropyProblem(z, p.target, weight, p.kwargs["token_weight"], None, spec, None)
+    inputs = RowInputs(p.target, p.kwargs["token_weight"], weight, None, get_backend(device).loss_scales(problem))
+    whole, merged = (vectors.allocate(problem, 9, Arena(device)) for _ in range(2))
+    kernels = get_backend(z.device)
+    kernels.statistics(z, TileCall(inputs, spec, Tile(0, 37, 37, room=37, keep=True), whole), None)
+    states, sums = [], []
+    for start, stop in itertools.pairwise(edges):
+        state = torch.full((STATE_SLOTS, 9), 3.0, dtype=torch.float64, device=device)
+        if start == stop:
+            empty_shard(state)
+        else:
+            tile = Tile(start, stop - start, 37, room=stop - start, shard=True, keep=True)
+            kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
+        states.append(state)
+        sums.append(weight[start:stop].sum())
+    assert sorted(used_slots(spec)) == list(range(STATE_SLOTS))
+    call = TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged)
+    finish(merge_shards(torch.stack(states), sums, spec), call)
+    for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax"):
+        torch.testing.assert_close(getattr(merged, name), getattr(whole, name), equal_nan=True, rtol=1e-10, atol=1e-9)
+
+
+def test_rows_of_infinities(backend: str, device: torch.device) -> None:
+    """A row that is -inf throughout a shard, or throughout, or has +inf or NaN in one."""
+    spec = LossSpec("none", stats=STATS)
+    z = torch.randn(6, 8, dtype=torch.float64, device=device)
+    z[0, :4], z[1], z[2, 6], z[3, 1], z[4, 4:] = -torch.inf, -torch.inf, torch.inf, torch.nan, -torch.inf
+    y = torch.tensor([5, 1, 2, 7, 0, 3], device=device)
+    problem = CrossEntropyProblem(z, y, None, None, None, spec, None)
+    inputs = RowInputs(y, None, None, None, get_backend(device).loss_scales(problem))
+    out = vectors.allocate(problem, 6, Arena(device))
+    states = torch.empty(2, STATE_SLOTS, 6, dtype=torch.float64, device=device)
+    for k in range(2):
+        tile = Tile(4 * k, 4, 8, room=4, shard=True, keep=True)
+        call = TileCall(inputs, spec, tile, out)
+        get_backend(z.device).statistics(z[:, 4 * k : 4 * k + 4], call, states[k])
+    finish(merge_shards(states, [z.new_tensor(4.0)] * 2, spec), call)
+    torch.testing.assert_close(out.loss, F.cross_entropy(z, y, reduction="none"), equal_nan=True)
+
+
+@pytest.mark.parametrize("size, shards", [(1, 1), (7, 3), (4, 3), (1, 3), (12, 4), (13, 4), (5, 8)])
+def test_bounds_are_those_of_chunk(size: int, shards: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(shards)]
+    ours = [list(range(*bounds(size, shards, k))) for k in range(shards)]
+    assert ours == chunks + [[]] * (shards - len(chunks))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Three processes, and two of them
+
+
+def one_case(
+    kwargs: dict[str, Any], vocab: int, group: Any, inplace: bool, dtype: torch.dtype, give_size: bool
+) -> None:
+    p = make((3, 4), vocab, dtype, **kwargs)
+    rank, size = group.rank(), group.size()
+    start, stop = bounds(vocab, size, rank)
+    upstream = torch.linspace(0.5, 2.0, 12, dtype=torch.float64).view(3, 4)
+    upstream = upstream if kwargs.get("reduction") == "none" else upstream.mean()
+    memory = p.input[..., start:stop].contiguous().requires_grad_()
+    out: Any = flce.cross_entropy(
+        memory * 1,
+        p.target,
+        stats=STATS,
+        inplace=inplace,
+        process_group=group,
+        vocab_size=vocab if give_size else None,
+        **p.kwargs,
+    )
+    out.loss.backward(upstream.to(out.loss.dtype))
+    expected = run_oracle(p, grad_output=upstream)
+    assert memory.grad is not None
+    tolerance = {torch.float64: 1e-10, torch.bfloat16: 1e-2}[dtype]
+    if dtype == torch.float64:
+        # The other processes' columns, which no test here can see, as they should be.
+        whole = expected.grad_input.clone()
+        whole[..., start:stop] = memory.grad
+        outcome = CallResult(out.loss.detach(), whole, None, None, output=out)
+        assert_outcome(outcome, expected, p, tolerance=tolerance, grads="x", stats=STATS)
+    torch.testing.assert_close(memory.grad.double(), expected.grad_input[..., start:stop], rtol=tolerance, atol=1e-3)
+
+
+def dtensors(vocab: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (3,))
+    p = make((3, 4), vocab, label_smoothing=0.1, class_weight=True)
+    expected = run_oracle(p)
+    for inplace in INPLACE:
+        for target in (p.target, distribute_tensor(p.target, mesh, [Replicate()])):
+            x = distribute_tensor(p.input, mesh, [Shard(2)]).requires_grad_()
+            logits = x * 1
+            loss: Any = flce.cross_entropy(logits, target, inplace=inplace, **p.kwargs)
+            assert type(loss) is Tensor
+            loss.backward()
+            assert isinstance(x.grad, DTensor)
+            torch.testing.assert_close(loss.detach(), expected.loss)
+            torch.testing.assert_close(x.grad.full_tensor(), expected.grad_input)
+    with pytest.raises(RuntimeError, match="leaf"):
+        flce.cross_entropy(x, p.target, inplace=True)
+    logits = x * 1
+    squares = logits.square().sum()
+    loss = flce.cross_entropy(logits, p.target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+    whole = distribute_tensor(p.input, mesh, [Replicate()])
+    loss = flce.cross_entropy(whole, p.target, **p.kwargs)
+    torch.testing.assert_close(loss, expected.loss)
+    with pytest.raises(ValueError, match="placements"):
+        flce.cross_entropy(distribute_tensor(p.input, mesh, [Shard(0)]), p.target)
+    with pytest.raises(ValueError, match="process_group"):
+        flce.cross_entropy(x, p.target, process_group=dist.group.WORLD)
+
+
+def bad_input(world: Any, pair: Any, rank: int) -> None:
+    p = make((3,), 7)
+    with pytest.raises(ValueError, match=rf"rank {rank} of 3 must have logits of {1 if rank == 2 else 3} classes"):
+        flce.cross_entropy(p.input[:, :2], p.target, process_group=world, vocab_size=7)
+    if rank == 2:
+        with pytest.raises(TypeError, match="process_group"):
+            flce.cross_entropy(p.input, p.target, process_group=pair)
+    start, stop = bounds(7, 3, rank)
+    target = torch.tensor([0, 7, 3])
+    with pytest.raises(IndexError, match=r"7 at position 1.*target < 7"):
+        flce.cross_entropy(p.input[:, start:stop], target, process_group=world, vocab_size=7)
+    # 3, 3 and 1 classes, but nobody said so: an error in all, whatever each takes the range of targets to be.
+    for target in (torch.tensor([0, 1, 2]), torch.tensor([0, 6, 3])):
+        with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):
+            flce.cross_entropy(p.input[:, start:stop], target, process_group=world)
+    x = p.input[:0, start:stop].clone().requires_grad_()
+    loss = flce.cross_entropy(x, p.target[:0], process_group=world, vocab_size=7, reduction="sum")
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert float(loss) == 0
+    assert x.grad is not None
+
+
+def worker(rank: int, store: str, errors: str) -> None:
+    torch.set_num_threads(1)
+    if os.environ["FLCE_TEST_TRITON"] == "1":
+        quick_interpreter.hasten()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    what = "start"
+    try:
+        world, pair = dist.group.WORLD, dist.new_group([0, 1])
+        for backend in ("torch", *(["triton"] if os.environ["FLCE_TEST_TRITON"] == "1" else [])):
+            os.environ["FLCE_BACKEND"] = backend
+            for (name, kwargs), inplace in itertools.product(CASES.items(), INPLACE):
+                # 37: 13, 13, 11 classes; 4: 2, 2 and none.
+                for vocab, group in ((37, world), (37, pair), (4, world))[: 3 if backend == "torch" else 1]:
+                    what = f"{backend}, {name}, inplace={inplace}, {vocab} classes"
+                    if rank < 2 or group is world:
+                        one_case(kwargs, vocab, group, inplace, torch.float64, give_size=True)
+            what = f"{backend}, all alike, bfloat16"
+            for inplace in INPLACE:
+                one_case({}, 36, world, inplace, torch.bfloat16, give_size=False)
+        what = "bad input"
+        bad_input(world, pair, rank)
+        what = "DTensor"
+        dtensors(37)
+    except BaseException:
+        Path(errors, f"{rank}").write_text(f"rank {rank}, {what}:\n{traceback.format_exc()}")
+        os._exit(1)  # the others wait in a collective
+    dist.destroy_process_group()
+
+
+def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cases in one start of the processes, of which what they import takes most: it is imported once for all."""
+    try:
+        import triton  # noqa: F401
+
+        has_triton = not torch.cuda.is_available()
+    except ImportError:
+        has_triton = False
+    monkeypatch.setenv("FLCE_TEST_TRITON", str(int(has_triton)))
+    try:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.tensor", "triton", "flce"])
+        mp.start_processes(  # type: ignore[attr-defined]
+            worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=3, start_method="forkserver"
+        )
+    except Exception:
+        said = "\n".join(path.read_text() for path in sorted(tmp_path.glob("[012]")))
+        pytest.fail(said or "a process ended without a word")

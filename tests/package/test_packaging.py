@@ -1,0 +1,171 @@
+"""The source distribution and the wheel: what they hold, what they say, and that the wheel works."""
+
+from __future__ import annotations
+
+import email.message
+import email.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import flce
+from tests.package.test_import import WITHOUT
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("flce", "tests", "benchmarks", "integrations", "scripts", "docs")  # what a checkout has
+
+
+class Built(NamedTuple):
+    source: Path
+    wheel: Path
+
+
+def python(code: str, folder: Path, *arguments: str, **env: str) -> str:
+    """The last line of what ``code`` prints, run by a Python of its own in ``folder``."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **env},
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def build(kind: str, folder: Path, out: Path) -> Path:
+    """As `python -m build` does it, with the setuptools that is installed: from there nothing is downloaded."""
+    code = f"import sys; from setuptools.build_meta import build_{kind} as build; print(build(sys.argv[1]))"
+    return out / python(code, folder, str(out), PYTHONPATH="")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The source distribution from a copy of the checkout, the wheel from the source distribution."""
+    try:
+        version = metadata.version("setuptools")
+    except metadata.PackageNotFoundError:
+        pytest.skip("setuptools is not installed")
+    if int(version.partition(".")[0]) < 77:
+        pytest.skip(f"setuptools {version} is older than pyproject.toml asks for")
+    folder = tmp_path_factory.mktemp("build")
+    checkout = folder / "checkout"
+    checkout.mkdir()
+    for file in ROOT.iterdir():
+        if file.is_file() and file.name != ".git":
+            shutil.copy(file, checkout)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    source = build("sdist", checkout, folder)
+    with tarfile.open(source) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    return Built(source, build("wheel", unpacked, folder))
+
+
+def package() -> set[str]:
+    """The files of the package in this checkout."""
+    return {str(file.relative_to(ROOT)) for file in (ROOT / "flce").rglob("*.py")} | {"flce/py.typed"}
+
+
+def test_the_wheel_is_the_package(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = set(archive.namelist())
+    described = {name for name in names if name.startswith(f"flce-{flce.__version__}.dist-info/")}
+    assert names - described == package()
+    assert f"flce-{flce.__version__}.dist-info/licenses/LICENSE" in described
+    assert built.wheel.name == f"flce-{flce.__version__}-py3-none-any.whl"
+
+
+def test_the_source_distribution_is_the_package(built: Built) -> None:
+    with tarfile.open(built.source) as archive:
+        files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    made = {name for name in files if name.startswith("flce.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    beside = {"pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
+    assert files - made == package() | beside
+
+
+def test_metadata(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        text = archive.read(f"flce-{flce.__version__}.dist-info/METADATA").decode()
+    about: email.message.Message[str, str] = email.parser.Parser().parsestr(text)
+    assert (about["Name"], about["Version"]) == ("flce", flce.__version__)
+    assert about["License-Expression"] == "MIT"
+    assert about["Requires-Python"] == ">=3.10"
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert str(about.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
+    extras = {"cli", "transformers", "demo", "trainers", "docs", "dev"}
+    assert set(about.get_all("Provides-Extra", [])) == extras
+    needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert [re.split(r"[^\w-]", line)[0] for line in needed] == ["torch", "triton"]
+    cli = [line for line in about.get_all("Requires-Dist", []) if 'extra == "cli"' in line]
+    assert {re.split(r"[^\w-]", line)[0] for line in cli} == {"matplotlib", "numpy", "psutil", "rich", "typer"}
+    assert 'flce[cli,transformers]; extra == "demo"' in about.get_all("Requires-Dist", [])
+    assert "Typing :: Typed" in about.get_all("Classifier", [])
+
+
+ABOUT = """
+print(json.dumps({"file": flce.__file__, "version": flce.__version__, "right": ok}))
+"""
+
+
+def test_the_wheel_works_without_triton_and_transformers(built: Built, tmp_path: Path) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        archive.extractall(tmp_path)
+    variables = dict.fromkeys(("FLCE_BACKEND", "TRITON_INTERPRET"), "")
+    result: Any = json.loads(python(WITHOUT + ABOUT, tmp_path, PYTHONPATH=str(tmp_path), **variables))
+    assert Path(result["file"]) == tmp_path / "flce" / "__init__.py"
+    assert result["right"]
+    assert result["version"] == flce.__version__
+
+
+def test_versions_agree() -> None:
+    """Of the package, of pyproject.toml, of the citation; and the changelog has an entry for it."""
+    version = re.escape(flce.__version__)
+    for file, line in (
+        ("pyproject.toml", rf'^version = "{version}"$'),
+        ("CITATION.cff", rf'^version: "{version}"$'),
+        ("CHANGELOG.md", rf"^## {version} \("),
+    ):
+        assert re.search(line, (ROOT / file).read_text(), re.MULTILINE), file
+
+
+@pytest.mark.parametrize("file", ["ci.yml", "release.yml"])
+def test_workflows(file: str) -> None:
+    """They are YAML, may do no more than they need, and name a version of each action."""
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / file).read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert "group" in workflow["concurrency"]
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert all(re.search(r"@(v\d+|release/v\d+)$", action) for action in used), used
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = re.findall(r"\bmake ([a-z-]+)", "\n".join(step.get("run", "") for step in steps))
+    assert called
+    assert set(called) <= targets
+
+
+def test_hooks_and_citation_are_yaml() -> None:
+    yaml = pytest.importorskip("yaml")
+    hooks = [
+        hook["id"]
+        for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+        for hook in repo["hooks"]
+    ]
+    assert {"ruff-check", "ruff-format", "mypy", "end-of-file-fixer", "trailing-whitespace"} <= set(hooks)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["authors"] == [{"name": "The flce authors"}]
+    assert citation["license"] == "MIT"

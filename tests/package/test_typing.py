@@ -1,0 +1,88 @@
+"""What type checkers make of the public API."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import flce
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_strict_mypy_finds_nothing() -> None:
+    """Of a file that uses the public API, without this project's configuration.
+
+    `Tensor.backward` of PyTorch has no types (2.13), and `--strict` complains of calls of such functions.
+    """
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--untyped-calls-exclude=torch", "--config-file="]
+    command += ["--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache' / 'strict'}"]
+    done = subprocess.run(
+        [*command, "tests/typing_public_api.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_strict_pyright_finds_nothing(tmp_path: Path) -> None:
+    """Of the same file, in a project of its own: what is ignored there is an error, too, if nothing is wrong with it.
+
+    `Tensor.backward` of PyTorch has no types (2.13), which strict mode reports of every call.
+    """
+    pytest.importorskip("pyright")
+    settings = {
+        "typeCheckingMode": "strict",
+        "extraPaths": [str(ROOT)],
+        "reportUnknownMemberType": "none",
+        "reportUnnecessaryTypeIgnoreComment": "error",
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    shutil.copy(ROOT / "tests" / "typing_public_api.py", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--project", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 errors" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "cross_entropy"])
+def test_overloads_have_all_arguments(name: str) -> None:
+    """mypy accepts overloads with fewer arguments than the function has; and nothing of them is there at run time."""
+    pytest.importorskip("typing_extensions")
+    from flce.core import signatures
+
+    linear, logits = signatures.LinearLossArguments, signatures.LogitsLossArguments
+    arguments = linear.__optional_keys__ if name == "fused_linear_cross_entropy" else logits.__optional_keys__
+    of_function = inspect.signature(getattr(flce, name)).parameters.values()
+    fixed = {"stats"} | {p.name for p in of_function if p.kind is p.POSITIONAL_OR_KEYWORD}
+    keywords = {p.name for p in of_function if p.name not in fixed}
+    assert keywords == arguments
+    assert get_args(signatures.SomeStats)[0] is str
+    linear_fixed, logits_fixed = signatures.FixedLinearArguments, signatures.FixedLogitsArguments
+    for module, arguments in (
+        (flce.FusedLinearCrossEntropyLoss, linear_fixed.__optional_keys__),
+        (flce.CrossEntropyLoss, logits_fixed.__optional_keys__),
+    ):
+        of_module = inspect.signature(module).parameters.values()
+        assert {p.name for p in of_module if p.kind is p.KEYWORD_ONLY} == arguments
+    code = "import sys, flce; sys.exit('flce.core.signatures' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)

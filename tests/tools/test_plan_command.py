@@ -1,0 +1,411 @@
+"""``flce plan``, and the memory of training steps that it tells."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("typer", reason="the command line")
+pytest.importorskip("rich", reason="the command line")
+pytest.importorskip("transformers", reason="models")
+
+import transformers
+import typer
+from typer.testing import CliRunner
+
+from flce.core.options import ChunkOptions
+from flce.huggingface import is_patched
+from flce.huggingface.estimate import rehearsal
+from flce.huggingface.estimate import training_memory as memory
+from flce.huggingface.estimate.training_memory import StepMemory, Training, TrainingMemory, Variant
+from flce.planning.device_kinds import described
+from flce.tools.cli import plan as command
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 4000,
+    "max_position_embeddings": 4096,
+}
+STOCK, PATCHED = Variant(False, False), Variant(True, False)
+H200 = described(torch.device("cuda"), "H200", None)
+BFLOAT16 = functools.partial(Training, dtype=torch.bfloat16, optimizer="none")
+
+
+def config(kind: str = "llama", **changes: Any) -> Any:
+    return transformers.AutoConfig.for_model(kind, **{**SIZES, **changes})
+
+
+def rehearsed(training: Training, kind: str = "llama", **changes: Any) -> TrainingMemory:
+    return TrainingMemory(config(kind, **changes), training, H200)
+
+
+# ------------------------------------------------------------------------------------------- against measured peaks
+
+
+# Transformers 4 makes the mask of a batch on the meta device, where it would see on a GPU that it needs none.
+masks_as_on_a_gpu = pytest.mark.skipif(transformers.__version__ < "5", reason="Transformers 4 masks meta tensors")
+
+
+@masks_as_on_a_gpu
+@pytest.mark.parametrize("model", ["Llama-3.2-1B", "Qwen3-0.6B"])
+def test_peaks_measured_on_an_h200(model: str) -> None:
+    """Those of benchmarks/models.py, with gradient checkpointing: 4 x 8,192 and 1 x 131,072 tokens."""
+    compared = 0
+    for case in json.loads((RESULTS / "model-h200.json").read_text())["cases"]:
+        of, variants = case["case"], {"ours": Variant(True, True), "stock": Variant(False, True)}
+        if of["model"] != model:
+            continue
+        of_model = transformers.AutoConfig.for_model(**of["config"])
+        steps = TrainingMemory(of_model, BFLOAT16(of["batch"]), H200)
+        for result in case["results"]:
+            if result["contender"] in variants and result["status"] == "ok":
+                variant = variants[result["contender"]]
+                step = steps.step(of["sequence"], variant)
+                assert step.peak_bytes == pytest.approx(result["peak_bytes"], rel=0.01), (of["sequence"], variant)
+                assert step.fused == variant.patched
+                compared += 1
+            elif result["contender"] == "stock":  # it ran out of memory there
+                assert result["status"] == "oom"
+                step = steps.step(of["sequence"], variants["stock"])
+                assert not memory.fits(step, 143155 << 20)
+                compared += 1
+    assert compared == 4
+
+
+def test_stock_losses_measured_on_an_h200() -> None:
+    compared = 0
+    for case in json.loads((RESULTS / "h200.json").read_text())["cases"]:
+        of = case["case"]
+        for result in case["results"]:
+            if result["contender"] == "stock" and of["dtype"] == "bfloat16":
+                said = memory.stock_loss_bytes(of["tokens"], of["hidden"], of["vocab"], torch.bfloat16, True)
+                assert said == pytest.approx(result["workspace_bytes"], rel=0.01), of
+                compared += 1
+    assert compared >= 6
+
+
+class RealMeter(TorchDispatchMode):
+    """Bytes of the storages of real tensors that are alive, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.alive = self.peak = 0
+
+    def hold(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.sizes:
+            self.sizes[storage._cdata] = storage.nbytes()
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self.end, storage._cdata)
+
+    def end(self, key: int) -> None:
+        self.alive -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                self.hold(value)
+        return result
+
+
+@contextlib.contextmanager
+def autocast(dtype: torch.dtype | None) -> Iterator[None]:
+    with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "kind, dtype, mixed",
+    [
+        ("llama", torch.bfloat16, None),
+        ("llama", torch.float32, torch.bfloat16),
+        ("qwen3", torch.float32, None),
+        ("gemma2", torch.bfloat16, None),
+        ("gemma2", torch.float32, torch.bfloat16),
+    ],
+)
+def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, checkpointing: bool) -> None:
+    """A rehearsed step takes what the same takes on real tensors of a CPU, whose kernels allocate the same results."""
+    # Attention by plain operators: kernels differ from device to device.
+    of, length = config(kind, attn_implementation="eager"), 192
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(of, dtype=dtype).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    real, ids = RealMeter(), torch.ones(2, length, dtype=torch.int64)
+    for tensor in (*model.parameters(), *model.buffers(), ids):
+        real.hold(tensor)
+    with real:
+        with autocast(mixed):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    training = Training(2, dtype, mixed, optimizer="none")
+    step = TrainingMemory(of, training, H200).step(length, Variant(False, checkpointing))
+    assert step.peak_bytes - memory.LIBRARIES == pytest.approx(real.peak, rel=0.03)
+
+
+# ------------------------------------------------------------------------------------------------------- the parts
+
+
+def test_parts_add_up_to_the_peak() -> None:
+    steps = rehearsed(Training(2))
+    for variant in memory.VARIANTS:
+        step = steps.step(512, variant)
+        assert sum(step.parts.values()) == step.peak_bytes
+        assert all(size >= 0 for size in step.parts.values())
+    assert not is_patched(steps.model)
+    assert all(p.grad is None and p.is_meta for p in steps.model.parameters())
+
+
+@masks_as_on_a_gpu
+def test_attention_without_probabilities() -> None:
+    """The memory of SDPA is linear in the length, that of plain attention is not."""
+
+    def growth(attention: str) -> float:
+        steps = rehearsed(BFLOAT16(1), attn_implementation=attention)
+        one, two, four = (steps.step(n, STOCK).peak_bytes for n in (1024, 2048, 4096))
+        return (four - two) / (two - one)
+
+    assert growth("sdpa") == pytest.approx(2, rel=0.02)
+    assert growth("eager") > 3
+
+
+@masks_as_on_a_gpu
+def test_a_window_is_a_mask_in_memory() -> None:
+    """Sequences longer than a sliding window have a mask of tokens by tokens, as on a GPU; shorter ones have none."""
+    sliding = rehearsed(BFLOAT16(1), "mistral", sliding_window=1024)
+    full = rehearsed(BFLOAT16(1), "mistral", sliding_window=None)
+    assert sliding.step(1000, STOCK).peak_bytes == full.step(1000, STOCK).peak_bytes
+    assert sliding.step(2048, STOCK).peak_bytes > full.step(2048, STOCK).peak_bytes + 2048 * 2048
+
+
+def test_optimizers() -> None:
+    """Their state is that of the optimizers themselves, and so are the copies that PyTorch's makes in a step."""
+    steps = rehearsed(Training(1, torch.float32, optimizer="none"))
+    parameters = list(steps.model.parameters())
+    kinds = {
+        "adamw": lambda: torch.optim.AdamW(parameters, foreach=False),
+        "adamw-foreach": lambda: torch.optim.AdamW(parameters, foreach=True),
+        "sgd": lambda: torch.optim.SGD(parameters, foreach=True),
+        "sgd-momentum": lambda: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
+    }
+    for name, make in kinds.items():
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        optimizer: Any = make()
+        optimizer.step()
+        held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        known = memory.OPTIMIZERS[name]
+        expected = sum(map(known.state, parameters))
+        assert sum(t.nbytes for t in held if t.is_meta) == expected, name
+        meter = RealMeter()
+        for tensor in (*parameters, *held, *(p.grad for p in parameters if p.grad is not None)):
+            meter.hold(tensor)
+        before = meter.alive
+        with meter:
+            optimizer.step()
+        if name == "adamw-foreach":
+            copies = known.copies * sum(p.nbytes for p in parameters)
+            assert meter.peak - before == pytest.approx(copies, rel=0.05)
+        for p in parameters:
+            p.grad = None
+
+
+def test_eight_bits() -> None:
+    """bitsandbytes: two bytes an entry, a float32 for 256 of each; small tensors stay in float32."""
+    state = memory.OPTIMIZERS["adamw-8bit"].state
+    assert state(torch.empty(1 << 20, device="meta")) == (2 << 20) + 2 * 4 * (1 << 20) // 256
+    assert state(torch.empty(100, device="meta")) == 800
+
+
+def test_what_training_adds() -> None:
+    plain = rehearsed(BFLOAT16(1), tie_word_embeddings=False)
+    weights = sum(p.nbytes for p in plain.model.parameters())
+    head = 4000 * 64 * 2
+    of_accumulation = rehearsed(BFLOAT16(1, accumulation=True), tie_word_embeddings=False).step(512, PATCHED)
+    assert of_accumulation.parts[rehearsal.GRADIENTS] >= weights
+    frozen = rehearsed(BFLOAT16(1, frozen_head=True), tie_word_embeddings=False)
+    saved = plain.step(64, PATCHED).peak_bytes - frozen.step(64, PATCHED).peak_bytes
+    assert head * 0.9 <= saved <= head * 3
+    adam = rehearsed(Training(1), tie_word_embeddings=False)
+    more = adam.step(512, STOCK).peak_bytes - plain.step(512, STOCK).peak_bytes
+    assert more == pytest.approx(2 * weights, rel=0.01)
+
+
+def test_a_budget_of_the_loss() -> None:
+    """A step in a budget takes less, and one that no plan keeps is an error."""
+    options = {"budget": (24 << 20), "none": None, "impossible": 1}
+    peaks = {}
+    for name, budget in options.items():
+        chosen = None if budget is None else ChunkOptions(max_workspace_bytes=budget)
+        steps = rehearsed(BFLOAT16(4, options=chosen), vocab_size=64000)
+        if name == "impossible":
+            with pytest.raises(ValueError, match="too small"):
+                steps.step(2048, PATCHED)
+        else:
+            peaks[name] = steps.step(2048, PATCHED).peak_bytes
+    assert peaks["budget"] < peaks["none"]
+
+
+def test_dropout_is_the_kernel_of_a_gpu() -> None:
+    """Its mask has a byte an entry."""
+    x = torch.empty(1000, 100, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    meter = rehearsal.StepMeter(H200)
+    meter.hold_for_good(x, rehearsal.WEIGHTS)
+    with meter, rehearsal.OnGpu():
+        kept = torch.nn.functional.dropout(x, 0.1, training=True)
+        again = torch.nn.functional.dropout(x, 0.1, training=False)
+    assert kept.shape == x.shape
+    assert again is x
+    assert meter.alive[rehearsal.ACTIVATIONS] == pytest.approx(3 * x.numel(), abs=2 * rehearsal.BLOCK)
+
+
+class AsksForValues(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+
+def test_values_that_are_not_there() -> None:
+    """Integers that follow from the tokens have values; activations have none, and the error says so."""
+    meter = rehearsal.StepMeter(H200)
+    ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
+    meter.know(ids, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    meter.hold(ids)
+    with meter:
+        assert int((ids[:, 1:] + 1).sum()) == 20
+        assert bool((torch.arange(3, device="meta") == ids.new_zeros(3)).any())
+        with pytest.raises(rehearsal.ValuesNeededError, match="value of an activation"):
+            AsksForValues()(torch.empty(3, device="meta"))
+        with pytest.raises(rehearsal.ValuesNeededError, match="tensor without values"):
+            torch.empty(3, device="meta").nonzero()
+
+
+# -------------------------------------------------------------------------------------------- the longest sequence
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("start", [16, 5000])
+def test_the_longest_fits_and_more_does_not(attention: str, start: int) -> None:
+    room = 512 << 20
+    steps = rehearsed(BFLOAT16(2), attn_implementation=attention, max_position_embeddings=1 << 20)
+    for variant in (STOCK, Variant(True, True)):
+        longest = steps.longest(variant, memory.CONTEXT + room, start=start)
+        assert steps.step(longest, variant).peak_bytes <= room
+        assert steps.step(int(longest * 1.02), variant).peak_bytes > room * memory.CLOSE
+
+
+def test_no_longer_than_a_budget_allows() -> None:
+    """Vectors of a value for each token are in the budget too, so that it bounds the tokens."""
+    steps = rehearsed(BFLOAT16(1, options=ChunkOptions(max_workspace_bytes=2 << 20)))
+    longest = steps.longest(PATCHED, 64 << 30, start=64)
+    assert longest > 64
+    with pytest.raises(ValueError, match="too small"):
+        steps.step(longest * 2, PATCHED)
+
+
+def test_nothing_fits() -> None:
+    steps = rehearsed(BFLOAT16(1))
+    assert steps.longest(STOCK, memory.CONTEXT + memory.LIBRARIES) == 0
+    assert len(steps._known) < 8  # it is not looked for at every length
+    assert not memory.fits(StepMemory(100, {}, False), memory.CONTEXT + 99)
+    assert memory.fits(StepMemory(100, {}, False), memory.CONTEXT + 100)
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str | Path) -> Any:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command.plan)
+    return CliRunner(env={"COLUMNS": "140", "TERM": "dumb"}).invoke(app, [str(argument) for argument in arguments])
+
+
+def test_a_model(folder: Path) -> None:
+    said = run("--model", folder, "--seq-len", "512", "--batch-size", "2", "--gpu-memory", "1GiB")
+    assert said.exit_code == 0, said.output
+    for expected in (
+        "H100, 1 GiB",
+        "strategy 'tokens'",
+        "stock, checkpointing",
+        "longest, 2 sequences",
+        "W weights",
+    ):
+        assert expected in said.stdout
+    assert "the GPU " in said.stdout
+
+
+def test_json(folder: Path) -> None:
+    arguments = ("--seq-len", "512", "--gpu-memory", "1GiB", "--json")
+    said = run("--model", folder / "config.json", *arguments, "--checkpointing", "--device-kind", "sm_80")
+    told = json.loads(said.stdout)
+    assert told["device"] == {"kind": "sm_80", "memory_bytes": 1 << 30}
+    assert [(step["patched"], step["checkpointing"]) for step in told["steps"]] == [(False, True), (True, True)]
+    stock, ours = told["steps"]
+    assert stock["peak_bytes"] > ours["peak_bytes"]
+    assert 512 < stock["longest_sequence"] < ours["longest_sequence"]
+    assert (stock["fused"], ours["fused"]) == (False, True)
+    assert told["loss"]["stock_bytes"] > told["loss"]["flce_bytes"]
+    assert told["model"] == {"type": "llama", "parameters": rehearsed(Training(1)).num_parameters}
+
+
+def test_exit_status_where_nothing_fits(folder: Path) -> None:
+    said = run("--model", folder, "--seq-len", "512", "--gpu-memory", "520MiB", "--json")
+    assert said.exit_code == 1
+    assert [step["longest_sequence"] for step in json.loads(said.stdout)["steps"]] == [0] * 4
+
+
+def test_a_shape() -> None:
+    said = run("--shape", "8192,4096,128256", "--device-kind", "H200", "--json")
+    loss = json.loads(said.stdout)["loss"]
+    assert loss["flce_bytes"] >> 20 == 1468  # as docs/performance.md has it
+    assert loss["stock_bytes"] == pytest.approx(10958 << 20, rel=0.01)
+    less = json.loads(run("--shape", "8192,4096,128256", "--budget", "64MiB", "--json").stdout)["loss"]
+    assert less["flce_bytes"] <= 64 << 20
+    frozen = json.loads(run("--shape", "8192,4096,128256", "--frozen-head", "--json").stdout)["loss"]
+    assert "2 matrix products" in frozen["plan"]
+
+
+def test_without_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = run("--model", folder)
+    assert said.exit_code == 2
+    assert "pip install 'flce[transformers]'" in " ".join(said.stderr.split())
+    assert run("--shape", "64,64,4000", "--json").exit_code == 0
+
+
+def test_a_model_that_cannot_be_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> StepMemory:
+        raise rehearsal.ValuesNeededError("the model's forward asks for the value of an activation")
+
+    monkeypatch.setattr(TrainingMemory, "step", refuse)
+    said = run("--model", folder)
+    assert said.exit_code == 2
+    assert "a llama cannot be planned" in " ".join(said.stderr.split())

@@ -1,0 +1,391 @@
+"""What only the operator has among PyTorch's machinery: for what all functions share see test_torch_features.py."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import flce
+from flce.backends import get_backend
+from flce.core.problem import LossSpec
+from flce.engine import passes
+from flce.ops import linear_cross_entropy
+from flce.testing.problem import ALL_GRADS, make_problem, run_fused
+from flce.torch_ops.registration import as_text, from_text
+from tests.helpers import (
+    REDUCTIONS,
+    STATS,
+    STRATEGIES,
+    combinations,
+    counted_flops,
+    pairs,
+    plan_for,
+)
+
+
+def options_for(strategy: str, **kwargs: Any) -> flce.ChunkOptions:
+    if strategy == "tokens":
+        kwargs.setdefault("chunk_rows", 5)
+    return flce.ChunkOptions(strategy=strategy, **kwargs)  # type: ignore[arg-type]
+
+
+def fused(x: Tensor, w: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
+    loss = flce.fused_linear_cross_entropy(x, w, y, **kwargs)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.library
+
+
+@dataclass(frozen=True)
+class _WithOptions(LossSpec):
+    """A loss with two more options, of which nothing else here knows."""
+
+    unheard_of: float = 0.0
+    perhaps: float | None = None
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        LossSpec(),
+        LossSpec("sum", 2**63 - 1, 0.1, 1 / 3, -1e-300, 1e300, 5e-324, ("lse", "entropy")),
+        LossSpec("none", -(2**63), stats=("correct",)),
+        _WithOptions(softcap=2.0, unheard_of=0.7, perhaps=0.0),
+        flce.ChunkOptions(),
+        flce.ChunkOptions(7, 2**70, "vocab", torch.bfloat16, torch.float64, True),
+        flce.ChunkOptions(strategy="tokens", logits_dtype=torch.float32, skip_ignored=False),
+    ],
+    ids=str,
+)
+def test_settings_survive_the_operator(record: Any) -> None:
+    """As one argument, which is text: to the bit, and of the same types."""
+    (got,) = from_text(as_text(record), (type(record),))
+    assert got == record
+    assert repr(got) == repr(record)
+    assert hash(got) == hash(record)
+    assert from_text(as_text(record, LossSpec("sum")), (type(record), LossSpec)) == (record, LossSpec("sum"))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The flop counter
+
+
+@pairs(
+    reduction=REDUCTIONS,
+    strategy=STRATEGIES,
+    grads=[ALL_GRADS, "x", "wb", "xaB", "B", ""],
+    ranks=[(), (2, 3)],
+    dtype=[torch.float32, torch.bfloat16, torch.float16],
+    tokens=[1, 9],
+)
+def test_flops(
+    reduction: str,
+    strategy: str,
+    grads: str,
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    tokens: int,
+    torch_backend: str,
+) -> None:
+    """Those of the products that PyTorch makes for it. Where logits are made again in backward, these as well, as
+    PyTorch counts them for attention."""
+    ignored = 0.4 if tokens > 1 else 0.0
+    p = make_problem(
+        (tokens,), 8, 30, dtype=dtype, bias=True, adapter_ranks=ranks, ignored=ignored, reduction=reduction
+    )
+
+    def stock() -> None:
+        x, w = (t.detach().requires_grad_(k in grads) for k, t in (("x", p.input), ("w", p.linear_weight)))
+        assert p.linear_bias is not None
+        z = F.linear(x, w, p.linear_bias.detach().requires_grad_("b" in grads))
+        for a, b in p.adapters:
+            z = z + F.linear(a.detach().requires_grad_("a" in grads), b.detach().requires_grad_("B" in grads))
+        if z.requires_grad:
+            z.sum().backward()
+
+    expected = counted_flops(stock)
+    anything = any(key in grads for key in ("xwb" if not ranks else ALL_GRADS))
+    if anything and (reduction == "none" or strategy == "vocab"):
+        expected += 2 * p.target.numel() * 30 * (8 + sum(ranks))
+    options = flce.ChunkOptions(strategy=strategy)  # type: ignore[arg-type]
+    assert counted_flops(lambda: run_fused(p, options=options, grads=grads)) == expected
+    if strategy == "tokens" or reduction == "none":
+        assert plan_for(p, options, grads).flops == expected
+
+
+def test_flops_of_a_backward_alone(torch_backend: str) -> None:
+    x, w, y = leaves()
+    product = 2 * 9 * 8 * 30
+    assert counted_flops(fused(x, w, y).backward) == 0
+    assert counted_flops(fused(x, w, y, reduction="none").sum().backward) == 3 * product
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_flops_of_a_graph(torch_backend: str) -> None:
+    x, w, y = leaves()
+    compiled = torch.compile(fused, backend="aot_eager")
+    compiled(x, w, y)
+    assert counted_flops(lambda: compiled(x, w, y).backward()) == 3 * 2 * 9 * 8 * 30
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("kind", ["numpy", "tensor"])
+def test_compile_with_numbers_that_are_not_of_python(kind: str, torch_backend: str, device: torch.device) -> None:
+    """They end the graph, for PyTorch's own loss too, and change no result. Those of a module are no longer there."""
+    number: Any = torch.tensor if kind == "tensor" else pytest.importorskip("numpy").float32
+    p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
+    expected = fused(p.input, p.linear_weight, p.target, label_smoothing=0.125)
+
+    def step(x: Tensor) -> Tensor:
+        return fused(x, p.linear_weight, p.target, label_smoothing=number(0.125))
+
+    torch.testing.assert_close(torch.compile(step, backend="aot_eager")(p.input), expected)
+    module = flce.FusedLinearCrossEntropyLoss(label_smoothing=number(0.125))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(p.input, p.linear_weight, p.target), expected)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compile_with_numbers_that_are_symbols(dynamic: bool | None, torch_backend: str, device: torch.device) -> None:
+    """Each number has a graph of its own."""
+    p = make_problem((10,), 8, 30, dtype=torch.float32, device=device)
+
+    def step(x: Tensor, number: int) -> Tensor:
+        options = flce.ChunkOptions(chunk_rows=number)
+        settings: dict[str, Any] = {"ignore_index": number, "softcap": number / 2, "options": options}
+        return fused(x, p.linear_weight, p.target, **settings)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for number in (4, 5, 7):
+        torch.testing.assert_close(compiled(p.input, number), step(p.input, number))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Memory that cannot be had, and what backward is told
+
+
+def leaves(dtype: torch.dtype = torch.float64, device: Any = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    p = make_problem((9,), 8, 30, dtype=dtype, device=device)
+    return p.input.requires_grad_(), p.linear_weight.requires_grad_(), p.target
+
+
+def test_backward_again_after_it_ran_out_of_memory(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of float16, whose gradients are cast in backward, the second is found to have no memory."""
+    x, w, y = leaves(torch.float16, device)
+    fused(x, w, y).backward()
+    want = [x.grad, w.grad]
+    x.grad = w.grad = None
+    loss = fused(x, w, y)
+    kind = type(get_backend(device))
+    original, calls = kind.scale_cast, itertools.count(1)
+
+    def fails_once(self: Any, *args: Any) -> Any:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("for this test")
+        return original(self, *args)
+
+    monkeypatch.setattr(kind, "scale_cast", fails_once)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward(retain_graph=True)
+    x.grad = w.grad = None
+    loss.backward()
+    torch.testing.assert_close([x.grad, w.grad], want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_plan_whose_memory_cannot_be_had(reduction: str, torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller one takes its place, with one warning; the error stays with a budget, and where nothing is smaller."""
+    p = make_problem((2000,), 16, 2000, dtype=torch.float32)
+    most = flce.plan(2000, 16, 2000, torch.float32, device="cpu", reduction=reduction).workspace_bytes // 2
+    originals = {name: getattr(passes, name) for name in ("forward", "backward")}
+
+    def limited(name: str) -> Any:
+        def run(problem: Any, plan: Any, *args: Any) -> Any:
+            if plan.workspace_bytes > most:
+                raise torch.OutOfMemoryError("for this test")
+            return originals[name](problem, plan, *args)
+
+        return run
+
+    want = run_fused(p.with_(reduction=reduction), grad_output=1.5)
+    for name in originals:
+        monkeypatch.setattr(passes, name, limited(name))
+    with pytest.warns(RuntimeWarning, match="could not have .* and goes on with .*max_workspace_bytes"):
+        got = run_fused(p.with_(reduction=reduction), grad_output=1.5)
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close([got.grad_input, got.grad_weight], [want.grad_input, want.grad_weight])
+    with pytest.raises(torch.OutOfMemoryError):
+        run_fused(p.with_(reduction=reduction), options=flce.ChunkOptions(max_workspace_bytes=4 * most))
+    most = 100
+    with pytest.raises(torch.OutOfMemoryError), pytest.warns(RuntimeWarning):
+        run_fused(p.with_(reduction=reduction))
+
+
+def test_a_smaller_plan_makes_gradients_where_the_first_would(
+    torch_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which outputs there are has been decided by then: it may not be the plan of a budget of the same size."""
+    default = flce.plan(500, 64, 2000, torch.float16, device="cpu")
+    quarter = flce.ChunkOptions(max_workspace_bytes=default.workspace_bytes // 4)
+    assert flce.plan(500, 64, 2000, torch.float16, device="cpu", options=quarter).deferred
+    taken, forward = [], passes.forward
+
+    def fails_once(problem: Any, plan: Any, gradients: bool) -> Any:
+        taken.append(plan)
+        if len(taken) == 1:
+            raise torch.OutOfMemoryError("for this test")
+        return forward(problem, plan, gradients)
+
+    monkeypatch.setattr(passes, "forward", fails_once)
+    with pytest.warns(RuntimeWarning, match="could not have"):
+        run_fused(make_problem((500,), 64, 2000, dtype=torch.float16))
+    assert [plan.deferred for plan in taken] == [False, False]
+    assert taken[1].workspace_bytes < taken[0].workspace_bytes == default.workspace_bytes
+
+
+@pytest.mark.filterwarnings("ignore:flce could not have")
+def test_no_memory_for_nothing(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that takes nothing has none that is smaller."""
+    attempts = itertools.count(1)
+
+    def none_left(*args: Any) -> Any:
+        if next(attempts) > 100:
+            pytest.fail("it is tried again and again")
+        raise torch.OutOfMemoryError("for this test")
+
+    monkeypatch.setattr(passes, "forward", none_left)
+    for n in (0, 1, 50):
+        with pytest.raises(torch.OutOfMemoryError):
+            run_fused(make_problem((n,), 16, 30, dtype=torch.float32))
+
+
+@combinations(
+    dtype=[torch.float16, torch.bfloat16, torch.float32], strategy=STRATEGIES, rows=[None, 4], grads=["x", "xw"]
+)
+def test_dtypes_of_gradients_that_backward_makes(
+    dtype: torch.dtype, strategy: str, rows: int | None, grads: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the fake of the operator tells the compiler."""
+    made: list[list[torch.dtype]] = []
+    original = passes.backward
+
+    def watched(*args: Any) -> Any:
+        result = original(*args)
+        made.append([grad.dtype for grad in result])
+        return result
+
+    monkeypatch.setattr(passes, "backward", watched)
+    options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows)  # type: ignore[arg-type]
+    run_fused(make_problem((9,), 8, 30, dtype=dtype, reduction="none"), options=options, grads=grads, grad_output=1.5)
+    assert made == [[dtype] * len(grads)]
+
+
+# In a process of its own: what others have left in the allocator's segments is memory, too.
+LITTLE_MEMORY = """
+    import gc, sys, warnings
+    import torch, flce
+    from flce.testing.problem import make_problem, relative_error, run_fused
+
+    p = make_problem((8192,), 512, 128256, dtype=torch.bfloat16, device="cuda", reduction=sys.argv[1])
+    options = flce.ChunkOptions(strategy="tokens", chunk_rows=8192)  # 2 GiB of logits
+    want = run_fused(p, grad_output=1.5)
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1200 << 20)) / total)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = run_fused(p, options=options, grad_output=1.5)
+    assert any("could not have" in str(w.message) for w in caught), caught
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.testing.assert_close(got.loss, want.loss, rtol=1e-4, atol=1e-4)
+    assert relative_error(got.grad_input, want.grad_input) < 1e-2
+    assert relative_error(got.grad_weight, want.grad_weight) < 1e-2
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_plan_whose_memory_cannot_be_had_on_cuda(reduction: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(LITTLE_MEMORY), reduction]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_weight_changed_between_forward_and_backward(backend: str, device: torch.device) -> None:
+    """Where backward recomputes the logits, autograd's version counter must see the change."""
+    for kwargs in ({"reduction": "none"}, {"options": flce.ChunkOptions(strategy="vocab")}):
+        x, w, y = leaves(device=device)
+        loss = fused(x, w, y, **kwargs).sum()
+        with torch.no_grad():
+            w.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Calls that nobody watches
+
+
+def test_a_plain_call_is_no_operator(torch_backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What operators take in Python is longer than a small call. Results are the same to the bit. Those who look for
+    the operator in a graph of autograd find it by its name."""
+    x, w, y = leaves()
+    node = fused(x, w, y).grad_fn
+    assert node is not None
+    assert "flce_linear_cross_entropy" in type(node).__name__
+    for strategy, reduction in itertools.product(STRATEGIES, REDUCTIONS):
+        p = make_problem((7,), 8, 30, dtype=torch.float32, bias=True, adapter_ranks=(2,), reduction=reduction)
+        options, outcomes = options_for(strategy), []
+        for watched in (False, True):
+            with monkeypatch.context() as patch:
+                if watched:
+                    patch.setattr(linear_cross_entropy, "_nobody_watches", lambda tensors: False)
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                    outcomes.append(run_fused(p, options=options, grad_output=1.7, stats=STATS))
+                names = [event.name for event in profile.events() or []]
+                assert any(name.startswith("flce::") for name in names) == watched
+        mine, other = (tree_leaves(vars(outcome)) for outcome in outcomes)
+        torch.testing.assert_close(mine, other, rtol=0, atol=0)
+
+
+def test_python_calls_of_a_call(torch_backend: str) -> None:
+    """317 in forward and backward on 2026-11-23, 938 before: so that they do not creep back."""
+    x, w, y = leaves()
+    fused(x, w, y).backward()
+    x.grad = w.grad = None
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        fused(x, w, y).backward()
+    finally:
+        sys.setprofile(None)
+    assert calls <= 365

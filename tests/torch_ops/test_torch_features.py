@@ -1,0 +1,676 @@
+"""The public functions and modules among PyTorch's machinery: autograd's modes, checkpoints, compilation, graphs.
+
+`ROWS` has a row for each way to call one of them; each test is for one feature of PyTorch, over all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+import flce
+from flce.ops import linear_cross_entropy
+from flce.testing.problem import ALL_GRADS, make_problem, stock_loss
+from tests import forced
+from tests.forced import force
+from tests.helpers import BATCHED, REDUCTIONS, STATS, STRATEGIES, batched_gradients
+
+f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SCALARS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "shift": 1}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "transposed slice": lambda x: x[:, 1:].transpose(0, 1),
+    "class by class": lambda x: x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+}
+
+
+class Sample(NamedTuple):
+    """One call: its tensors and what is done with them."""
+
+    leaves: tuple[Tensor, ...]  # some of a frozen head require no gradient
+    data: tuple[Tensor, ...]  # targets
+    function: Callable[..., tuple[Tensor, ...]]  # of the data and all leaves: the result, then statistics
+    stock: Callable[..., Tensor]  # of the leaves: the same result by PyTorch's operators
+
+    @property
+    def wanted(self) -> list[Tensor]:
+        return [leaf for leaf in self.leaves if leaf.requires_grad]
+
+    def call(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return self.function(self.data, *leaves)
+
+    def result(self) -> Tensor:
+        return self.call(*self.leaves)[0]
+
+    def step(self, call: Callable[..., Any] | None = None) -> list[Tensor]:
+        """All results, and the gradients of the first for an upstream gradient that differs from token to token."""
+        results = (call or self.call)(*self.leaves)
+        upstream = torch.linspace(0.5, 2.0, results[0].numel(), device=results[0].device)
+        upstream = upstream.to(results[0].dtype).reshape(results[0].shape)
+        for leaf in self.leaves:
+            leaf.grad = None
+        results[0].backward(upstream)
+        return [*(r.detach() for r in results), *(leaf.grad for leaf in self.wanted if leaf.grad is not None)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to call a public function."""
+
+    name: str  # of the function, in messages
+    make: Callable[..., Sample]  # of dtype, device, numbers of tokens and of classes
+    once: bool = False  # its gradients are made in forward, and handed out once
+    twice: bool = False  # its gradients can be differentiated
+
+    def sample(self, dtype: torch.dtype = f64, device: Any = "cpu", tokens: int = 3, vocab: int = 30) -> Sample:
+        return self.make(dtype, device, tokens, vocab)
+
+
+def results_of(output: Any) -> tuple[Tensor, ...]:
+    return (output,) if isinstance(output, Tensor) else tuple(t for t in output if t is not None)
+
+
+def linear(
+    reduction: str = "mean",
+    form: str = "function",
+    grads: str = ALL_GRADS,
+    ranks: tuple[int, ...] = (2,),
+    **options: Any,
+) -> Row:
+    def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
+        p = make_problem(
+            (2, tokens), 8, vocab, dtype=dtype, device=device, bias=True, class_weight=True, adapter_ranks=ranks,
+            ignored=0.2, reduction=reduction, **SCALARS,
+        )  # fmt: skip
+        chunking, stats = flce.ChunkOptions(**options), STATS if reduction == "none" else ()
+        fixed: dict[str, Any] = {**p.kwargs, "stats": stats, "options": chunking}
+        count = torch.tensor(7, device=device) if reduction == "sum" else None
+        stateless = flce.FusedLinearCrossEntropyLoss(**fixed)
+        owner = flce.LinearCrossEntropyLoss(8, vocab, True, device="meta", **fixed)
+
+        def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor, *adapters: Tensor) -> tuple[Tensor, ...]:
+            (y,) = data
+            more: dict[str, Any] = {"adapters": list(zip(adapters[::2], adapters[1::2], strict=True))}
+            more["num_items"] = count
+            if form == "stateless module":
+                return results_of(stateless(x, w, y, b, **more))
+            if form == "module":
+                head = {"linear.weight": w, "linear.bias": b}
+                return results_of(torch.func.functional_call(owner, head, (x, y), more))
+            return results_of(flce.fused_linear_cross_entropy(x, w, y, linear_bias=b, **more, **fixed))
+
+        def stock(x: Tensor, w: Tensor, b: Tensor, *adapters: Tensor) -> Tensor:
+            z = F.linear(x, w, b)
+            for a, up in zip(adapters[::2], adapters[1::2], strict=True):
+                z = z + F.linear(a, up)
+            return stock_loss(z, p.target, **p.kwargs)[0] / (1 if count is None else count)
+
+        assert p.linear_bias is not None
+        keys = "xwb" + "aB" * len(ranks)
+        tensors = (p.input, p.linear_weight, p.linear_bias, *itertools.chain(*p.adapters))
+        leaves = tuple(t.requires_grad_(key in grads) for key, t in zip(keys, tensors, strict=True))
+        return Sample(leaves, (p.target,), call, stock)
+
+    once = reduction != "none" and options.get("strategy") != "vocab"
+    return Row("fused_linear_cross_entropy", make, once)
+
+
+def logits(
+    reduction: str = "mean", inplace: bool = False, view: str = "whole", module: bool = False, targets: str = "indices"
+) -> Row:
+    def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
+        p = make_problem(
+            (2, tokens), None, vocab, dtype=dtype, device=device, class_weight=True, ignored=0.2, reduction=reduction,
+            **SCALARS,
+        )  # fmt: skip
+        stats: tuple[str, ...] = STATS
+        target, kwargs = p.target[..., None], dict(p.kwargs)
+        if targets == "probabilities":
+            target, kwargs["shift"], stats = p.input.softmax(-1), 0, ("lse", "entropy", "argmax")
+        fixed: dict[str, Any] = {**kwargs, "stats": stats if reduction == "none" else (), "inplace": inplace}
+        count = torch.tensor(7, device=device) if reduction == "sum" else None
+        function = flce.CrossEntropyLoss(**fixed) if module else None
+
+        def call(data: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+            z, y = VIEWS[view](2 * x), VIEWS[view](data[0])
+            y = y if y.is_floating_point() else y[..., 0]
+            if function is not None:
+                return results_of(function(z, y, num_items=count))
+            return results_of(flce.cross_entropy(z, y, num_items=count, **fixed))
+
+        def stock(x: Tensor) -> Tensor:
+            return stock_loss(VIEWS[view](2 * x), VIEWS[view](target)[..., 0], **kwargs)[0] / (
+                1 if count is None else count
+            )
+
+        return Sample((p.input.requires_grad_(),), (target,), call, stock)
+
+    return Row("cross_entropy", make, once=inplace)
+
+
+def softmax(name: str, dim: int = -1, out: torch.dtype | None = None, view: str = "whole") -> Row:
+    mine, stock = getattr(flce, name), getattr(F, name)
+
+    def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
+        x = make_problem((2, tokens), None, vocab, dtype=dtype, device=device).input.requires_grad_()
+        return Sample(
+            (x,),
+            (),
+            lambda data, x: (mine(VIEWS[view](2 * x), dim, out),),
+            lambda x: stock(VIEWS[view](2 * x), dim, dtype=out),
+        )
+
+    return Row(name, make, twice=True)
+
+
+ROWS: dict[str, Row] = {
+    **{
+        f"linear {reduction} {strategy}": linear(
+            reduction, strategy=strategy, chunk_rows=4 if strategy == "tokens" else None
+        )
+        for reduction in REDUCTIONS
+        for strategy in STRATEGIES
+    },
+    "linear frozen": linear("none", grads="xaB", ranks=(2, 3)),
+    "module": linear(form="module", ranks=()),
+    "stateless module": linear("sum", form="stateless module"),
+    "logits mean": logits(),
+    "logits sum": logits("sum", view="transposed slice"),
+    "logits none": logits("none", view="transposed slice"),
+    "logits mean in place": logits(inplace=True),
+    "logits sum in place": logits("sum", inplace=True, module=True),
+    "logits none in place": logits("none", inplace=True, view="transposed slice"),
+    "logits module": logits(module=True),
+    "softmax": softmax("softmax"),
+    "log_softmax": softmax("log_softmax", 1, view="transposed slice"),
+}
+# For Triton's interpreter, which is slow: every kernel that takes part in a backward.
+INTERPRETED = (
+    "linear mean tokens", "linear none vocab", "logits none", "logits mean in place", "logits none in place",
+    "softmax", "log_softmax",
+)  # fmt: skip
+
+
+def over(rows: dict[str, Row], interpreted: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """`parametrize` by rows with PyTorch's backend, and those named with Triton's."""
+    cases = [("torch", name) for name in rows] + [("triton", name) for name in interpreted]
+    values = [pytest.param(backend, rows[name], id=f"{name}-{backend}") for backend, name in cases]
+    return pytest.mark.parametrize("backend, row", values, indirect=["backend"])
+
+
+every_row = over(ROWS, INTERPRETED)
+every_row_once = over(ROWS)
+
+
+def assert_same(got: Sequence[Tensor], want: Sequence[Tensor], rtol: float = 0.0, atol: float = 0.0) -> None:
+    torch.testing.assert_close(list(got), list(want), rtol=rtol, atol=atol)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+@every_row
+def test_as_pytorch(row: Row, backend: str, device: torch.device) -> None:
+    sample = row.sample(device=device)
+    result, *more = sample.step()
+    want = sample.step(lambda *leaves: (sample.stock(*leaves),))
+    assert_same([result, *more[-len(sample.wanted) :]], want, 1e-9, 1e-11)
+
+
+@every_row
+def test_gradients_of_some_inputs(row: Row, backend: str, device: torch.device) -> None:
+    """All require a gradient, one is asked for. The others get none."""
+    sample = row.sample(device=device)
+    together = torch.autograd.grad(sample.result().sum(), sample.wanted)
+    for leaf, want in zip(sample.wanted, together, strict=True):
+        (got,) = torch.autograd.grad(sample.result().sum(), leaf)
+        assert_same([got], [want], 1e-12, 1e-14)
+    assert all(leaf.grad is None for leaf in sample.leaves)
+
+
+@every_row
+@pytest.mark.parametrize("retain", [True, False])
+def test_second_backward(row: Row, retain: bool, backend: str, device: torch.device) -> None:
+    """Gradients that were made in forward are handed out once; those that are made in backward are made again. What was
+    handed out stays as it is."""
+    sample = row.sample(device=device)
+    loss = sample.result().square().sum()
+    first = torch.autograd.grad(loss, sample.wanted, retain_graph=retain)
+    before = [grad.clone() for grad in first]
+    if retain and not row.once:
+        assert_same(torch.autograd.grad(3 * loss, sample.wanted), [3 * grad for grad in before], 1e-12, 1e-14)
+    else:
+        message = rf"through the same .*{row.name}.* a second time" if retain else "a second time"
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.grad(3 * loss, sample.wanted)
+    assert_same(first, before)
+
+
+@every_row
+def test_double_backward(row: Row, backend: str, device: torch.device) -> None:
+    """An error, or right: also in a sum with something that can be differentiated twice, a gradient penalty must not be
+    dropped."""
+    sample = row.sample(device=device)
+
+    def penalty(call: Callable[..., Tensor], leaf: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(call(*sample.leaves).square().sum(), leaf, create_graph=True)
+        return torch.autograd.grad(grad.square().sum() + leaf.square().sum(), leaf)[0]
+
+    for leaf in sample.wanted:
+        if row.twice:
+            assert_same([penalty(lambda *x: sample.call(*x)[0], leaf)], [penalty(sample.stock, leaf)], 1e-9, 1e-11)
+        else:
+            with pytest.raises(RuntimeError, match=rf"{row.name} cannot be differentiated twice \(create_graph=True\)"):
+                penalty(lambda *x: sample.call(*x)[0], leaf)
+
+
+def dual_numbers(function: Callable[[Tensor], Any], x: Tensor) -> None:
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def jvp(function: Callable[[Tensor], Any], x: Tensor) -> None:
+    torch.func.jvp(function, (x,), (torch.ones_like(x),))
+
+
+def jacfwd(function: Callable[[Tensor], Any], x: Tensor) -> None:
+    torch.func.jacfwd(function)(x)
+
+
+@over(ROWS)
+@pytest.mark.parametrize("way", [dual_numbers, jvp, jacfwd])
+def test_forward_mode(way: Any, row: Row, backend: str) -> None:
+    """Not a derivative of zero, whichever tensor has a tangent."""
+    sample = row.sample()
+    values = [leaf.detach() for leaf in sample.leaves]
+    stock = "linear and torch.nn.functional.cross_entropy" if "linear" in row.name else row.name
+    for k, value in enumerate(values):
+        message = rf"flce\.{row.name} does not support forward-mode.*use torch\.nn\.functional\.{stock}"
+        with pytest.raises(RuntimeError, match=message):
+            way(lambda x, k=k: sample.call(*values[:k], x, *values[k + 1 :])[0], value)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@every_row
+def test_checkpoint(reentrant: bool, row: Row, backend: str, device: torch.device) -> None:
+    sample = row.sample(device=device)
+
+    def block(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return sample.call(*(torch.tanh(leaf) for leaf in leaves))
+
+    results = sample.call(*sample.leaves)
+    assert [result.requires_grad for result in results] == [True] + [False] * (len(results) - 1)
+    got = sample.step(lambda *leaves: checkpoint(block, *leaves, use_reentrant=reentrant))
+    assert_same(got, sample.step(block), 1e-12, 1e-14)
+
+
+@every_row
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode: Any, row: Row, backend: str, device: torch.device) -> None:
+    sample = row.sample(device=device)
+    with mode():
+        results = sample.call(*sample.leaves)
+    assert not any(result.requires_grad for result in results)
+    assert_same([r.clone() for r in results], [r.detach() for r in sample.call(*sample.leaves)], 1e-14, 1e-14)
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+@every_row
+def test_several_upstream_gradients_at_once(kind: str, row: Row, backend: str, device: torch.device) -> None:
+    sample = row.sample(device=device)
+    upstream = torch.randn(2, *sample.result().shape, device=device, dtype=f64)
+    got, want = (
+        batched_gradients(kind, result, sample.wanted, upstream)
+        for result in (sample.result(), sample.stock(*sample.leaves))
+    )
+    assert_same(got, want, 1e-9, 1e-11)
+
+
+@over(ROWS, ["linear mean tokens", "logits mean in place"])
+def test_several_upstream_gradients_of_half_precision(row: Row, backend: str, device: torch.device) -> None:
+    """Each as if it were the only one. Over the logits it is scaled in float32, or in the precision of a kernel."""
+    sample = row.sample(f16, device)
+    upstream = torch.randn(2, *sample.result().shape, device=device, dtype=sample.result().dtype)
+    together = batched_gradients("vmap", sample.result(), sample.wanted, upstream)
+    rtol, atol = (2e-3, 1e-5) if row.name == "cross_entropy" and row.once else (0.0, 0.0)
+    for k, grad in enumerate(upstream):
+        assert_same([t[k] for t in together], torch.autograd.grad(sample.result(), sample.wanted, grad), rtol, atol)
+
+
+@every_row_once
+def test_a_batch_of_batches_of_upstream_gradients(row: Row, backend: str) -> None:
+    sample = row.sample()
+    upstream = torch.randn(2, 2, *sample.stock(*sample.leaves).shape, dtype=f64)
+    got, want = (
+        torch.vmap(lambda batch, result=result: batched_gradients("vmap", result, sample.wanted, batch))(upstream)
+        for result in (sample.result(), sample.stock(*sample.leaves))
+    )
+    assert_same(got, want, 1e-9, 1e-11)
+
+
+@every_row
+def test_gradients_are_memory_of_their_own(row: Row, backend: str, device: torch.device) -> None:
+    """Another call before the backward of the first is in no way of it, and clipping may change them."""
+    sample = row.sample(device=device)
+    want = torch.autograd.grad(sample.result().sum(), sample.wanted)
+    first = sample.result().sum()
+    second = sample.call(*(3 * leaf for leaf in sample.leaves))[0].sum()
+    torch.autograd.grad(second, sample.wanted)
+    hooked = [torch.empty(0)] * len(sample.wanted)
+    for k, leaf in enumerate(sample.wanted):
+        leaf.register_hook(lambda grad, k=k: operator.setitem(hooked, k, grad.clone()))
+    first.backward()
+    grads = [leaf.grad for leaf in sample.wanted if leaf.grad is not None]
+    assert_same(hooked, grads)
+    assert_same(grads, want, 1e-12, 1e-14)
+    assert len({t.untyped_storage().data_ptr() for t in (*sample.leaves, *grads)}) == len(sample.leaves) + len(grads)
+    torch.nn.utils.clip_grad_norm_(sample.wanted, 0.1)
+
+
+@every_row_once
+def test_from_several_threads(row: Row, backend: str) -> None:
+    samples = [row.sample(tokens=tokens) for tokens in range(3, 11)]
+    with ThreadPoolExecutor(4) as pool:
+        for got, sample in zip(pool.map(Sample.step, samples), samples, strict=True):
+            assert_same(got, sample.step())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.library
+
+
+class Calls(TorchDispatchMode):
+    """The package's operators that are called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "flce":
+            self.of[func] = (args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+OPCHECKED: dict[str, Row] = {
+    **{name: row for name, row in ROWS.items() if "in place" not in name},
+    "linear no gradients": linear(grads=""),
+    "linear only of x": linear(grads="x", ranks=()),
+    "linear adapters vocab": linear("none", strategy="vocab", grads="aB"),
+    "logits class by class": logits("none", view="class by class"),
+    "softmax, wider": softmax("softmax", 1, f32, "class by class"),
+}
+
+
+def check_operators(row: Row, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schema, autograd registration, fake implementation and AOT dispatch of all operators that a call makes."""
+    monkeypatch.setattr(linear_cross_entropy, "_nobody_watches", lambda tensors: False)
+    sample = row.sample(dtype, device)
+    with Calls() as forward:
+        result = sample.result()
+    with Calls() as backward:
+        if sample.wanted:
+            torch.autograd.grad(result, sample.wanted, torch.full_like(result, 0.5))
+    assert forward.of
+    assert bool(backward.of) == bool(sample.wanted)
+    tolerance: dict[str, Any] = {} if dtype == f32 else {"rtol": 1e-2, "atol": 1e-2}
+    for op, call in {**backward.of, **forward.of}.items():
+
+        def leaf(t: Tensor, op: Any = op) -> Tensor:
+            """Not a clone, which keeps strides only where there are no gaps."""
+            return t.detach().requires_grad_(t.requires_grad if op in forward.of else row.twice)
+
+        args, kwargs = tree_map_only(Tensor, leaf, call)
+        torch.library.opcheck(op, args, kwargs, **tolerance)
+
+
+# An operator is registered once for both backends; with Triton's, whether its kernels keep to the schema.
+@over(OPCHECKED, [*(name for name in INTERPRETED if name in OPCHECKED), "logits class by class"])
+def test_opcheck(row: Row, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_operators(row, f32, device, monkeypatch)
+
+
+@over({name: ROWS[name] for name in ("linear mean tokens", "linear none vocab", "logits none")}, ["linear mean tokens"])
+@pytest.mark.parametrize("dtype", [bf16, f16], ids=str)
+def test_opcheck_of_half_precision(
+    dtype: torch.dtype, row: Row, backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_operators(row, dtype, device, monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# torch.compile
+
+
+# Every operator, form and view; the same graphs with another reduction are left out.
+COMPILED = (
+    "linear mean tokens", "linear none vocab", "linear frozen", "module", "stateless module",
+    "logits mean in place", "logits sum", "logits none", "softmax", "log_softmax",
+)  # fmt: skip
+
+
+def calls_of_ours(graph: torch.fx.GraphModule) -> int:
+    return sum("flce" in str(node.target) for node in graph.graph.nodes)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@over({name: ROWS[name] for name in COMPILED}, ["linear mean tokens", "logits none"])
+def test_compile(row: Row, backend: str, device: torch.device) -> None:
+    """In one graph, with one node of ours, and good for many lengths."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    check_compiled(row, counter, device, dynamic=True)
+    assert [calls_of_ours(graph) for graph in counter.graphs if calls_of_ours(graph)] == [1]
+
+
+def check_compiled(row: Row, compiler: Any, device: torch.device, **kwargs: Any) -> None:
+    function = row.sample(f32, device).function
+
+    def step(data: tuple[Tensor, ...], *leaves: Tensor) -> tuple[Tensor, ...]:
+        return function(data, *(torch.tanh(leaf) for leaf in leaves))
+
+    compiled = torch.compile(step, backend=compiler, fullgraph=True, **kwargs)
+    for tokens in (4, 7, 9):
+        sample = row.sample(f32, device, tokens)
+        got, want = (sample.step(functools.partial(f, sample.data)) for f in (compiled, step))
+        assert_same(got, want, 1e-5, 1e-6)
+
+
+CHUNKED: dict[str, Row] = {
+    "linear": linear(),
+    "linear sixteen rows": linear(strategy="tokens", chunk_rows=16),
+    "linear vocab budget": linear(strategy="vocab", max_workspace_bytes=1 << 20),
+    "logits": logits(),
+    "softmax": softmax("softmax"),
+}
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@over(CHUNKED)
+def test_graphs_for_many_lengths(row: Row, backend: str, device: torch.device) -> None:
+    """Without ``dynamic=True`` the second length makes one more."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    check_compiled(row, counter, device)
+    # More than one chunk may be a graph of its own (the dtype of a buffer differs), lengths may not.
+    assert 1 <= sum(map(bool, map(calls_of_ours, counter.graphs))) <= 2 + (row is CHUNKED["linear sixteen rows"])
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("name", ["linear frozen", "logits none in place", "log_softmax"])
+def test_compile_inductor(name: str, torch_backend: str, device: torch.device) -> None:
+    check_compiled(ROWS[name], "inductor", device, dynamic=True)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("name", ["linear mean tokens", "logits mean", "softmax"])
+def test_forward_mode_in_a_graph(name: str, torch_backend: str) -> None:
+    sample = ROWS[name].sample()
+    x, *others = (leaf.detach() for leaf in sample.leaves)
+    with pytest.raises(RuntimeError, match="does not support forward-mode"):
+        torch.compile(jvp, backend="aot_eager")(lambda x: sample.call(x, *others)[0], x)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("name", ["linear mean tokens", "logits none in place", "softmax"])
+def test_compile_without_gradients(name: str, torch_backend: str, device: torch.device) -> None:
+    sample = ROWS[name].sample(f32, device)
+    with torch.no_grad():
+        got = torch.compile(sample.function, backend="aot_eager", fullgraph=True)(sample.data, *sample.leaves)
+        assert_same(got, sample.call(*sample.leaves), 1e-5, 1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tensors without memory
+
+
+class OnlyMeta(TorchDispatchMode):
+    """Fails where an operator makes a tensor that has memory, or gets one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            assert not isinstance(value, Tensor) or value.is_meta, f"{func}: a tensor on {value.device}"
+        return result
+
+
+def head_of_two_dimensions(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
+    sizes = ((2, tokens, 8), (vocab, 3, 8), (vocab, 3))
+    leaves = tuple(torch.zeros(size, dtype=dtype, device=device, requires_grad=True) for size in sizes)
+    y = torch.zeros(2, tokens, 3, dtype=torch.int64, device=device)
+
+    def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        return results_of(
+            flce.fused_linear_cross_entropy(x, w, *data, linear_bias=b, token_weight=data[0].float(), stats=STATS)
+        )
+
+    return Sample(leaves, (y,), call, lambda x, w, b: x.new_zeros((), dtype=f64 if x.dtype == f64 else f32))
+
+
+WITHOUT_MEMORY: dict[str, Row] = {
+    **ROWS,
+    "linear budget that no plan keeps": linear(max_workspace_bytes=1),
+    "linear tokens, such a budget": linear("none", strategy="tokens", max_workspace_bytes=1),
+    "linear vocab, such a budget": linear("sum", strategy="vocab", max_workspace_bytes=1),
+    "linear two dimensions": Row("fused_linear_cross_entropy", head_of_two_dimensions),
+    "logits probabilities": logits("none", targets="probabilities"),
+    "softmax, wider": softmax("softmax", 1, f32),
+}
+
+
+@pytest.mark.parametrize("environment", [{}, {"FLCE_DEBUG": "1"}, {"FLCE_BACKEND": "triton"}], ids=str)
+@pytest.mark.parametrize("row", list(WITHOUT_MEMORY.values()), ids=list(WITHOUT_MEMORY))
+def test_meta_tensors(row: Row, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run: what it returns looks like what a call returns, and nothing is computed."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for dtype in (f32, f64, bf16, f16):
+        sample = row.sample(dtype, "meta")
+        with OnlyMeta():
+            got = sample.step()
+        want = [sample.stock(*sample.leaves), *sample.wanted]
+        for mine, like in zip([got[0], *got[-len(sample.wanted) :]], want, strict=True):
+            assert (mine.device, mine.dtype, mine.shape) == (like.device, like.dtype, like.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# CUDA
+
+
+ON_CUDA: dict[str, Row] = {
+    **ROWS,
+    "linear several chunks": linear(chunk_rows=100),
+    "linear several blocks": linear("none", strategy="vocab", max_workspace_bytes=8 << 20),
+    "linear without adapters": linear(ranks=()),
+}
+NORMALIZATIONS: dict[str, Any] = {
+    "as they are": None,
+    "unnormalized": forced.unnormalized,
+    "borrowed": forced.borrowed(1),
+}
+# Small heads as they are treated, and as large ones are on Hopper.
+on_cuda = pytest.mark.parametrize(
+    "name, normalization",
+    [(name, kind) for kind in NORMALIZATIONS for name in ON_CUDA if kind == "as they are" or "linear" in name],
+)
+
+
+def on_gpu(name: str, normalization: str, monkeypatch: pytest.MonkeyPatch, device: str = "cuda") -> Sample:
+    """A call of a size at which several programs of every kernel run."""
+    if NORMALIZATIONS[normalization] is not None:
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("exponentials are for Hopper")
+        force(monkeypatch, NORMALIZATIONS[normalization])
+    return ON_CUDA[name].sample(bf16, device, tokens=128, vocab=5000)
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_nothing_waits_for_the_gpu(name: str, normalization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = on_gpu(name, normalization, monkeypatch)
+    sample.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sample.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_cuda_graph(name: str, normalization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a side stream, and captured there, forward and backward give the same bits as in eager mode, also for values
+    that are copied in later, of any size."""
+    sample = on_gpu(name, normalization, monkeypatch)
+    expected = sample.step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        beside = [sample.step() for _ in range(2)][-1]
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_same(beside, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = sample.step()
+    for size in (1.0, 50.0):
+        with torch.no_grad():
+            for leaf in sample.leaves:
+                leaf.copy_(size * torch.randn_like(leaf))
+            for data in sample.data:
+                data.copy_(data.roll(1, dims=1))
+        graph.replay()
+        assert_same([t.clone() for t in captured], sample.step())
+
+
+@pytest.mark.gpu
+@on_cuda
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_compile_inductor_on_cuda(name: str, normalization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = on_gpu(name, normalization, monkeypatch)
+    compiled = torch.compile(sample.function, fullgraph=True, dynamic=True)
+    assert_same(sample.step(functools.partial(compiled, sample.data)), sample.step(), 2e-2, 1e-4)
+
+
+@pytest.mark.gpu
+def test_on_the_second_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    for name in ON_CUDA:
+        first, second = (on_gpu(name, "as they are", monkeypatch, f"cuda:{k}").step() for k in range(2))
+        assert torch.cuda.current_device() == 0
+        assert_same([t.cpu() for t in second], [t.cpu() for t in first])
