@@ -525,6 +525,8 @@ UNSEEN = re.compile(r"\.data\b|numpy\(\)\.fill|hidden_data\(")
 STALE = re.compile(
     r"no longer be computed: the hidden states were changed|its base or another view of its base has been"
 )
+# Documented: an error where a hook was set after an autograd.Function had been given the logits.
+HOOKED_LATE = "a hook was set on logits"
 # A write, and the name that it goes by; what C++ code is given.
 WRITE = re.compile(
     r"\b(\w+)(?:\[.*\]|\.\w+\(\))*(?:\.[a-z]\w*_\(| [-+*/]= |\[.*\] = )|InPlace\.apply\((\w+)\)|out=(\w+)"
@@ -535,12 +537,11 @@ GIVEN = re.compile(r"\.apply\((\w+)\)|checkpoint\(.*, (\w+), ")
 def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
     """Whether gradients are of no use: limits of flce (docs/support.md), or of PyTorch.
 
-    flce: autograd.Functions and checkpoints of logits that were read, and then written to through a view of them, or
-    for which somebody asked for a gradient later. PyTorch: whether a hook is called that was set before a tensor was
-    changed in place depends on whether that is a view.
+    flce: autograd.Functions and checkpoints of logits that were read, and then written to through a view of them.
+    PyTorch: whether a hook is called that was set before a tensor was changed in place depends on whether that is a
+    view.
     """
     written: set[str] = set()
-    given: set[str] = set()
     hooked: set[str] = set()
     for step in steps:
         now = {name for names in GIVEN.findall(step) for name in names if name}
@@ -549,9 +550,8 @@ def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
             writes.add("a view")
         if HOOKS.search(step):
             hooked.update(_names(step))
-        if (now and written - now) or (hooked and writes) or hooked & given or (loose and "InPlace" in step):
+        if (now and written - now) or (hooked and writes) or (loose and "InPlace" in step):
             return True
-        given |= now
         written |= writes
     return False
 
@@ -673,7 +673,12 @@ def _gradients(
         return None  # stock cannot differentiate this; it is no harm if flce can
     told = _told(got if want is None else want)
     # Documented: a checkpoint in which logits stayed lazy, and that were read between it and backward.
-    if how.limits and (STALE.search(told) or ("does not require" in told and loose) or told.startswith("Checkpoint")):
+    if how.limits and (
+        STALE.search(told)
+        or HOOKED_LATE in told
+        or ("does not require" in told and loose)
+        or told.startswith("Checkpoint")
+    ):
         return None
     if want is not None or got is not None:
         return Difference("backward raises", told)

@@ -500,6 +500,17 @@ def test_a_hook_after_the_loss_is_an_error(code: str) -> None:
         after_the_loss().step(code)
 
 
+@pytest.mark.parametrize("given", ["lg", "lg[:, :-1]", "lg.clone()"])
+@pytest.mark.parametrize("hook", ["lg.register_hook(F.normalize)", "lg.retain_grad()"])
+def test_a_hook_after_a_function_is_an_error(given: str, hook: str) -> None:
+    """It would not see the Function's gradient. A hook that is set before does (`PROGRAMS`)."""
+    run = fuzz.Run(fuzz.Setup(), True)
+    for step in ("lg = a(ids)", f"x = Doubled.apply({given})", hook):
+        run.step(step)
+    with pytest.raises(RuntimeError, match="had been given them"):
+        run.step("(lg.sum() + x.sum()).backward()")
+
+
 def test_the_node_after_the_loss_is_a_warning() -> None:
     with pytest.warns(MaterializedLogitsWarning, match="grad_fn after the loss"):
         after_the_loss().step("assert lg.grad_fn is not None")

@@ -33,6 +33,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
         lazy._init(state, source, shadow)
         lazy._node, lazy._version_seen = lazy._place(), None
+        lazy._tell_node()
         if source is not None and lazy._node is not None:
             source.lazy._family.waiting.append(weakref.ref(lazy))
         elif source is not None and source.is_view:
@@ -44,6 +45,12 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             with torch._C.DisableTorchFunctionSubclass():
                 _InGraph.apply(self, state, None, *state.tensors)
         self._state, self._node, self._source = state, self._place(), None
+        self._tell_node()
+
+    def _tell_node(self) -> None:
+        """Let this place in the graph know of hooks that are set later: gradients that come to it do not pass there."""
+        if private.is_node_of(self._node, _InGraph):
+            self._node.hooked = self._hooked
 
     def _set_real(self, real: Tensor) -> None:
         LazyBase._set_real(self, real)
@@ -155,7 +162,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits | None, state: State, shadow: Any, *tensors: Tensor) -> Tensor:
-        ctx.state = state
+        ctx.state, ctx.hooked = state, ()
         ctx.set_materialize_grads(False)
         if lazy is not None:  # changed in place: from here on this is where it stands
             ctx.mark_dirty(lazy)
@@ -177,6 +184,11 @@ class _InGraph(torch.autograd.Function):
         wanted, state = ctx.needs_input_grad[3:], ctx.state
         if grad is None:
             return None, None, None, *(None for _ in wanted)
+        if any(hooked.now for hooked in ctx.hooked):
+            raise RuntimeError(
+                "a hook was set on logits, or retain_grad() called, after an autograd.Function had been given them: "
+                "its gradient does not pass there. Call logits.materialize() before both, and use what it returns."
+            )
         grad = pass_gradient(grad, state.calls)
         with weights_of(state.calls):
             leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, wanted, strict=True)]
