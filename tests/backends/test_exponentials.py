@@ -69,8 +69,8 @@ def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xw") -> 
 
 def check_misplaced(monkeypatch: pytest.MonkeyPatch, problem: Problem, options: flce.ChunkOptions) -> None:
     """The one operand, and the other, at addresses that have no descriptors."""
-    for name in ("linear_weight", "input"):
-        operands = replace(problem, **{name: misplaced(monkeypatch, getattr(problem, name))})
+    weight, x = (misplaced(monkeypatch, t) for t in (problem.linear_weight, problem.input))
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
         check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
