@@ -276,10 +276,10 @@ def test_lower_precision(dtype: torch.dtype, reduction: str, inplace: bool, back
 
 @pairs(inplace=[False, True], backend=BACKENDS)
 def test_float16_with_large_weights(inplace: bool, backend: str, device: torch.device) -> None:
-    """The gradient that is written before anybody knows the upstream gradient is in range whatever the weights are."""
-    for large in ("weight", "token_weight"):
+    """The gradient that is written before the upstream gradient is known is in range, whatever multiplies it."""
+    for large in ("weight", "token_weight", "logit_scale"):
         p = make((16,), 64, torch.float16, device, class_weight=True, token_weight=True, reduction="sum")
-        p.kwargs[large] *= 1024.0
+        p.kwargs[large] = p.kwargs.get(large, 1.0) * 1024.0
         outcome, expected = run(p, inplace=inplace), run_oracle(p)
         assert outcome.grad_input is not None
         assert_near(outcome.grad_input, expected.grad_input, 2e-3, "gradient")

@@ -254,6 +254,15 @@ def test_what_products_do_not_know_is_an_argument_of_plan() -> None:
     assert "stats" in arguments
 
 
+def test_arguments_of_plan_reach_its_case() -> None:
+    loss: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-3}
+    loss |= {"stats": ("entropy",)}
+    asked: dict[str, Any] = {"weight_grad": False, "bias_grad": True, "adapter_ranks": (4,)}
+    case = flce.plan(64, 32, 500, torch.float32, device="cpu", **loss, **asked).case
+    assert {name: getattr(case.spec, name) for name in loss} == loss
+    assert (case.hidden_sizes, case.needs) == ((32, 4), Needs((True, True), (False, True), True))
+
+
 def test_empty_plan() -> None:
     for made in (flce.plan(0, 64, 1000, torch.float32, device="cpu"), plan_on_h200((0, 4096, 128256))):
         assert (made.flops, made.seconds) == (0, 0.0)
