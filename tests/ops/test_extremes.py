@@ -176,7 +176,8 @@ def test_confident_rows(route: Route, device: torch.device) -> None:
         outcome, expected = run(route, p), run_oracle(p)
         assert outcome.grad_input is not None
         if size == 7.0:
-            assert relative_error(outcome.loss, expected.loss) < 3e-3
+            # A rounding of lse, which is 14, is 1% of the loss.
+            assert relative_error(outcome.loss, expected.loss) < (3e-3 if route.name == "exponentials" else 3e-2)
             # float16's numbers are 6e-8 apart here.
             limit = 3e-2 if route.dtype == torch.float16 else 3 * 2.0**-8
             assert relative_error(outcome.grad_input, expected.grad_input) < limit
