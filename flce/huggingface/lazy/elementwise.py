@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
-from flce.huggingface.lazy.terms import BiasTerm, Term
+from flce.huggingface.lazy.terms import BiasTerm, Product
 from flce.ops.arguments import widened
 
 _STATES = (LazyState, StackState)
@@ -22,7 +22,7 @@ def scale(name: str) -> Callable[..., Any]:
             return _scale_by_tensor(state, name, other)
         if isinstance(other, bool) or not isinstance(other, (int, float)):
             return NotImplemented
-        return or_real(state.with_op(name, other))
+        return state.with_op(name, other)
 
     return handler
 
@@ -32,11 +32,11 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
     if other.dim() != 0 or not other.is_floating_point() or not state.folded.linear:
         return NotImplemented
     scale = torch.mul if name == "mul" else torch.div
-    terms: list[Term] = []
+    terms: list[Product | BiasTerm] = []
     with state.weights():
         for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
             if isinstance(term, BiasTerm):
-                terms.append(BiasTerm(scale(term.bias, other), None, term.ops))
+                terms.append(replace(term, bias=scale(term.bias, other), watched=None))
             else:
                 terms.append(term if term.bias is None else replace(term, bias=scale(term.bias, other)))
     return replace(state, terms=tuple(terms))
@@ -60,7 +60,7 @@ def _add_terms(state: LazyState, other: LazyState, sign: int) -> Any:
     if state.autocast_dtype != other.autocast_dtype or state.home != other.home:
         return NotImplemented
     signed = other if sign == 1 else other.with_op("mul", sign)
-    right = None if signed is None else _as_terms(signed)
+    right = None if signed is NotImplemented else _as_terms(signed)
     return _with_terms(replace(state, calls=merged_calls(state, other)), right)
 
 
@@ -71,16 +71,16 @@ def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
     if other.dtype == torch.float64 != state.head.dtype:
         return NotImplemented  # wider than what the loss is computed in
     bias = other.reshape(-1)
-    term = BiasTerm(bias, None, () if sign == 1 else (("mul", sign),))
+    term = BiasTerm(bias, ops=() if sign == 1 else (("mul", sign),))
     return _with_terms(state, (term if torch.compiler.is_compiling() else term.recorded(),))
 
 
-def _with_terms(state: LazyState, more: tuple[Term, ...] | None) -> Any:
+def _with_terms(state: LazyState, more: tuple[Product | BiasTerm, ...] | None) -> Any:
     own = _as_terms(state)
     return NotImplemented if own is None or more is None else replace(state, terms=(*own, *more), ops=())
 
 
-def _as_terms(state: LazyState) -> tuple[Term, ...] | None:
+def _as_terms(state: LazyState) -> tuple[Product | BiasTerm, ...] | None:
     """The terms with the state's operations in them, None if a sum of terms does not allow that."""
     if not state.folded.linear:
         return None
@@ -108,32 +108,22 @@ def log_softmax(
     if dtype is None and kind != "cpu":  # there autocast leaves it as it is
         dtype = widened(state.dtype, kind)
     state = state if dtype is None else to_dtype(state, dtype)
-    return state if state is NotImplemented else or_real(state.with_op("log_softmax"))
+    return state if state is NotImplemented else state.with_op("log_softmax")
 
 
-def or_real(state: LazyState | None) -> Any:
-    return NotImplemented if state is None else state
-
-
-def tanh(state: LazyState) -> Any:
-    return or_real(state.with_op("tanh"))
-
-
-def neg(state: LazyState) -> Any:
-    return or_real(state.with_op("mul", -1))
+def recorded(name: str, value: Any = None) -> Callable[..., Any]:
+    """An operation without arguments."""
+    return lambda state: state.with_op(name, value)
 
 
 def cast(dtype: torch.dtype) -> Callable[..., Any]:
-    def handler(state: LazyState) -> Any:
-        return to_dtype(state, dtype)
-
-    return handler
+    return lambda state: to_dtype(state, dtype)
 
 
 def to_dtype(state: LazyState, dtype: torch.dtype) -> Any:
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return NotImplemented
-    return state if dtype == state.dtype else or_real(state.with_op("to", dtype))
+    return state if dtype == state.dtype else state.with_op("to", dtype)
 
 
 def to(

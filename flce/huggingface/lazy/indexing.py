@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flce.huggingface.lazy.elementwise import same_for_every_token
 from flce.huggingface.lazy.state import LazyState, StackState, State, dimension
-from flce.huggingface.lazy.terms import BiasTerm, Product, Term
+from flce.huggingface.lazy.terms import BiasTerm, Product
 from flce.huggingface.lazy.values import values_of
 
 
@@ -33,11 +33,11 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
         return replace(state, terms=_filled_terms(state, mask, value))
 
 
-def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Term, ...]:
-    terms: list[Term] = []
+def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Product | BiasTerm, ...]:
+    terms: list[Product | BiasTerm] = []
     for place, term in enumerate(state.terms):
         if isinstance(term, BiasTerm):
-            terms.append(BiasTerm(term.bias.masked_fill(mask, 0.0), None, term.ops))
+            terms.append(replace(term, bias=term.bias.masked_fill(mask, 0.0), watched=None))
             continue
         first = place == 0
         everywhere = mask if term.filled is None else mask | term.filled
@@ -188,15 +188,8 @@ def getitem(state: LazyState, index: Any) -> Any:
 def _slice_classes(state: LazyState, classes: slice) -> Any:
     if state.folded.normalised:
         return NotImplemented  # over the whole vocabulary
-    terms: list[Term] = []
-    for term in state.terms:
-        if isinstance(term, BiasTerm):
-            terms.append(replace(term, bias=term.bias[classes]))
-        else:
-            bias = None if term.bias is None else term.bias[classes]
-            filled = None if term.filled is None else term.filled[classes]
-            terms.append(replace(term, weight=term.weight[classes], bias=bias, filled=filled))
-    sliced = replace(state, terms=tuple(terms))
+    names = ("weight", "bias", "filled")
+    sliced = replace(state, terms=tuple([term.changed(lambda t: t[classes], *names) for term in state.terms]))
     return sliced if sliced.vocab_size else NotImplemented
 
 

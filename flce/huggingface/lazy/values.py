@@ -168,11 +168,9 @@ def own_cross_entropy(
     """:func:`flce.cross_entropy`. There is nothing that ``inplace`` could save."""
     if process_group is not None or vocab_size is not None or not isinstance(target, Tensor):
         return NotImplemented
-    scaled: LazyState | None = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
-    if softcap is not None:
-        for name, value in (("div", softcap), ("tanh", None), ("mul", softcap)):
-            scaled = None if scaled is None else scaled.with_op(name, value)
-    if scaled is None or scaled.folded.factor != 1.0 or not scaled.vocab_last or target.is_floating_point():
+    capped = () if softcap is None else (("div", softcap), ("tanh", None), ("mul", softcap))
+    scaled = state.with_ops(*(() if logit_scale == 1.0 else (("mul", logit_scale),)), *capped)
+    if scaled is NotImplemented or scaled.folded.factor != 1.0 or not scaled.vocab_last or target.is_floating_point():
         return NotImplemented
     with scaled.weights():
         output = scaled.fused(target, weight, **spec)
