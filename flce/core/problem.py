@@ -96,7 +96,10 @@ def loss_spec(*values: Any) -> LossSpec:
     # A compiler cannot see through a cache. A tensor may hold another number the next time.
     if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values)):
         return LossSpec(*values)
-    return _kept_spec(*values)
+    try:
+        return _kept_spec(*values)
+    except TypeError:  # perhaps only because a stat is not hashable
+        return LossSpec(*values)
 
 
 _CONSTANTS = frozenset({str, int, float, bool, tuple, type(None)})
