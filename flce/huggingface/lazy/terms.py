@@ -43,8 +43,11 @@ class Term:
 
     def changed(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Self:
         """The term with ``function`` done to the tensors of these names, those that there are; others replaced."""
-        tensors = {name: getattr(self, name, None) for name in names}
-        return replace(self, **{name: function(t) for name, t in tensors.items() if t is not None}, **others)
+        for name in names:
+            tensor = getattr(self, name, None)
+            if tensor is not None:
+                others[name] = function(tensor)
+        return replace(self, **others)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
         """The term on the next of other tensors, which are not changed in place."""
