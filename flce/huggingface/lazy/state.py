@@ -20,7 +20,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import accumulation_dtype
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import Folded, Op, dtype_after, fold, replay
+from flce.huggingface.lazy.fold import Folded, Op, dtype_after, fold, needs, replay
 from flce.huggingface.lazy.terms import BiasTerm, Product
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
@@ -109,18 +109,15 @@ class LazyState:
 
     @property
     def requires_grad(self) -> bool:
-        return any(tensor.requires_grad for tensor in self.tensors)
+        return any([tensor.requires_grad for tensor in self.tensors])  # noqa: C419 - faster than a generator
 
     # -- others like it
 
-    def with_op(self, name: str, value: Any = None) -> Any:
-        """The state after one more elementwise operation, NotImplemented if that has no lazy form."""
-        return self.with_ops((name, value))
-
-    def with_ops(self, *more: Op) -> Any:
-        """The state after some elementwise operations, NotImplemented if these have no lazy form."""
-        ops = (*self.ops, *more)
-        return NotImplemented if fold(ops) is None else replace(self, ops=ops)
+    def with_op(self, name: str, value: Any = None) -> LazyState:
+        """The state after one more elementwise operation, if that has a lazy form."""
+        ops = (*self.ops, (name, value))
+        needs(fold(ops) is not None)
+        return replace(self, ops=ops)
 
     def copied(self) -> LazyState:
         """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""

@@ -54,7 +54,7 @@ _TABLE: dict[str, Operation] = {
     "clone": Operation(elementwise.clone, None, "elementwise"),
     "to": Operation(elementwise.to, several.of_each(elementwise.to), "elementwise"),
     "cpu": Operation(lambda state: elementwise.to(state, "cpu"), None, "elementwise"),
-    "type": Operation(elementwise.to_type, None, "elementwise"),
+    "type": Operation(elementwise.to_dtype, None, "elementwise"),
     "type_as": Operation(elementwise.type_as, None, "elementwise"),
     "float": Operation(_float, several.of_each(_float), "elementwise"),
     "double": Operation(elementwise.cast(torch.float64), None, "elementwise"),
