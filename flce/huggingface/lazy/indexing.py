@@ -26,7 +26,7 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
     head, dtype = state.head, state.head.weight.dtype
     number = torch.tensor(value, dtype=state.dtype).double()
     # Else the sum of the products would not be that number.
-    needs(all(name == "to" for name, _ in (*state.ops, *head.ops)) and number.to(dtype).double() == number)
+    needs(all(name == "to" for name, _ in (*state.ops, *head.ops)) and bool(number.to(dtype).double() == number))
     mask = torch.zeros(state.vocab_size, dtype=torch.bool, device=state.home)
     mask[columns] = True
     with state.weights():

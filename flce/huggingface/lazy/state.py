@@ -82,7 +82,7 @@ class LazyState:
 
     @property
     def vocab_last(self) -> bool:
-        return self.class_dim == self.ndim - 1
+        return self.class_dim == self.head.hidden.dim() - 1
 
     @property
     def dtype(self) -> torch.dtype:
