@@ -20,7 +20,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import accumulation_dtype
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import Folded, Op, dtype_after, fold, needs, replay
+from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, replay
 from flce.huggingface.lazy.terms import BiasTerm, Product
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
@@ -116,7 +116,8 @@ class LazyState:
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """The state after one more elementwise operation, if that has a lazy form."""
         ops = (*self.ops, (name, value))
-        needs(fold(ops) is not None)
+        if fold(ops) is None:
+            raise NoLazyFormError
         return replace(self, ops=ops)
 
     def copied(self) -> LazyState:

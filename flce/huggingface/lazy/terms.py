@@ -49,9 +49,9 @@ class Term:
                 others[name] = function(tensor)
         return replace(self, **others)
 
-    def with_tensors(self, tensors: Iterator[Tensor], watched: Watched | None = None) -> Self:
-        """The term on the next of other tensors."""
-        return self.changed(lambda _: next(tensors), *_TENSORS, watched=watched)
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
+        """The term on the next of other tensors, which are not changed in place."""
+        return self.changed(lambda _: next(tensors), *_TENSORS, watched=None)
 
     def detach(self) -> Self:
         return self.changed(Tensor.detach, *_TENSORS)
@@ -59,7 +59,8 @@ class Term:
     def recorded(self) -> Self:
         """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
         now = [recorded(tensor) for tensor in self.tensors]
-        return self.with_tensors(iter(now), Watched(now[0], self.what))
+        rest = iter(now)
+        return self.changed(lambda _: next(rest), *_TENSORS, watched=Watched(now[0], self.what))
 
 
 @dataclass(frozen=True)

@@ -113,13 +113,18 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
-    needs(isinstance(target, Tensor) and (weight is None or isinstance(weight, Tensor)))
     sizes = list(state.shape)
     del sizes[state.class_dim]
-    # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
-    fits = target.dtype == torch.int64 and list(target.shape) == sizes and state.class_dim == min(1, len(sizes))
-    on_one_device = target.device == state.device == (target if weight is None else weight).device
-    needs(fits and on_one_device and state.folded.factor == 1.0)
+    needs(
+        isinstance(target, Tensor)
+        and (weight is None or isinstance(weight, Tensor))
+        and target.device == state.device == (target if weight is None else weight).device
+        # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
+        and target.dtype == torch.int64
+        and list(target.shape) == sizes
+        and state.class_dim == min(1, len(sizes))
+        and state.folded.factor == 1.0
+    )
     return state.cross_entropy(
         target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
     )

@@ -26,7 +26,7 @@ from flce.tools.bench.contenders import budget_name, select
 from flce.tools.bench.measure import compete
 from flce.tools.bench.problem import OperatorCase
 from flce.tools.bench.results import Run
-from flce.tools.bench.tables import Table, absences
+from flce.tools.bench.tables import Table, absences, measured_on
 from flce.tools.cli.output import given, stderr, wrong
 from flce.tools.machine import described_run, memory_of
 
@@ -106,10 +106,7 @@ def _tell(bar: Progress, task: Any, what: str, share: float) -> None:
 
 
 def show(run: Run, found_wrong: Sequence[str], console: Console) -> None:
-    device = run.head["device"]
-    threads = f", threads: {device['threads']}" if device["type"] == "cpu" else ""
-    versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
-    say(console, f"{device['name']}{threads}; {versions}.")
+    say(console, measured_on(run))
     for table in map(comparison.comparison_table, run.cases):
         console.print(_rich(table))
         say(console, *(f"* {note}" for note in table.notes))
