@@ -57,22 +57,22 @@ def bench(
     Example: flce bench --shape 4096,4096,128256 --budget 256MiB --plot bench.png
     """
     from flce.core.devices import find_device
-    from flce.tools.bench import command
     from flce.tools.bench.cases import Effort
     from flce.tools.bench.comparison import faults
+    from flce.tools.cli import bench_run
 
     if plot is not None:
         check_picture("--plot", plot)
     where = given("--device", find_device, device, ("cuda", "cpu"))
     modes = [each.value for each in mode or [CallMode["forward+backward"]]]
-    cases = command.cases_of(where, shape or [], dtype and dtype.value, modes, budget or [], contender or [], errors)
-    run = command.measured(cases, where, Effort(ROUNDS, seconds))
+    cases = bench_run.cases_of(where, shape or [], dtype and dtype.value, modes, budget or [], contender or [], errors)
+    run = bench_run.measured(cases, where, Effort(ROUNDS, seconds))
     wrong = [fault for entry in run.cases for fault in faults(entry)]
     if json:
         print_json({**run.to_dict(), "found_wrong": wrong})
     else:
-        command.show(run, wrong, stdout())
+        bench_run.show(run, wrong, stdout())
     if plot is not None:
-        command.draw(run, plot, stderr())
+        bench_run.draw(run, plot, stderr())
     if wrong:
         raise typer.Exit(1)
