@@ -131,21 +131,11 @@ def to(
             device = arg
     if other is not None:
         dtype, device = other.dtype, other.device
-    if device is not None:
-        state = _to_device(state, torch.device(device))
+    if device is not None and torch.device(device) not in (state.device, torch.device(state.device.type)):
+        state = replace(state, device=torch.device(device))
     if copy:
         state = replace(state)
     return state if dtype is None else to_dtype(state, dtype)
-
-
-def _to_device(state: LazyState, device: torch.device) -> LazyState:
-    if device.type == state.device.type and device.index is None:
-        return state
-    return state if device == state.device else replace(state, device=device)
-
-
-def type_as(state: LazyState, other: Any) -> Any:
-    return to(state, other.dtype, device=other.device)
 
 
 def contiguous(state: LazyState, *, memory_format: torch.memory_format = torch.contiguous_format) -> Any:

@@ -55,7 +55,7 @@ _TABLE: dict[str, Operation] = {
     "to": Operation(elementwise.to, several.of_each(elementwise.to), "elementwise"),
     "cpu": Operation(lambda state: elementwise.to(state, "cpu"), None, "elementwise"),
     "type": Operation(elementwise.to_dtype, None, "elementwise"),
-    "type_as": Operation(elementwise.type_as, None, "elementwise"),
+    "type_as": Operation(lambda state, other: elementwise.to(state, other=other), None, "elementwise"),
     "float": Operation(_float, several.of_each(_float), "elementwise"),
     "double": Operation(elementwise.cast(torch.float64), None, "elementwise"),
     "half": Operation(elementwise.cast(torch.float16), None, "elementwise"),
