@@ -148,6 +148,8 @@ def test_extreme_logits(name: str, route: Route, device: torch.device) -> None:
             expected = run_oracle(p)
             tolerance = route.tolerance
             assert_outcome(outcome, expected, p, tolerance=tolerance, grads=route.grads, stats=route.stats)
+            if route.name != "exponentials":  # whose exponents, of a base of 2, are rounded where they are large
+                assert_near(outcome.loss, expected.loss, 1e-5, "loss")
             continue
         # Of an ignored row, whatever it holds, there is nothing; PyTorch's gradient of it is NaN.
         stock, counts = run_stock(in_float64(p)), p.target != IGNORED
