@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -89,6 +89,19 @@ class LossSpec:
     def typical_gradient(self) -> float:
         """How large a gradient in a logit may well be, of a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
         return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
+
+
+class SpecArguments(TypedDict, total=False):
+    """The fields of `LossSpec` as arguments of both losses, which their modules fix; for type checkers. And `shift`."""
+
+    ignore_index: int | None
+    reduction: str
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    z_loss: float
+    shift: int
 
 
 def loss_spec(*values: Any) -> LossSpec:

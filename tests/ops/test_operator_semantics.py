@@ -16,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce.core.problem import NUMBERS, LossSpec, loss_spec
+from flce.ops import arguments
+from flce.ops.arguments import COMPOSED_FIELDS
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
     BACKENDS,
+    OTHER_VALUES,
     REDUCTIONS,
     STATS,
     STRATEGIES,
@@ -702,19 +705,10 @@ def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, devi
 
 
 # Of each number of the loss a value that changes it. A new one belongs here.
-OTHER_VALUES: dict[str, Any] = {
-    "label_smoothing": 0.3,
-    "softcap": 2.0,
-    "logit_scale": 0.7,
-    "temperature": 1.3,
-    "z_loss": 0.1,
-}
-
-
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("kind", ["fused", "vocab", "logits", "probabilities", "K-dimensional"])
 def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, device: torch.device) -> None:
-    """It changes the loss and the gradient."""
+    """It changes the loss and the gradient, or is refused."""
     torch.manual_seed(0)
     x = torch.randn(6, 8, device=device)
     w = 2 * torch.randn((5, 3, 8) if kind == "K-dimensional" else (15, 8), device=device)
@@ -733,9 +727,23 @@ def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, de
         assert leaf.grad is not None
         return loss.detach(), leaf.grad
 
+    if kind in ("probabilities", "K-dimensional") and name not in COMPOSED_FIELDS:
+        with pytest.raises(ValueError, match=name):
+            loss_and_gradient(**{name: OTHER_VALUES[name]})
+        return
     plain, other = loss_and_gradient(), loss_and_gradient(**{name: OTHER_VALUES[name]})
     for a, b in zip(plain, other, strict=True):
         assert relative_error(b, a) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "K-dimensional"])
+def test_an_option_that_is_not_composed_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "COMPOSED_FIELDS", COMPOSED_FIELDS - {"z_loss"})
+    test_no_number_of_the_loss_is_ignored("softcap", kind, "torch", torch.device("cpu"))
+    w = torch.ones((5, 3, 8) if kind == "K-dimensional" else (15, 8))
+    y = torch.zeros(6, 3, dtype=torch.int64) if kind == "K-dimensional" else torch.full((6, 15), 1 / 15)
+    with pytest.raises(ValueError, match=r"z_loss=0\.1 needs class-index targets"):
+        flce.fused_linear_cross_entropy(torch.ones(6, 8), w, y, z_loss=0.1)
 
 
 def test_kept_arguments_are_those_of_the_call() -> None:
