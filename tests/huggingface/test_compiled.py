@@ -99,6 +99,14 @@ def test_what_leaves_is_of_one_kind(models: tuple[Any, Any]) -> None:
         logits.sum()
 
 
+def test_a_hook_after_the_loss_of_a_graph(models: tuple[Any, Any]) -> None:
+    """Its gradient does not pass by the logits, which a hook would wait for in vain."""
+    _, patched = models
+    outputs = torch.compile(patched, backend="eager")(IDS, labels=IDS)
+    with pytest.raises(RuntimeError, match="after the loss"):
+        outputs.logits.register_hook(print)
+
+
 READS: dict[str, Callable[[Any], Tensor]] = {
     "softmax": lambda x: x.softmax(-1).square().sum(),
     "topk": lambda x: x.topk(3).values.sum(),
