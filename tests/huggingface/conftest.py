@@ -74,7 +74,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.fixture
 def compare(
     request: pytest.FixtureRequest, build: Callable[..., Any], fused_calls: list[dict[str, Any]]
-) -> Callable[..., None]:
+) -> Callable[..., Any]:
     """``compare(script, **names)`` runs it on a stock model and on a patched one."""
     return lambda script, **names: scripts.compare(script, fused_calls, {**vars(request.module), "build": build, **names})
 

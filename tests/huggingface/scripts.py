@@ -1,6 +1,7 @@
 """Scripts: what users do with a model. Each runs on the model as it is and on a patched one, and both note the same.
 
-A script has what its test file has, and `Run` beside it. What is expected of the patched run alone stands in it:
+A script has the names of its test file, `TOOLS`, and the methods of `Run`. ``patched`` tells which run it is, and
+``calls`` are the calls of the fused function. What is expected of the patched run alone stands in it:
 ``fused(1)``, ``lazy(logits)``.
 """
 
@@ -30,7 +31,7 @@ V = 97
 IDS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(1))
 Build = Callable[..., Any]
 Calls = list[dict[str, Any]]
-Compare = Callable[..., None]
+Compare = Callable[..., Any]
 
 
 def batch(padding: bool = False, **more: Any) -> dict[str, Any]:
@@ -114,7 +115,7 @@ class Run:
         self.patched, self.calls = patched, calls
         self.notes: list[tuple[Any, float]] = []
         methods = (self.patch, self.unpatch, self.note, self.backward, self.step, self.fused, self.lazy)
-        self.names = {**TOOLS, **given, "patched": patched, **{each.__name__: each for each in methods}}
+        self.names = {**TOOLS, **given, "patched": patched, "calls": calls, **{each.__name__: each for each in methods}}
 
     def patch(self, model: Any, **options: Any) -> Any:
         return flce.patch_model(model, **options) if self.patched else model
@@ -167,7 +168,7 @@ def plain(value: Any) -> Any:
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, tuple | list):
         return [plain(each) for each in value]
-    return value if isinstance(value, bool | int | float | str | torch.dtype | None) else type(value)
+    return value if isinstance(value, bool | int | float | str | torch.dtype | type | None) else type(value)
 
 
 def assert_same(got: Any, want: Any, within: float, what: str) -> None:
@@ -193,9 +194,10 @@ def run(script: str, patched: bool, calls: Calls, given: dict[str, Any]) -> Run:
     return this
 
 
-def compare(script: str, calls: Calls, given: dict[str, Any]) -> None:
-    """Runs the script twice."""
+def compare(script: str, calls: Calls, given: dict[str, Any]) -> tuple[Run, Run]:
+    """Runs the script twice. Returns both runs, with what they have made."""
     stock, patched = (run(script, which, calls, given) for which in (False, True))
     assert len(patched.notes) == len(stock.notes)
     for i, ((got, _), (want, within)) in enumerate(zip(patched.notes, stock.notes, strict=True), 1):
         assert_same(got, want, within, f"note {i}")
+    return stock, patched
