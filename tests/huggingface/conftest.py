@@ -76,7 +76,8 @@ def compare(
     request: pytest.FixtureRequest, build: Callable[..., Any], fused_calls: list[dict[str, Any]]
 ) -> Callable[..., Any]:
     """``compare(script, **names)`` runs it on a stock model and on a patched one."""
-    return lambda script, **names: scripts.compare(script, fused_calls, {**vars(request.module), "build": build, **names})
+    given = {**vars(request.module), "build": build}
+    return lambda script, **names: scripts.compare(script, fused_calls, {**given, **names})
 
 
 @pytest.fixture

@@ -177,7 +177,8 @@ SCRIPTS = {
     },
     "an inference in a compiled function is one graph": """
         model = patch(small(build))
-        counter = torch._dynamo.testing.CompileCounter()
+        from torch._dynamo.testing import CompileCounter
+        counter = CompileCounter()
         with torch.no_grad():
             logits = torch.compile(Around(model.eval(), named), backend=counter)(IDS, None).logits
         assert type(logits) is Tensor

@@ -61,7 +61,8 @@ SCRIPTS = {
         other = copy.deepcopy(model)
         assert not is_patched(original)
         step()
-        parametrize.remove_parametrizations(unpatch(model).lm_head, "weight")
+        if patched:
+            parametrize.remove_parametrizations(unpatch(model).lm_head, "weight")
         model = other
         step()
         fused(2)""",
