@@ -498,10 +498,9 @@ def test_what_cannot_be_patched(name: str, build: Build) -> None:
 
 
 def test_a_model_within_another(build: Build) -> None:
-    outer = nn.Module()
-    outer.module = build("Llama")
-    assert is_patched(patch_model(outer))
-    assert not is_patched(unpatch_model(outer.module))
+    model = build("Llama")
+    assert is_patched(patch_model(nn.Sequential(model)))
+    assert not is_patched(unpatch_model(model))
 
 
 def test_only_the_first_call_looks_for_the_head(build: Build) -> None:
