@@ -280,6 +280,8 @@ TRANSFORMS: dict[str, dict[str, float]] = {
     "temp": {"temperature": 1.7},
     "all": {"softcap": 4.0, "logit_scale": -1.5, "temperature": 0.6},
 }
+# Another value than the default for each number of `LossSpec`. It changes every loss and gradient.
+OTHER_VALUES = {"label_smoothing": 0.3, "softcap": 2.0, "logit_scale": 0.7, "temperature": 1.3, "z_loss": 0.1}
 # What the grids of both losses combine, each with factors of its own.
 LOSS_FACTORS: dict[str, Sequence[Any]] = {
     "transform": list(TRANSFORMS),

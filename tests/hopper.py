@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flce import ChunkOptions
 from flce.core.problem import LossSpec, Needs
@@ -27,6 +28,15 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     search.plan_of_call.cache_clear()
     yield
     search.plan_of_call.cache_clear()
+
+
+def misplaced(monkeypatch: pytest.MonkeyPatch, t: Tensor) -> Tensor:
+    """The same at an address that is no multiple of 16 bytes. Such operands have no descriptors: they are copied, from
+    here on a few classes of the weight at a time."""
+    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * t.shape[-1] * 2)
+    moved = t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
+    assert moved.data_ptr() % 16
+    return moved
 
 
 def case_on_hopper(

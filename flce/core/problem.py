@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -91,12 +91,28 @@ class LossSpec:
         return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
 
 
+class SpecArguments(TypedDict, total=False):
+    """The fields of `LossSpec` as arguments of both losses, which their modules fix; for type checkers. And `shift`."""
+
+    ignore_index: int | None
+    reduction: str
+    label_smoothing: float
+    softcap: float | None
+    logit_scale: float
+    temperature: float
+    z_loss: float
+    shift: int
+
+
 def loss_spec(*values: Any) -> LossSpec:
     """``LossSpec(*values)``; with equal constants the same object, which is not checked again."""
     # A compiler cannot see through a cache. A tensor may hold another number the next time.
     if torch.compiler.is_compiling() or not _CONSTANTS.issuperset(map(type, values)):
         return LossSpec(*values)
-    return _kept_spec(*values)
+    try:
+        return _kept_spec(*values)
+    except TypeError:  # perhaps only because a stat is not hashable
+        return LossSpec(*values)
 
 
 _CONSTANTS = frozenset({str, int, float, bool, tuple, type(None)})

@@ -7,28 +7,16 @@ tuple of unknown length it is either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
 from flce.core.options import ChunkOptions
+from flce.core.problem import SpecArguments
 
 SomeStats: TypeAlias = tuple[str, Unpack[tuple[str, ...]]]
-
-
-class SpecArguments(TypedDict, total=False):
-    """Arguments of both losses that their modules fix."""
-
-    ignore_index: int | None
-    reduction: str
-    label_smoothing: float
-    softcap: float | None
-    logit_scale: float
-    temperature: float
-    z_loss: float
-    shift: int
 
 
 class LossArguments(SpecArguments, total=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -101,9 +102,9 @@ def linear_arguments(
         ("weight", weight, (vocab_size,)),
         ("token_weight", token_weight, tokens),
     )
-    if probabilities:
-        _check_probabilities(spec)
-    if not composed:
+    if composed:
+        _check_composed(spec, probabilities)
+    else:
         instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
         refuse_forward_mode("fused_linear_cross_entropy", instead, (input, linear_weight, linear_bias, *others))
     return LinearArguments(
@@ -166,7 +167,7 @@ def logits_arguments(
         for name, value in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
             if value:
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
-        _check_probabilities(spec)
+        _check_composed(spec, probabilities=True)
     else:
         refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
     return LogitsArguments(logits, target, weight, token_weight, num_items, shift, shard)
@@ -265,8 +266,20 @@ def _check_logits_shapes(
             )
 
 
-def _check_probabilities(spec: LossSpec) -> None:
-    """ValueError for what is defined for class indices only."""
+# The fields of `LossSpec` that `ops.composed` computes. It refuses an option that is not here.
+COMPOSED_FIELDS = {
+    "reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "temperature", "z_loss", "stats"
+}  # fmt: skip
+
+
+def _check_composed(spec: LossSpec, probabilities: bool) -> None:
+    """ValueError for what PyTorch's operators do not compute here, or is defined for class indices only."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.name not in COMPOSED_FIELDS and value != field.default:
+            raise ValueError(f"{field.name}={value!r} needs class-index targets and a weight of two dimensions")
+    if not probabilities:
+        return
     if {"logprob", "correct"} & set(spec.stats):
         raise ValueError("stats 'logprob' and 'correct' need class-index targets, got class probabilities")
     if spec.ignore_index >= 0:

@@ -5,7 +5,6 @@ They are for Hopper and bfloat16. Under the interpreter its products are mended,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -33,7 +32,7 @@ from flce.testing.problem import Problem, make_problem, relative_error, run_fuse
 from tests import forced, interpreted_bfloat16
 from tests.forced import force
 from tests.helpers import check, pairs, plan_for
-from tests.hopper import as_on_hopper, case_on_hopper
+from tests.hopper import as_on_hopper, case_on_hopper, misplaced
 
 CUDA = torch.cuda.is_available()
 ULP = 2.0**-8
@@ -66,6 +65,13 @@ def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xw") -> 
     plan = plan_for(problem, options, grads)
     assert isinstance(plan.schedule, KINDS)
     return plan
+
+
+def check_misplaced(monkeypatch: pytest.MonkeyPatch, problem: Problem, options: flce.ChunkOptions) -> None:
+    """The one operand, and the other, at addresses that have no descriptors."""
+    weight, x = (misplaced(monkeypatch, t) for t in (problem.linear_weight, problem.input))
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -175,32 +181,6 @@ def test_logits_that_bfloat16_rounds_by_more_than_there_is_room(size: float, dev
     assert relative_error(outcome.grad_input[:, 1:], expected.grad_input[:, 1:]) < 3 * ULP + 1e-6 * size
 
 
-def test_masked_classes(device: torch.device) -> None:
-    """-inf for the classes of the sample, some targets among them, and all others far below zero."""
-    problem = problem_of(device, leading=(6,), vocab=300, bias=True)
-    assert problem.linear_bias is not None
-    problem.linear_bias.fill_(-120.0)
-    problem.linear_bias[::2] = float("-inf")
-    problem.target[:] = torch.tensor([4, 0, 7, 9, 11, 13])
-    x = problem.input.clone().requires_grad_()
-    losses = flce.fused_linear_cross_entropy(
-        x, problem.linear_weight, problem.target, linear_bias=problem.linear_bias, stats=("lse", "logprob")
-    )
-    assert isinstance(losses, flce.LinearCrossEntropyOutput)
-    losses.loss.backward()
-    y = problem.input.float().requires_grad_()
-    z = y @ problem.linear_weight.float().T + problem.linear_bias.float()
-    expected = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
-    expected[2:].mean().backward()
-    assert losses.logprob is not None
-    torch.testing.assert_close(-losses.logprob, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(losses.lse, z.logsumexp(1), rtol=1e-4, atol=1e-4)
-    assert x.grad is not None
-    assert y.grad is not None
-    assert bool(x.grad.isfinite().all())
-    assert relative_error(x.grad[2:] * 6 / 4, y.grad[2:]) < 3 * ULP
-
-
 @pytest.mark.parametrize("rows", [None, 150])
 def test_terms_that_cancel(rows: int | None, device: torch.device) -> None:
     """A model that knows how frequent its targets are, and whose hidden states have something in common: the two halves
@@ -248,67 +228,6 @@ def test_logits_are_not_rounded(device: torch.device) -> None:
     for name in ("grad_input", "grad_weight"):
         error = relative_error(getattr(mine, name), getattr(expected, name))
         assert error < 0.7 * relative_error(getattr(stock, name), getattr(expected, name))
-
-
-def test_confident_rows(device: torch.device) -> None:
-    """Where p is 1 the gradient is 0; where it is nearly 1, what is left of it keeps its digits."""
-    problem = problem_of(device, leading=(40,), hidden=64, vocab=520)
-    problem.linear_weight[:40] = 0
-    problem.linear_weight[torch.arange(40), torch.arange(40)] = 2.0
-    problem.linear_weight[40:] = 0
-    problem.input.zero_()
-    problem.target.copy_(torch.arange(40))
-    for size, limit in ((259.0, 1e-30), (7.0, 1e-3)):
-        problem.input[torch.arange(40), torch.arange(40)] = size
-        outcome, expected = run_fused(problem, grads="xw"), run_oracle(problem)
-        assert float(outcome.loss) < limit
-        assert outcome.grad_input is not None
-        assert expected.grad_input is not None
-        assert float(outcome.grad_input.abs().max()) < limit
-        if size < 10:
-            assert float(outcome.loss) == pytest.approx(519 * math.exp(-14.0), rel=1e-3)
-            assert relative_error(outcome.grad_input, expected.grad_input) < 3 * ULP
-
-
-@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
-@pytest.mark.parametrize("of", ["row", "class", "target"])
-def test_logits_that_are_no_numbers(value: float, of: str, device: torch.device) -> None:
-    """Losses, and gradients of the inputs, are what PyTorch makes of them."""
-    problem = problem_of(device, leading=(6,), vocab=300, bias=True)
-    assert problem.linear_bias is not None
-    problem.target[:] = torch.arange(6) + 20
-    problem.target[5] = -100
-    if of == "row":
-        problem.input[2] = value
-        problem.linear_weight.abs_()
-    else:
-        problem.linear_bias[3 if of == "class" else 22] = value
-    problem.input[5] = float("nan")
-    x = problem.input.clone().requires_grad_()
-    weight = torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0, 1.0], device=device)
-    loss = flce.fused_linear_cross_entropy(
-        x,
-        problem.linear_weight,
-        problem.target,
-        linear_bias=problem.linear_bias,
-        token_weight=weight,
-        stats=("logprob",),
-    )
-    assert isinstance(loss, flce.LinearCrossEntropyOutput)
-    loss.loss.backward()
-    y = problem.input.float().requires_grad_()
-    z = y @ problem.linear_weight.float().T + problem.linear_bias.float()
-    losses = torch.nn.functional.cross_entropy(z, problem.target, reduction="none")
-    (losses * weight).sum().div(5).backward()
-    assert loss.logprob is not None
-    torch.testing.assert_close(-loss.logprob, losses, rtol=1e-3, atol=1e-3, equal_nan=True)
-    assert x.grad is not None
-    assert y.grad is not None
-    expected = y.grad.clone()
-    expected[5] = 0  # ignored: whatever it holds
-    assert torch.equal(x.grad.isfinite(), expected.isfinite())
-    finite = expected.isfinite()
-    assert relative_error(x.grad[finite], expected[finite]) < 3 * ULP
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -410,17 +329,9 @@ def test_operands_without_descriptors(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Addresses that are not multiples of 16 bytes: such operands are copied, a few classes of the weight at a time."""
     problem = problem_of(device, leading=(tokens,), hidden=64, vocab=300, ignored=0.2)
-    memory = problem.linear_weight.new_zeros(300 * 64 + 1)
-    weight = memory[1:].view(300, 64).copy_(problem.linear_weight)
-    assert weight.data_ptr() % 16
     options = flce.ChunkOptions(logits_dtype=logits_dtype, skip_ignored=skip)
-    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
-    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
-    assert x.data_ptr() % 16
-    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
-        check(operands, options=options, grads="xw", tolerance=3 * ULP)
+    check_misplaced(monkeypatch, problem, options)
 
 
 def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **options: Any) -> flce.ChunkOptions:
@@ -475,16 +386,9 @@ def test_borrowed_tiles_change_nothing(count: int, device: torch.device, monkeyp
 def test_borrowed_tiles_of_operands_without_descriptors(
     tokens: int, logits_dtype: torch.dtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such operands are copied, a few classes of the weight at a time."""
     problem = problem_of(device, leading=(tokens,), hidden=64, vocab=2117, ignored=0.0 if tokens == 1 else 0.2)
-    memory = problem.linear_weight.new_zeros(2117 * 64 + 1)
-    weight = memory[1:].view(2117, 64).copy_(problem.linear_weight)
     options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
-    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
-    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
-    assert x.data_ptr() % 16
-    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
-        check(operands, options=options, grads="xw", tolerance=3 * ULP)
+    check_misplaced(monkeypatch, problem, options)
 
 
 def plan_on_hopper(tokens: int, hidden: int, mib: int | None = None, **arguments: Any) -> ChunkPlan:
@@ -694,13 +598,7 @@ def test_classes_that_are_recomputed(
 def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = problem_of(device, leading=(75,), hidden=64, vocab=2099, ignored=0.2)
     options = recompute(monkeypatch, 1051, 32, 768)
-    memory = problem.linear_weight.new_zeros(2099 * 64 + 1)
-    weight = memory[1:].view(2099, 64).copy_(problem.linear_weight)
-    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * 64 * 2)
-    x = problem.input.new_zeros(problem.input.numel() + 1)[1:].view(problem.input.shape).copy_(problem.input)
-    assert x.data_ptr() % 16
-    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
-        check(operands, options=options, grads="xw", tolerance=3 * ULP)
+    check_misplaced(monkeypatch, problem, options)
 
 
 def test_who_recomputes_classes() -> None:

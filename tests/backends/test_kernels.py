@@ -19,6 +19,7 @@ from flce.backends.eager import TorchBackend
 from flce.backends.state import finish
 from flce.core.devices import total_memory
 from flce.core.problem import NUMBERS, LossSpec
+from tests.extremes import every_extreme, has_a_softmax
 from tests.helpers import allpairs
 from tests.tiles import Rows, assert_close, assert_same, random_rows
 
@@ -311,50 +312,26 @@ def test_dtypes(
     compare(kernels, random_rows(6, 37, dtype, device), tolerance, grad_dtype)
 
 
-@pytest.mark.parametrize("bad", [float("-inf"), float("inf"), float("nan")])
+def extreme_rows(dtype: torch.dtype, device: torch.device, defined: bool, **spec: Any) -> Rows:
+    """Those that have a softmax, or the others, each with a target or two of its four."""
+    logits, target = (t[::3] for t in every_extreme(37))
+    some = has_a_softmax(logits) == defined
+    plain = random_rows(int(some.sum()), 37, dtype, device, stats=STATS if defined else ("logprob",), **spec)
+    inputs = plain.inputs._replace(target=target[some].to(device))
+    return replace(plain, logits=logits[some].to(device, dtype), inputs=inputs)
+
+
+@pytest.mark.parametrize("defined", [True, False])
 @pytest.mark.parametrize("block", [(2, 2, 2, 1), (2, 16, 2, 1)], ids=["several blocks", "one block"])
-def test_what_is_not_finite(
+def test_extreme_logits(
     kernels: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
     block: tuple[int, int, int, int],
-    bad: float,
+    defined: bool,
 ) -> None:
-    """In one column, in all of some lanes, in all columns of some blocks, in a whole row; beside very small logits."""
     small_blocks(monkeypatch, kernels, block)
-    rows = random_rows(12, 37, torch.float64, device, stats=("logprob",))
-    rows.logits[4, 20] = bad
-    rows.logits[6, ::2] = bad
-    rows.logits[8, 8:24] = bad
-    rows.logits[10] = bad
-    rows.logits[5] = bad  # ignored
-    rows.logits[7] -= 5000
-    rows.logits[7, 8:24] = bad
-    rows.logits[11, 3:] -= 5000
-    compare(kernels, rows)
-
-
-def test_a_tie_is_won_by_the_lowest_class(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    small_blocks(monkeypatch, kernels, (2, 2, 2, 1))
-    rows = random_rows(12, 37, torch.float64, device, stats=("argmax",))
-    for row, ties in enumerate([(0, 36), (9, 10), (11, 20), (12, 13, 14), (3, 18, 35), (35, 36)]):
-        rows.logits[2 * row, list(ties)] = 50.0
-    compare(kernels, rows)
-
-
-def test_a_large_common_offset(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    small_blocks(monkeypatch, kernels, (2, 2, 2, 1))
-    rows = random_rows(6, 37, torch.float32, device, stats=("logprob", "entropy"), label_smoothing=0.1)
-    rows.logits.round_()
-    plain, shifted = rows.outputs(), rows.outputs()
-    for offset, out in ((0.0, plain), (65536.0, shifted)):
-        logits, tile = rows.tile(0, rows.vocab)
-        logits += offset
-        rows.loss_and_gradient(kernels.TritonBackend(), logits, logits, tile, out)
-    torch.testing.assert_close(shifted.loss, plain.loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(shifted.entropy, plain.entropy, rtol=1e-6, atol=1e-6)
+    compare(kernels, extreme_rows(torch.float64, device, defined))
 
 
 @pytest.mark.gpu
@@ -598,19 +575,14 @@ def test_rows_anywhere(
     assert flags[0][1] == (row["length"] != "several")
 
 
-@pytest.mark.parametrize("bad", [float("-inf"), float("inf"), float("nan")])
-def test_edges_that_are_not_finite(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, bad: float
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("defined", [True, False])
+def test_extreme_logits_with_edges(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, defined: bool, dtype: torch.dtype
 ) -> None:
-    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
-    rows = random_rows(12, 37, torch.float64, device, stats=("logprob",))
-    rows.logits[4, 0] = bad
-    rows.logits[6, -1] = bad
-    rows.logits[7, 3:36] = bad
-    rows.logits[8, [0, 1, 2, 35, 36]] = bad
-    rows.logits[10] = bad
-    rows.logits[5] = bad  # ignored
-    rows.inputs.target[4], rows.inputs.target[6] = 36, 0
+    """A large common offset costs no digit of float32."""
+    small_blocks(monkeypatch, kernels, EDGE_BLOCKS[dtype][0])
+    rows = extreme_rows(dtype, device, defined, label_smoothing=0.1)
     for mode in ("both", "statistics"):
         check_rows_anywhere(kernels, rows, skip=1, mode=mode)
 

@@ -29,7 +29,7 @@ from flce.tools.bench.cases import Effort, StepOutcome, needs_package
 from flce.tools.bench.contenders import CONTENDERS, OperatorContender, budget_name, select
 from flce.tools.bench.measure import Meter
 from flce.tools.bench.problem import CALLS, OperatorCase, OperatorProblem
-from flce.tools.bench.results import Entry, Run
+from flce.tools.bench.results import BenchResult, Entry, Run
 from flce.tools.bench.tables import spread_note
 
 ROOT = Path(__file__).parents[2]
@@ -164,22 +164,6 @@ def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
     assert "No figures for ours, ours-again" in " ".join(done.output.split())
 
 
-def test_a_failing_contender_is_reported_and_the_others_go_on():
-    def prepare(problem):
-        def step():
-            raise RuntimeError("as planned")
-
-        return step
-
-    broken = OperatorContender("broken", "A broken one", "peer", prepare)
-    case = OperatorCase(8, 4, 16, dtype="float32")
-    entry = OPERATOR.measure(case, CPU, Effort(2, 1.0), [broken, *select(["stock"])])
-    failed, stock = entry.by_name("broken"), entry.by_name("stock")
-    assert failed.status == "failed"
-    assert failed.reason == "RuntimeError: as planned"
-    assert len(stock.samples_ms) == 2
-
-
 def test_a_deadline_ends_a_case():
     case = OperatorCase(8, 4, 16, dtype="float32")
     entry = OPERATOR.measure(case, CPU, Effort(5, 1.0, until=0.0), select(["stock", "ours"]))
@@ -213,10 +197,6 @@ def test_a_budget_is_a_contender():
     case = OperatorCase(2000, 32, 500, dtype="float32")
     assert float32.applies(case, CPU)
     assert not bfloat16.applies(case, CPU)
-    entry = OPERATOR.measure(case, CPU, Effort(1, 1.0), [float32])
-    assert entry.results[0].status == "ok", entry.results[0].reason
-    assert entry.results[0].workspace_bytes is not None
-    assert entry.results[0].workspace_bytes <= 3 * MIB
     with pytest.raises(ValueError, match="ours-0MiB"):
         select(["ours-0MiB"])
 
@@ -245,36 +225,26 @@ def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
         torch.testing.assert_close(result, truth)
 
 
-def test_cpu_meter_counts_a_known_pattern():
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_meter_counts_a_known_pattern(kind):
     """Peak of a, then a and b, then b and c, above what is there before and what is returned."""
-    held = torch.zeros(8 * MIB, dtype=torch.uint8)
+
+    def zeros(mib):
+        return torch.zeros(mib * MIB, dtype=torch.uint8, device=kind)
+
+    held = zeros(32)
 
     def step():
-        a = torch.zeros(2 * MIB, dtype=torch.uint8)
-        b = torch.zeros(4 * MIB, dtype=torch.uint8)
+        a, b = zeros(8), zeros(16)
         del a
-        c = torch.zeros(16 * MIB, dtype=torch.uint8)
+        c = zeros(64)
         del b, c
         return StepOutcome(None, input_grad=held.clone())
 
-    _, sample = Meter(CPU).warm_up(step)
-    # b and c (20 MiB) are the peak, before the 8 MiB that are returned exist.
-    assert sample.workspace_bytes == (4 + 16 - 8) * MIB
-
-
-@pytest.mark.gpu
-def test_cuda_meter_counts_a_known_pattern():
-    device = torch.device("cuda")
-
-    def step():
-        a = torch.zeros(32 * MIB, dtype=torch.uint8, device=device)
-        b = torch.zeros(64 * MIB, dtype=torch.uint8, device=device)
-        del a, b
-        return StepOutcome(None, input_grad=torch.zeros(8 * MIB, dtype=torch.uint8, device=device))
-
-    meter = Meter(device)
+    meter = Meter(torch.device(kind))
     _, sample = meter.warm_up(step)
-    assert sample.workspace_bytes == pytest.approx((32 + 64 - 8) * MIB, abs=2 * MIB)  # blocks may be larger
+    # b and c (80 MiB) are the peak, before the 32 MiB that are returned exist. CUDA's blocks may be larger.
+    assert sample.workspace_bytes == pytest.approx((16 + 64 - 32) * MIB, abs=0 if kind == "cpu" else 2 * MIB)
     assert meter.sample(step).milliseconds > 0
 
 
@@ -303,14 +273,9 @@ def test_problem_is_as_asked_for():
 
 
 def test_not_finite_errors_survive_the_file(tmp_path):
-    entry = Entry(OperatorCase(8, 4, 16))
-    result = OPERATOR.measure(OperatorCase(8, 4, 16, dtype="float32"), CPU, Effort(1, 1.0), select(["stock"])).results[
-        0
-    ]
-    result.errors = {"loss": math.inf, "input_grad": 0.5}
-    entry.results.append(result)
+    result = BenchResult("stock", "stock", "stock", errors={"loss": math.inf, "input_grad": 0.5})
     head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
-    save(Run("operator", head, [entry]), tmp_path / "run.json")
+    save(Run("operator", head, [Entry(OperatorCase(8, 4, 16), [result])]), tmp_path / "run.json")
     again = OPERATOR.load(tmp_path / "run.json").cases[0].results[0]
     assert again.errors == result.errors
 
@@ -376,16 +341,26 @@ def test_the_cases_of_all_presets_survive_the_file(measured):  # pytest-benchmar
             assert measured.case_type.from_dict(json.loads(json.dumps(case.to_dict()))) == case
 
 
-def test_a_failing_repeat_is_a_shortfall():
+def test_what_fails_is_a_shortfall_and_the_others_go_on():
     calls = iter(range(100))
 
     def prepare(problem):
-        if next(calls):
-            raise RuntimeError("as planned")
-        return lambda: None
+        number = next(calls)
+
+        def step():
+            if number:
+                raise RuntimeError("as planned")
+
+        return step
 
     ours = OperatorContender("ours", "flce", "ours", prepare)
-    entry = OPERATOR.measure(OperatorCase(8, 4, 16, dtype="float32"), CPU, Effort(1, 1.0), [ours])
+    case = OperatorCase(8, 4, 16, dtype="float32")
+    entry = OPERATOR.measure(case, CPU, Effort(2, 1.0), [ours, *select(["stock"])])
+    assert [(result.status, len(result.samples_ms)) for result in entry.results] == [
+        ("ok", 2),
+        ("ok", 2),
+        ("failed", 0),
+    ]
     (missing,) = shortfalls(Run("operator", {}, [entry]))
     assert (missing.contender, missing.reason) == ("ours-again", "RuntimeError: as planned")
     assert "not known" in time_table(entry).notes[-1]

@@ -58,7 +58,7 @@ def operators_calls(labels: torch.Tensor) -> int:
 
 
 def test_head_and_own_loss() -> None:
-    """Beside the operator, 335 on 2026-11-23, 468 before; 464 and 633 with a cast and a shift."""
+    """Beside the operator, 383 on 2026-11-24; 522 with a cast and a shift."""
     model = flce.patch_model(Head())
     hidden, labels = torch.randn(1, TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (1, TOKENS))
 
@@ -71,7 +71,7 @@ def test_head_and_own_loss() -> None:
         logits, shifted = model(hidden).float()[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
         F.cross_entropy(logits.view(-1, VOCAB), shifted.view(-1)).backward()
 
-    assert python_calls(step) - operators_calls(labels[0]) <= 385
+    assert python_calls(step) - operators_calls(labels[0]) <= 400
     assert python_calls(shifting_step) - operators_calls(labels[0, 1:]) <= 535
     assert flce.report(model).fused == 6
 

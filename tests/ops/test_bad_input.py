@@ -342,6 +342,7 @@ ROWS: list[Row] = [
     ("ignore_index beyond 64 bits", lambda: good(ignore_index=2**70), ValueError, words("ignore_index", "64")),
     ("num_items not a number", lambda: good(reduction="sum", num_items=float("nan")), ValueError, words("num_items")),
     ("unknown statistic", lambda: good(stats=("lse", "mean")), ValueError, words("mean", "lse", "entropy")),
+    ("a statistic that is a list", lambda: good(stats=([],)), ValueError, words("unknown stat", "lse", "entropy")),
     ("shift < 0", lambda: good(shift=-1), ValueError, words("shift", "-1")),
     (
         "shift of a 0-d target",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import flce
 from flce import modules
 from flce.testing.problem import Problem, make_problem
-from tests.helpers import STATS
+from tests.helpers import OTHER_VALUES, STATS
 
 # Each argument reaches the function, as a test below looks: these are for what comes back.
 LOSS_ARGUMENTS: list[dict[str, Any]] = [
@@ -55,15 +55,11 @@ def test_modules_with_a_head(kwargs: dict[str, Any], bias: bool, torch_backend: 
 
 
 # Another value than the default for each argument that a module fixes.
-OTHER_VALUES: dict[str, Any] = {
+OTHER_ARGUMENTS: dict[str, Any] = {
+    **OTHER_VALUES,
     "weight": torch.ones(30),
     "reduction": "sum",
     "ignore_index": 3,
-    "label_smoothing": 0.1,
-    "softcap": 5.0,
-    "logit_scale": 2.0,
-    "temperature": 0.5,
-    "z_loss": 0.01,
     "shift": 1,
     "stats": ("lse",),
     "options": flce.ChunkOptions(chunk_rows=4),
@@ -89,13 +85,13 @@ def test_every_argument_reaches_the_function(
     function = getattr(flce, name)
     arguments = inspect.signature(function).parameters
     shown = inspect.signature(module).parameters
-    fixed = arguments.keys() & OTHER_VALUES.keys()
+    fixed = arguments.keys() & OTHER_ARGUMENTS.keys()
     of_forward = dict.fromkeys({"adapters", "token_weight", "num_items"} & arguments.keys(), 7)
     monkeypatch.setattr(modules, name, functools.wraps(function)(lambda *args, **kwargs: seen.update(kwargs)))
     for given in fixed:
-        module(*made_with, **{given: OTHER_VALUES[given]})(*[torch.zeros(())] * called_with, **of_forward)
+        module(*made_with, **{given: OTHER_ARGUMENTS[given]})(*[torch.zeros(())] * called_with, **of_forward)
         for argument in fixed:
-            want = OTHER_VALUES[argument] if argument == given else arguments[argument].default
+            want = OTHER_ARGUMENTS[argument] if argument == given else arguments[argument].default
             assert seen[argument] is want or seen[argument] == want
             assert shown[argument].default == arguments[argument].default
         assert {argument: seen[argument] for argument in of_forward} == of_forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,19 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce.core.problem import NUMBERS, LossSpec, loss_spec
+from flce.ops import arguments
+from flce.ops.arguments import COMPOSED_FIELDS
 from flce.testing.problem import make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
     BACKENDS,
+    OTHER_VALUES,
     REDUCTIONS,
     STATS,
     STRATEGIES,
     assert_near,
     check,
     combinations,
-    least_for,
     pairs,
-    several_blocks,
 )
+from tests.ops.test_softmax import LAYOUTS
 
 both_strategies = pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 every_reduction = pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -125,28 +128,6 @@ def test_skipping_ignored_rows_changes_nothing(
     check(p.with_(reduction="none"), options=options_for(strategy, skip_ignored=skip), stats=STATS)
 
 
-def test_ignored_row_with_nan_does_not_touch_the_loss(backend: str, device: torch.device) -> None:
-    p = make_problem((9,), 8, 70, device=device)
-    p.target[4] = -100
-    expected = run_oracle(p).loss
-    p.input[4] = math.nan
-    for skip in (True, False):
-        options = flce.ChunkOptions(skip_ignored=skip)
-        loss = fused(p.input, p.linear_weight, p.target, options=options)
-        torch.testing.assert_close(loss, expected)
-
-
-def test_nan_row_stays_in_its_row(backend: str, device: torch.device) -> None:
-    p = make_problem((9,), 8, 70, reduction="none", device=device)
-    p.input[4] = math.nan
-    out = run_fused(p, grads="x", stats=STATS)
-    expected = torch.arange(9, device=device) == 4
-    assert torch.equal(out.loss.isnan(), expected)
-    assert out.grad_input is not None
-    assert torch.equal(out.grad_input.isnan().all(1), expected)
-    assert torch.equal(out.grad_input.isnan().any(1), expected)
-
-
 @both_strategies
 def test_ignore_index_may_be_a_class_or_far_outside(strategy: str, backend: str, device: torch.device) -> None:
     for ignore_index in (0, 29, 30, -1, -(2**31), 2**31 - 1):
@@ -179,175 +160,6 @@ def test_vocabulary_of_one(reduction: str, strategy: str, backend: str, device: 
     p = make_problem((7,), 8, 1, bias=True, ignored=0.3, reduction=reduction, device=device)
     out = check(p, options=options_for(strategy), stats=STATS)
     assert not out.loss.any()
-
-
-@pairs(strategy=STRATEGIES, dtype=[torch.float64, torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS)
-def test_confident_rows(strategy: str, dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    """Logits of 0 but for one of 200: a loss of exactly 0 where that one is the target, and 200 elsewhere."""
-    vocab = 24
-    x = 200 * torch.eye(8, vocab, dtype=dtype, device=device)
-    w = torch.eye(vocab, dtype=dtype, device=device)
-    y = torch.arange(8, device=device)
-    y[5:] = 0
-    x, w = x.requires_grad_(), w.requires_grad_()
-    out = fused(x, w, y, reduction="none", stats=STATS, options=options_for(strategy))
-    assert out.loss.tolist() == [0.0] * 5 + [200.0] * 3
-    assert out.entropy.abs().max() < 1e-6
-    assert out.argmax.tolist() == list(range(8))
-    assert out.correct.tolist() == [True] * 5 + [False] * 3
-    out.loss.sum().backward()
-    assert x.grad is not None
-    assert x.grad.isfinite().all()
-    expected = torch.zeros(8, vocab, dtype=torch.float64, device=device)
-    for row in (5, 6, 7):
-        expected[row, row], expected[row, 0] = 1.0, -1.0
-    assert_near(x.grad, expected, 1e-6, "gradient")
-
-
-@combinations(offset=[1e4, -1e4], dtype=[torch.float64, torch.float32], strategy=STRATEGIES)
-def test_large_common_offset(
-    offset: float, dtype: torch.dtype, strategy: str, backend: str, device: torch.device
-) -> None:
-    p = make_problem((13,), 8, 90, dtype=dtype, bias=True, device=device)
-    assert p.linear_bias is not None
-    p.linear_bias.add_(offset)
-    expected = run_oracle(p)
-    ours = run_fused(p, options=options_for(strategy))
-    if dtype == torch.float64:
-        assert_near(ours.loss, expected.loss, 1e-10, "loss")
-        assert_near(ours.grad_input, expected.grad_input, 1e-10, "gradient")
-        return
-    theirs = run_stock(p)
-    for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
-        mine = relative_error(getattr(ours, name), getattr(expected, name))
-        other = relative_error(getattr(theirs, name), getattr(expected, name))
-        assert mine <= 1.5 * other + 1e-6, (name, mine, other)
-
-
-@both_strategies
-def test_equal_logits(strategy: str, backend: str, device: torch.device) -> None:
-    """A weight of zeros: the loss is log(V), the entropy too, and the argmax is the first class."""
-    p = make_problem((9,), 8, 300, std=0.0, device=device)
-    out = check(p, options=options_for(strategy), stats=STATS)
-    assert out.loss.item() == pytest.approx(math.log(300), rel=1e-12)
-    assert out.output.argmax.tolist() == [0] * 9
-
-
-@both_strategies
-def test_argmax_takes_the_lowest_of_equals(strategy: str, backend: str, device: torch.device) -> None:
-    """Also when the equals lie in different blocks of the vocabulary."""
-    vocab = 4500
-    bias = torch.zeros(vocab, dtype=torch.float64, device=device)
-    bias[[17, 900, 2100, 4499]] = 3.0
-    x = torch.zeros(3, 4, dtype=torch.float64, device=device)
-    w = torch.zeros(vocab, 4, dtype=torch.float64, device=device)
-    y = torch.tensor([17, 900, 4499], device=device)
-    out = fused(x, w, y, linear_bias=bias, stats=("argmax", "correct"), options=options_for(strategy))
-    assert out.argmax.tolist() == [17, 17, 17]
-    assert out.correct.tolist() == [True, False, False]
-    assert out.lse is None
-
-
-@combinations(strategy=STRATEGIES, smoothing=[0.0, 0.1], reduction=["mean", "none"])
-def test_minus_infinity_logits(
-    strategy: str, smoothing: float, reduction: str, backend: str, device: torch.device
-) -> None:
-    """A class that cannot be (a bias of -inf): loss and gradients as PyTorch has them, the target hit or not."""
-    p = make_problem((12,), 8, 70, bias=True, device=device)
-    assert p.linear_bias is not None
-    p.linear_bias[::3] = -math.inf
-    for y in (p.target // 3 * 3 + 1, p.target):  # no target among the impossible; some targets among them
-        y = y.clamp(max=69)
-        kwargs: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
-        theirs = losses_and_grads(
-            lambda x, w, b, y=y, kwargs=kwargs: stock(x, w, y, b, **kwargs),
-            p.input,
-            p.linear_weight,
-            p.linear_bias,
-        )
-        ours = losses_and_grads(
-            lambda x, w, b, y=y, kwargs=kwargs: fused(x, w, y, linear_bias=b, options=options_for(strategy), **kwargs),
-            p.input,
-            p.linear_weight,
-            p.linear_bias,
-        )
-        names = ("loss", "gradient x", "gradient w", "gradient b")
-        for mine, other, name in zip(ours, theirs, names, strict=True):
-            assert_near(mine, other, 1e-10, name)
-
-
-@both_strategies
-def test_statistics_with_minus_infinity_logits(strategy: str, backend: str, device: torch.device) -> None:
-    p = make_problem((12,), 8, 70, bias=True, softcap=None, device=device)
-    assert p.linear_bias is not None
-    p.linear_bias[::3] = -math.inf
-    p.target.copy_((p.target // 3 * 3 + 1).clamp(max=69))
-    check(p, options=options_for(strategy), stats=STATS)
-
-
-@pairs(smoothing=[0.0, 0.1], reduction=["mean", "none"], backend=BACKENDS)
-def test_extremes_across_blocks(smoothing: float, reduction: str, backend: str, device: torch.device) -> None:
-    """Merging blocks of the vocabulary: some all -inf, one huge, equals in several of them."""
-    p = make_problem((6,), 4, 600, bias=True, std=1.0, reduction=reduction, label_smoothing=smoothing, device=device)
-    assert p.linear_bias is not None
-    p.input[3:] = 0.0  # the logits of these rows are the bias
-    p.linear_bias[[3, 210, 400, 599]] = 7.0
-    p.target.copy_(torch.tensor([250, 310, 400, 3, 210, 599]))
-    options = several_blocks(p, 5, stats=STATS)
-    out = check(p, options=options, stats=STATS)
-    assert out.output.argmax[3:].tolist() == [3, 3, 3]
-    p.linear_bias[400] = 900.0
-    check(p, options=options, stats=STATS)
-    p.linear_bias[:200] = -math.inf
-    p.linear_bias[500:] = -math.inf
-    p.target.copy_(torch.tensor([250, 310, 400, 299, 210, 499]))
-    check(p, options=options, stats=STATS)
-    p.linear_bias[200:] = -math.inf
-    p.linear_bias[499] = 0.0
-    check(p, options=options, stats=STATS)
-
-
-@both_strategies
-def test_a_row_of_only_minus_infinity(strategy: str, backend: str, device: torch.device) -> None:
-    p = make_problem((5,), 8, 20, bias=True, reduction="none", device=device)
-    assert p.linear_bias is not None
-    p.linear_bias.fill_(-math.inf)
-    theirs = stock(p.input, p.linear_weight, p.target, p.linear_bias, reduction="none")
-    assert theirs.isnan().all()
-    assert run_fused(p, options=options_for(strategy), grads="").loss.isnan().all()
-
-
-@combinations(strategy=STRATEGIES, bad=[math.inf, math.nan])
-def test_plus_infinity_and_nan_logits(strategy: str, bad: float, backend: str, device: torch.device) -> None:
-    p = make_problem((6,), 8, 70, bias=True, reduction="none", device=device)
-    assert p.linear_bias is not None
-    p.linear_bias[7] = bad
-    p.target[0] = 7
-    theirs = losses_and_grads(
-        lambda x, w, b: stock(x, w, p.target, b, reduction="none"), p.input, p.linear_weight, p.linear_bias
-    )
-    assert theirs[0].isnan().all()
-    ours = run_fused(p, options=options_for(strategy))
-    assert ours.loss.isnan().all()
-    assert ours.grad_input is not None
-    assert torch.equal(ours.grad_input.isnan(), theirs[1].isnan())
-
-
-def test_infinite_logits_under_a_softcap_are_finite(backend: str, device: torch.device) -> None:
-    p = make_problem((6,), 8, 70, bias=True, softcap=5.0, device=device)
-    assert p.linear_bias is not None
-    p.linear_bias[7], p.linear_bias[9] = math.inf, -math.inf
-    expected = run_oracle(p)
-    out = run_fused(p)
-    assert out.loss.isfinite()
-    assert_near(out.loss, expected.loss, 1e-10, "loss")
-    assert_near(out.grad_input, expected.grad_input, 1e-10, "gradient x")
-
-
-def test_huge_logits_do_not_overflow(backend: str, device: torch.device) -> None:
-    for std in (1e3, 1e6):
-        p = make_problem((9,), 8, 70, std=std, device=device)
-        check(p, tolerance=1e-8)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -420,21 +232,7 @@ def test_num_items(kind: str, backend: str, device: torch.device) -> None:
         "on the CPU": torch.tensor(37),
     }[kind]
     p = make_problem((13,), 8, 40, reduction="sum", ignored=0.3, z_loss=0.01, device=device)
-    plain = run_fused(p)
-    divided = run_fused(p.with_(num_items=value), stats=("lse",))
-    torch.testing.assert_close(divided.loss, plain.loss / 37, rtol=1e-12, atol=0)
-    assert divided.grad_weight is not None
-    assert plain.grad_weight is not None
-    torch.testing.assert_close(divided.grad_weight, plain.grad_weight / 37, rtol=1e-10, atol=1e-14)
     check(p.with_(num_items=value))
-
-
-def test_token_weight_multiplies_each_position(backend: str, device: torch.device) -> None:
-    p = make_problem((4, 6), 8, 40, token_weight=True, shift=1, ignored=0.2, z_loss=0.02, device=device)
-    weight = p.kwargs["token_weight"]
-    weighted = run_fused(p.with_(reduction="none"))
-    plain = run_fused(p.with_(reduction="none", token_weight=None))
-    torch.testing.assert_close(weighted.loss, weight * plain.loss, rtol=1e-12, atol=1e-14)
 
 
 def test_token_weight_gets_no_gradient(backend: str, device: torch.device) -> None:
@@ -487,103 +285,42 @@ def test_any_leading_shape(leading: tuple[int, ...], reduction: str, backend: st
     assert out.output.lse.shape == leading
 
 
-def _noncontiguous(t: Tensor, how: str) -> Tensor:
-    """The same values with other strides."""
-    if how == "transposed":
-        return t.transpose(0, -1).contiguous().transpose(0, -1)
-    if how == "strided":
-        big = torch.zeros(*t.shape[:-1], t.shape[-1] * 2, dtype=t.dtype, device=t.device)
-        big[..., ::2] = t
-        return big[..., ::2]
-    if how == "offset":
-        big = torch.zeros(*t.shape[:-1], t.shape[-1] + 3, dtype=t.dtype, device=t.device)
-        big[..., 3:] = t
-        return big[..., 3:]
-    raise ValueError(how)
+ARGUMENTS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
 
 
-# One dimension cannot be transposed.
-OTHER_STRIDES = [
-    *((which, how) for which in ("linear_bias", "weight") for how in ("strided", "offset")),
-    *(
-        (which, how)
-        for which in ("input", "linear_weight", "target", "token_weight")
-        for how in ("transposed", "strided", "offset")
-    ),
-]
+@pairs(
+    which=ARGUMENTS,
+    layout=[name for name in LAYOUTS if name != "contiguous"],
+    leading=[(11,), (5, 6)],  # one dimension is flattened without a copy
+    reduction=["mean", "none"],
+    strategy=STRATEGIES,
+    backend=BACKENDS,
+)
+def test_any_strides(
+    which: str,
+    layout: str,
+    leading: tuple[int, ...],
+    reduction: str,
+    strategy: str,
+    backend: str,
+    device: torch.device,
+) -> None:
+    """The same as of contiguous tensors: the loss, and the gradients of what the strided tensors are made of."""
+    p = make_problem(leading, 8, 40, bias=True, class_weight=True, token_weight=True, ignored=0.2, device=device)
+    others = {"target": p.target, **p.kwargs, "reduction": reduction}
 
+    def loss_of(contiguous: bool, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        tensors = {"input": x, "linear_weight": w, "linear_bias": b, **others}
+        changed = LAYOUTS[layout](tensors[which])
+        tensors[which] = changed.contiguous() if contiguous else changed
+        loss = fused(options=options_for(strategy), **tensors)
+        assert isinstance(loss, Tensor)
+        return loss
 
-@pairs(case=OTHER_STRIDES, strategy=STRATEGIES, backend=BACKENDS)
-def test_noncontiguous(case: tuple[str, str], strategy: str, backend: str, device: torch.device) -> None:
-    which, how = case
-    p = make_problem((5, 6), 8, 40, bias=True, class_weight=True, token_weight=True, ignored=0.2, device=device)
-    tensors: dict[str, Any] = {
-        "input": p.input,
-        "linear_weight": p.linear_weight,
-        "target": p.target,
-        "linear_bias": p.linear_bias,
-        **p.kwargs,
-    }
-    one_dimensional = tensors[which].dim() == 1
-    changed = _noncontiguous(tensors[which], how)
-    assert torch.equal(changed, tensors[which])
-    assert (how == "offset" and one_dimensional) or not changed.is_contiguous()
-    tensors[which] = changed
-    expected = run_oracle(p)
-    leaves = {}
-    for name in ("input", "linear_weight", "linear_bias"):
-        leaf = tensors[name].detach()
-        leaves[name] = tensors[name] = leaf.requires_grad_()
-    loss = fused(options=options_for(strategy), **tensors)
-    loss.backward()
-    assert_near(loss, expected.loss, 1e-10, "loss")
-    assert_near(leaves["input"].grad, expected.grad_input, 1e-10, "gradient x")
-    assert_near(leaves["linear_weight"].grad, expected.grad_weight, 1e-10, "gradient w")
-    assert expected.grad_bias is not None
-    assert_near(leaves["linear_bias"].grad, expected.grad_bias, 1e-10, "gradient b")
-
-
-@combinations(which=["input", "target", "token_weight"], reduction=["mean", "none"], strategy=STRATEGIES)
-def test_noncontiguous_vectors(which: str, reduction: str, strategy: str, backend: str, device: torch.device) -> None:
-    """One leading dimension, whose flattening copies nothing."""
-    p = make_problem((11,), 8, 40, token_weight=True, ignored=0.2, reduction=reduction, device=device)
-    x, y, t = p.input, p.target, p.kwargs["token_weight"]
-    if which == "input":
-        x = torch.stack((x, x + 1), dim=1)[:, 0]
-        assert not x.is_contiguous()
-    elif which == "target":
-        y = torch.stack((y, torch.zeros_like(y)), dim=1)[:, 0]
-        assert not y.is_contiguous()
-    else:
-        t = torch.stack((t, t + 1), dim=1)[:, 0]
-        assert not t.is_contiguous()
-    q = type(p)(x, p.linear_weight, y, None, {**p.kwargs, "token_weight": t})
-    check(q, options=options_for(strategy), stats=STATS)
-
-
-@both_strategies
-def test_expanded_tensors(strategy: str, backend: str, device: torch.device) -> None:
-    row = torch.randn(1, 8, dtype=torch.float64, device=device)
-    classes = torch.randn(1, 8, dtype=torch.float64, device=device)
-    y = torch.full((1,), 3, device=device).expand(9)
-
-    def ours(x: Tensor, w: Tensor) -> Tensor:
-        out = fused(x.expand(9, 8), w.expand(40, 8), y, options=options_for(strategy))
-        assert isinstance(out, Tensor)
-        return out
-
-    a = losses_and_grads(ours, row, classes)
-    b = losses_and_grads(lambda x, w: stock(x.expand(9, 8), w.expand(40, 8), y), row, classes)
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_sliced_weight(backend: str, device: torch.device) -> None:
-    """A head whose padded rows are sliced off keeps the stride of the padded one."""
-    padded = torch.randn(64, 8, dtype=torch.float64, device=device)
-    p = make_problem((9,), 8, 50, device=device)
-    a = losses_and_grads(lambda x, w: fused(x, w[:50], p.target), p.input, padded)
-    b = losses_and_grads(lambda x, w: stock(x, w[:50], p.target), p.input, padded)
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    leaves = (p.input, p.linear_weight, p.linear_bias)
+    mine, expected = (losses_and_grads(functools.partial(loss_of, plain), *leaves) for plain in (False, True))
+    # An expanded target may be one that is ignored.
+    torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 @pairs(target_dtype=[torch.int32, torch.int64], reduction=REDUCTIONS, backend=BACKENDS)
@@ -601,38 +338,28 @@ def needs_linear_cross_entropy() -> None:
         pytest.skip("this PyTorch has no torch.nn.functional.linear_cross_entropy")
 
 
-@pairs(reduction=REDUCTIONS, smoothing=[0.0, 0.3], class_weight=[False, True], leading=[(), (7,)], backend=BACKENDS)
+@pairs(
+    reduction=REDUCTIONS,
+    smoothing=[0.0, 0.3],
+    class_weight=[False, True],
+    leading=[(), (7,), (2, 3)],
+    backend=BACKENDS,
+)
 def test_probability_targets(
     reduction: str, smoothing: float, class_weight: bool, leading: tuple[int, ...], backend: str
 ) -> None:
-    needs_linear_cross_entropy()
     p = make_problem(leading, 8, 20, bias=True, class_weight=class_weight, reduction=reduction)
     p = p.with_(label_smoothing=smoothing)
     y = torch.softmax(torch.randn(*leading, 20, dtype=torch.float64), dim=-1)
-    run = lambda f: losses_and_grads(  # noqa: E731
-        lambda x, w, b: f(x, w, y, linear_bias=b, **p.kwargs), p.input, p.linear_weight, p.linear_bias
-    )
-    torch.testing.assert_close(run(fused), run(F.linear_cross_entropy), rtol=1e-10, atol=1e-12)
+    upstream = torch.randn(leading if reduction == "none" else (), dtype=torch.float64)
 
+    def theirs(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        loss = stock(x.reshape(-1, 8), w, y.reshape(-1, 20), b, **p.kwargs)
+        return loss.view(leading) if reduction == "none" else loss
 
-@every_reduction
-def test_probability_targets_with_any_leading_shape(reduction: str, backend: str) -> None:
-    p = make_problem((2, 3), 8, 20, reduction=reduction)
-    y = torch.softmax(torch.randn(2, 3, 20, dtype=torch.float64), dim=-1)
-    upstream = torch.randn((2, 3) if reduction == "none" else (), dtype=torch.float64)
-
-    def theirs(x: Tensor, w: Tensor) -> Tensor:
-        loss = F.cross_entropy(F.linear(x, w).flatten(0, 1), y.flatten(0, 1), reduction=reduction)
-        return loss.view(2, 3) if reduction == "none" else loss
-
-    a = losses_and_grads(
-        lambda x, w: fused(x, w, y, reduction=reduction),
-        p.input,
-        p.linear_weight,
-        upstream=upstream,
-    )
-    b = losses_and_grads(theirs, p.input, p.linear_weight, upstream=upstream)
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    leaves = (p.input, p.linear_weight, p.linear_bias)
+    mine = losses_and_grads(lambda x, w, b: fused(x, w, y, linear_bias=b, **p.kwargs), *leaves, upstream=upstream)
+    torch.testing.assert_close(mine, losses_and_grads(theirs, *leaves, upstream=upstream), rtol=1e-10, atol=1e-12)
 
 
 def test_one_hot_probabilities_equal_indices(backend: str) -> None:
@@ -839,14 +566,6 @@ def test_returns_a_tensor_unless_statistics_are_asked_for(backend: str) -> None:
         assert hasattr(out, name)
 
 
-@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-def test_a_budget_gives_the_same_result(strategy: str, backend: str, device: torch.device) -> None:
-    p = make_problem((12,), 8, 200, bias=True, ignored=0.2, device=device)
-    least = least_for(p, strategy)
-    for budget in (least * 2, least * 10):
-        check(p, options=flce.ChunkOptions(strategy=strategy, max_workspace_bytes=budget))  # type: ignore[arg-type]
-
-
 def test_unbound_arguments_are_keywords() -> None:
     """Only the three tensors are positional, so that a later argument can be added anywhere."""
     p = make_problem((5,), 8, 40, bias=True)
@@ -1039,39 +758,11 @@ def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, devi
     assert torch.equal(got, want)
 
 
-@pairs(softcap=[None, 5.0], strategy=STRATEGIES, backend=BACKENDS)
-def test_an_ignored_row_that_is_not_a_number_has_no_gradient(
-    softcap: float | None, strategy: Any, backend: str, device: torch.device
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, 8, generator=generator).to(device)
-    w = torch.randn(37, 8, generator=generator).to(device).requires_grad_()
-    x[1] = math.nan
-    x.requires_grad_()
-    y = torch.tensor([3, -100, 5, 36], device=device)
-    options = flce.ChunkOptions(strategy=strategy, skip_ignored=False)
-    loss: Any = flce.fused_linear_cross_entropy(x, w, y, softcap=softcap, options=options)
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert x.grad is not None
-    assert torch.equal(x.grad[1], torch.zeros(8, device=device))
-    assert torch.isfinite(x.grad).all()
-
-
 # Of each number of the loss a value that changes it. A new one belongs here.
-OTHER_VALUES: dict[str, Any] = {
-    "label_smoothing": 0.3,
-    "softcap": 2.0,
-    "logit_scale": 0.7,
-    "temperature": 1.3,
-    "z_loss": 0.1,
-}
-
-
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("kind", ["fused", "vocab", "logits", "probabilities", "K-dimensional"])
 def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, device: torch.device) -> None:
-    """It changes the loss and the gradient."""
+    """It changes the loss and the gradient, or is refused."""
     torch.manual_seed(0)
     x = torch.randn(6, 8, device=device)
     w = 2 * torch.randn((5, 3, 8) if kind == "K-dimensional" else (15, 8), device=device)
@@ -1090,9 +781,23 @@ def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, de
         assert leaf.grad is not None
         return loss.detach(), leaf.grad
 
+    if kind in ("probabilities", "K-dimensional") and name not in COMPOSED_FIELDS:
+        with pytest.raises(ValueError, match=name):
+            loss_and_gradient(**{name: OTHER_VALUES[name]})
+        return
     plain, other = loss_and_gradient(), loss_and_gradient(**{name: OTHER_VALUES[name]})
     for a, b in zip(plain, other, strict=True):
         assert relative_error(b, a) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "K-dimensional"])
+def test_an_option_that_is_not_composed_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "COMPOSED_FIELDS", COMPOSED_FIELDS - {"z_loss"})
+    test_no_number_of_the_loss_is_ignored("softcap", kind, "torch", torch.device("cpu"))
+    w = torch.ones((5, 3, 8) if kind == "K-dimensional" else (15, 8))
+    y = torch.zeros(6, 3, dtype=torch.int64) if kind == "K-dimensional" else torch.full((6, 15), 1 / 15)
+    with pytest.raises(ValueError, match=r"z_loss=0\.1 needs class-index targets"):
+        flce.fused_linear_cross_entropy(torch.ones(6, 8), w, y, z_loss=0.1)
 
 
 def test_kept_arguments_are_those_of_the_call() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
+from tests.extremes import extremes
 from tests.helpers import BACKENDS, allpairs, assert_near, pairs
 
 FUNCTIONS = {"softmax": (flce.softmax, F.softmax), "log_softmax": (flce.log_softmax, F.log_softmax)}
@@ -19,7 +20,6 @@ BOTH = pytest.mark.parametrize("name", list(FUNCTIONS))
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 # Of the largest element: a few roundings of the narrowest dtype that a value passes through.
 TOLERANCE = {f16: 2e-3, bf16: 1.5e-2, f32: 2e-6, f64: 1e-13}
-INF, NAN = float("inf"), float("nan")
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -230,15 +230,12 @@ def test_launches_on_what_is_not_finite(
     from flce.backends.triton import softmax_launch
 
     launched(monkeypatch, **LAUNCHES[launch])
-    x = not_finite(70).to(device, bf16 if LAUNCHES[launch].get("narrow") else f32)
-    mine, stock = FUNCTIONS[name]
-    assert_near(mine(x), stock(x.double(), -1), 1e-2, "result")
-    assert_near(mine(x.t(), 0), stock(x.t().double(), 0), 1e-2, "result")
-    x = x.t().contiguous()
-    assert_near(mine(x, 0), stock(x.double(), 0), 1e-2, "result")
+    x = extreme_rows(70).to(device, bf16 if LAUNCHES[launch].get("narrow") else f32)
+    held_to_pytorch(name, x)
+    held_to_pytorch(name, x.t(), 0)
+    held_to_pytorch(name, x.t().contiguous(), 0)
     monkeypatch.setattr(softmax_launch, "EDGES_FROM", 0)
-    x = not_finite(133).to(x)
-    assert_near(mine(x), stock(x.double(), -1), 1e-2, "result")
+    held_to_pytorch(name, extreme_rows(133).to(x))
 
 
 def test_choice_of_launch(triton_backend: str) -> None:
@@ -318,30 +315,28 @@ def test_what_is_copied(layout: str, triton_backend: str) -> None:
 # Values and shapes at the edges
 
 
-def not_finite(columns: int) -> Tensor:
-    x = torch.randn(8, columns)
-    x[0] = -INF
-    x[1, 1:] = -INF
-    x[2, 0] = INF
-    x[3, 1] = NAN
-    x[4, :-1] = -INF
-    x[5] = NAN
-    x[6, ::2] = -INF
-    return x
+def extreme_rows(columns: int) -> Tensor:
+    return torch.stack(list(extremes(columns).values()))
+
+
+def held_to_pytorch(name: str, x: Tensor, dim: int = -1) -> None:
+    """Each element of the result, and of the gradient, to that of float64."""
+    mine, stock = FUNCTIONS[name]
+    leaf, wide = x.detach().requires_grad_(), x.detach().double().requires_grad_()
+    g = torch.linspace(-1, 1, x.shape[dim], dtype=x.dtype, device=x.device)
+    g = g.expand(x.shape) if dim == -1 else g[:, None].expand(x.shape)
+    y, expected = mine(leaf, dim), stock(wide, dim)
+    (dx,), (expected_dx,) = torch.autograd.grad(y, leaf, g), torch.autograd.grad(expected, wide, g.double())
+    for actual, right in ((y, expected), (dx, expected_dx)):
+        tolerance = 4 * TOLERANCE[x.dtype]
+        torch.testing.assert_close(actual, right.to(x.dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @BOTH
 @pytest.mark.parametrize("columns", [1, 2, 37])
 def test_not_finite(columns: int, name: str, backend: str, device: torch.device) -> None:
-    x = not_finite(max(2, columns))[:, :columns].to(device)
-    mine, stock = FUNCTIONS[name]
     for dtype in (f16, bf16, f32, f64):
-        assert_near(mine(x.to(dtype)), stock(x.to(dtype).double(), -1), TOLERANCE[dtype], "result")
-    leaf, wide = x.detach().requires_grad_(), x.double().requires_grad_()
-    g = torch.randn_like(x)
-    (dx,) = torch.autograd.grad(mine(leaf), leaf, g)
-    (expected,) = torch.autograd.grad(stock(wide, -1), wide, g.double())
-    assert_near(dx, expected, 1e-5, "gradient")
+        held_to_pytorch(name, extreme_rows(37)[:, :columns].to(device, dtype))
 
 
 @BOTH

@@ -35,7 +35,8 @@ from flce.engine.schedules.blocks import Apart, Blocks
 from flce.engine.schedules.chunks import Chunks
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
 from flce.planning import cost_model, search
-from tests.helpers import least_budget, pairs
+from flce.testing.problem import make_problem, run_fused
+from tests.helpers import least_budget, pairs, plan_for
 
 MIB = 1 << 20
 SLACK = 2 * MIB
@@ -251,6 +252,15 @@ def test_what_products_do_not_know_is_an_argument_of_plan() -> None:
     arguments = inspect.signature(flce.plan).parameters
     assert {field.name for field in dataclasses.fields(LossSpec)} - PRODUCT_FIELDS <= set(arguments)
     assert "stats" in arguments
+
+
+def test_arguments_of_plan_reach_its_case() -> None:
+    loss: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-3}
+    loss |= {"stats": ("entropy",)}
+    asked: dict[str, Any] = {"weight_grad": False, "bias_grad": True, "adapter_ranks": (4,)}
+    case = flce.plan(64, 32, 500, torch.float32, device="cpu", **loss, **asked).case
+    assert {name: getattr(case.spec, name) for name in loss} == loss
+    assert (case.hidden_sizes, case.needs) == ((32, 4), Needs((True, True), (False, True), True))
 
 
 def test_empty_plan() -> None:
@@ -846,32 +856,12 @@ def test_no_more_work_than_planned(
 ) -> None:
     reduction, strategy, grads = call
     n, h = 128, 32
-    x = torch.randn(n, h, requires_grad="x" in grads)
-    w = torch.randn(vocab, h, requires_grad="w" in grads)
-    adapters = [(torch.randn(n, r, requires_grad=True), torch.randn(vocab, r, requires_grad=True)) for r in ranks]
-    y = torch.randint(0, vocab, (n,))
+    p = make_problem((n,), h, vocab, dtype=torch.float32, adapter_ranks=ranks, reduction=reduction)
     rows = 40 if strategy == "tokens" else None
     options = flce.ChunkOptions(strategy=strategy, chunk_rows=rows)  # type: ignore[arg-type]
-
-    def step() -> None:
-        loss = flce.fused_linear_cross_entropy(x, w, y, adapters=adapters, reduction=reduction, options=options)
-        assert isinstance(loss, Tensor)
-        if loss.requires_grad:
-            loss.sum().backward()
-
-    made = flce.plan(
-        n,
-        h,
-        vocab,
-        torch.float32,
-        device="cpu",
-        reduction=reduction,
-        input_grad="x" in grads,
-        weight_grad="w" in grads,
-        adapter_ranks=ranks,
-        options=options,
-    )
-    done = matmul_flops(step)
+    asked = grads + "aB" * bool(ranks)
+    made = plan_for(p, options, asked)
+    done = matmul_flops(lambda: run_fused(p, options=options, grads=asked))
     assert done == pytest.approx(made.flops, rel=0.02)
     # The floor: one product for the logits, one for each gradient, and at most one to have the logits again.
     gemm, of_adapters = 2 * n * h * vocab, 2 * n * sum(ranks) * vocab
@@ -880,13 +870,11 @@ def test_no_more_work_than_planned(
 
 
 def test_ignored_rows_cost_no_work(torch_backend: str) -> None:
-    x, w = torch.randn(128, 32, requires_grad=True), torch.randn(512, 32, requires_grad=True)
-    y = torch.randint(0, 512, (128,))
-    y[:96] = -100
+    p = make_problem((128,), 32, 512, dtype=torch.float32)
+    p.target[:96] = -100
 
     def call(skip: Any) -> int:
-        options = flce.ChunkOptions(skip_ignored=skip)
-        return matmul_flops(lambda: flce.fused_linear_cross_entropy(x, w, y, options=options).backward())
+        return matmul_flops(lambda: run_fused(p, options=flce.ChunkOptions(skip_ignored=skip)))
 
     assert call(True) <= 0.3 * call(False)
 

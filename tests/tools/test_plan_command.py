@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
@@ -25,6 +22,7 @@ import transformers
 import typer
 from typer.testing import CliRunner
 
+import flce
 from flce.core.options import ChunkOptions
 from flce.huggingface import is_patched
 from flce.huggingface.estimate import rehearsal
@@ -102,33 +100,6 @@ def test_stock_losses_measured_on_an_h200() -> None:
     assert compared >= 6
 
 
-class RealMeter(TorchDispatchMode):
-    """Bytes of the storages of real tensors that are alive, at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.alive = self.peak = 0
-
-    def hold(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.sizes:
-            self.sizes[storage._cdata] = storage.nbytes()
-            self.alive += storage.nbytes()
-            self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self.end, storage._cdata)
-
-    def end(self, key: int) -> None:
-        self.alive -= self.sizes.pop(key)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self.hold(value)
-        return result
-
-
 @contextlib.contextmanager
 def autocast(dtype: torch.dtype | None) -> Iterator[None]:
     with torch.autocast("cpu", dtype) if dtype is not None else contextlib.nullcontext():
@@ -154,16 +125,18 @@ def test_real_steps(kind: str, dtype: torch.dtype, mixed: torch.dtype | None, ch
     model = transformers.AutoModelForCausalLM.from_config(of, dtype=dtype).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    real, ids = RealMeter(), torch.ones(2, length, dtype=torch.int64)
-    for tensor in (*model.parameters(), *model.buffers(), ids):
-        real.hold(tensor)
-    with real:
+    ids = torch.ones(2, length, dtype=torch.int64)
+
+    def step_of_model() -> None:
         with autocast(mixed):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
+
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), ids))
+    real = held + flce.profile_memory(step_of_model, device="cpu").peak
     training = Training(2, dtype, mixed, optimizer="none")
     step = TrainingMemory(of, training, H200).step(length, Variant(False, checkpointing))
-    assert step.peak_bytes - memory.LIBRARIES == pytest.approx(real.peak, rel=0.03)
+    assert step.peak_bytes - memory.LIBRARIES == pytest.approx(real, rel=0.03)
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
@@ -204,7 +177,9 @@ def test_a_window_is_a_mask_in_memory() -> None:
 def test_optimizers() -> None:
     """Their state is that of the optimizers themselves, and so are the copies that PyTorch's makes in a step."""
     steps = rehearsed(Training(1, torch.float32, optimizer="none"))
-    parameters = list(steps.model.parameters())
+    parameters = [torch.nn.Parameter(torch.zeros_like(p, device="cpu")) for p in steps.model.parameters()]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
     kinds = {
         "adamw": lambda: torch.optim.AdamW(parameters, foreach=False),
         "adamw-foreach": lambda: torch.optim.AdamW(parameters, foreach=True),
@@ -212,25 +187,14 @@ def test_optimizers() -> None:
         "sgd-momentum": lambda: torch.optim.SGD(parameters, momentum=0.9, foreach=True),
     }
     for name, make in kinds.items():
-        for p in parameters:
-            p.grad = torch.empty_like(p)
         optimizer: Any = make()
         optimizer.step()
         held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         known = memory.OPTIMIZERS[name]
-        expected = sum(map(known.state, parameters))
-        assert sum(t.nbytes for t in held if t.is_meta) == expected, name
-        meter = RealMeter()
-        for tensor in (*parameters, *held, *(p.grad for p in parameters if p.grad is not None)):
-            meter.hold(tensor)
-        before = meter.alive
-        with meter:
-            optimizer.step()
+        assert sum(t.nbytes for t in held if t.dim()) == sum(map(known.state, parameters)), name
         if name == "adamw-foreach":
             copies = known.copies * sum(p.nbytes for p in parameters)
-            assert meter.peak - before == pytest.approx(copies, rel=0.05)
-        for p in parameters:
-            p.grad = None
+            assert flce.profile_memory(optimizer.step, device="cpu").peak == pytest.approx(copies, rel=0.05)
 
 
 def test_eight_bits() -> None:

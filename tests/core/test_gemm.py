@@ -1,0 +1,54 @@
+"""The matrix products, beside those of float64: operands in pieces, sums, and the ends of unaligned extents."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from flce.core import gemm
+
+M, K, N = 19, 27, 37  # none is a multiple of `gemm.ALIGNMENT`
+HALF, FLOAT, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
+def operands(a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    sizes = ((M, K), a_dtype), ((K, N), b_dtype), ((M, N), out_dtype)
+    a, b, out = (torch.randn(size, generator=g, dtype=DOUBLE).to(dtype) for size, dtype in sizes)
+    return a, b, out
+
+
+def assert_product(a: Tensor, b: Tensor, before: Tensor, out: Tensor, accumulate: bool) -> None:
+    expected = a.double() @ b.double() + (before.double() if accumulate else 0.0)
+    tolerance = 1e-2 if out.dtype == HALF else 1e-5
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtypes", [(HALF, HALF, FLOAT), (HALF, HALF, HALF), (FLOAT, HALF, FLOAT), (FLOAT,) * 3])
+def test_operands_that_are_cast_in_pieces(
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of columns, of the inner dimension, and of rows."""
+    monkeypatch.setattr(gemm, "CAST_BYTES", 5 * 4 * N)
+    a, b, out = operands(*dtypes)
+    for x, y, z in ((a, b, out), (b.t(), a.t(), out.t().contiguous()), (out, b.t(), a.float())):
+        before = z.clone()
+        gemm.matmul(x, y, z, accumulate)
+        assert_product(x, y, before, z, accumulate)
+
+
+def test_ends_of_unaligned_extents() -> None:
+    """What CUDA does, on a CPU: one of the extents is the vocabulary, and its end is a product of its own."""
+    for accumulate, unaligned in itertools.product((False, True), range(3)):
+        m, k, n = (size if number == unaligned else 32 for number, size in enumerate((M, K, N)))
+        a = torch.randn(k, m + 32 - m % 32)[:, :m].t() if unaligned == 0 else torch.randn(m, 32 * (1 + k // 32))[:, :k]
+        out = torch.randn(m, 64)[:, :n]
+        b, before = torch.randn(k, n), out.clone()
+        if unaligned == 1:
+            b = torch.randn(n, 32 * (1 + k // 32))[:, :k].t() if accumulate else b
+        gemm._aligned_matmul(a, b, out, accumulate)
+        assert_product(a, b, before, out, accumulate)

@@ -1,0 +1,225 @@
+"""Extreme logits, by every way that they become a loss, against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flce
+from flce.engine.borrowing import BorrowedBlocks
+from flce.engine.schedules.blocks import Blocks
+from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.unnormalized import Unnormalized
+from flce.testing.problem import (
+    IGNORED,
+    CallResult,
+    Problem,
+    make_problem,
+    relative_error,
+    run_fused,
+    run_oracle,
+    run_stock,
+)
+from flce.testing.tolerances import TOLERANCE
+from tests import forced, interpreted_bfloat16
+from tests.extremes import every_extreme, extremes, has_a_softmax, targets
+from tests.forced import force
+from tests.helpers import STATS, assert_near, assert_outcome, plan_for
+from tests.hopper import as_on_hopper
+from tests.ops import test_cross_entropy
+
+CUDA = torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way through the operator."""
+
+    name: str
+    dtype: torch.dtype
+    tolerance: float
+    settings: tuple[dict[str, Any], ...]
+    options: flce.ChunkOptions
+    vocab: int = 50
+    grads: str = "xwb"
+    stats: tuple[str, ...] = STATS
+
+
+# By chunks and by blocks of classes, loss and gradient are made together, or one after the other.
+EVERY = ({"reduction": "mean", "label_smoothing": 0.1}, {"reduction": "none"})
+CHUNKS, BLOCKS = flce.ChunkOptions(strategy="tokens", chunk_rows=5), flce.ChunkOptions(strategy="vocab")
+PRODUCTS: dict[str, Any] = {"vocab": 300, "stats": ("lse", "logprob")}
+ROUTES = [
+    *(
+        Route(f"{backend}, {options.strategy}", dtype, TOLERANCE[dtype], EVERY, options)
+        for backend, options, dtype in (
+            ("torch", CHUNKS, torch.float32),
+            ("torch", BLOCKS, torch.float64),
+            ("triton", CHUNKS, torch.float64),
+            ("triton", BLOCKS, torch.float32),
+        )
+    ),
+    # Triton's interpreter multiplies float16 rightly, and is mended for bfloat16.
+    Route(
+        "registers",
+        torch.bfloat16 if CUDA else torch.float16,
+        3 * 2.0 ** -(8 if CUDA else 10),
+        ({"reduction": "mean"}, {"reduction": "none"}),
+        flce.ChunkOptions(strategy="vocab", skip_ignored=False),
+        **PRODUCTS,
+    ),
+    Route(
+        "exponentials",
+        torch.bfloat16,
+        3 * 2.0**-8,
+        ({"reduction": "mean"},),
+        flce.ChunkOptions(),
+        grads="xw",
+        **PRODUCTS,
+    ),
+]
+
+
+def blocks_of_16(rows: int) -> Blocks:
+    return Blocks(Statistics(rows, 16), rows, 16, BorrowedBlocks(rows, 16))
+
+
+@pytest.fixture(params=ROUTES, ids=lambda route: f"{route.name}, {route.dtype}".replace("torch.", ""))
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Route]:
+    """Every call of the test takes it."""
+    made: Route = request.param
+    if not made.name.startswith("torch"):
+        pytest.importorskip("triton")
+    monkeypatch.setenv("FLCE_BACKEND", "torch" if made.name.startswith("torch") else "triton")
+    if made.name.endswith("vocab"):
+        force(monkeypatch, lambda c: blocks_of_16(c.num_tokens))
+    if made.name not in ("registers", "exponentials"):
+        yield made
+        return
+    if made.name == "exponentials" and not CUDA:
+        interpreted_bfloat16.mend(monkeypatch)
+    for _ in as_on_hopper(monkeypatch):
+        if made.name == "exponentials":
+            force(monkeypatch, forced.unnormalized)
+        yield made
+
+
+def problem_of(route: Route, device: torch.device, row: Tensor) -> Problem:
+    """Logits that are those of the row, which is the bias, and as many that have another part beside it."""
+    each = targets(route.vocab)
+    p = make_problem((2 * len(each),), 64, route.vocab, dtype=route.dtype, device=device)
+    p.input.round_()[len(each) :] = 0.0
+    p.linear_weight.mul_(4).round_().div_(8)
+    p.target.copy_(each.repeat(2))
+    return replace(p, linear_bias=row.to(device, route.dtype))
+
+
+def in_float64(p: Problem) -> Problem:
+    bias = None if p.linear_bias is None else p.linear_bias.double()
+    return replace(p, input=p.input.double(), linear_weight=p.linear_weight.double(), linear_bias=bias)
+
+
+def run(route: Route, p: Problem) -> CallResult:
+    plan = plan_for(p, route.options, route.grads, route.stats)
+    assert isinstance(plan.schedule, Unnormalized) == (route.name == "exponentials")
+    assert plan.in_registers == (route.name in ("registers", "exponentials"))
+    return run_fused(p, options=route.options, grads=route.grads, stats=route.stats)
+
+
+# Kernels are tested with all, tile by tile.
+NAMES = [n for n in extremes(50) if not n.endswith((" inf", " nan")) or n.startswith(("the middle", "a stretch"))]
+NAMES = [n for n in NAMES if "edges" not in n and "the first" not in n and "the last -" not in n]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_logits(name: str, route: Route, device: torch.device) -> None:
+    plain = problem_of(route, device, extremes(route.vocab)[name])
+    assert plain.linear_bias is not None
+    for settings in route.settings:
+        p = plain.with_(**settings)
+        outcome = run(route, p)
+        if has_a_softmax(plain.linear_bias):
+            expected = run_oracle(p)
+            tolerance = route.tolerance
+            assert_outcome(outcome, expected, p, tolerance=tolerance, grads=route.grads, stats=route.stats)
+            continue
+        # Of an ignored row, whatever it holds, there is nothing; PyTorch's gradient of it is NaN.
+        stock, counts = run_stock(in_float64(p)), p.target != IGNORED
+        assert stock.grad_input is not None
+        assert_near(outcome.loss, stock.loss, route.tolerance, "loss")
+        assert_near(outcome.output.logprob, stock.output.logprob.where(counts, 0.0), route.tolerance, "logprob")
+        assert_near(outcome.grad_input, stock.grad_input.where(counts[:, None], 0.0), route.tolerance, "gradient x")
+
+
+def test_infinite_logits_under_a_softcap_are_finite(route: Route, device: torch.device) -> None:
+    for name in ("the middle inf", "every other -inf"):
+        p = problem_of(route, device, extremes(route.vocab)[name]).with_(softcap=5.0)
+        outcome = run(route, p)
+        assert_outcome(outcome, run_oracle(p), p, tolerance=route.tolerance, grads=route.grads, stats=route.stats)
+
+
+def test_confident_rows(route: Route, device: torch.device) -> None:
+    """Forward and backward have the same logits, to the bit: where p is 1 the gradient is 0. Where it is nearly 1, what
+    is left of it keeps its digits."""
+    p = make_problem((40,), 64, route.vocab, dtype=route.dtype, device=device)
+    rows = torch.arange(40, device=device)
+    p.linear_weight.zero_()[rows, rows] = 2.0
+    p.target.copy_(rows)
+    for size in (259.0, 7.0):
+        p.input.zero_()[rows, rows] = size
+        outcome, expected = run(route, p), run_oracle(p)
+        assert outcome.grad_input is not None
+        if size == 7.0:
+            # A rounding of lse, which is 14, is 1% of the loss.
+            assert relative_error(outcome.loss, expected.loss) < (3e-3 if route.name == "exponentials" else 3e-2)
+            # float16's numbers are 6e-8 apart here.
+            limit = 3e-2 if route.dtype == torch.float16 else 3 * 2.0**-8
+            assert relative_error(outcome.grad_input, expected.grad_input) < limit
+        else:
+            assert float(outcome.loss) < 1e-30
+            assert float(outcome.grad_input.abs().max()) < 1e-30
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+def test_inputs_that_are_not_numbers(value: float, route: Route, device: torch.device) -> None:
+    """They stay in their row, and are what PyTorch makes of them. Of an ignored row nothing is seen."""
+    plain = problem_of(route, device, extremes(route.vocab)["equal"])
+    plain.linear_weight.abs_()
+    plain.input[1], plain.input[3] = value, math.nan
+    others = torch.arange(8, device=device) != 1
+    for settings in route.settings:
+        p = plain.with_(**settings)
+        outcome = run(route, p)
+        expected = run_oracle(replace(p, input=p.input.nan_to_num(0.0, 0.0, 0.0)))
+        assert torch.equal(outcome.loss.isnan().expand(8), ~others | (settings["reduction"] == "mean"))
+        assert outcome.grad_input is not None
+        assert torch.equal(outcome.grad_input.isnan().all(1), ~others)
+        assert_near(outcome.grad_input[others], expected.grad_input[others], route.tolerance, "gradient x")
+        assert_near(outcome.output.logprob[others], expected.logprob[others], route.tolerance, "logprob")
+        assert not outcome.grad_input[3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_cross_entropy_of_extreme_logits(inplace: bool, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """All of them at once."""
+    logits, y = (t.to(device) for t in every_extreme(50))
+    p = Problem(logits.to(dtype), torch.empty(0, dtype=dtype), y, None, {"reduction": "none", "label_smoothing": 0.1})
+    outcome = test_cross_entropy.run(p, inplace=inplace, stats=STATS)
+    wide = replace(p, input=p.input.double())
+    expected, stock = run_oracle(wide), run_stock(wide)
+    defined, counts = has_a_softmax(logits), y != IGNORED
+    assert stock.grad_input is not None
+    grad = stock.grad_input.where(counts[:, None], 0.0).where(~defined[:, None], expected.grad_input)
+    same: Any = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "equal_nan": True, "check_dtype": False}
+    torch.testing.assert_close(outcome.loss, expected.loss.where(defined, stock.loss), **same)
+    torch.testing.assert_close(outcome.grad_input, grad, **same)
+    for name in STATS:
+        mine, right = getattr(outcome.output, name)[defined], getattr(expected, name)[defined]
+        torch.testing.assert_close(mine, right, **same)
