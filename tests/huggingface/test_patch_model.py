@@ -259,7 +259,7 @@ QUIET = {
         step(), step()
         fused(2)
         note(counter.frame_count)""",
-    "layers before the head's": """
+    "a linear layer behind others": """
         model = build("Llama")
         model.lm_head = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, V))
         patch(model)
