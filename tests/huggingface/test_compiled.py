@@ -250,3 +250,10 @@ def test_plain_objects_in_an_autograd_function(build: Build) -> None:
     assert patched.lm_head.weight.grad is not None
     with torch.no_grad():
         assert Doubled.apply(logits.detach()).shape == logits.shape
+
+
+def test_a_hook_on_what_leaves_a_graph_with_the_loss(build: Build) -> None:
+    """No gradient passes through the logits then."""
+    outputs = torch.compile(flce.patch_model(small(build)), backend="eager", fullgraph=True)(IDS, labels=IDS)
+    with pytest.raises(RuntimeError, match="after the loss"):
+        outputs.logits.register_hook(print)
