@@ -92,6 +92,12 @@ PROGRAMS = {
         t2 = t1.sum()
         t1.zero_()
         loss1 = loss_of(lg)""",
+    "a copy without gradients is kept, and a hook waits where it comes from": """
+        with torch.no_grad(): t1 = lg.clone()
+        lg.register_hook(lambda g: g * 3)
+        lg *= 2
+        note(t1.exp())
+        loss1 = loss_of(lg)""",
     "the last token is filtered": """
         t1 = lg[:, -1, :]
         t2 = t1.topk(5).values

@@ -252,8 +252,8 @@ def test_plain_objects_in_an_autograd_function(build: Build) -> None:
         assert Doubled.apply(logits.detach()).shape == logits.shape
 
 
-def test_a_hook_on_what_leaves_a_graph_with_the_loss(build: Build) -> None:
-    """No gradient passes through the logits then."""
+def test_a_hook_after_the_loss_of_a_graph(build: Build) -> None:
+    """Its gradient does not pass by the logits, which a hook would wait for in vain."""
     outputs = torch.compile(flce.patch_model(small(build)), backend="eager", fullgraph=True)(IDS, labels=IDS)
     with pytest.raises(RuntimeError, match="after the loss"):
         outputs.logits.register_hook(print)

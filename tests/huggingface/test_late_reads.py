@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model
+from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model, staleness
 
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
 STALE = "no longer be computed: the output embedding was changed .* since the model ran.*in a forward hook of the model"
@@ -48,6 +48,18 @@ def test_after_a_fused_optimizer_step(build: Callable[..., Any], read: str) -> N
     torch.optim.AdamW(model.parameters(), fused=True).step()
     with pytest.raises(RuntimeError, match=STALE):
         READS[read](logits)
+
+
+def test_after_a_step_that_changes_no_sampled_value(build: Callable[..., Any]) -> None:
+    model = patch_model(build("Llama"))
+    logits, weight = trained(model), model.lm_head.weight
+    assert weight.grad is not None
+    assert len(weight) > staleness._SAMPLE
+    weight.grad.zero_()[1] = 1.0
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)  # which has to be alive
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="by an optimizer step"):
+        logits.argmax(-1)
 
 
 def exchange(model: Any) -> None:

@@ -17,6 +17,7 @@ import flce
 from flce.core.problem import NUMBERS, LossSpec, loss_spec
 from flce.ops import arguments
 from flce.ops.arguments import COMPOSED_FIELDS
+from flce.testing.oracle import oracle
 from flce.testing.problem import make_problem, relative_error, run_fused, run_oracle, run_stock
 from tests.helpers import (
     BACKENDS,
@@ -453,6 +454,20 @@ def test_multi_dimensional_heads(
     }
     run = lambda f: losses_and_grads(lambda x, w, b: f(x, w, y, linear_bias=b, **kwargs), x, w, b)  # noqa: E731
     torch.testing.assert_close(run(fused), run(F.linear_cross_entropy), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_multi_dimensional_head_with_options(reduction: str, backend: str) -> None:
+    """The two parts of a mean have divisors of their own where classes have weights."""
+    x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(11, 4, 8, dtype=torch.float64)
+    y = torch.randint(0, 11, (5, 4))
+    y[y < 3] = -100
+    kwargs: dict[str, Any] = {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 0.01, "reduction": reduction}
+    kwargs |= {"weight": torch.rand(11, dtype=torch.float64), "token_weight": torch.rand(5, 4, dtype=torch.float64)}
+    out: Any = flce.fused_linear_cross_entropy(x, w, y, stats=("lse",), **kwargs)
+    expected = oracle(torch.einsum("ah,vdh->adv", x, w), None, y, **kwargs)
+    for name in ("loss", "z_loss", "lse"):
+        torch.testing.assert_close(getattr(out, name), getattr(expected, name), rtol=1e-10, atol=1e-12)
 
 
 def test_multi_dimensional_head_with_leading_dimensions(backend: str) -> None:

@@ -551,6 +551,9 @@ def test_blocks_of_a_product() -> None:
     assert cost_model.product(device, 128, 256, 512, 2) == pytest.approx(
         cost_model.product(device, 1, 1, 512, 2), rel=0.3
     )
+    # A block for each of 132 multiprocessors, and two more, for which a quarter of another wave is taken.
+    full = cost_model.product(device, 66 * 128, 512, 4096, 2)
+    assert cost_model.product(device, 67 * 128, 512, 4096, 2) > 1.2 * full
 
 
 # ---------------------------------------------------------------------------------------------------------

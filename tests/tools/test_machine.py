@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,13 @@ def test_what_a_result_file_says() -> None:
     assert said["versions"]["torch"] == torch.__version__
     assert machine.environment()["devices"][-1].items() <= said["device"].items()
     assert json.loads(json.dumps(said)) == said
+
+
+@pytest.mark.parametrize("before", [None, "torch"])
+def test_a_backend_is_chosen_for_a_while(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLCE_BACKEND", raising=False)
+    if before is not None:
+        monkeypatch.setenv("FLCE_BACKEND", before)
+    with machine.chosen("triton"):
+        assert os.environ["FLCE_BACKEND"] == "triton"
+    assert os.environ.get("FLCE_BACKEND") == before

@@ -201,6 +201,7 @@ def test_eight_bits() -> None:
     """bitsandbytes: two bytes an entry, a float32 for 256 of each; small tensors stay in float32."""
     state = memory.OPTIMIZERS["adamw-8bit"].state
     assert state(torch.empty(1 << 20, device="meta")) == (2 << 20) + 2 * 4 * (1 << 20) // 256
+    assert state(torch.empty(5000, device="meta")) == 2 * 5000 + 2 * 4 * 20
     assert state(torch.empty(100, device="meta")) == 800
 
 
