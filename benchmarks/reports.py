@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import NONE, Table, absences, spread_note
+from flce.tools.bench.tables import NONE, Table, absences, measured_on, spread_note
 
 
 def shortfalls(run: Run) -> list[BenchResult]:
@@ -49,9 +49,6 @@ def overview(
 
 def markdown(run: Run, tables: Sequence[Table]) -> str:
     """The tables, after what they were measured on."""
-    device = run.head["device"]
-    threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
-    versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
-    head = [f"{device['name']}{threads}; {versions}.", "", f"Measured {run.head['date']} by `{run.head['command']}`."]
+    head = [measured_on(run), "", f"Measured {run.head['date']} by `{run.head['command']}`."]
     lines = [*head, "", *(f"- {line}" for line in absences(run)), "", *(table.markdown() for table in tables)]
     return "\n".join(lines)

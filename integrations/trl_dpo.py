@@ -11,12 +11,11 @@ It trains the same small model with and without the callback, and ends with stat
 
 from __future__ import annotations
 
-import tempfile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, keeping_losses, need, tiny_tokenizer, trainer_settings
+from compare import Curve, compare, curve_of, excerpts, keeping_losses, need, tiny_tokenizer, trainer_settings
 from flce.testing.models import tiny_model
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def preferences(count: int) -> Dataset:
     return Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": chosen[1:] + chosen[:1]})
 
 
-def train(patched: bool, *, steps: int, **arguments: Any) -> Curve:
+def make_trainer(patched: bool, folder: str, *, steps: int, **arguments: Any) -> Any:
     # These take seconds to import: here, so that --help does not wait for them.
     from datasets import disable_progress_bars
     from trl import DPOConfig, DPOTrainer
@@ -41,17 +40,18 @@ def train(patched: bool, *, steps: int, **arguments: Any) -> Curve:
     from flce.huggingface import FlceCallback
 
     disable_progress_bars()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = keeping_losses(DPOTrainer)(
-            model=tiny_model(),
-            ref_model=tiny_model(),
-            args=DPOConfig(max_length=64, **{**trainer_settings(folder, steps), "learning_rate": 1e-4, **arguments}),
-            train_dataset=preferences(4 * steps),
-            processing_class=tiny_tokenizer(),
-            callbacks=[FlceCallback()] if patched else [],
-        )
-        trainer.train()
-        return trainer.curve
+    return keeping_losses(DPOTrainer)(
+        model=tiny_model(),
+        ref_model=tiny_model(),
+        args=DPOConfig(max_length=64, **{**trainer_settings(folder, steps), "learning_rate": 1e-4, **arguments}),
+        train_dataset=preferences(4 * steps),
+        processing_class=tiny_tokenizer(),
+        callbacks=[FlceCallback()] if patched else [],
+    )
+
+
+def train(patched: bool, **arguments: Any) -> Curve:
+    return curve_of(make_trainer, patched, **arguments)
 
 
 def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:

@@ -132,6 +132,20 @@ def least_budget(message: str, works: Any) -> int:
     raise AssertionError(f"no number in this message is a budget that works: {message}")
 
 
+def least_unless_kept(budget: int, works: Callable[[int], Any]) -> int | None:
+    """None if this budget works; otherwise the least that the error names, which works."""
+    try:
+        works(budget)
+        return None
+    except ValueError as error:
+        message = str(error)
+    assert "max_workspace_bytes" in message
+    assert str(budget) in message
+    least = least_budget(message, works)
+    assert least > budget
+    return least
+
+
 def batched_gradients(kind: str, loss: Tensor, leaves: Sequence[Tensor], upstream: Tensor) -> Sequence[Tensor]:
     """The gradients for each of a batch of upstream gradients, by one of the ways that PyTorch has for that."""
     if kind == "is_grads_batched":

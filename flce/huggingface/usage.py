@@ -154,9 +154,8 @@ def name_of(func: Any) -> str:
 
 def _qualified_name(func: Any) -> str:
     name = name_of(func)
-    if name != getattr(func, "__name__", name) or hasattr(func, "__objclass__"):
-        return f"torch.Tensor.{name}"
-    if str(getattr(func, "__qualname__", "")).startswith("Tensor."):
+    is_property = name != getattr(func, "__name__", name)
+    if is_property or hasattr(func, "__objclass__") or str(getattr(func, "__qualname__", "")).startswith("Tensor."):
         return f"torch.Tensor.{name}"
     module = getattr(func, "__module__", None)
     return f"{module if isinstance(module, str) and not module.startswith('torch._') else 'torch'}.{name}"

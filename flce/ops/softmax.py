@@ -14,11 +14,9 @@ from torch import Tensor
 from flce.backends import get_backend
 from flce.core.numbers import integer
 from flce.core.problem import accumulation_dtype
-from flce.ops.arguments import check_tensor, refuse_forward_mode, widened
+from flce.ops.arguments import FLOATING, check_tensor, refuse_forward_mode, widened
 from flce.torch_ops.registration import define
 from flce.torch_ops.vmap import register_loop
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
@@ -75,10 +73,10 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None) 
 
 def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log: bool) -> Tensor:
     check_tensor("input", input)
-    if input.dtype not in _DTYPES:
+    if input.dtype not in FLOATING:
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
     dim = integer("dim", dim)
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and dtype not in FLOATING:
         raise TypeError(f"dtype must be None, torch.float16, bfloat16, float32 or float64, got {dtype}")
     dims = max(1, input.dim())  # of no dimensions: as if there were one
     if not -dims <= dim < dims:

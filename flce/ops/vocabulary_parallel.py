@@ -111,33 +111,30 @@ def _weight_sums(like: Tensor, class_weight: Tensor | None, shards: int, shard: 
     return [class_weight[start:stop].sum() for start, stop in edges]
 
 
-def local_logits(logits: Tensor) -> tuple[Tensor, Any, int | None]:
-    """Local logits, process group and vocabulary size of a DTensor; of any other tensor itself, None, None.
+def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:
+    """Local logits, process group and vocabulary size of a DTensor.
 
     Raises:
         ValueError: it is divided in another way than by classes over one dimension of its mesh.
     """
-    if not is_dtensor(logits):
-        return logits, None, None
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor import Shard as ShardPlacement
 
-    dtensor: Any = logits
     by_class = [
         k
-        for k, placement in enumerate(dtensor.placements)
+        for k, placement in enumerate(logits.placements)
         if type(placement) is ShardPlacement and placement.dim % logits.dim() == logits.dim() - 1
     ]
-    others = [p for k, p in enumerate(dtensor.placements) if k not in by_class]
+    others = [p for k, p in enumerate(logits.placements) if k not in by_class]
     if len(by_class) > 1 or not all(isinstance(p, Replicate) for p in others):
         raise ValueError(
             "logits that are a DTensor must be replicated, or sharded over their last dimension by one dimension of "
-            f"the mesh, got placements {dtensor.placements}; for others give logits.to_local() and process_group"
+            f"the mesh, got placements {logits.placements}; for others give logits.to_local() and process_group"
         )
-    local = dtensor.to_local()
+    local = logits.to_local()
     if not by_class:
         return local, None, None
-    return local, dtensor.device_mesh.get_group(by_class[0]), logits.shape[-1]
+    return local, logits.device_mesh.get_group(by_class[0]), logits.shape[-1]
 
 
 def local_vector(x: Any, name: str) -> Any:

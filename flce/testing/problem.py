@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -40,12 +41,19 @@ class Problem:
     def with_(self, **kwargs: Any) -> Problem:
         return replace(self, kwargs={**self.kwargs, **kwargs})
 
+    def map(self, function: Callable[[Tensor, str], Tensor]) -> Problem:
+        """With other tensors in the place of those that may have a gradient, made of them and their `ALL_GRADS`."""
+        return replace(
+            self,
+            input=function(self.input, "x"),
+            linear_weight=function(self.linear_weight, "w"),
+            linear_bias=None if self.linear_bias is None else function(self.linear_bias, "b"),
+            adapters=tuple((function(a, "a"), function(up, "B")) for a, up in self.adapters),
+        )
+
     def to(self, device: torch.device) -> Problem:
         """On another device."""
-        bias = None if self.linear_bias is None else self.linear_bias.to(device)
-        adapters = tuple((a.to(device), up.to(device)) for a, up in self.adapters)
-        x, w, y = (t.to(device) for t in (self.input, self.linear_weight, self.target))
-        return Problem(x, w, y, bias, self.kwargs, adapters)
+        return replace(self.map(lambda t, _: t.to(device)), target=self.target.to(device))
 
 
 @dataclass(frozen=True)
@@ -83,32 +91,27 @@ def make_problem(
     The numbers are the same on every device, unless a generator of another device than the CPU draws them.
     """
     g = torch.Generator().manual_seed(seed) if generator is None else generator
-
-    def randn(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=g, dtype=torch.float64, device=g.device)
-
-    def rand(*sizes: int) -> Tensor:
-        return torch.rand(sizes, generator=g, dtype=torch.float64, device=g.device)
-
+    how: dict[str, Any] = {"generator": g, "dtype": torch.float64, "device": g.device}
+    rand, randn = functools.partial(torch.rand, **how), functools.partial(torch.randn, **how)
     shape = tuple(leading)
     if hidden is None:
-        x, w = randn(*shape, vocab).mul_(std).to(device, dtype), torch.empty(0, dtype=dtype, device=device)
+        x, w = randn((*shape, vocab)).mul_(std).to(device, dtype), torch.empty(0, dtype=dtype, device=device)
     else:
-        x = randn(*shape, hidden).to(device, dtype)
-        w = randn(vocab, hidden).mul_(std / max(hidden, 1) ** 0.5).to(device, dtype)
+        x = randn((*shape, hidden)).to(device, dtype)
+        w = randn((vocab, hidden)).mul_(std / max(hidden, 1) ** 0.5).to(device, dtype)
     y = torch.randint(0, vocab, shape, generator=g, device=g.device)
     if ignored:
         drop = torch.rand(shape, generator=g, device=g.device) < ignored
         y = y.masked_fill(drop, kwargs.get("ignore_index", IGNORED))
-    b = randn(vocab).to(device, dtype) if bias else None
+    b = randn((vocab,)).to(device, dtype) if bias else None
     if class_weight:
-        kwargs["weight"] = (rand(vocab) + 0.25).to(device, dtype)
+        kwargs["weight"] = (rand((vocab,)) + 0.25).to(device, dtype)
     if token_weight:
-        kwargs["token_weight"] = rand(*shape).to(device, dtype) * 2
+        kwargs["token_weight"] = rand(shape).to(device, dtype) * 2
     adapters = []
     for rank in adapter_ranks:
-        a = randn(*shape, rank).to(device, dtype)
-        adapters.append((a, (randn(vocab, rank) * (std / 2 / rank**0.5)).to(device, dtype)))
+        a = randn((*shape, rank)).to(device, dtype)
+        adapters.append((a, (randn((vocab, rank)) * (std / 2 / rank**0.5)).to(device, dtype)))
     return Problem(x, w, y.to(device, target_dtype), b, kwargs, tuple(adapters))
 
 
@@ -121,7 +124,7 @@ def run_fused(
     grad_output: Tensor | float | None = None,
 ) -> CallResult:
     """One forward and, if any of ``grads`` is wanted, one backward of flce."""
-    p = _leaves(problem, grads)
+    p = problem.map(lambda t, letter: _leaf(t, letter in grads))
     output: Any = flce.fused_linear_cross_entropy(
         p.input,
         p.linear_weight,
@@ -140,7 +143,7 @@ def run_fused(
 
 def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> CallResult:
     """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64."""
-    p = _leaves(problem, ALL_GRADS)
+    p = problem.map(lambda t, _: _leaf(t, True))
     z = F.linear(p.input, p.linear_weight, p.linear_bias) if p.has_head else p.input
     for a, up in p.adapters:
         z = z + F.linear(a, up)
@@ -217,16 +220,6 @@ def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
     if t.data_ptr() % 16:  # where it begins is what matters, which a copy would not keep
         return t.detach().requires_grad_(requires_grad)
     return t.detach().clone(memory_format=torch.preserve_format).requires_grad_(requires_grad)
-
-
-def _leaves(p: Problem, grads: str) -> Problem:
-    return replace(
-        p,
-        input=_leaf(p.input, "x" in grads),
-        linear_weight=_leaf(p.linear_weight, "w" in grads),
-        linear_bias=None if p.linear_bias is None else _leaf(p.linear_bias, "b" in grads),
-        adapters=tuple((_leaf(a, "a" in grads), _leaf(up, "B" in grads)) for a, up in p.adapters),
-    )
 
 
 def _tensors(p: Problem) -> list[Tensor]:

@@ -50,27 +50,19 @@ def why_no_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a device cannot compute in a dtype; None: it can."""
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
         return f"{device_name(device)} has no bfloat16"
-    if dtype == torch.float64 and not has_float64(device):
+    if dtype == torch.float64 and exact_device(device) != device:
         return f"{device.type} devices have no float64"
     return None
 
 
-def has_float64(device: torch.device) -> bool:
-    return device.type != "mps"
+def exact_device(device: torch.device) -> torch.device:
+    """The device itself, or the CPU in the place of one that has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def interpreted(device: torch.device, backend: str) -> bool:
     """Whether Triton's kernels run in its interpreter, which is slow."""
     return backend == "triton" and device.type == "cpu"
-
-
-def repeatable(device: torch.device, backend: str) -> bool:
-    """Whether a second run has to have the same bits.
-
-    Where logits begin in memory, modulo 128 bytes, decides in which order a kernel adds. Memory of a GPU always begins
-    alike there, but that of a CPU, which kernels see in the interpreter, does not.
-    """
-    return not interpreted(device, backend)
 
 
 def why_no_backend(device: torch.device, backend: str) -> str | None:

@@ -12,6 +12,7 @@ import torch
 import flce
 from flce.huggingface import MaterializedLogitsWarning
 from flce.huggingface.lazy import state as lazy_state
+from tests.huggingface import scripts
 
 SIZES = {
     "vocab_size": 97,
@@ -68,6 +69,15 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(lazy_state, "fused_linear_cross_entropy", counted)
     return calls
+
+
+@pytest.fixture
+def compare(
+    request: pytest.FixtureRequest, build: Callable[..., Any], fused_calls: list[dict[str, Any]]
+) -> Callable[..., Any]:
+    """``compare(script, **names)`` runs it on a stock model and on a patched one."""
+    given = {**vars(request.module), "build": build}
+    return lambda script, **names: scripts.compare(script, fused_calls, {**given, **names})
 
 
 @pytest.fixture

@@ -329,6 +329,18 @@ PROGRAMS = {
         torch.utils.swap_tensors(t1, lg.detach())
         t1.mul_(3.0)
         loss1 = loss_of(lg)""",
+    # It refuses tensors with weak references, which lazy logits keep of their views.
+    **{
+        f"a view without gradients, swapped after {read} was read": f"""
+        t1 = torch.zeros(2, 4, 13, dtype=torch.float64)
+        t2 = lg.detach()
+        note({read}.exp().sum().item())
+        torch.utils.swap_tensors(t1, t2)
+        t1[0, 3] = 7.0
+        loss1 = lg.exp()
+        note(t1.exp().tolist(), t2.exp().tolist())"""
+        for read in ("lg", "t2")
+    },
     "logits, swapped": """
         t1 = torch.ones(2, 4, 13, dtype=torch.float64)
         torch.utils.swap_tensors(t1, lg)

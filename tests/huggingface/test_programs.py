@@ -2,64 +2,60 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import flce
 from flce.huggingface import patch_model
 from tests.helpers import skip_where_old_transformers_fails
+from tests.huggingface.scripts import IDS, Around, Build, Compare
 
-IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
-Build = Callable[..., Any]
-Calls = list[dict[str, Any]]
-
-
-class Returned(nn.Module):
-    """The logits of a model, and its loss."""
-
-    def __init__(self, model: Any, labels: bool) -> None:
-        super().__init__()
-        self.model, self.labels = model, labels
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
-        outputs = self.model(input_ids=ids, labels=ids if self.labels else None, use_cache=False)
-        return (outputs.logits, outputs.loss) if self.labels else (outputs.logits,)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
 
 
-with_labels = pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+def logits_and_loss(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    outputs = model(input_ids=ids, labels=ids, use_cache=False)
+    return outputs.logits, outputs.loss
+
+
+def logits_only(model: Any, ids: Tensor) -> tuple[Tensor]:
+    return (model(input_ids=ids, use_cache=False).logits,)
+
+
+returned = pytest.mark.parametrize("returned", [logits_and_loss, logits_only])
 in_training = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
-@with_labels
+@returned
 @in_training
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_export(strict: bool, training: bool, labels: bool, build: Build, fused_calls: Calls) -> None:
-    torch.compiler.reset()
-    stock = build("Llama", num_hidden_layers=1).train(training)
-    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
-    program = torch.export.export(Returned(patched, labels).train(training), (IDS,), strict=strict)
-    expected = Returned(stock, labels)(IDS)
-    found = program.module()(IDS)
-    torch.testing.assert_close(found, expected)
-    assert {type(each) for each in found} == {Tensor}
-    assert not fused_calls
-    assert flce.report(patched).forwards == 0
-    assert "flce" not in str(program.graph)
-    # As nothing was decided, the next call is fused, and its gradients are stock's.
-    for model in (stock, patched):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-    assert len(fused_calls) == 1
-    for want, got in zip(stock.parameters(), patched.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5)
+def test_export(strict: bool, training: bool, returned: Any, compare: Compare) -> None:
+    """As nothing was decided, the next call is fused, and its gradients are stock's."""
+    script = """
+        torch.compiler.reset()
+        model = patch(build("Llama", num_hidden_layers=1).train(training), on_materialize="raise")
+        around = Around(model, returned).train(training)
+        if patched:
+            program = torch.export.export(around, (IDS,), strict=strict)
+            found = program.module()(IDS)
+            assert "flce" not in str(program.graph)
+        else:
+            found = around(IDS)
+        note(found)
+        assert {type(each) for each in found} == {Tensor}
+        fused(0)
+        assert flce.report(model).forwards == 0
+        step()
+        fused(1)"""
+    compare(script, strict=strict, training=training, returned=returned)
 
 
 def test_an_exported_program_needs_no_flce(build: Build, tmp_path: Path) -> None:
@@ -67,10 +63,10 @@ def test_an_exported_program_needs_no_flce(build: Build, tmp_path: Path) -> None
     model = build("Llama", num_hidden_layers=1)
     exported = tmp_path / "stock.pt2"
     skip_where_old_transformers_fails(
-        lambda: torch.export.save(torch.export.export(Returned(model, False), (IDS,)), exported)
+        lambda: torch.export.save(torch.export.export(Around(model, logits_only), (IDS,)), exported)
     )
     patch_model(model)
-    torch.export.save(torch.export.export(Returned(model, False), (IDS,)), tmp_path / "program.pt2")
+    torch.export.save(torch.export.export(Around(model, logits_only), (IDS,)), tmp_path / "program.pt2")
     script = (
         "import sys, torch; sys.modules['flce'] = None\n"
         f"program = torch.export.load({str(tmp_path / 'program.pt2')!r})\n"
@@ -80,39 +76,36 @@ def test_an_exported_program_needs_no_flce(build: Build, tmp_path: Path) -> None
     assert "[2, 9, 97]" in done.stdout, done.stderr
 
 
-@with_labels
+@returned
 @in_training
 @pytest.mark.parametrize("earlier", [False, True], ids=["first call", "later call"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-def test_jit_trace(earlier: bool, training: bool, labels: bool, build: Build, fused_calls: Calls) -> None:
-    stock = build("Llama", num_hidden_layers=1).train(training)
-    skip_where_old_transformers_fails(lambda: torch.jit.trace(Returned(stock, labels), (IDS,)))
-    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
-    if earlier:
-        patched(input_ids=IDS, labels=IDS)
-    fused_calls.clear()
-    before = (patched._flce.watch_products, flce.report(patched))
-    # The check calls the model itself, and reads its logits.
-    traced = torch.jit.trace(Returned(patched, labels), (IDS,), check_trace=not labels)
-    torch.testing.assert_close(traced(IDS), Returned(stock, labels)(IDS))
-    assert not fused_calls
-    assert (patched._flce.watch_products, flce.report(patched)) == before
-    for model in (stock, patched):
-        model(input_ids=IDS, labels=IDS).loss.backward()
-    assert len(fused_calls) == 1
-    for want, got in zip(stock.parameters(), patched.parameters(), strict=True):
-        torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5)
+def test_jit_trace(earlier: bool, training: bool, returned: Any, build: Build, compare: Compare) -> None:
+    stock = Around(build("Llama", num_hidden_layers=1).train(training), returned)
+    skip_where_old_transformers_fails(lambda: torch.jit.trace(stock, (IDS,)))
+    script = """
+        model = patch(build("Llama", num_hidden_layers=1).train(training), on_materialize="raise")
+        if earlier:
+            model(input_ids=IDS, labels=IDS)
+            fused(1)
+        around = Around(model, returned)
+        if patched:
+            before = model._flce.watch_products, flce.report(model)
+            # The check calls the model itself, and reads its logits.
+            around = torch.jit.trace(around, (IDS,), check_trace=returned is logits_only)
+        note(around(IDS))
+        fused(0)
+        assert not patched or (model._flce.watch_products, flce.report(model)) == before
+        step()
+        fused(1)"""
+    compare(script, earlier=earlier, training=training, returned=returned)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_jit_trace_checks_itself(build: Build) -> None:
     """With a call that is not traced, whose logits are lazy."""
     model = build("Llama", num_hidden_layers=1)
-    skip_where_old_transformers_fails(lambda: torch.jit.trace(Returned(model, True), (IDS,)))
+    skip_where_old_transformers_fails(lambda: torch.jit.trace(Around(model, logits_and_loss), (IDS,)))
     patch_model(model, on_materialize="ignore")
-    logits, loss = torch.jit.trace(Returned(model, True), (IDS,))(IDS)
+    logits, loss = torch.jit.trace(Around(model, logits_and_loss), (IDS,))(IDS)
     torch.testing.assert_close(logits, build("Llama", num_hidden_layers=1)(input_ids=IDS).logits)
     loss.backward()
     assert model.lm_head.weight.grad is not None

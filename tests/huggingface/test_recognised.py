@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,224 +15,183 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import flce
 from flce.core import private
-from flce.huggingface import NotFusedWarning, patch_model, unpatch_model
-
-V = 97
-IDS = torch.randint(3, V, (2, 9), generator=torch.Generator().manual_seed(1))
-BATCH = {"input_ids": IDS, "labels": IDS}
-Build = Callable[..., Any]
-Calls = list[dict[str, Any]]
+from flce.huggingface import NotFusedWarning, patch_model
+from tests.huggingface.scripts import IDS, Around, Build, Compare, V
 
 pytestmark = pytest.mark.usefixtures("nothing_materialises")
 
-
-def assert_same(stock: Any, patched: Any, loss_of: Callable[[Any], Tensor], tolerance: float = 1e-5) -> None:
-    """The losses and all gradients of a stock model and a patched one."""
-    losses = []
-    for model in (stock, patched):
-        model.zero_grad()
-        losses.append(loss_of(model))
-        losses[-1].backward()
-    torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=tolerance)
-    for (name, want), (other, got) in zip(stock.named_parameters(), patched.named_parameters(), strict=True):
-        assert name == other
-        torch.testing.assert_close(got.grad, want.grad, rtol=tolerance, atol=tolerance, msg=f"{name}: {{}}".format)
+BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def loss(model: Any) -> Tensor:
-    found: Tensor = model(**BATCH).loss
-    return found
-
-
-# ------------------------------------------------------------------------------------------------------- labels
-
-
-class Wrapper(nn.Module):
-    """Gets a batch in one piece."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.inner = model
-
-    def get_output_embeddings(self) -> Any:
-        return self.inner.get_output_embeddings()
-
-    def forward(self, inputs: Any) -> Any:
-        return self.inner(**inputs)
+# ----------------------------------------------------------------------------------------- labels and wrappers
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 @pytest.mark.parametrize("by_name", [True, False])
-def test_labels_within_a_batch(by_name: bool, kind: Any, build: Build, fused_calls: Calls) -> None:
-    stock = Wrapper(build("Llama")).eval()
-    patched = patch_model(copy.deepcopy(stock))
-
-    def call(model: Any, **batch: Any) -> Any:
-        return model(inputs=kind(batch)) if by_name else model(kind(batch))
-
-    assert_same(stock, patched, lambda model: call(model, **BATCH).loss)
-    with torch.no_grad():
-        assert torch.equal(call(patched, **BATCH).loss, call(stock, **BATCH).loss)
-        assert len(fused_calls) == 2
-        assert type(call(patched, input_ids=IDS).logits) is Tensor
-        assert type(call(patched, input_ids=IDS, labels=None).logits) is Tensor
+def test_labels_within_a_batch(by_name: bool, kind: Any, compare: Compare) -> None:
+    script = """
+        model = patch(Wrapper(build("Llama"), lambda inner, inputs: inner(**inputs)).eval())
+        def call(**batch):
+            return model(inputs=kind(batch)) if by_name else model(kind(batch))
+        backward(call(**BATCH).loss)
+        with torch.no_grad():
+            note(call(**BATCH).loss, within=0)
+            fused(2)
+            assert type(call(input_ids=IDS).logits) is Tensor
+            assert type(call(input_ids=IDS, labels=None).logits) is Tensor"""
+    compare(script, by_name=by_name, kind=kind)
 
 
 @pytest.mark.parametrize("order", ["prepared, patched", "patched, prepared", "patched, prepared, unwrapped"])
-def test_mixed_precision_by_accelerate(order: str, build: Build, fused_calls: Calls) -> None:
+def test_mixed_precision_by_accelerate(order: str, compare: Compare) -> None:
     """It keeps the class's forward within one on the instance."""
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-    stock, patched = accelerator.prepare(build("Llama").eval()), build("Llama").eval()
-    for change in order.split(", "):
-        if change == "patched":
-            patch_model(patched)
-        elif change == "prepared":
-            accelerator.prepare(patched)
-        else:
-            accelerator.unwrap_model(patched, keep_fp32_wrapper=False)
-            accelerator.unwrap_model(stock, keep_fp32_wrapper=False)
-    assert_same(stock, patched, loss, 2e-2)
-    with torch.no_grad():
-        torch.testing.assert_close(loss(patched), loss(stock), rtol=1e-3, atol=1e-3)
-        assert len(fused_calls) == 2
-        assert type(patched(input_ids=IDS).logits) is Tensor
-        loss(unpatch_model(patched))
-    assert len(fused_calls) == 2
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    script = """
+        accelerate = importorskip("accelerate")
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        model = build("Llama").eval()
+        for change in order.split(", "):
+            if change == "patched":
+                patch(model)
+            elif change == "prepared":
+                accelerator.prepare(model)
+            else:
+                accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        backward(model(**BATCH).loss, within=2e-2)
+        with torch.no_grad():
+            note(model(**BATCH).loss, within=1e-3)
+            fused(2)
+            assert type(model(input_ids=IDS).logits) is Tensor
+            unpatch(model)(**BATCH)
+        fused(0)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)"""
+    compare(script, order=order)
 
 
 @pytest.mark.parametrize("order", ["patched, set up", "set up, patched"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_fabric(precision: Any, order: str, build: Build, fused_calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fabric(precision: Any, order: str, compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hook of every output runs once a backward, as on real logits."""
     lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
     ran: list[bool] = []
     hook: Callable[..., None] = lambda required, grad: ran.append(required)  # noqa: E731
     monkeypatch.setattr(private, "fabric_hook", hook)
     monkeypatch.setattr(lightning.wrappers, "_backward_hook", hook)
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
-    stock, patched = fabric.setup(build("Llama")), build("Llama")
-    for change in order.split(", "):
-        patched = fabric.setup(patched) if change == "set up" else patch_model(patched, on_materialize="raise")
-    tolerance = 1e-5 if precision == "32-true" else 2e-2
-    assert_same(stock, patched, loss, tolerance)
-    ran.clear()
-    assert_same(stock, patched, lambda model: F.cross_entropy(model(input_ids=IDS).logits[0], IDS[0]), tolerance)
-    assert len(ran) == len(fused_calls) == 2
-    unpatch_model(patched)
-    assert type(patched) is type(stock)
-    assert_same(stock, patched, loss)
+    script = """
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+        model = build("Llama")
+        for change in order.split(", "):
+            model = fabric.setup(model) if change == "set up" else patch(model, on_materialize="raise")
+        backward(model(**BATCH).loss, within=within)
+        ran.clear()
+        backward(F.cross_entropy(model(input_ids=IDS).logits[0], IDS[0]), within=within)
+        assert len(ran) == 1
+        fused(2)
+        unpatch(model)
+        note(type(model))
+        backward(model(**BATCH).loss)
+        fused(0)"""
+    within = 1e-5 if precision == "32-true" else 2e-2
+    compare(script, lightning=lightning, precision=precision, order=order, ran=ran, within=within)
 
 
-@pytest.mark.parametrize("order", ["compiled, set up", "set up, compiled"])
-def test_fabric_compiled(order: str, build: Build, fused_calls: Calls) -> None:
-    lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
-    fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    stock, patched = build("Llama"), patch_model(build("Llama"), on_materialize="raise")
+WRAPPED = {
+    **{
+        f"Fabric, {order}": f"""
+        lightning = importorskip("lightning.fabric", reason="it is in the extra `trainers`")
+        fabric = lightning.Fabric(accelerator="cpu", devices=1)
+        model = outer = patch(build("Llama"), on_materialize="raise")
+        for change in "{order}".split(", "):
+            outer = fabric.setup(outer) if change == "set up" else torch.compile(outer, backend="eager")
+        backward(F.cross_entropy(outer(input_ids=IDS).logits[0], IDS[0]))
+        fused(1)"""
+        for order in ("compiled, set up", "set up, compiled")
+    },
+    "Fabric insists on its own backward": r"""
+        lightning = importorskip("lightning.fabric", reason="it is in the extra `trainers`")
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        model = fabric.setup(patch(build("Llama")))
+        loss = F.cross_entropy(model(input_ids=IDS).logits[0], IDS[0])
+        with raises(RuntimeError, match=r"fabric\.backward"):
+            loss.backward()""",
+    # One of Transformers', which says that it has no output embedding.
+    "a model without a head around one with a head": """
+        class Outer(importorskip("transformers").PreTrainedModel):
+            def __init__(self, model):
+                super().__init__(model.config)
+                self.inner = model
+            def forward(self, **kwargs):
+                return self.inner(**kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model = Outer(build("Llama"))
+            assert model.get_output_embeddings() is None
+            patch(model, on_materialize="raise")
+            backward(model(**BATCH).loss)
+        fused(1)
+        assert not flce.report(model).left""",
+}
 
-    def own_loss(model: Any) -> Tensor:
-        inner = torch.compile(model, backend="eager") if order.startswith("compiled") else model
-        outer = fabric.setup(inner)
-        outer = outer if order.startswith("compiled") else torch.compile(outer, backend="eager")
-        return F.cross_entropy(outer(input_ids=IDS).logits[0], IDS[0])
 
-    assert_same(stock, patched, own_loss)
-    assert len(fused_calls) == 1
-
-
-def test_fabric_insists_on_its_own_backward(build: Build) -> None:
-    lightning = pytest.importorskip("lightning.fabric", reason="it is in the extra `trainers`")
-    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
-    for model in (build("Llama"), patch_model(build("Llama"))):
-        logits = fabric.setup(model)(input_ids=IDS).logits
-        with pytest.raises(RuntimeError, match=r"fabric\.backward"):
-            F.cross_entropy(logits[0], IDS[0]).backward()
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers(name: str, compare: Compare) -> None:
+    compare(WRAPPED[name])
 
 
 # -------------------------------------------------------------------------------------------------- checkpointing
 
 
-class Checkpointed(nn.Module):
-    """Computes head and loss of the model in a checkpoint, from labels that it is given itself."""
+def in_checkpoint(model: Any, reentrant: bool, labels: Tensor | None = None) -> Any:
+    """Computes head and loss of the model in a checkpoint, from labels that it has itself."""
+    hidden = model.model(input_ids=IDS).last_hidden_state
 
-    def __init__(self, model: Any, reentrant: bool, only_head: bool = False) -> None:
-        super().__init__()
-        self.model, self.reentrant, self.only_head = model, reentrant, only_head
+    def head_and_loss(hidden: Tensor) -> Tensor:
+        return F.cross_entropy(model.lm_head(hidden).flatten(0, 1), IDS.flatten())
 
-    def get_output_embeddings(self) -> Any:
-        return self.model.get_output_embeddings()
-
-    def head_and_loss(self, hidden: Tensor) -> Tensor:
-        return F.cross_entropy(self.model.lm_head(hidden).flatten(0, 1), IDS.flatten())
-
-    def forward(self, labels: Tensor | None = None) -> Tensor:
-        hidden = self.model.model(input_ids=IDS).last_hidden_state
-        if self.only_head:
-            logits: Any = checkpoint(self.model.lm_head, hidden, use_reentrant=self.reentrant)
-            return F.cross_entropy(logits.flatten(0, 1), IDS.flatten())
-        found: Any = checkpoint(self.head_and_loss, hidden, use_reentrant=self.reentrant)
-        return found
-
-
-def wrapped(build: Build, *args: Any) -> tuple[Any, Any]:
-    stock = Checkpointed(build("Llama"), *args)
-    return stock, patch_model(copy.deepcopy(stock), on_materialize="raise")
+    return checkpoint(head_and_loss, hidden, use_reentrant=reentrant)
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.NotFusedWarning")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("labels", [IDS, None])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_head_and_loss_in_a_checkpoint(
-    reentrant: bool, labels: Any, training: bool, build: Build, fused_calls: Calls
-) -> None:
-    stock, patched = wrapped(build, reentrant)
-    stock.train(training), patched.train(training)
-    for _ in range(2):
-        assert_same(stock, patched, lambda model: model(labels=labels))
-    # In both passes or in none.
-    assert len(fused_calls) == (4 if training or labels is not None else 0)
+def test_head_and_loss_in_a_checkpoint(reentrant: bool, labels: Any, training: bool, compare: Compare) -> None:
+    """They are fused in both passes or in none."""
+    script = """
+        model = patch(Wrapper(build("Llama"), in_checkpoint).train(training), on_materialize="raise")
+        for _ in range(2):
+            backward(model(reentrant, labels=labels))
+        fused(4 if training or labels is not None else 0)"""
+    compare(script, reentrant=reentrant, labels=labels, training=training)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.filterwarnings("ignore::flce.huggingface.NotFusedWarning")
-def test_calls_with_and_without_labels_before_backward(reentrant: bool, build: Build, fused_calls: Calls) -> None:
-    """Each is computed again as it was computed first."""
-    stock, patched = wrapped(build, reentrant)
-    stock.eval(), patched.eval()
-    for labels in ((IDS, None), (None, IDS)):
-        fused_calls.clear()
-        assert_same(stock, patched, lambda model, labels=labels: sum(model(labels=each) for each in labels))  # type: ignore[misc]
-        assert len(fused_calls) == 2
-
-
-def test_only_the_head_in_a_checkpoint(build: Build, fused_calls: Calls) -> None:
-    for reentrant in (True, False):
-        stock = Checkpointed(build("Llama"), reentrant, True)
-        patched = patch_model(copy.deepcopy(stock), on_materialize="ignore")
-        assert_same(stock, patched, lambda model: model())
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_an_own_loss_in_a_checkpoint(reentrant: bool, build: Build, fused_calls: Calls) -> None:
-    """The first pass of a reentrant one has no gradients, as inference."""
-    stock = build("Llama")
-    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
-
-    def own_loss(model: Any) -> Tensor:
-        embedded = model.get_input_embeddings()(IDS)
-
-        def run(embedded: Tensor) -> Tensor:
+CHECKPOINTED = {
+    # Each is computed again as it was computed first.
+    "calls with and without labels before backward": """
+        model = patch(Wrapper(build("Llama"), in_checkpoint).eval(), on_materialize="raise")
+        for labels in ((IDS, None), (None, IDS)):
+            backward(sum(model(reentrant, labels=each) for each in labels))
+            fused(2)""",
+    "only the head": """
+        model = patch(build("Llama"), on_materialize="ignore")
+        logits = checkpoint(model.lm_head, model.model(input_ids=IDS).last_hidden_state, use_reentrant=reentrant)
+        backward(F.cross_entropy(logits.flatten(0, 1), IDS.flatten()))""",
+    # The first pass of a reentrant one has no gradients, as inference.
+    "an own loss": """
+        model = patch(build("Llama"), on_materialize="raise")
+        def run(embedded):
             return F.cross_entropy(model(inputs_embeds=embedded).logits.flatten(0, 1), IDS.flatten())
+        for _ in range(2):
+            backward(checkpoint(run, model.get_input_embeddings()(IDS), use_reentrant=reentrant))
+            fused(2)""",
+}
 
-        found: Any = checkpoint(run, embedded, use_reentrant=reentrant)
-        return found
 
-    for count in (2, 4):
-        assert_same(stock, patched, own_loss)
-        assert len(fused_calls) == count
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.filterwarnings("ignore::flce.huggingface.NotFusedWarning")
+def test_checkpoints(name: str, reentrant: bool, compare: Compare) -> None:
+    compare(CHECKPOINTED[name], reentrant=reentrant)
 
 
 READ: dict[str, Callable[[Tensor], Tensor]] = {
@@ -252,16 +210,12 @@ def some_are_kept() -> Any:
 
 @pytest.mark.parametrize("contexts", [noop_context_fn, some_are_kept])
 @pytest.mark.parametrize("name", READ)
-def test_logits_that_are_read_in_a_checkpoint(name: str, contexts: Any, build: Build) -> None:
+def test_logits_that_are_read_in_a_checkpoint(name: str, contexts: Any, compare: Compare) -> None:
     """A recomputation is given the logits that the first pass computed."""
-    stock = build("Llama", num_hidden_layers=1)
-    patched = patch_model(copy.deepcopy(stock), on_materialize="ignore")
-    results = []
-    for model in (stock, patched):
-        loss: Any = checkpoint(READ[name], model(input_ids=IDS).logits, use_reentrant=False, context_fn=contexts)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    torch.testing.assert_close(results[1], results[0])
+    script = """
+        model = patch(build("Llama", num_hidden_layers=1), on_materialize="ignore")
+        backward(checkpoint(read, model(input_ids=IDS).logits, use_reentrant=False, context_fn=contexts))"""
+    compare(script, read=READ[name], contexts=contexts)
 
 
 def test_inference_in_training_mode_is_no_checkpoint(build: Build) -> None:
@@ -301,70 +255,6 @@ def loss_of_heads(model: Any, heads: Any, stacked: bool = False) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
-class Medusa(nn.Module):
-    """Holds the heads beside the model."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.base_model, self.medusa_head = model, medusa_heads()
-
-    def forward(self, stacked: bool = False) -> Tensor:
-        return loss_of_heads(self.base_model, self.medusa_head, stacked)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_heads_of_a_wrapper(stacked: bool, build: Build, fused_calls: Calls) -> None:
-    stock = Medusa(build("Llama"))
-    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
-    for count in (3, 6):
-        assert_same(stock, patched, lambda model: model(stacked))
-        assert len(fused_calls) == count
-    names = ("", "base_model", "base_model.lm_head", "medusa_head.0.1", "medusa_head.1.2")
-    assert flce.report(patched).patched == names
-    unpatch_model(patched)
-    assert_same(stock, patched, lambda model: model(stacked))
-    assert len(fused_calls) == 6
-    assert type(patched.get_submodule("medusa_head.0.1")) is nn.Linear
-
-
-@pytest.mark.parametrize("after", [False, True])
-def test_heads_of_the_model(after: bool, build: Build, fused_calls: Calls) -> None:
-    stock, patched = build("Llama"), build("Llama")
-    for model in (stock, patched):
-        if model is patched and after:
-            patch_model(model, on_materialize="raise")
-        model.medusa_head = medusa_heads()
-    if not after:
-        patch_model(patched, on_materialize="raise")
-    if after:
-        assert_same(stock, patched, loss)  # a forward finds what was added
-        fused_calls.clear()
-    assert_same(stock, patched, lambda model: loss_of_heads(model, model.medusa_head))
-    assert len(fused_calls) == 3
-
-
-def test_a_second_head_in_forward(build: Build, fused_calls: Calls) -> None:
-    base: Any = type(build("Llama"))
-
-    class Auxiliary(base):
-        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-            outputs = super().forward(input_ids=input_ids, labels=labels, output_hidden_states=True)
-            if labels is not None:
-                logits = self.lm_head2(outputs.hidden_states[-1])
-                outputs.loss = outputs.loss + 0.5 * F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            return outputs
-
-    stock = build("Llama")
-    stock.__class__ = Auxiliary
-    stock.lm_head2 = nn.Linear(32, V)
-    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
-    for training in (True, False):
-        fused_calls.clear()
-        stock.train(training), patched.train(training)
-        assert_same(stock, patched, loss)
-        assert len(fused_calls) == 2
-
-
 class TwoHeads(nn.Module):
     """Not of Transformers; its other layers may be as wide as the vocabulary."""
 
@@ -384,56 +274,8 @@ class TwoHeads(nn.Module):
         return SimpleNamespace(loss=losses[0] + losses[1])
 
 
-def test_a_second_head_of_any_model(fused_calls: Calls) -> None:
-    stock = TwoHeads()
-    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
-    for count in (2, 4):
-        assert_same(stock, patched, loss)
-        assert len(fused_calls) == count
-
-
-@pytest.mark.parametrize("patched_first", [True, False])
-def test_an_adapter_on_a_second_head(patched_first: bool, build: Build, fused_calls: Calls) -> None:
-    peft = pytest.importorskip("peft")
-    models = []
-    for patched in (False, True):
-        model = build("Llama")
-        torch.manual_seed(5)
-        model.lm_head2 = nn.Linear(32, V)
-        if patched and patched_first:
-            patch_model(model, on_materialize="raise")
-        config = peft.LoraConfig(target_modules=["lm_head", "lm_head2"], r=4, init_lora_weights=False)
-        torch.manual_seed(3)
-        model = peft.get_peft_model(model, config)
-        if patched and not patched_first:
-            patch_model(model, on_materialize="raise")
-        models.append(model)
-
-    def two_losses(model: Any) -> Tensor:
-        inner = model.base_model.model
-        inner(**BATCH)  # where what was added is found
-        return loss_of_heads(inner, [inner.lm_head2, inner.lm_head2])
-
-    assert_same(models[0], models[1], two_losses)
-    assert len(fused_calls) == 4
-
-
 class MyParam(nn.Parameter):
     pass
-
-
-def test_a_subclass_of_parameter(build: Build, fused_calls: Calls) -> None:
-    stock, patched = build("Llama"), build("Llama")
-    for model in (stock, patched):
-        model.lm_head.weight = MyParam(model.lm_head.weight.data)
-        assert type(model.lm_head.weight) is MyParam
-    patch_model(patched, on_materialize="raise")
-    for count in (1, 2):
-        assert_same(stock, patched, loss)
-        assert len(fused_calls) == count
-    torch.compiler.reset()
-    compiled = torch.compile(patched, backend="aot_eager", fullgraph=True)
-    assert_same(stock, patched, lambda model: loss(compiled if model is patched else model))
 
 
 class OwnFunction(nn.Parameter):
@@ -445,28 +287,112 @@ class OwnFunction(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-def test_a_parameter_with_functions_of_its_own_runs_stock_code(build: Build, fused_calls: Calls) -> None:
-    stock, patched = build("Llama"), build("Llama")
-    for model in (stock, patched):
+HEADS = {
+    **{
+        f"heads beside the model, {stacked=}": f"""
+        def run(inner):
+            return loss_of_heads(inner, model.medusa_head, {stacked})
+        model = patch(Around(build("Llama"), run, medusa_head=medusa_heads()), on_materialize="raise")
+        for _ in range(2):
+            backward(model())
+            fused(3)
+        names = ("", "inner", "inner.lm_head", "medusa_head.0.1", "medusa_head.1.2")
+        assert flce.report(model).patched == (names if patched else ())
+        unpatch(model)
+        backward(model())
+        fused(0)
+        assert type(model.get_submodule("medusa_head.0.1")) is nn.Linear"""
+        for stacked in (False, True)
+    },
+    "heads of the model": """
+        model = build("Llama")
+        model.medusa_head = medusa_heads()
+        patch(model, on_materialize="raise")
+        backward(loss_of_heads(model, model.medusa_head))
+        fused(3)""",
+    # A forward finds them.
+    "heads that were added to a patched model": """
+        model = patch(build("Llama"), on_materialize="raise")
+        model.medusa_head = medusa_heads()
+        backward(model(**BATCH).loss)
+        fused(1)
+        backward(loss_of_heads(model, model.medusa_head))
+        fused(3)""",
+    "a second head in forward": """
+        model = build("Llama")
+        class Auxiliary(type(model)):
+            def forward(self, input_ids, labels=None):
+                outputs = super().forward(input_ids=input_ids, labels=labels, output_hidden_states=True)
+                if labels is not None:
+                    logits = self.lm_head2(outputs.hidden_states[-1])
+                    outputs.loss = outputs.loss + 0.5 * F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                return outputs
+        model.__class__ = Auxiliary
+        model.lm_head2 = nn.Linear(32, V)
+        patch(model, on_materialize="raise")
+        for training in (True, False):
+            model.train(training)
+            backward(model(**BATCH).loss)
+            fused(2)""",
+    "a second head of any model": """
+        model = patch(TwoHeads(), on_materialize="raise")
+        for _ in range(2):
+            backward(model(**BATCH).loss)
+            fused(2)""",
+    **{
+        f"an adapter on a second head, {patched_first=}": f"""
+        peft = importorskip("peft")
+        model = build("Llama")
+        model.lm_head2 = nn.Linear(32, V)
+        if {patched_first}:
+            patch(model, on_materialize="raise")
+        config = peft.LoraConfig(target_modules=["lm_head", "lm_head2"], r=4, init_lora_weights=False)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, config)
+        if not {patched_first}:
+            patch(model, on_materialize="raise")
+        inner = model.base_model.model
+        inner(**BATCH)  # where what was added is found
+        fused(1)
+        backward(loss_of_heads(inner, [inner.lm_head2, inner.lm_head2]))
+        fused(3)"""
+        for patched_first in (True, False)
+    },
+    "a subclass of Parameter": """
+        model = build("Llama")
+        model.lm_head.weight = MyParam(model.lm_head.weight.data)
+        assert type(model.lm_head.weight) is MyParam
+        patch(model, on_materialize="raise")
+        for _ in range(2):
+            backward(model(**BATCH).loss)
+            fused(1)
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        backward((compiled if patched else model)(**BATCH).loss)""",
+    # It runs stock code.
+    "a parameter with functions of its own": """
+        model = build("Llama")
         model.lm_head.weight = OwnFunction(model.lm_head.weight.data)
-    assert_same(stock, patch_model(patched), loss)
-    assert not fused_calls
+        patch(model)
+        backward(model(**BATCH).loss)
+        fused(0)""",
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads(name: str, compare: Compare) -> None:
+    compare(HEADS[name])
+
+
+def test_a_parameter_with_functions_of_its_own_is_named(build: Build) -> None:
+    model = patch_model(build("Llama"))
+    model.lm_head.weight = OwnFunction(model.lm_head.weight.data)
+    model(**BATCH).loss.backward()
     with pytest.warns(NotFusedWarning, match="OwnFunction"):
-        loss(patched)
+        model(**BATCH)
 
 
 # ----------------------------------------------------------------------------------------- what cannot be patched
-
-
-class Pair(nn.Module):
-    """A language model beside something else."""
-
-    def __init__(self, model: Any, other: Any) -> None:
-        super().__init__()
-        self.lm, self.other = model, other
-
-    def forward(self) -> Tensor:
-        return loss(self.lm)
 
 
 def quantised(build: Build) -> Any:
@@ -476,40 +402,25 @@ def quantised(build: Build) -> Any:
 
 
 @pytest.mark.parametrize("other", ["encoder", "teacher"])
-def test_what_is_beside_the_language_model_is_left(other: str, build: Build, fused_calls: Calls) -> None:
-    stock = Pair(build("Llama"), build("Llama").model if other == "encoder" else quantised(build))
-    patched = copy.deepcopy(stock)
+def test_what_is_beside_the_language_model_is_left(other: str, build: Build, compare: Compare) -> None:
+    make = quantised if other == "teacher" else lambda build: build("Llama").model
     reason = "LlamaModel has no output embedding" if other == "encoder" else "quantised"
+    pair = Around(build("Llama"), lambda inner: inner(**BATCH).loss, other=make(build))
     with pytest.warns(UserWarning, match=f"left.*other: .*{reason}") as caught:
-        patch_model(patch_model(patched))
+        patch_model(patch_model(pair))
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert_same(stock, patched, lambda model: model())
-    assert len(fused_calls) == 1
-    report = flce.report(patched)
-    assert report.patched == ("", "lm", "lm.lm_head")
+    report = flce.report(pair)
+    assert report.patched == ("", "inner", "inner.lm_head")
     assert list(report.left) == ["other"]
     assert reason in str(report)
     with pytest.raises(TypeError, match=reason):
-        patch_model(stock.other)
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_a_model_without_a_head_around_one_with_a_head(build: Build, fused_calls: Calls) -> None:
-    """It is one of Transformers', and says that it has no output embedding."""
-    base: Any = pytest.importorskip("transformers").PreTrainedModel
-
-    class Outer(base):
-        def __init__(self, model: Any) -> None:
-            super().__init__(model.config)
-            self.inner = model
-
-        def forward(self, **kwargs: Any) -> Any:
-            return self.inner(**kwargs)
-
-    stock = Outer(build("Llama"))
-    assert stock.get_output_embeddings() is None
-    patched = patch_model(copy.deepcopy(stock), on_materialize="raise")
-    assert_same(stock, patched, loss)
-    assert len(fused_calls) == 1
-    assert not flce.report(patched).left
+        patch_model(make(build))
+    script = """
+        model = Around(build("Llama"), lambda inner: inner(**BATCH).loss, other=make(build))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            patch(model)
+        backward(model())
+        fused(1)"""
+    compare(script, make=make)

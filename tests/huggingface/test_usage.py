@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,100 +17,99 @@ from torch import Tensor
 import flce
 from flce.core import private
 from flce.huggingface import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, patch_model
-
-IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
-
-
-def own_loss(model: Any) -> Tensor:
-    return F.cross_entropy(model(input_ids=IDS).logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+from tests.huggingface.scripts import IDS, Build, own_loss
 
 
-def said_by(step: Callable[[], Any], times: int) -> list[list[str]]:
-    """The warnings of each of several calls."""
-    said = []
-    for _ in range(times):
+def hidden_of(model: Any) -> Tensor:
+    hidden: Tensor = model.base_model(input_ids=IDS).last_hidden_state
+    return hidden
+
+
+def losses_of_several(model: Any) -> Tensor:
+    logits = [model(input_ids=IDS).logits for _ in range(4)]
+    return torch.stack([F.cross_entropy(each.flatten(0, 1), IDS.flatten()) for each in logits]).sum()
+
+
+class Said(NamedTuple):
+    """What a training step says in each call.
+
+    Attributes:
+        step: what is differentiated.
+        counts: the number of warnings in each call.
+        words: the parts of a warning.
+        training: the model's mode.
+        evaluated: whether an evaluation came before.
+    """
+
+    step: Callable[[Any], Tensor]
+    counts: list[int]
+    words: tuple[str, ...] = ()
+    training: bool = True
+    evaluated: bool = False
+
+
+SAID = {
+    # What `from_pretrained` returns is in evaluation mode.
+    "an own loss in evaluation mode": Said(own_loss, [0, 1, 0], ("eval() mode", "model.train()"), training=False),
+    "fused losses": Said(own_loss, [0] * 4),
+    "a kernel that goes round the head": Said(
+        lambda model: F.cross_entropy((hidden_of(model) @ model.lm_head.weight.T).flatten(0, 1), IDS.flatten()),
+        [0, 0, 1, 0],
+        ("round the head",),
+    ),
+    # It is made when all of them are done, so until then there is nothing to say.
+    "one loss of several forwards": Said(losses_of_several, [0, 0]),
+    "logits that are not used": Said(
+        lambda model: model(input_ids=IDS, output_hidden_states=True).hidden_states[-1].sum(), [0, 0, 1, 0]
+    ),
+    # It is no training.
+    "an evaluation before": Said(lambda model: hidden_of(model).sum(), [0, 0, 1, 0], evaluated=True),
+    "evaluation": Said(
+        lambda model: model(input_ids=IDS).logits.argmax(-1).double().requires_grad_().sum(), [0] * 4, training=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_is_said(name: str, build: Build) -> None:
+    said = SAID[name]
+    model = patch_model(build("Llama").train(said.training))
+    if said.evaluated:
+        with torch.no_grad():
+            model(input_ids=IDS, labels=IDS)
+    messages = []
+    for _ in said.counts:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step()
-        said.append([str(w.message) for w in caught if w.category is NotFusedWarning])
-    return said
+            said.step(model).backward()
+        messages.append([str(w.message) for w in caught if w.category is NotFusedWarning])
+    assert [len(each) for each in messages] == said.counts
+    text = str(messages)
+    assert all(word in text for word in said.words)
 
 
-def test_own_loss_in_evaluation_mode(build: Callable[..., Any]) -> None:
-    """What `from_pretrained` returns is in evaluation mode."""
-    model = patch_model(build("Llama").eval())
-    first, second, third = said_by(lambda: own_loss(model).backward(), 3)
-    assert not first
-    assert len(second) == 1
-    assert "eval() mode" in second[0]
-    assert "model.train()" in second[0]
-    assert not third
+def test_report_of_stock_and_fused_losses(build: Build) -> None:
+    model = patch_model(build("Llama"))
+    own_loss(model).backward()
+    report = flce.report(model)
+    assert (report.forwards, report.fused, report.patched) == (1, 1, ("", "lm_head"))
+    assert not report.stock
+    assert not report.materialized
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotFusedWarning)
+        for _ in range(3):
+            own_loss(model.eval()).backward()
     assert list(flce.report(model).stock.values()) == [3]
 
 
-def test_evaluation_that_is_not_trained_is_no_reason(build: Callable[..., Any]) -> None:
-    model = patch_model(build("Llama").eval())
-    assert said_by(lambda: model(input_ids=IDS).logits.argmax(-1), 4) == [[]] * 4
-
-
-def test_fused_losses_say_nothing(build: Callable[..., Any]) -> None:
-    model = patch_model(build("Llama"))
-    assert said_by(lambda: own_loss(model).backward(), 4) == [[]] * 4
-    report = flce.report(model)
-    assert (report.forwards, report.fused, report.patched) == (4, 4, ("", "lm_head"))
-    assert not report.stock
-    assert not report.materialized
-
-
-def test_a_kernel_that_goes_round_the_head(build: Callable[..., Any]) -> None:
-    model = patch_model(build("Llama"))
-
-    def step() -> None:
-        hidden = model.base_model(input_ids=IDS).last_hidden_state
-        F.cross_entropy((hidden @ model.lm_head.weight.T).flatten(0, 1), IDS.flatten()).backward()
-
-    said = said_by(step, 4)
-    assert [len(messages) for messages in said] == [0, 0, 1, 0]
-    assert "round the head" in said[2][0]
-
-
-def test_an_evaluation_before_is_no_training(build: Callable[..., Any]) -> None:
-    model = patch_model(build("Llama"))
-    with torch.no_grad():
-        model(input_ids=IDS, labels=IDS)
-
-    def step() -> None:
-        model.base_model(input_ids=IDS).last_hidden_state.sum().backward()
-
-    assert [len(messages) for messages in said_by(step, 4)] == [0, 0, 1, 0]
-
-
-def test_one_loss_of_several_forwards(build: Callable[..., Any]) -> None:
-    """It is made when all of them are done, so until then there is nothing to say."""
-    model = patch_model(build("Llama"))
-
-    def step() -> None:
-        logits = [model(input_ids=IDS).logits for _ in range(4)]
-        sum(F.cross_entropy(each.flatten(0, 1), IDS.flatten()) for each in logits).backward()  # type: ignore[union-attr]
-
-    assert said_by(step, 2) == [[], []]
-
-    def unused() -> None:
-        outputs = [model(input_ids=IDS, output_hidden_states=True)]
-        outputs[0].hidden_states[-1].sum().backward()
-
-    model = patch_model(build("Llama"))
-    assert [len(messages) for messages in said_by(unused, 4)] == [0, 0, 1, 0]
-
-
-def test_logits_of_evaluation_mode_can_be_saved(build: Callable[..., Any], tmp_path: Any) -> None:
+def test_logits_of_evaluation_mode_can_be_saved(build: Build, tmp_path: Any) -> None:
     logits = patch_model(build("Llama").eval())(input_ids=IDS).logits
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.save(logits, tmp_path / "logits.pt")
 
 
-def test_a_head_that_runs_stock_code(build: Callable[..., Any]) -> None:
+def test_a_head_that_runs_stock_code(build: Build) -> None:
     """Here because the model runs in a transform."""
     model = patch_model(build("Llama"))
 
@@ -124,7 +124,7 @@ def test_a_head_that_runs_stock_code(build: Callable[..., Any]) -> None:
         step()
 
 
-def test_the_line_is_the_users(build: Callable[..., Any], tmp_path: Any) -> None:
+def test_the_line_is_the_users(build: Build, tmp_path: Any) -> None:
     """Behind a line of Transformers, and with a remedy for metrics."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
@@ -142,7 +142,7 @@ def test_the_line_is_the_users(build: Callable[..., Any], tmp_path: Any) -> None
     assert "transformers" in where.split(" (in ")[1]
 
 
-def test_report(build: Callable[..., Any]) -> None:
+def test_report(build: Build) -> None:
     model = patch_model(build("Llama"), on_materialize="ignore")
     outputs = model(input_ids=IDS, labels=IDS)
     outputs.logits.softmax(-1)
@@ -159,7 +159,7 @@ def test_report(build: Callable[..., Any]) -> None:
     assert str(flce.report(build("Llama"))).startswith("patched: nothing")
 
 
-def test_copies_count_for_themselves(build: Callable[..., Any]) -> None:
+def test_copies_count_for_themselves(build: Build) -> None:
     model = patch_model(build("Llama"))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         own_loss(other).backward()
@@ -167,7 +167,7 @@ def test_copies_count_for_themselves(build: Callable[..., Any]) -> None:
     assert (flce.report(model).forwards, flce.report(model).fused) == (0, 0)
 
 
-def test_a_head_of_another_model_counts_for_the_one_it_is_in(build: Callable[..., Any]) -> None:
+def test_a_head_of_another_model_counts_for_the_one_it_is_in(build: Build) -> None:
     other, model = patch_model(build("Llama")), patch_model(build("Llama"))
     model.lm_head = copy.deepcopy(other.lm_head)
     own_loss(model).backward()
@@ -175,23 +175,22 @@ def test_a_head_of_another_model_counts_for_the_one_it_is_in(build: Callable[...
     assert model._flce.watch_products is False
 
 
-def test_a_copy_that_meets_the_head_before_the_model(build: Callable[..., Any]) -> None:
+def test_a_copy_that_meets_the_head_before_the_model(build: Build) -> None:
     model = patch_model(build("Llama"))
     head, other = copy.deepcopy([model.lm_head, model])
     assert head._flce is other._flce is not model._flce
 
 
-def test_unpatching_leaves_no_hook(build: Callable[..., Any]) -> None:
+def test_unpatching_leaves_no_hook(build: Build) -> None:
     model = patch_model(build("Llama"))
     flce.unpatch_model(model)
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
-def test_replicas_of_data_parallel_return_no_logits(build: Callable[..., Any], as_tuple: bool) -> None:
+def test_replicas_of_data_parallel_return_no_logits(build: Build, as_tuple: bool) -> None:
     """They would be gathered on one GPU. A replica, as `nn.DataParallel` makes it, needs no GPU."""
-    stock = build("Llama")
-    model = patch_model(copy.deepcopy(stock))
+    model = patch_model(build("Llama"))
     replica = model._replicate_for_data_parallel()
     for name, child in model._modules.items():
         replica._modules[name] = child
@@ -199,12 +198,9 @@ def test_replicas_of_data_parallel_return_no_logits(build: Callable[..., Any], a
         replica._parameters[name] = parameter
     with pytest.warns(UserWarning, match="nn.DataParallel would gather"):
         outputs = replica(input_ids=IDS, labels=IDS, return_dict=not as_tuple)
-    if as_tuple:
-        loss, logits, *_ = outputs
-    else:
-        loss, logits = outputs.loss, outputs.get("logits")
+    loss, logits = outputs[:2] if as_tuple else (outputs.loss, outputs.get("logits"))
     assert logits is None
-    torch.testing.assert_close(loss, stock(input_ids=IDS, labels=IDS).loss)
+    torch.testing.assert_close(loss, build("Llama")(input_ids=IDS, labels=IDS).loss)
     loss.backward()
     assert model.lm_head.weight.grad is not None
     with torch.no_grad():
@@ -212,10 +208,8 @@ def test_replicas_of_data_parallel_return_no_logits(build: Callable[..., Any], a
     assert replica(input_ids=IDS).logits is not None
 
 
-def test_hooks_of_fsdp1(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_fsdp1(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP1 needs a GPU, but for the hooks that it registers on outputs. Here they are its own, with other insides."""
-    import functools
-
     seen: list[Tensor] = []
 
     def pre_backward(state: Any, module: Any, handle: Any, grad: Tensor, *unused: Any) -> Tensor:
@@ -241,10 +235,8 @@ def test_hooks_of_fsdp1(build: Callable[..., Any], monkeypatch: pytest.MonkeyPat
     assert all(grad.untyped_storage().nbytes() <= 8 for grad in seen)
 
 
-def test_hooks_of_a_wrapper_on_several_heads(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_a_wrapper_on_several_heads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook of a stack of logits runs whichever of them the loss takes, and once where it takes all."""
-    import functools
-
     seen: list[Tensor] = []
     monkeypatch.setattr(private, "fsdp1_hook", lambda state, grad: seen.append(grad))
     model = patch_model(build("Llama"), on_materialize="raise")
@@ -256,17 +248,3 @@ def test_hooks_of_a_wrapper_on_several_heads(build: Callable[..., Any], monkeypa
             handle.remove()
         F.cross_entropy(logits[:, which].flatten(0, 1), IDS.flatten()).backward()
         assert len(seen) == (0 if removed else 1)
-
-
-def test_hooks_of_users_get_the_gradient_or_an_error(build: Callable[..., Any]) -> None:
-    stock = build("Llama")
-    model = patch_model(copy.deepcopy(stock), on_materialize="ignore")
-    gradients: list[Tensor] = []
-    for each in (stock, model):
-        logits = each(input_ids=IDS).logits
-        logits.register_hook(gradients.append)
-        F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
-    torch.testing.assert_close(gradients[1], gradients[0])
-    outputs = model(input_ids=IDS, labels=IDS)
-    with pytest.raises(RuntimeError, match="after the loss"):
-        outputs.logits.register_hook(print)

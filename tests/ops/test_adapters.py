@@ -154,21 +154,6 @@ def test_no_adapters(none: Any, backend: str, device: torch.device) -> None:
     assert torch.equal(got, expected)
 
 
-@REDUCTIONS
-def test_probability_targets(reduction: str, backend: str, device: torch.device) -> None:
-    p = make_problem((2, 5), 8, 12, adapter_ranks=(2, 3), bias=True, device=device)
-    y = torch.rand(2, 5, 12, dtype=torch.float64, device=device).softmax(-1)
-    tensors = [t.clone().requires_grad_() for t in (p.input, p.linear_weight, *p.adapters[0], *p.adapters[1])]
-    x, w, a1, b1, a2, b2 = tensors
-    loss: Any = flce.fused_linear_cross_entropy(
-        x, w, y, linear_bias=p.linear_bias, adapters=[(a1, b1), (a2, b2)], reduction=reduction
-    )
-    logits = F.linear(x, w, p.linear_bias) + a1 @ b1.t() + a2 @ b2.t()
-    stock = F.cross_entropy(logits.flatten(0, 1), y.flatten(0, 1), reduction=reduction).reshape(loss.shape)
-    torch.testing.assert_close(loss, stock)
-    torch.testing.assert_close(torch.autograd.grad(loss.sum(), tensors), torch.autograd.grad(stock.sum(), tensors))
-
-
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16], ids=str)
 @STRATEGIES
 def test_autocast(adapter_dtype: torch.dtype, strategy: str, backend: str, device: torch.device) -> None:
@@ -199,37 +184,6 @@ def test_autocast(adapter_dtype: torch.dtype, strategy: str, backend: str, devic
             assert tensor.grad is not None
             assert tensor.grad.dtype == adapter_dtype
             assert torch.equal(tensor.grad.bfloat16(), grad)  # type: ignore[arg-type]
-
-
-@combinations(strategy=["tokens", "vocab"], reduction=["mean", "none"])
-def test_second_backward(strategy: str, reduction: str, backend: str, device: torch.device) -> None:
-    p = make_problem((9,), 8, 30, adapter_ranks=(2,), device=device)
-    ((a, b),) = p.adapters
-    b.requires_grad_()
-    loss: Any = flce.fused_linear_cross_entropy(
-        p.input,
-        p.linear_weight,
-        p.target,
-        adapters=[(a, b)],
-        reduction=reduction,
-        options=flce.ChunkOptions(strategy=strategy),  # type: ignore[arg-type]
-    )
-    loss = loss.sum()
-    with pytest.raises(RuntimeError, match="differentiated twice"):
-        torch.autograd.grad(loss, b, create_graph=True)
-    loss.backward(retain_graph=True)
-    if reduction == "none" or strategy == "vocab":  # made in backward
-        loss.backward()
-        return
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-def test_gradients_share_no_memory(backend: str, device: torch.device) -> None:
-    p = make_problem((9,), 8, 30, adapter_ranks=(2, 3), bias=True, device=device)
-    got = run_fused(p)
-    grads = [got.grad_input, got.grad_weight, got.grad_bias, *(t for pair in got.grad_adapters for t in pair)]
-    assert len({t.untyped_storage().data_ptr() for t in grads if t is not None}) == 7
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -162,9 +162,9 @@ def test_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
 # --------------------------------------------------------------------------------------------------- what it finds
 
 
-def larger(method: str, share: float) -> Callable[..., Any]:
-    """The backend's method, whose gradient is off by so much."""
-    original = getattr(TorchBackend, method)
+def larger(method: str, share: float, backend: Any = TorchBackend) -> Callable[..., Any]:
+    """The backend's method, whose gradient is larger by this share."""
+    original = getattr(backend, method)
 
     def wrong(self: Any, logits: Tensor, grad: Tensor, *rest: Any) -> None:
         original(self, logits, grad, *rest)
@@ -350,13 +350,7 @@ def test_on_a_gpu(quick: bool, seconds: int) -> None:
 def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from flce.backends.triton import TritonBackend
 
-    original = TritonBackend.loss_and_gradient
-
-    def wrong(self: Any, logits: Tensor, grad: Tensor, *rest: Any) -> None:
-        original(self, logits, grad, *rest)
-        grad.mul_(1.01)
-
-    monkeypatch.setattr(TritonBackend, "loss_and_gradient", wrong)
+    monkeypatch.setattr(TritonBackend, "loss_and_gradient", larger("loss_and_gradient", 0.01, TritonBackend))
     said = invoke("--quick", "--device", "cuda:0")
     assert said.exit_code == 1, said.output
     assert "off: cuda:0, triton backend, bfloat16, 'default'" in said.stdout

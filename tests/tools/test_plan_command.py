@@ -238,7 +238,7 @@ def test_dropout_is_the_kernel_of_a_gpu() -> None:
     """Its mask has a byte an entry."""
     x = torch.empty(1000, 100, dtype=torch.bfloat16, device="meta", requires_grad=True)
     meter = rehearsal.StepMeter(H200)
-    meter.hold_for_good(x, rehearsal.WEIGHTS)
+    meter.hold(x, rehearsal.WEIGHTS, for_good=True)
     with meter, rehearsal.OnGpu():
         kept = torch.nn.functional.dropout(x, 0.1, training=True)
         again = torch.nn.functional.dropout(x, 0.1, training=False)

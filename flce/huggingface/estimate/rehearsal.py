@@ -8,11 +8,10 @@ right here: which kernel attention takes (`OnGpu`), what kernels allocate inside
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -64,8 +63,12 @@ class StepMeter(TorchDispatchMode):
 
     # ------------------------------------------------------------------------------------------------- counting
 
-    def hold(self, tensor: Tensor, category: str | None = None) -> None:
-        """Count a tensor's storage until it ends; again, to put it into another category."""
+    def hold(self, tensor: Tensor, category: str | None = None, for_good: bool = False) -> None:
+        """Count a tensor's storage until it ends; again, to put it into another category.
+
+        Args:
+            for_good: it outlives the step.
+        """
         storage, category = tensor.untyped_storage(), category or self.category
         key = storage._cdata
         known = self._sizes.get(key)
@@ -74,32 +77,19 @@ class StepMeter(TorchDispatchMode):
             self.alive[category] += known[0]
             self._sizes[key] = known[0], category
             return
-        size = self._rounded(storage.nbytes())
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
         self._sizes[key] = size, category
-        self._add(size, category)
-        weakref.finalize(storage, self._end, key).atexit = False
-
-    def hold_for_good(self, tensor: Tensor, category: str) -> None:
-        """Count a storage that outlives the step. Tied weights share one, which is counted once."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = self._rounded(storage.nbytes()), category
-            self._add(*self._sizes[storage._cdata])
-
-    def hold_bytes(self, size: int, category: str) -> None:
-        """Count memory for which there is no tensor."""
-        self._add(size, category)
-
-    @staticmethod
-    def _rounded(size: int) -> int:
-        return -(-size // BLOCK) * BLOCK
+        self.hold_bytes(size, category)
+        if not for_good:
+            weakref.finalize(storage, self._end, key).atexit = False
 
     def for_a_moment(self, size: int, category: str | None = None) -> None:
         """What is allocated and given back within an operation, beside its results."""
-        self._add(size, category or self.category)
-        self._add(-size, category or self.category)
+        self.hold_bytes(size, category or self.category)
+        self.hold_bytes(-size, category or self.category)
 
-    def _add(self, size: int, category: str) -> None:
+    def hold_bytes(self, size: int, category: str) -> None:
+        """Count memory for which there is no tensor."""
         self.alive[category] += size
         self._alive_bytes += size
         if self._alive_bytes > self.peak_bytes:
@@ -107,15 +97,7 @@ class StepMeter(TorchDispatchMode):
 
     def _end(self, key: int) -> None:
         size, category = self._sizes.pop(key)
-        self._add(-size, category)
-
-    @contextlib.contextmanager
-    def counted_as(self, category: str) -> Iterator[None]:
-        before, self.category = self.category, category
-        try:
-            yield
-        finally:
-            self.category = before
+        self.hold_bytes(-size, category)
 
     # ----------------------------------------------------------------------------------------------- operations
 

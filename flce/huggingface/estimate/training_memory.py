@@ -255,8 +255,12 @@ class TrainingMemory:
     def _recomputation(self) -> tuple[Any, Any]:
         @contextlib.contextmanager
         def again() -> Iterator[None]:
-            with OnGpu(self.training.autocast), self._meter.counted_as(ACTIVATIONS):
-                yield
+            before, self._meter.category = self._meter.category, ACTIVATIONS
+            try:  # a recomputation ends with an exception, once it has what is needed
+                with OnGpu(self.training.autocast):
+                    yield
+            finally:
+                self._meter.category = before
 
         return contextlib.nullcontext(), again()
 
@@ -266,7 +270,7 @@ class TrainingMemory:
         optimizer = OPTIMIZERS[training.optimizer]
         meter = self._meter = StepMeter(self.device, training.autocast)
         for tensor in (*model.parameters(), *model.buffers()):
-            meter.hold_for_good(tensor, WEIGHTS)
+            meter.hold(tensor, WEIGHTS, for_good=True)
         meter.hold_bytes(sum(map(optimizer.state, trained)), OPTIMIZER)
         meter.hold_bytes(LIBRARIES, TEMPORARY)
         values = torch.ones(training.batch_size, length, dtype=torch.int64)
@@ -349,7 +353,7 @@ def stock_loss_bytes(num_tokens: int, hidden_size: int, vocab_size: int, dtype: 
     hidden, weight = given(num_tokens, True), given(vocab_size, weight_grad)
     target = torch.empty(num_tokens, dtype=torch.int64, device="meta")
     for tensor in (hidden, weight, target):
-        meter.hold_for_good(tensor, WEIGHTS)
+        meter.hold(tensor, WEIGHTS, for_good=True)
     inputs = meter.peak_bytes
     with meter:
         F.cross_entropy(F.linear(hidden, weight).float(), target).backward()

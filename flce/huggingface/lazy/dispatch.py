@@ -14,6 +14,7 @@ from flce.huggingface.head_call import add_hook, watch_gradient
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, Source, grad_mode, is_lazy, make_lazy, note_passing, tell_materialized
 from flce.huggingface.lazy.elementwise import to_dtype
+from flce.huggingface.lazy.fold import NoLazyFormError
 from flce.huggingface.lazy.state import LazyState, StackState, State
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
@@ -77,7 +78,7 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         if lazy._viewed_source() is not None or lazy._viewed or (state.requires_grad and not torch.is_grad_enabled()):
             return NotImplemented
         result = _attempt(run, state, *states, **named)
-        result = result if result is NotImplemented else to_dtype(result, state.dtype)
+        result = result if result is NotImplemented else _attempt(to_dtype, result, state.dtype)
         if result is NotImplemented or result.shape != state.shape:
             return NotImplemented
         lazy._become(result)
@@ -124,6 +125,8 @@ def _of_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return function(*args, **kwargs)
+    except NoLazyFormError:
+        return NotImplemented
     except TypeError as error:
         # Arguments that we do not know: torch will judge them. An error from further in is one.
         if torch.compiler.is_compiling() or error.__traceback__ is None or error.__traceback__.tb_next is None:
@@ -162,9 +165,6 @@ def _replaced(value: Any, replacement: Callable[[Any], Any]) -> Any:
 def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation, with states made lazy logits that remember what they are views of."""
     if type(result) is tuple:
-        if any(part is NotImplemented for part in result):
-            return NotImplemented
-
         last: list[Any] = [None, ()]
 
         def piece(i: int) -> Callable[[Tensor], Tensor]:

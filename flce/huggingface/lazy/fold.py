@@ -14,6 +14,16 @@ from torch import Tensor
 Op = tuple[str, Any]
 
 
+class NoLazyFormError(Exception):
+    """An operation has no lazy form: it is done to the real logits."""
+
+
+def needs(condition: bool) -> None:
+    """Ends an operation that would be lazy only on this condition."""
+    if not condition:
+        raise NoLazyFormError
+
+
 class Folded(NamedTuple):
     """``softcap * tanh(logit_scale * x / softcap)``, then perhaps ``factor * log_softmax(...)``."""
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy.elementwise import same_for_every_token
+from flce.huggingface.lazy.fold import needs
 from flce.huggingface.lazy.state import LazyState, StackState, State, dimension
-from flce.huggingface.lazy.terms import BiasTerm, Product, Term
+from flce.huggingface.lazy.terms import BiasTerm, Product
 from flce.huggingface.lazy.values import values_of
 
 
@@ -21,23 +22,22 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
 
     Costs a copy of the head. Exact, also in gradients.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or torch.compiler.is_compiling():
-        return NotImplemented
+    needs(isinstance(value, (int, float)) and not isinstance(value, bool) and not torch.compiler.is_compiling())
     head, dtype = state.head, state.head.weight.dtype
     number = torch.tensor(value, dtype=state.dtype).double()
-    if any(name != "to" for name, _ in (*state.ops, *head.ops)) or number.to(dtype).double() != number:
-        return NotImplemented  # the sum of the products would not be that number
+    # Else the sum of the products would not be that number.
+    needs(all(name == "to" for name, _ in (*state.ops, *head.ops)) and bool(number.to(dtype).double() == number))
     mask = torch.zeros(state.vocab_size, dtype=torch.bool, device=state.home)
     mask[columns] = True
     with state.weights():
         return replace(state, terms=_filled_terms(state, mask, value))
 
 
-def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Term, ...]:
-    terms: list[Term] = []
+def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Product | BiasTerm, ...]:
+    terms: list[Product | BiasTerm] = []
     for place, term in enumerate(state.terms):
         if isinstance(term, BiasTerm):
-            terms.append(BiasTerm(term.bias.masked_fill(mask, 0.0), None, term.ops))
+            terms.append(replace(term, bias=term.bias.masked_fill(mask, 0.0), watched=None))
             continue
         first = place == 0
         everywhere = mask if term.filled is None else mask | term.filled
@@ -53,18 +53,15 @@ def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Term, .
 def set_item(state: LazyState, index: Any, value: Any) -> Any:
     """``logits[..., columns] = number``."""
     items = expand_index(state, index)
-    if items is None or len(items) != state.ndim:
-        return NotImplemented
+    needs(len(items) == state.ndim)
     columns = items.pop(state.class_dim)
-    if any(not isinstance(item, slice) or item != slice(None) for item in items) or columns is None:
-        return NotImplemented
+    needs(columns is not None and all(isinstance(item, slice) and item == slice(None) for item in items))
     return _fill(state, columns, value)
 
 
 def masked_fill(state: LazyState, mask: Tensor, value: Any) -> Any:
     """Masks that are the same for every token."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not same_for_every_token(state, mask):
-        return NotImplemented
+    needs(isinstance(mask, Tensor) and mask.dtype == torch.bool and same_for_every_token(state, mask))
     return _fill(state, mask.reshape(-1), value)
 
 
@@ -72,14 +69,12 @@ def reshape(state: LazyState, *shape: Any) -> Any:
     """``view`` and ``reshape`` of the token dimensions; the vocabulary stays last."""
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
-    if not shape or not state.vocab_last or not all(isinstance(size, int) for size in shape):
-        return NotImplemented
+    needs(bool(shape) and state.vocab_last and all(isinstance(size, int) for size in shape))
     sizes, vocab = shape[:-1], state.vocab_size
     if shape[-1] == -1:
-        if -1 in sizes or math.prod(sizes) != math.prod(state.shape[:-1]):
-            return NotImplemented
-    elif shape[-1] != vocab:
-        return NotImplemented
+        needs(-1 not in sizes and math.prod(sizes) == math.prod(state.shape[:-1]))
+    else:
+        needs(shape[-1] == vocab)
     if torch.compiler.is_compiling() or not (vocab and _fit(sizes, math.prod(state.shape[:-1]))):
         torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
     return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]), len(sizes))
@@ -87,7 +82,7 @@ def reshape(state: LazyState, *shape: Any) -> Any:
 
 def _fit(sizes: tuple[int, ...], rows: int) -> bool:
     """Whether it is plain that ``rows`` rows can be given these sizes, of which one may be -1."""
-    if any(size < -1 for size in sizes):
+    if min(sizes, default=0) < -1:
         return False
     known = math.prod([size for size in sizes if size != -1])
     return known == rows if -1 not in sizes else sizes.count(-1) == 1 and known > 0 and rows % known == 0
@@ -106,13 +101,13 @@ def rearranged(name: str) -> Callable[..., Any]:
 
         now, wider = shape(state.vocab_size), shape(state.vocab_size + 1)
         grown = [dim for dim, size in enumerate(now) if [size] != wider[dim : dim + 1]]
-        if len(grown) != 1 or now[grown[0]] != state.vocab_size:
-            return NotImplemented  # tokens and classes are in one dimension, or classes in none
+        # Else tokens and classes are in one dimension, or classes in none.
+        needs(len(grown) == 1 and now[grown[0]] == state.vocab_size)
         result = state.with_hidden(lambda hidden: method(hidden, *args, **kwargs), grown[0])
         if result.head.hidden is state.head.hidden:
             return state  # there was nothing to do
-        same = result.ndim == len(now) and result.shape == torch.Size(now)
-        return result if same else NotImplemented  # a hidden size of 1 may be squeezed away
+        needs(result.ndim == len(now) and result.shape == torch.Size(now))  # a hidden size of 1 may be squeezed away
+        return result
 
     return handler
 
@@ -132,8 +127,7 @@ def unbind(state: LazyState, dim: int = 0) -> Any:
 
 def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]], lost: int = 0) -> Any:
     """Tokens cut apart along `dim`, which the pieces may have `lost`."""
-    if dimension(state, dim) == state.class_dim:
-        return NotImplemented
+    needs(dimension(state, dim) != state.class_dim)
     class_dim = state.class_dim - (lost if dimension(state, dim) < state.class_dim else 0)
     hidden = [cut(term.hidden) for term in state.terms if isinstance(term, Product)]
     pieces = [iter(together) for together in zip(*hidden, strict=True)]
@@ -141,16 +135,13 @@ def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]
 
 
 def index_select(state: LazyState, dim: int, index: Tensor) -> Any:
-    if dimension(state, dim) == state.class_dim:
-        return NotImplemented
+    needs(dimension(state, dim) != state.class_dim)
     return state.with_hidden(lambda hidden: hidden.index_select(dim, index))
 
 
 def getitem(state: LazyState, index: Any) -> Any:
     """Index tokens as the logits would be indexed; an index of the vocabulary takes rows of the head instead."""
     items = expand_index(state, index)
-    if items is None:
-        return NotImplemented
     kept, class_item, advanced, at, class_dim = 0, slice(None), False, 0, -1
     for place, item in enumerate(items):
         if item is None:
@@ -159,24 +150,25 @@ def getitem(state: LazyState, index: Any) -> Any:
             class_item, items[place], class_dim = item, slice(None), kept
             at, kept = at + 1, kept + 1
         elif isinstance(item, Tensor):
-            if item.dtype == torch.bool and item.shape != state.shape[at : at + item.dim()]:
-                return NotImplemented  # an error that is PyTorch's to raise
+            # Else an error that is PyTorch's to raise.
+            needs(item.dtype != torch.bool or item.shape == state.shape[at : at + item.dim()])
             advanced = True
             at += item.dim() if item.dtype == torch.bool else 1
         else:
             at += 1
             kept += isinstance(item, slice)
-    if class_dim < 0 or (advanced and not state.vocab_last):
-        return NotImplemented
-    if isinstance(class_item, Tensor) and class_item.dtype not in (torch.int64, torch.int32):
-        return NotImplemented
-    if advanced and isinstance(class_item, Tensor) and class_item.dim() > 0:
-        return NotImplemented  # goes together with the tokens' index
-    if any(not isinstance(item, slice) or item != slice(None) for item in items):
+    needs(class_dim >= 0 and (state.vocab_last or not advanced))
+    if isinstance(class_item, Tensor):
+        needs(class_item.dtype in (torch.int64, torch.int32))
+        needs(not advanced or class_item.dim() == 0)  # else it goes together with the tokens' index
+    all_tokens = all([isinstance(item, slice) and item == slice(None) for item in items])  # noqa: C419 - faster
+    if not all_tokens:
         selected = state.with_hidden(lambda hidden: hidden[tuple(items)], class_dim)
         state = replace(selected, class_dim=selected.ndim - 1) if advanced else selected
     if isinstance(class_item, slice):
-        return replace(state) if class_item == slice(None) else _slice_classes(state, class_item)
+        if class_item != slice(None):
+            return _slice_classes(state, class_item)
+        return replace(state) if all_tokens else state
     if isinstance(class_item, Tensor):
         return _few_classes(state, class_item)
     # A view of one class, where nothing copies: writes to it have to reach the logits.
@@ -186,27 +178,19 @@ def getitem(state: LazyState, index: Any) -> Any:
 
 
 def _slice_classes(state: LazyState, classes: slice) -> Any:
-    if state.folded.normalised:
-        return NotImplemented  # over the whole vocabulary
-    terms: list[Term] = []
-    for term in state.terms:
-        if isinstance(term, BiasTerm):
-            terms.append(replace(term, bias=term.bias[classes]))
-        else:
-            bias = None if term.bias is None else term.bias[classes]
-            filled = None if term.filled is None else term.filled[classes]
-            terms.append(replace(term, weight=term.weight[classes], bias=bias, filled=filled))
-    sliced = replace(state, terms=tuple(terms))
-    return sliced if sliced.vocab_size else NotImplemented
+    needs(not state.folded.normalised)  # over the whole vocabulary
+    names = ("weight", "bias", "filled")
+    sliced = replace(state, terms=tuple([term.changed(lambda t: t[classes], *names) for term in state.terms]))
+    needs(sliced.vocab_size > 0)
+    return sliced
 
 
 def _one_class(state: LazyState, index: int) -> Any:
     vocab = state.vocab_size
-    if not -vocab <= index < vocab:
-        return NotImplemented  # an error that is PyTorch's to raise
+    needs(-vocab <= index < vocab)  # else an error that is PyTorch's to raise
     one = _slice_classes(state, slice(index % vocab, index % vocab + 1))
     shape = (*state.shape[: state.class_dim], *state.shape[state.class_dim + 1 :])
-    return one if one is NotImplemented else StackState((one,), 0, shape)
+    return StackState((one,), 0, shape)
 
 
 def _few_classes(state: LazyState, index: Tensor) -> Any:
@@ -214,39 +198,34 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
 
     The copy is written, and read beside the rows: from a third of the classes on, all logits cost no more.
     """
-    if 3 * index.numel() >= state.vocab_size:
-        return NotImplemented
-    if index.device.type != "cpu" and index.device != state.device:
-        return NotImplemented  # an error that is PyTorch's to raise
+    needs(3 * index.numel() < state.vocab_size)
+    needs(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
     values = values_of(state, lambda logits: logits.columns(index.flatten())).movedim(-1, state.class_dim).contiguous()
     return values.reshape((*values.shape[: state.class_dim], *index.shape, *values.shape[state.class_dim + 1 :]))
 
 
-def expand_index(state: State, index: Any) -> list[Any] | None:
-    """The index as one item per dimension (new axes and masks apart), None if we do not follow an item."""
+def expand_index(state: State, index: Any) -> list[Any]:
+    """The index as one item per dimension (new axes and masks apart), if we follow all items."""
     items = list(index) if isinstance(index, tuple) else [index]
     consumed, ellipsis_at = 0, None
     for place, item in enumerate(items):
         if item is Ellipsis:
-            if ellipsis_at is not None:
-                return None
+            needs(ellipsis_at is None)
             ellipsis_at = place
         elif isinstance(item, list) and all(type(i) is int for i in item):
             items[place] = torch.tensor(item, dtype=torch.int64)
             consumed += 1
         elif isinstance(item, Tensor):
-            if item.dtype not in (torch.int64, torch.int32) and (item.dim() == 0 or item.dtype != torch.bool):
-                return None
+            needs(item.dtype in (torch.int64, torch.int32) or (item.dtype == torch.bool and item.dim() > 0))
             if item.dim() == 0 and not torch.compiler.is_compiling():
                 items[place] = int(item)  # a view, as of an int
             consumed += item.dim() if item.dtype == torch.bool else 1
         elif isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
             consumed += 1
-        elif item is not None:
-            return None
+        else:
+            needs(item is None)
     missing = state.ndim - consumed
-    if missing < 0:
-        return None
+    needs(missing >= 0)
     if ellipsis_at is None:
         return items + [slice(None)] * missing
     return items[:ellipsis_at] + [slice(None)] * missing + items[ellipsis_at + 1 :]
@@ -257,6 +236,5 @@ def select(state: LazyState, dim: int, index: int) -> Any:
 
 
 def narrow(state: LazyState, dim: int, start: int, length: int) -> Any:
-    if not isinstance(start, int) or start < 0:
-        return NotImplemented
+    needs(isinstance(start, int) and start >= 0)
     return getitem(state, (*[slice(None)] * dimension(state, dim), slice(start, start + length)))

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flce.huggingface.lazy.fold import needs
 from flce.huggingface.lazy.indexing import expand_index, getitem
 from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
 from flce.huggingface.lazy.terms import Product
 
 
 def stack(parts: Sequence[Any], dim: int = 0) -> Any:
-    if not all(isinstance(part, LazyState) for part in parts):
-        return NotImplemented
+    needs(all(isinstance(part, LazyState) for part in parts))
     first = parts[0]
-    if any((p.shape, p.dtype, p.device) != (first.shape, first.dtype, first.device) for p in parts):
-        return NotImplemented
+    needs(all((p.shape, p.dtype, p.device) == (first.shape, first.dtype, first.device) for p in parts))
     return StackState(tuple(parts), dim % (first.ndim + 1))
 
 
@@ -30,10 +29,8 @@ def cat(parts: Sequence[Any], dim: int = 0) -> Any:
     The latter costs a copy of the heads.
     """
     first = parts[0]
-    if not all(isinstance(part, LazyState) and len(part.terms) == 1 for part in parts):
-        return NotImplemented
-    if any(replace(p, terms=first.terms) != first or p.head.ops != first.head.ops for p in parts):
-        return NotImplemented
+    needs(all(isinstance(part, LazyState) and len(part.terms) == 1 for part in parts))
+    needs(all(replace(p, terms=first.terms) == first and p.head.ops == first.head.ops for p in parts))
     terms = [part.head for part in parts]
     first = replace(first, terms=tuple(terms), calls=merged_calls(*parts))
     with first.weights():
@@ -42,11 +39,9 @@ def cat(parts: Sequence[Any], dim: int = 0) -> Any:
 
 def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
     if dimension(first, dim) != first.class_dim:
-        if not all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms):
-            return NotImplemented
+        needs(all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms))
         return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
-    if first.folded.normalised or any(not _same(term.hidden, terms[0].hidden) for term in terms):
-        return NotImplemented
+    needs(not first.folded.normalised and all(_same(term.hidden, terms[0].hidden) for term in terms))
     vectors: list[Tensor | None] = []
     for name, dtype in (("bias", terms[0].weight.dtype), ("filled", torch.bool)):
         pieces = [getattr(term, name) for term in terms]
@@ -74,15 +69,14 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def stack_getitem(state: StackState, index: Any) -> Any:
     items = expand_index(state, index)
-    if state.viewed_as is not None or items is None or len(items) != state.ndim:
-        return NotImplemented
+    needs(state.viewed_as is None and len(items) == state.ndim)
     which = items.pop(state.dim)
     if isinstance(which, int):
         return getitem(state.part(which), tuple(items))
-    if not isinstance(which, slice) or not all(isinstance(item, slice) for item in items):
-        return NotImplemented
+    needs(all(isinstance(item, slice) for item in (which, *items)))
     parts = tuple(getitem(state.part(i), tuple(items)) for i in range(len(state.parts))[which])
-    return NotImplemented if not parts or NotImplemented in parts else replace(state, parts=parts)
+    needs(bool(parts))
+    return replace(state, parts=parts)
 
 
 def stack_select(state: StackState, dim: int, index: int) -> Any:
@@ -98,16 +92,14 @@ def stack_reshape(state: StackState, *shape: Any) -> Any:
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
     known, total = math.prod(size for size in shape if size != -1), math.prod(state.shape)
-    if shape.count(-1) > 1 or known == 0 or total % known or (-1 not in shape and known != total):
-        return NotImplemented
+    needs(shape.count(-1) < 2 and known != 0 and total % known == 0 and (-1 in shape or known == total))
     return replace(state, viewed_as=tuple(total // known if size == -1 else size for size in shape))
 
 
 def of_each(run: Callable[..., Any]) -> Callable[..., Any]:
     def handler(state: StackState, *args: Any, **kwargs: Any) -> Any:
+        needs(state.viewed_as is None)
         parts = tuple(run(part, *args, **kwargs) for part in state.parts)
-        if state.viewed_as is not None or NotImplemented in parts:
-            return NotImplemented
         nothing_done = all(new is old for new, old in zip(parts, state.parts, strict=True))
         return state if nothing_done else replace(state, parts=parts)
 

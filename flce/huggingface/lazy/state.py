@@ -7,7 +7,7 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -20,8 +20,8 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import accumulation_dtype
 from flce.functional import fused_linear_cross_entropy
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import Folded, Op, dtype_after, fold, replay
-from flce.huggingface.lazy.terms import Product, Term, dealt_out
+from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, replay
+from flce.huggingface.lazy.terms import BiasTerm, Product
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -49,7 +49,7 @@ class LazyState:
         calls: the calls of the head and its adapters that made the terms; none under the compiler.
     """
 
-    terms: tuple[Term, ...]
+    terms: tuple[Product | BiasTerm, ...]
     class_dim: int
     autocast_dtype: torch.dtype | None
     device: torch.device
@@ -82,7 +82,7 @@ class LazyState:
 
     @property
     def vocab_last(self) -> bool:
-        return self.class_dim == self.ndim - 1
+        return self.class_dim == self.head.hidden.dim() - 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,14 +109,16 @@ class LazyState:
 
     @property
     def requires_grad(self) -> bool:
-        return any(tensor.requires_grad for tensor in self.tensors)
+        return any([tensor.requires_grad for tensor in self.tensors])  # noqa: C419 - faster than a generator
 
     # -- others like it
 
-    def with_op(self, name: str, value: Any = None) -> LazyState | None:
-        """The state after one more elementwise operation, None if that has no lazy form."""
+    def with_op(self, name: str, value: Any = None) -> LazyState:
+        """The state after one more elementwise operation, if that has a lazy form."""
         ops = (*self.ops, (name, value))
-        return None if fold(ops) is None else replace(self, ops=ops)
+        if fold(ops) is None:
+            raise NoLazyFormError
+        return replace(self, ops=ops)
 
     def copied(self) -> LazyState:
         """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""
@@ -128,9 +130,9 @@ class LazyState:
         terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
         return replace(self, terms=terms, class_dim=self.class_dim if class_dim is None else class_dim)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> LazyState:
-        """The state on other tensors, in the order of :attr:`tensors`."""
-        return replace(self, terms=dealt_out(self.terms, tensors))
+    def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
+        """The state on the next of other tensors, in the order of :attr:`tensors`."""
+        return replace(self, terms=tuple(term.with_tensors(tensors) for term in self.terms))
 
     def detach(self) -> LazyState:
         return replace(self, terms=tuple(term.detach() for term in self.terms))
@@ -356,8 +358,8 @@ class StackState:
     def requires_grad(self) -> bool:
         return any(part.requires_grad for part in self.parts)
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> StackState:
-        return replace(self, parts=dealt_out(self.parts, tensors))
+    def with_tensors(self, tensors: Iterator[Tensor]) -> StackState:
+        return replace(self, parts=tuple(part.with_tensors(tensors) for part in self.parts))
 
     def detach(self) -> StackState:
         return replace(self, parts=tuple(part.detach() for part in self.parts))

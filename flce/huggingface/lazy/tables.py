@@ -40,7 +40,6 @@ class Operation(NamedTuple):
 
 
 _float = elementwise.cast(torch.float32)
-
 _TABLE: dict[str, Operation] = {
     "view reshape": Operation(indexing.reshape, several.stack_reshape, "view"),
     "split": Operation(indexing.split, None, "view"),
@@ -55,9 +54,9 @@ _TABLE: dict[str, Operation] = {
     "clone": Operation(elementwise.clone, None, "elementwise"),
     "to": Operation(elementwise.to, several.of_each(elementwise.to), "elementwise"),
     "cpu": Operation(lambda state: elementwise.to(state, "cpu"), None, "elementwise"),
-    "type": Operation(elementwise.to_type, None, "elementwise"),
-    "type_as": Operation(elementwise.type_as, None, "elementwise"),
-    "float": Operation(elementwise.cast(torch.float32), several.of_each(_float), "elementwise"),
+    "type": Operation(elementwise.to_dtype, None, "elementwise"),
+    "type_as": Operation(lambda state, other: elementwise.to(state, other=other), None, "elementwise"),
+    "float": Operation(_float, several.of_each(_float), "elementwise"),
     "double": Operation(elementwise.cast(torch.float64), None, "elementwise"),
     "half": Operation(elementwise.cast(torch.float16), None, "elementwise"),
     "bfloat16": Operation(elementwise.cast(torch.bfloat16), None, "elementwise"),
@@ -65,8 +64,8 @@ _TABLE: dict[str, Operation] = {
     "div divide true_divide __truediv__": Operation(elementwise.scale("div"), None, "elementwise"),
     "add __add__ __radd__": Operation(elementwise.add(1), None, "elementwise"),
     "sub subtract __sub__": Operation(elementwise.add(-1), None, "elementwise"),
-    "neg negative __neg__": Operation(elementwise.neg, None, "elementwise"),
-    "tanh": Operation(elementwise.tanh, None, "elementwise"),
+    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), None, "elementwise"),
+    "tanh": Operation(elementwise.recorded("tanh"), None, "elementwise"),
     "log_softmax": Operation(elementwise.log_softmax),
     "masked_fill": Operation(indexing.masked_fill, None, "elementwise"),
     "argmax": Operation(values.argmax),
@@ -84,8 +83,8 @@ _TABLE: dict[str, Operation] = {
     "div_ divide_ true_divide_ __itruediv__": Operation(elementwise.scale("div"), None, "in place"),
     "add_ __iadd__": Operation(elementwise.add(1), None, "in place"),
     "sub_ subtract_ __isub__": Operation(elementwise.add(-1), None, "in place"),
-    "neg_ negative_": Operation(elementwise.neg, None, "in place"),
-    "tanh_": Operation(elementwise.tanh, None, "in place"),
+    "neg_ negative_": Operation(elementwise.recorded("mul", -1), None, "in place"),
+    "tanh_": Operation(elementwise.recorded("tanh"), None, "in place"),
 }
 
 for _name in "flatten permute transpose mT swapaxes swapdims movedim moveaxis squeeze unsqueeze".split():  # noqa: SIM905

@@ -193,7 +193,7 @@ class _InGraph(torch.autograd.Function):
         with weights_of(state.calls):
             leaves = [t.detach().requires_grad_(need) for t, need in zip(state.tensors, wanted, strict=True)]
             with torch.enable_grad():
-                logits = state.with_tensors(leaves).logits()
+                logits = state.with_tensors(iter(leaves)).logits()
             grads = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], grad))
         return None, None, None, *(next(grads) if need else None for need in wanted)
 

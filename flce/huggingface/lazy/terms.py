@@ -2,19 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from flce.huggingface.lazy.fold import Op, fold
 from flce.huggingface.staleness import Watched
 
+_TENSORS = ("hidden", "weight", "bias")
+
 
 @dataclass(frozen=True)
-class Product:
+class Term:
+    """One summand of logits.
+
+    Attributes:
+        watched: the first of `tensors` as it was at the call, if that or a view of it is the term's; None: nothing else
+            can change it. The head's call watches its parameters.
+        ops: factors and casts, before the term was added to others.
+    """
+
+    watched: Watched | None = field(default=None, compare=False, repr=False, kw_only=True)
+    ops: tuple[Op, ...] = field(default=(), kw_only=True)
+    what: ClassVar[str]
+    """What is watched, for messages."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    @property
+    def factor(self) -> float:
+        folded = fold(self.ops)
+        assert folded is not None
+        return folded.logit_scale
+
+    def changed(self, function: Callable[[Tensor], Tensor], *names: str, **others: Any) -> Self:
+        """The term with ``function`` done to the tensors of these names, those that there are; others replaced."""
+        for name in names:
+            tensor = getattr(self, name, None)
+            if tensor is not None:
+                others[name] = function(tensor)
+        return replace(self, **others)
+
+    def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
+        """The term on the next of other tensors, which are not changed in place."""
+        return self.changed(lambda _: next(tensors), *_TENSORS, watched=None)
+
+    def detach(self) -> Self:
+        return self.changed(Tensor.detach, *_TENSORS)
+
+    def recorded(self) -> Self:
+        """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
+        now = [recorded(tensor) for tensor in self.tensors]
+        rest = iter(now)
+        return self.changed(lambda _: next(rest), *_TENSORS, watched=Watched(now[0], self.what))
+
+
+@dataclass(frozen=True)
+class Product(Term):
     """One matrix product, and what was done to it before it was added to others.
 
     Attributes:
@@ -23,9 +73,6 @@ class Product:
         weight: ``(V, H)``.
         bias: ``(V,)`` or None.
         dtype: the product's.
-        watched: the hidden states at the call, if `hidden` is or views them; None: nothing else can change `hidden`.
-            The head's call watches its parameters.
-        ops: factors and casts.
         filled: ``(V,)`` bool, the classes whose rows of the weight were replaced by zeros, and their bias by a number;
             their logits get no gradient. None: no class.
     """
@@ -34,22 +81,12 @@ class Product:
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    watched: Watched | None = field(default=None, compare=False, repr=False)
-    ops: tuple[Op, ...] = ()
     filled: Tensor | None = None
+    what = "the hidden states were"
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.hidden, self.weight) if self.bias is None else (self.hidden, self.weight, self.bias)
-
-    @property
-    def factor(self) -> float:
-        return _factor(self.ops)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Product:
-        """The term on other tensors, which are not changed in place."""
-        bias = None if self.bias is None else tensors[2]
-        return replace(self, hidden=tensors[0], weight=tensors[1], bias=bias, watched=None)
 
     def with_hidden(self, hidden: Tensor) -> Product:
         """After an operation on the token dimensions, which made ``hidden`` of the hidden states."""
@@ -58,31 +95,17 @@ class Product:
             watched = watched.of_a_copy()
         return replace(self, hidden=hidden, watched=watched)
 
-    def detach(self) -> Product:
-        bias = None if self.bias is None else self.bias.detach()
-        return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
-
-    def recorded(self) -> Product:
-        """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
-        hidden, weight = recorded(self.hidden), recorded(self.weight)
-        bias = None if self.bias is None else recorded(self.bias)
-        watched = Watched(hidden, "the hidden states were")
-        return replace(self, hidden=hidden, weight=weight, bias=bias, watched=watched)
-
 
 @dataclass(frozen=True)
-class BiasTerm:
+class BiasTerm(Term):
     """A vector that was added to the logits of every token, as it was: it may be wider than they are.
 
     Attributes:
         bias: ``(V,)``.
-        watched: the same vector; None: nothing else can change it.
-        ops: factors and casts.
     """
 
     bias: Tensor
-    watched: Watched | None = field(default=None, compare=False, repr=False)
-    ops: tuple[Op, ...] = ()
+    what = "a vector that was added to the logits was"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -91,30 +114,6 @@ class BiasTerm:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.bias,)
-
-    @property
-    def factor(self) -> float:
-        return _factor(self.ops)
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> BiasTerm:
-        return replace(self, bias=tensors[0], watched=None)
-
-    def detach(self) -> BiasTerm:
-        return replace(self, bias=self.bias.detach())
-
-    def recorded(self) -> BiasTerm:
-        """The vector as it is now, as a product is recorded."""
-        bias = recorded(self.bias)
-        return replace(self, bias=bias, watched=Watched(bias, "a vector that was added to the logits was"))
-
-
-Term = Product | BiasTerm
-
-
-def dealt_out(pieces: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The pieces on other tensors, which are dealt out in their order."""
-    rest = iter(tensors)
-    return tuple(piece.with_tensors([next(rest) for _ in piece.tensors]) for piece in pieces)
 
 
 def recorded(tensor: Tensor) -> Tensor:
@@ -131,9 +130,3 @@ def recorded(tensor: Tensor) -> Tensor:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _factor(ops: tuple[Op, ...]) -> float:
-    folded = fold(ops)
-    assert folded is not None
-    return folded.logit_scale

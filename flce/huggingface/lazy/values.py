@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce.core import private
 from flce.huggingface.lazy.elementwise import to_dtype
-from flce.huggingface.lazy.fold import replay
+from flce.huggingface.lazy.fold import needs, replay
 from flce.huggingface.lazy.state import LazyState, dimension
 
 
@@ -30,15 +30,13 @@ def values_of(state: LazyState, take: Callable[[LazyState], Tensor]) -> Tensor:
 
 def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
     folded = state.folded
-    if dim is None or dimension(state, dim) != state.class_dim or folded.factor <= 0.0:
-        return NotImplemented
+    needs(dim is not None and dimension(state, dim) == state.class_dim and folded.factor > 0.0)
     (largest,) = state.statistics("argmax")
     return _tokens(state, largest, keepdim)
 
 
 def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
-    if not isinstance(dim, int) or dimension(state, dim) != state.class_dim or state.folded.normalised:
-        return NotImplemented
+    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and not state.folded.normalised)
     return _tokens(state, logsumexp_of(state).to(state.dtype), keepdim)
 
 
@@ -56,18 +54,15 @@ def logsumexp_of(state: LazyState) -> Tensor:
 
 def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
     """Some classes of each token, whose logits or log-probabilities are made without the others."""
-    if dimension(state, dim) != state.class_dim or not isinstance(index, Tensor) or sparse_grad:
-        return NotImplemented
-    if index.dtype != torch.int64 or index.device != state.device or index.dim() != state.ndim:
-        return NotImplemented
+    needs(dimension(state, dim) == state.class_dim and isinstance(index, Tensor) and not sparse_grad)
+    needs((index.dtype, index.device, index.dim()) == (torch.int64, state.device, state.ndim))
     sizes = list(state.shape)
     sizes[state.class_dim] = count = index.shape[state.class_dim]
     # Each token's rows of the head are copied for it: more than its logits, if they are many.
-    if list(index.shape) != sizes or (count > 1 and count * state.head.weight.shape[1] >= state.vocab_size):
-        return NotImplemented
-    on_cpu = index.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_cpu and bool(((index < 0) | (index >= state.vocab_size)).any()):
-        return NotImplemented  # an error that is PyTorch's to raise; -100 would mean "ignore" below
+    needs(list(index.shape) == sizes and (count <= 1 or count * state.head.weight.shape[1] < state.vocab_size))
+    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Else an error that is PyTorch's to raise; -100 would mean "ignore" below.
+        needs(not bool(((index < 0) | (index >= state.vocab_size)).any()))
     if count != 1 or not state.folded.normalised:
         index = index.movedim(state.class_dim, -1)
         values = values_of(state, lambda logits: logits.picked(index))
@@ -81,11 +76,10 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
 
 def take_along_dim(state: LazyState, indices: Tensor, dim: int | None = None) -> Any:
     """``gather`` of indices that are broadcast over the tokens."""
-    if dim is None or not isinstance(indices, Tensor) or indices.dim() != state.ndim:
-        return NotImplemented
+    needs(dim is not None and isinstance(indices, Tensor) and indices.dim() == state.ndim)
+    assert dim is not None
     sizes = [-1 if at == dimension(state, dim) else size for at, size in enumerate(state.shape)]
-    if any(given not in (1, size) for given, size in zip(indices.shape, sizes, strict=True) if size != -1):
-        return NotImplemented
+    needs(all(given in (1, size) for given, size in zip(indices.shape, sizes, strict=True) if size != -1))
     return gather(state, dim, indices.expand(sizes))
 
 
@@ -93,11 +87,8 @@ def total(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: to
     """The sum of log-probabilities over the vocabulary: the cross entropy with a uniform distribution, times -V."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    if not isinstance(dim, int) or dimension(state, dim) != state.class_dim or not state.folded.normalised:
-        return NotImplemented
+    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and state.folded.normalised)
     state = state if dtype is None else to_dtype(state, dtype)
-    if state is NotImplemented:
-        return NotImplemented
     # Any target would do, but for one whose logit is -inf.
     with state.weights():
         (target,) = state.statistics("argmax")
@@ -122,17 +113,18 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
-    if not isinstance(target, Tensor) or state.folded.factor != 1.0 or state.class_dim != min(1, state.ndim - 1):
-        return NotImplemented
-    if target.device != state.device or getattr(weight, "device", state.device) != state.device:
-        return NotImplemented
-    if weight is not None and not isinstance(weight, Tensor):
-        return NotImplemented
     sizes = list(state.shape)
     del sizes[state.class_dim]
-    # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
-    if target.dtype != torch.int64 or list(target.shape) != sizes:
-        return NotImplemented
+    needs(
+        isinstance(target, Tensor)
+        and (weight is None or isinstance(weight, Tensor))
+        and target.device == state.device == (target if weight is None else weight).device
+        # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
+        and target.dtype == torch.int64
+        and list(target.shape) == sizes
+        and state.class_dim == min(1, len(sizes))
+        and state.folded.factor == 1.0
+    )
     return state.cross_entropy(
         target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
     )
@@ -148,8 +140,7 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """``torch.nn.functional.nll_loss`` of log-probabilities."""
-    if not state.folded.normalised:
-        return NotImplemented
+    needs(state.folded.normalised)
     return cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
 
 
@@ -166,16 +157,14 @@ def own_cross_entropy(
     **spec: Any,
 ) -> Any:
     """:func:`flce.cross_entropy`. There is nothing that ``inplace`` could save."""
-    if process_group is not None or vocab_size is not None or not isinstance(target, Tensor):
-        return NotImplemented
-    scaled: LazyState | None = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
+    needs(process_group is None and vocab_size is None and isinstance(target, Tensor))
+    scaled = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
     if softcap is not None:
-        for name, value in (("div", softcap), ("tanh", None), ("mul", softcap)):
-            scaled = None if scaled is None else scaled.with_op(name, value)
-    if scaled is None or scaled.folded.factor != 1.0 or not scaled.vocab_last or target.is_floating_point():
-        return NotImplemented
+        scaled = scaled.with_op("div", softcap).with_op("tanh").with_op("mul", softcap)
+    needs(scaled.folded.factor == 1.0 and scaled.vocab_last and not target.is_floating_point())
     with scaled.weights():
         output = scaled.fused(target, weight, **spec)
     wide = torch.float64 if state.dtype == torch.float64 else torch.float32
     loss = output if isinstance(output, Tensor) else output.loss
-    return output if (loss.dtype, loss.device) == (wide, state.device) else NotImplemented
+    needs((loss.dtype, loss.device) == (wide, state.device))
+    return output

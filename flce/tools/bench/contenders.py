@@ -75,6 +75,17 @@ def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Step
     return step
 
 
+def library_loss(module: str, function: str, **options: Any) -> LossFunction:
+    """The loss of a library whose function takes (input, weight, target, reduction=...)."""
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        call = getattr(importlib.import_module(module), function)
+        result: Tensor = call(x, w, y, reduction=reduction, **options)
+        return result
+
+    return loss
+
+
 # --- the floor: the matrix products alone ---
 
 
@@ -106,6 +117,8 @@ def aligned_floor_step(problem: OperatorProblem) -> Step:
 
 # --- flce ---
 
+our_loss = functools.partial(library_loss, "flce", "fused_linear_cross_entropy")
+
 
 def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorContender:
     """With these options of `flce.ChunkOptions`; what can be called is called with the case."""
@@ -121,23 +134,16 @@ def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorConte
         return flce.plan(tokens, hidden, classes, case.torch_dtype, **how).workspace_bytes
 
     def prepare(problem: OperatorProblem) -> Step:
-        return autograd_step(problem, our_loss(chunking(problem.case)))
+        return autograd_step(problem, our_loss(options=chunking(problem.case)))
 
     return OperatorContender(name, title, "ours", prepare, applies=ONLY[only], planned_bytes=planned)
-
-
-def our_loss(options: flce.ChunkOptions) -> LossFunction:
-    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: Any) -> Tensor:
-        return flce.fused_linear_cross_entropy(x, w, y, reduction=reduction, options=options)
-
-    return loss
 
 
 def ours_full_step(problem: OperatorProblem) -> Step:
     """For its time only: the results, which are not returned, are those of another problem."""
     full = copy.copy(problem)
     full.target = problem.full_target
-    solve = autograd_step(full, our_loss(flce.ChunkOptions()))
+    solve = autograd_step(full, our_loss())
 
     def step() -> None:
         solve()
@@ -202,17 +208,6 @@ def torch_chunked_unavailable(device: torch.device) -> str | None:
 
 TRL_CHUNK = 32768  # classes; what TRL's trainers pass
 QUACK_CHUNK = 4096  # tokens; the default of its function
-
-
-def library_loss(module: str, function: str, **options: Any) -> LossFunction:
-    """The loss of a library whose function takes (input, weight, target, reduction=...)."""
-
-    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-        call = getattr(importlib.import_module(module), function)
-        result: Tensor = call(x, w, y, reduction=reduction, **options)
-        return result
-
-    return loss
 
 
 def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:

@@ -94,6 +94,14 @@ def spread_note(entries: Sequence[Entry]) -> str:
     return f"spread: {both} between {titles} and the same again, {len(pairs)} times"
 
 
+def measured_on(run: Run) -> str:
+    """The device, and the versions of what ran on it."""
+    device = run.head["device"]
+    threads = f", {device['threads']} threads" if device["type"] == "cpu" else ""
+    versions = ", ".join(f"{name} {version}" for name, version in run.head["versions"].items())
+    return f"{device['name']}{threads}; {versions}."
+
+
 def absences(run: Run) -> list[str]:
     """Contenders that could not run at all, a line for each reason: none is dropped in silence."""
     missing: dict[str | None, dict[str, None]] = {}

@@ -47,6 +47,8 @@ class Measurement:
 
 
 class ExactnessCheck(Protocol):
+    """What is called."""
+
     @property
     def title(self) -> str: ...
     @property
@@ -88,9 +90,7 @@ def compared(ours: Results, stock: Results, truth: Results, tolerance: Tolerance
     return tuple(figures)
 
 
-def differing(ours: Results, again: Results | None) -> tuple[str, ...]:
-    """A sentence if a second run has other bits; None: there was none."""
-    if again is None:
-        return ()
+def differing(ours: Results, again: Results) -> tuple[str, ...]:
+    """A sentence if a second run has other bits."""
     names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
     return (f"A second run gave other bits: {', '.join(names)}.",) if names else ()

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flce.testing import tolerances
 from flce.testing.problem import LOGITS_STD, Problem, make_problem, run_oracle, run_stock
-from flce.tools.check.figures import Results, named
-from flce.tools.machine import has_float64
+from flce.testing.tolerances import Tolerance
+from flce.tools.check.figures import Measurement, Results, compared, differing, named
+from flce.tools.machine import exact_device, interpreted
 
 
 class Shape(NamedTuple):
@@ -87,8 +89,7 @@ def stock(inputs: Inputs) -> Results:
 def truth(inputs: Inputs) -> Results:
     """The same in float64, on the device of the inputs if that has float64."""
     problem = problem_of(inputs)
-    exact = problem if has_float64(inputs.device) else problem.to(torch.device("cpu"))
-    return named(run_oracle(exact, inputs.grad_output))
+    return named(run_oracle(problem.to(exact_device(inputs.device)), inputs.grad_output))
 
 
 def forget() -> None:
@@ -96,3 +97,39 @@ def forget() -> None:
     problem_of.cache_clear()
     stock.cache_clear()
     truth.cache_clear()
+
+
+@dataclass(frozen=True)
+class InputsCheck:
+    """The results of a call, and that a second one has the same bits."""
+
+    title: str
+    inputs: Inputs
+    backend: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inputs.dtype
+
+    def measure(self) -> Measurement:
+        ours = self.call()
+        # Where logits begin in memory, modulo 128 bytes, decides in which order a kernel adds. Memory of a GPU always
+        # begins alike there, but that of a CPU, which kernels see in the interpreter, does not.
+        again = ours if interpreted(self.inputs.device, self.backend) else self.call()
+        return Measurement(compared(ours, *self.references(), self.tolerance()), differing(ours, again), self.plan())
+
+    def call(self) -> Results:
+        raise NotImplementedError
+
+    def references(self) -> tuple[Results, Results]:
+        """What stock gives, and the same in float64."""
+        return stock(self.inputs), truth(self.inputs)
+
+    def tolerance(self) -> Tolerance:
+        usual = tolerances.RESULTS[self.dtype]
+        is_interpreted = interpreted(self.inputs.device, self.backend)
+        return tolerances.INTERPRETED.get(self.dtype, usual) if is_interpreted else usual
+
+    def plan(self) -> str:
+        """The plan of the call, if it has one."""
+        return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,15 +14,16 @@ from flce.testing import tolerances
 from flce.testing.models import VOCAB_SIZE, tiny_model
 from flce.testing.problem import IGNORED
 from flce.tools.check.figures import Measurement, Results, compared
-from flce.tools.machine import has_float64
+from flce.tools.machine import exact_device
 
 BATCH, TOKENS = 2, 32
 
 
 @dataclass(frozen=True)
-class Model:
-    """An architecture, and where it runs."""
+class ModelCheck:
+    """The loss and the gradients of all parameters, patched, beside those of the same model as it was."""
 
+    title: str
     architecture: str
     dtype: torch.dtype
     device: torch.device
@@ -31,28 +32,19 @@ class Model:
     tied: bool = False
     """Whether the head is the embedding."""
 
-
-@dataclass(frozen=True)
-class ModelCheck:
-    """The loss and the gradients of all parameters, patched, beside those of the same model as it was."""
-
-    title: str
-    model: Model
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
     def measure(self) -> Measurement:
         from flce.huggingface import patch_model
 
-        exact_device = self.model.device if has_float64(self.model.device) else torch.device("cpu")
-        stock = _step(_build(self.model), self.model)
+        stock = _step(self._model(), self.own_loss)
         # The loss that a model makes of labels would round its logits to float32.
-        truth = _step(_build(self.model).to(exact_device, torch.float64), replace(self.model, own_loss=True))
+        truth = _step(self._model().to(exact_device(self.device), torch.float64), own_loss=True)
         # What is not fused is an error then.
-        ours = _step(patch_model(_build(self.model), on_materialize="raise"), self.model)
+        ours = _step(patch_model(self._model(), on_materialize="raise"), self.own_loss)
         return Measurement(compared(ours, stock, truth, tolerances.MODELS[self.dtype]))
+
+    def _model(self) -> Any:
+        """The same weights every time."""
+        return copy.deepcopy(_weights(self.architecture, self.tied)).to(self.device, self.dtype)
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,19 +52,14 @@ def _weights(architecture: str, tied: bool) -> Any:
     return tiny_model(architecture, tie_word_embeddings=tied, initializer_range=0.1)
 
 
-def _build(m: Model) -> Any:
-    """The same weights every time."""
-    return copy.deepcopy(_weights(m.architecture, m.tied)).to(m.device, m.dtype)
-
-
-def _step(model: Any, m: Model) -> Results:
+def _step(model: Any, own_loss: bool) -> Results:
     """One forward and backward pass; the gradients of all parameters as one vector, and that of the head."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB_SIZE, (BATCH, TOKENS), generator=generator).to(model.device)
     labels = ids.clone()
     labels[:, : TOKENS // 4] = IGNORED
     model.train()
-    if m.own_loss:
+    if own_loss:
         logits = model(input_ids=ids).logits
         wide = logits if logits.dtype == torch.float64 else logits.float()
         loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,20 +16,17 @@ from flce.planning.plan import ChunkPlan
 from flce.testing import tolerances
 from flce.testing.problem import ALL_GRADS, run_fused
 from flce.testing.tolerances import Tolerance
-from flce.tools.check.figures import Measurement, Results, compared, differing, named
-from flce.tools.check.inputs import Inputs, problem_of, stock, truth
-from flce.tools.machine import interpreted, repeatable
+from flce.tools.check.figures import Results, named
+from flce.tools.check.inputs import InputsCheck, problem_of
+from flce.tools.machine import interpreted
 
 _DEFAULT = ChunkOptions()
 
 
 @dataclass(frozen=True)
-class OperatorCheck:
-    """Losses, statistics and gradients of a call, and that a second one has the same bits."""
+class OperatorCheck(InputsCheck):
+    """Losses, statistics and gradients of a call."""
 
-    title: str
-    inputs: Inputs
-    backend: str
     options: ChunkOptions = _DEFAULT
     least_memory: bool = False
     """A budget near the least that works is added to `options`."""
@@ -37,23 +36,22 @@ class OperatorCheck:
     grad: bool = True
     """False: no gradient at all."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inputs.dtype
+    @functools.cached_property
+    def chosen_options(self) -> ChunkOptions:
+        return near_the_least(self.options, self._plan) if self.least_memory else self.options
 
-    def measure(self) -> Measurement:
-        options = near_the_least(self.options, self._plan) if self.least_memory else self.options
-        ours = self._call(options)
-        again = self._call(options) if repeatable(self.inputs.device, self.backend) else None
-        figures = compared(ours, stock(self.inputs), truth(self.inputs), self._tolerance())
-        return Measurement(figures, differing(ours, again), str(self._plan(options)))
-
-    def _call(self, options: ChunkOptions) -> Results:
+    def call(self) -> Results:
         grads = (ALL_GRADS if self.weight_grad else ALL_GRADS.replace("w", "")) if self.grad else ""
-        upstream = self.inputs.grad_output
-        return named(
-            run_fused(problem_of(self.inputs), options=options, stats=self.stats, grads=grads, grad_output=upstream)
-        )
+        how: dict[str, Any] = {"options": self.chosen_options, "stats": self.stats, "grads": grads}
+        return named(run_fused(problem_of(self.inputs), grad_output=self.inputs.grad_output, **how))
+
+    def plan(self) -> str:
+        return str(self._plan(self.chosen_options))
+
+    def tolerance(self) -> Tolerance:
+        usual = super().tolerance()
+        exact = self.options.logits_dtype == torch.float32 and not interpreted(self.inputs.device, self.backend)
+        return tolerances.EXACT_LOGITS.get(self.dtype, usual) if exact else usual
 
     def _plan(self, options: ChunkOptions) -> ChunkPlan:
         p = self.inputs
@@ -76,14 +74,6 @@ class OperatorCheck:
             adapter_ranks=p.adapter_ranks,
             options=options,
         )
-
-    def _tolerance(self) -> Tolerance:
-        usual = tolerances.RESULTS[self.dtype]
-        if interpreted(self.inputs.device, self.backend):
-            return tolerances.INTERPRETED.get(self.dtype, usual)
-        if self.options.logits_dtype == torch.float32:
-            return tolerances.EXACT_LOGITS.get(self.dtype, usual)
-        return usual
 
 
 def near_the_least(options: ChunkOptions, plan_of: Callable[[ChunkOptions], ChunkPlan]) -> ChunkOptions:

@@ -15,7 +15,7 @@ from flce.engine.case import dtype_text
 from flce.tools.check.figures import ExactnessCheck
 from flce.tools.check.inputs import PLAIN, Inputs, Loss, Shape
 from flce.tools.check.logits import LogitsCheck, SoftmaxCheck
-from flce.tools.check.model import Model, ModelCheck
+from flce.tools.check.model import ModelCheck
 from flce.tools.check.operator import OperatorCheck
 from flce.tools.machine import BACKENDS, DTYPES, interpreted, why_no_backend, why_no_dtype
 
@@ -124,11 +124,10 @@ def suite(device: torch.device, backend: str, quick: bool) -> Suite:
     small = SMALLER if quick and not compiled else SMALL
     first = list(_of_regimes(small, REGIMES[:1], dtypes, device, backend))
     if backend == _usual_backend(device):
-        why = _why_no_models()
-        if why is None:
+        if find_spec("transformers") is not None:
             first += _of_models(dtypes, device, quick)
         else:
-            missing.append(Missing(f"{device}, patched models", why))
+            missing.append(Missing(f"{device}, patched models", "Transformers is not installed"))
     if compiled:
         why = _why_not_large(device, dtypes)
         if why is None:
@@ -169,12 +168,12 @@ def _of_rows(
 
 def _of_models(dtypes: Sequence[torch.dtype], device: torch.device, quick: bool) -> Iterator[ExactnessCheck]:
     if quick:
-        yield ModelCheck("Llama, labels", Model("Llama", F32, device, own_loss=False))
+        yield ModelCheck("Llama, labels", "Llama", F32, device, own_loss=False)
         return
     for dtype, architecture, own_loss in itertools.product((F32, BF16), ARCHITECTURES, (False, True)):
         if dtype in dtypes:
             title = f"{architecture}, {'own loss' if own_loss else 'labels'}"
-            yield ModelCheck(title, Model(architecture, dtype, device, own_loss, tied=architecture == "Qwen3"))
+            yield ModelCheck(title, architecture, dtype, device, own_loss, tied=architecture == "Qwen3")
 
 
 def _of_large(device: torch.device, backend: str, quick: bool) -> Iterator[ExactnessCheck]:
@@ -190,12 +189,6 @@ def _usual_backend(device: torch.device) -> str:
     return next(
         backend for backend in BACKENDS if why_no_backend(device, backend) is None and not interpreted(device, backend)
     )
-
-
-def _why_no_models() -> str | None:
-    if find_spec("transformers") is None:
-        return "Transformers is not installed"
-    return None
 
 
 def _why_not_large(device: torch.device, dtypes: Sequence[torch.dtype]) -> str | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,10 +10,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flce.core.sizes import size_text
 from flce.tools.cli.output import Json, given, print_json, stderr, stdout
 
 if TYPE_CHECKING:
-    from flce.tools.check.run import CheckReport, CheckResult, Task
+    from flce.tools.check.run import CheckReport, CheckResult
 
 
 def check(
@@ -44,8 +43,11 @@ def check(
     words = ["flce", "check", *(["--quick"] if quick else []), *(["--device", device] if device else [])]
     command, facts = shlex.join(words), environment()
     what = todo(one, quick)
-    with _progress(len(what.tasks)) as begun:
-        report = run(what, begun)
+    text = TextColumn("{task.description}", markup=False)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        shown = bar.add_task("", total=len(what.tasks))
+        report = run(what, lambda task: bar.update(shown, advance=1, description=str(task)))
     if json:
         print_json(as_json(report, facts, command))
     else:
@@ -54,21 +56,6 @@ def check(
         print(f"\n{heading}:\n\n{bug_report(report, _described(facts), command)}")
     if not report.right:
         raise typer.Exit(1)
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[Task], None]]:
-    """A bar on stderr, which vanishes at the end."""
-    text = TextColumn("{task.description}", markup=False)
-    with Progress(
-        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text, console=stderr(), transient=True
-    ) as bar:
-        shown = bar.add_task("", total=total)
-
-        def begun(task: Task) -> None:
-            bar.update(shown, advance=1, description=str(task))
-
-        yield begun
 
 
 def _show(report: CheckReport) -> None:
@@ -120,8 +107,6 @@ def _short(value: float) -> str:
 
 def _described(facts: dict[str, Any]) -> list[str]:
     """What `environment` returned, in lines for a bug report."""
-    from flce.core.sizes import size_text
-
     packages = [f"{name} {found}" for name, found in facts["packages"].items() if found is not None]
     lines = [
         ", ".join([f"flce {facts['flce']}", *packages]),

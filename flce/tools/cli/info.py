@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from typing import Any
 
 from rich.table import Table
 
+from flce.core.sizes import size_text
 from flce.tools.cli.output import Json, print_json, stdout
 
 
@@ -46,21 +48,18 @@ def _versions(facts: dict[str, Any]) -> Table:
 
 
 def _device(facts: dict[str, Any]) -> Table:
-    from flce.core.sizes import size_text
-
-    table = Table("", facts["device"])
-    table.add_row("name", facts["name"])
+    rows = {"name": facts["name"]}
     if "memory" in facts:
-        table.add_row("memory", size_text(facts["memory"]))
-        table.add_row("compute capability", facts["capability"])
+        rows |= {"memory": size_text(facts["memory"]), "compute capability": facts["capability"]}
     else:
-        table.add_row("cores", str(facts["cores"]))
-    if facts["backend"] is None:
-        table.add_row("backend", f"none: {facts['why']}")
-        return table
-    table.add_row("backend", f"{facts['backend']}: {facts['why']}")
-    in_registers = "yes" if facts["logits_in_registers"] else "no: its kernels are for NVIDIA GPUs of capability 9"
-    table.add_row("logits in registers", in_registers)
+        rows["cores"] = str(facts["cores"])
+    rows["backend"] = f"{facts['backend'] or 'none'}: {facts['why']}"
+    if facts["backend"] is not None:
+        no = "no: its kernels are for NVIDIA GPUs of capability 9"
+        rows["logits in registers"] = "yes" if facts["logits_in_registers"] else no
+    table = Table("", facts["device"])
+    for row in rows.items():
+        table.add_row(*row)
     return table
 
 
@@ -75,37 +74,35 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
                 f"{name} {facts['packages'][name]} is older than flce supports: install {name} "
                 f"{oldest.rpartition('.')[0]} or newer."
             )
-    found += facts["lacking"]
-    if any(device["backend"] == "torch" for device in gpus):
-        found.append("A GPU runs PyTorch's operators in place of the Triton kernels, which is slower: see why above.")
-    if any(device["backend"] == "triton" and not device["logits_in_registers"] for device in gpus):
-        found.append(
-            "The kernels that keep logits in registers are for compute capability 9 (H100, H200). Other GPUs make the "
-            "logits of a chunk in memory: exact, and slower."
-        )
     interpreted = facts["variables"].get("TRITON_INTERPRET") == "1"
-    if interpreted:
-        found.append("TRITON_INTERPRET=1 is for tests: kernels take a thousand times longer.")
-    if interpreted and installed.get("triton", (3, 7)) < (3, 7) and installed.get("numpy", (0,)) >= (2, 4):
-        found.append("The interpreter of Triton before 3.7 does not work with NumPy 2.4 or newer: install numpy<2.4.")
-    if gpus and installed.get("triton", (3, 7)) < (3, 7) and not _c_compiler():
-        found.append("Triton before 3.7 needs a C compiler for its first launch, and none was found: install gcc.")
-    if installed.get("trl", (0,)) >= (1, 16):
-        found.append(
-            "TRL 1.16 and newer multiplies by the head's weight in a kernel of its own, so its trainers do not use a "
-            "patched head. docs/trainers.md has the subclass of SFTTrainer that does."
-        )
-    return found
+    old_triton = installed.get("triton", (3, 7)) < (3, 7)
+    others = {
+        "A GPU runs PyTorch's operators in place of the Triton kernels, which is slower: see why above.": any(
+            device["backend"] == "torch" for device in gpus
+        ),
+        "The kernels that keep logits in registers are for compute capability 9 (H100, H200). Other GPUs make the "
+        "logits of a chunk in memory: exact, and slower.": any(
+            device["backend"] == "triton" and not device["logits_in_registers"] for device in gpus
+        ),
+        "TRITON_INTERPRET=1 is for tests: kernels take a thousand times longer.": interpreted,
+        "The interpreter of Triton before 3.7 does not work with NumPy 2.4 or newer: install numpy<2.4.": (
+            interpreted and old_triton and installed.get("numpy", (0,)) >= (2, 4)
+        ),
+        "Triton before 3.7 needs a C compiler for its first launch, and none was found: install gcc.": (
+            gpus and old_triton and not _c_compiler()
+        ),
+        "TRL 1.16 and newer multiplies by the head's weight in a kernel of its own, so its trainers do not use a "
+        "patched head. docs/trainers.md has the subclass of SFTTrainer that does.": (
+            installed.get("trl", (0,)) >= (1, 16)
+        ),
+    }
+    return [*found, *facts["lacking"], *(problem for problem, is_there in others.items() if is_there)]
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The numbers that a version begins with: (2, 11, 0) of "2.11.0+cu130"."""
-    numbers = []
-    for part in version.partition("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    parts = version.partition("+")[0].split(".")
+    return tuple(map(int, itertools.takewhile(str.isdigit, parts)))
 
 
 def _c_compiler() -> bool:

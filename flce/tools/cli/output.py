@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
@@ -16,15 +15,8 @@ from rich.console import Console
 
 T = TypeVar("T")
 PICTURES = (".png", ".pdf", ".svg")
-
-
-class Dtype(str, Enum):
-    """What tensors may be of."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
+# What tensors may be of.
+Dtype = Enum("Dtype", {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float64"})
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to stdout.")]
@@ -43,19 +35,23 @@ def given(option: str, parse: Callable[..., T], *arguments: Any) -> T:
     try:
         return parse(*arguments)
     except ValueError as error:
-        raise typer.BadParameter(f"{error}", param_hint=f"'{option}'") from None
+        raise wrong(option, f"{error}") from None
+
+
+def wrong(option: str, message: str) -> typer.BadParameter:
+    """Wrong usage of an option, to be raised."""
+    return typer.BadParameter(message, param_hint=f"'{option}'")
 
 
 def check_picture(option: str, path: Path) -> None:
     """Raises typer.BadParameter where no picture can be drawn, or not into this file."""
-    wrong = functools.partial(typer.BadParameter, param_hint=f"'{option}'")
     if importlib.util.find_spec("matplotlib") is None:
-        raise wrong("a picture needs matplotlib: pip install 'flce[cli]'")
+        raise wrong(option, "a picture needs matplotlib: pip install 'flce[cli]'")
     if path.suffix not in PICTURES:
-        raise wrong(f"no picture can be drawn as {path.name}: give a name that ends in {', '.join(PICTURES)}")
+        raise wrong(option, f"no picture can be drawn as {path.name}: give a name that ends in {', '.join(PICTURES)}")
     folder = next(parent for parent in path.absolute().parents if parent.exists())  # the rest will be made
     if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise wrong(f"{path} cannot be written: give another file")
+        raise wrong(option, f"{path} cannot be written: give another file")
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import importlib.util
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,14 +14,15 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from flce.tools.cli.output import Json, given, print_json, stderr, stdout
+from flce.core.sizes import parse_bytes, parse_sizes, size_text
+from flce.tools.cli.output import Json, given, print_json, stderr, stdout, wrong
 
 if TYPE_CHECKING:
     import torch
 
-    from flce.core.options import ChunkOptions
     from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import Described
+    from flce.planning.plan import ChunkPlan
 
 WeightDtype = Enum("WeightDtype", {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"})
 # The keys of `flce.huggingface.estimate.training_memory.OPTIMIZERS`.
@@ -88,8 +90,7 @@ def plan(
     """
     import torch
 
-    from flce.core.options import ChunkOptions
-    from flce.core.sizes import parse_bytes, parse_sizes
+    import flce
     from flce.huggingface.estimate.training_memory import MOST_TOKENS, Training
     from flce.planning.device_kinds import described
 
@@ -98,27 +99,26 @@ def plan(
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
-        raise typer.BadParameter(f"goes with --dtype float32, got {dtype.value}", param_hint="--autocast")
+        raise wrong("--autocast", f"goes with --dtype float32, got {dtype.value}")
     memory = given("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
     device = given("--device-kind", described, torch.device("cuda"), device_kind, memory)
     if device.memory is None:
-        raise typer.BadParameter(f"is needed: the memory of a {device_kind} is not known", param_hint="--gpu-memory")
+        raise wrong("--gpu-memory", f"is needed: the memory of a {device_kind} is not known")
     most = given("--budget", parse_bytes, budget) if budget is not None else None
-    options = ChunkOptions(max_workspace_bytes=most) if most is not None else None
+    options = flce.ChunkOptions(max_workspace_bytes=most) if most is not None else None
+    how: dict[str, Any] = {"weight_grad": not frozen_head, "options": options}
+    plan_of = functools.partial(flce.plan, device_kind=device_kind, device_memory=device.memory, **how)
     told: dict[str, Any] = {"device": {"kind": device_kind, "memory_bytes": device.memory}}
-    gpu = _Gpu(device_kind, device)
     if shape is not None:
-        tokens, hidden, vocab = given("--shape", parse_sizes, shape)
-        told["loss"] = _loss(tokens, hidden, vocab, products or weights, gpu, frozen_head, options)
+        sizes = given("--shape", parse_sizes, shape)
+        told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head)
     else:
         if seq_len * batch_size > MOST_TOKENS:
-            raise typer.BadParameter(
-                f"expected at most {MOST_TOKENS:,} tokens in a step, got {seq_len * batch_size:,}",
-                param_hint="--seq-len",
-            )
+            asked = seq_len * batch_size
+            raise wrong("--seq-len", f"expected at most {MOST_TOKENS:,} tokens in a step, got {asked:,}")
         assert model is not None
         training = Training(batch_size, weights, products, optimizer.value, frozen_head, accumulation, options)
-        told |= _steps(model, seq_len, training, gpu, checkpointing)
+        told |= _steps(model, seq_len, training, device, device.memory, plan_of, checkpointing)
     if json:
         print_json(told)
     else:
@@ -127,113 +127,87 @@ def plan(
         raise typer.Exit(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gpu:
-    kind: str
-    device: Described
-
-    @property
-    def memory(self) -> int:
-        assert self.device.memory is not None
-        return self.device.memory
-
-
-# ------------------------------------------------------------------------------------------------- what was given
-
-
 # ------------------------------------------------------------------------------------------------- what is planned
 
 
 def _loss(
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    dtype: torch.dtype,
-    gpu: _Gpu,
-    frozen_head: bool,
-    options: ChunkOptions | None,
+    sizes: tuple[int, ...], dtype: torch.dtype, plan_of: Callable[..., ChunkPlan], weight_grad: bool
 ) -> dict[str, Any]:
     """The loss alone."""
-    import flce
     from flce.huggingface.estimate.training_memory import stock_loss_bytes
 
-    how = {"device_kind": gpu.kind, "device_memory": gpu.memory, "weight_grad": not frozen_head, "options": options}
-    # No plan may keep the budget.
-    planned = given("--budget", functools.partial(flce.plan, **how), tokens, hidden, vocab, dtype)  # type: ignore[arg-type]
+    tokens, hidden, vocab = sizes
+    planned = given("--budget", plan_of, tokens, hidden, vocab, dtype)  # no plan may keep the budget
     return {
         "tokens": tokens,
         "hidden_size": hidden,
         "vocab_size": vocab,
-        "stock_bytes": stock_loss_bytes(tokens, hidden, vocab, dtype, weight_grad=not frozen_head),
+        "stock_bytes": stock_loss_bytes(tokens, hidden, vocab, dtype, weight_grad),
         "flce_bytes": planned.workspace_bytes,
         "plan": str(planned),
     }
 
 
-def _steps(path: Path, seq_len: int, training: Training, gpu: _Gpu, checkpointing: bool | None) -> dict[str, Any]:
+def _steps(
+    path: Path,
+    seq_len: int,
+    training: Training,
+    device: Described,
+    memory: int,
+    plan_of: Callable[..., ChunkPlan],
+    checkpointing: bool | None,
+) -> dict[str, Any]:
     """A step of the model in each variant, and the longest sequences."""
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise typer.BadParameter(
-            "needs Transformers: pip install 'flce[transformers]', or give --shape N,H,V in place of a model",
-            param_hint="--model",
-        ) from None
+    if importlib.util.find_spec("transformers") is None:
+        missing = "needs Transformers: pip install 'flce[transformers]', or give --shape N,H,V in place of a model"
+        raise wrong("--model", missing)
+    from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.rehearsal import ValuesNeededError
-    from flce.huggingface.estimate.training_memory import (
-        CONTEXT,
-        LIBRARIES,
-        VARIANTS,
-        TrainingMemory,
-        fits,
-        load_config,
-    )
 
-    measured = given("--model", lambda: TrainingMemory(load_config(path), training, gpu.device))
+    measured = given(
+        "--model", lambda: training_memory.TrainingMemory(training_memory.load_config(path), training, device)
+    )
     vocab, hidden = measured.head_shape
-    products = training.autocast or training.dtype
-    tokens = training.batch_size * seq_len
-    loss = _loss(tokens, hidden, vocab, products, gpu, training.frozen_head, training.options)
+    sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
+    loss = _loss(sizes, products, plan_of, not training.frozen_head)
     steps = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=stderr(), transient=True) as progress:
         task = progress.add_task("")
-        for variant in VARIANTS:
+        for variant in training_memory.VARIANTS:
             if checkpointing not in (None, variant.checkpointing):
                 continue
             progress.update(task, description=f"a step of the model without memory: {variant}")
             try:
                 step = measured.step(seq_len, variant)
-                longest = measured.longest(variant, gpu.memory, start=seq_len)
+                longest = measured.longest(variant, memory, start=seq_len)
             except (ValuesNeededError, TypeError) as error:
-                raise typer.BadParameter(
-                    f"a {measured.config.model_type} cannot be planned: {error}", param_hint="--model"
-                ) from None
+                raise wrong("--model", f"a {measured.config.model_type} cannot be planned: {error}") from None
             steps.append(
                 {
                     "patched": variant.patched,
                     "checkpointing": variant.checkpointing,
                     "peak_bytes": step.peak_bytes,
                     "parts": step.parts,
-                    "fits": fits(step, gpu.memory),
+                    "fits": training_memory.fits(step, memory),
                     "fused": step.fused,
                     "longest_sequence": longest,
                 }
             )
+    dtypes = {"dtype": training.dtype, "autocast": training.autocast}
     return {
         "model": {"type": measured.config.model_type, "parameters": measured.num_parameters},
         "training": {
             "sequence_length": seq_len,
             "batch_size": training.batch_size,
-            "dtype": str(training.dtype).removeprefix("torch."),
-            "autocast": training.autocast and str(training.autocast).removeprefix("torch."),
+            **{name: dtype and str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
             "optimizer": training.optimizer,
             "accumulation": training.accumulation,
             "frozen_head": training.frozen_head,
         },
         "loss": loss,
         "steps": steps,
-        "note": NOTE.format(libraries=LIBRARIES >> 20, context=CONTEXT >> 20),
+        "note": NOTE.format(libraries=training_memory.LIBRARIES >> 20, context=training_memory.CONTEXT >> 20),
     }
 
 
@@ -241,8 +215,6 @@ def _steps(path: Path, seq_len: int, training: Training, gpu: _Gpu, checkpointin
 
 
 def _show(told: dict[str, Any]) -> None:
-    from flce.core.sizes import size_text
-
     console, loss, device = stdout(), told["loss"], told["device"]
     console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
     table = Table("", "memory beside inputs and gradients", title=f"The loss of {loss['tokens']:,} tokens")
@@ -272,8 +244,6 @@ def _name(step: dict[str, Any]) -> str:
 
 
 def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
-    from flce.core.sizes import size_text
-
     table = Table("", *(_name(step) for step in steps), title="A training step")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from flce.core.sizes import MIB
 from flce.memory.plot import COLOURS
@@ -91,30 +91,18 @@ def _number(value: float) -> float | None:
 def show(console: Console, comparison: TrainingComparison) -> None:
     """Prints the table and the verdict."""
     stock, patched, difference = comparison.stock, comparison.patched, comparison.mean_difference
-    table = Table()
-    for column in ("", "stock", "patched", "patched / stock"):
-        table.add_column(column, justify="right" if column else "left")
+    runs = stock, patched
     memory, speed = patched.peak_bytes / stock.peak_bytes, patched.step_seconds / stock.step_seconds
-    table.add_row(
-        "final loss",
-        f"{stock.losses[-1]:.5f}",
-        f"{patched.losses[-1]:.5f}",
-        "",
-    )
-    table.add_row("mean |difference| of the curves", "", "", f"{difference:.1e}")
-    table.add_row("max |difference| of the curves", "", "", f"{max(comparison.differences):.1e}")
-    table.add_row(
-        "peak memory, MiB",
-        f"{stock.peak_bytes / MIB:,.0f}",
-        f"{patched.peak_bytes / MIB:,.0f}",
-        f"{memory:.0%}",
-    )
-    table.add_row(
-        "time per step, ms",
-        f"{stock.step_seconds * 1e3:,.0f}",
-        f"{patched.step_seconds * 1e3:,.0f}",
-        f"{speed:.0%}",
-    )
+    rows = [
+        ("final loss", *(f"{run.losses[-1]:.5f}" for run in runs), ""),
+        ("mean |difference| of the curves", "", "", f"{difference:.1e}"),
+        ("max |difference| of the curves", "", "", f"{max(comparison.differences):.1e}"),
+        ("peak memory, MiB", *(f"{run.peak_bytes / MIB:,.0f}" for run in runs), f"{memory:.0%}"),
+        ("time per step, ms", *(f"{run.step_seconds * 1e3:,.0f}" for run in runs), f"{speed:.0%}"),
+    ]
+    table = Table("", *(Column(name, justify="right") for name in ("stock", "patched", "patched / stock")))
+    for row in rows:
+        table.add_row(*row)
     console.print(f"\n[bold]{comparison.title}[/]")
     console.print(table)
     console.print(
