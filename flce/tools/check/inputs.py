@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flce.core.problem import LossSpec
 from flce.testing import tolerances
 from flce.testing.problem import LOGITS_STD, Problem, make_problem, run_oracle, run_stock
 from flce.testing.tolerances import Tolerance
@@ -23,20 +24,7 @@ class Shape(NamedTuple):
     vocab: int
 
 
-@dataclass(frozen=True)
-class Loss:
-    """Arguments that `flce.fused_linear_cross_entropy` and `flce.cross_entropy` share, under their names."""
-
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    temperature: float = 1.0
-    z_loss: float = 0.0
-    shift: int = 0
-
-
-PLAIN = Loss()
+PLAIN = LossSpec()
 
 
 @dataclass(frozen=True)
@@ -46,11 +34,18 @@ class Inputs:
     shape: Shape
     dtype: torch.dtype
     device: torch.device
-    loss: Loss = PLAIN
+    loss: LossSpec = PLAIN
+    shift: int = 0
     bias: bool = False
     ignored: float = 0.0
     """Share of the labels."""
     adapter_ranks: tuple[int, ...] = ()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the loss that are not their defaults."""
+        given = {f.name: getattr(self.loss, f.name) for f in fields(LossSpec) if f.name != "stats"}
+        return {name: value for name, value in given.items() if value != getattr(PLAIN, name)} | {"shift": self.shift}
 
     @property
     def grad_output(self) -> Tensor | float:
@@ -75,7 +70,7 @@ def problem_of(inputs: Inputs) -> Problem:
         ignored=inputs.ignored,
         adapter_ranks=inputs.adapter_ranks,
         std=LOGITS_STD,
-        **asdict(inputs.loss),
+        **inputs.arguments,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,8 @@ from flce.tools.check.inputs import InputsCheck, problem_of
 from flce.tools.machine import interpreted
 
 _DEFAULT = ChunkOptions()
+# The arguments of the loss that a plan depends on.
+PLANNED = inspect.signature(plan).parameters
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,7 @@ class OperatorCheck(InputsCheck):
             vocab,
             p.dtype,
             device=p.device,
-            reduction=p.loss.reduction,
-            label_smoothing=p.loss.label_smoothing,
-            softcap=p.loss.softcap,
-            z_loss=p.loss.z_loss,
+            **{name: value for name, value in p.arguments.items() if name in PLANNED},
             stats=self.stats,
             input_grad=self.grad,
             weight_grad=self.grad and self.weight_grad,

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from flce.core.options import ChunkOptions
+from flce.core.problem import LossSpec
 from flce.engine.case import dtype_text
 from flce.tools.check.figures import ExactnessCheck
-from flce.tools.check.inputs import PLAIN, Inputs, Loss, Shape
+from flce.tools.check.inputs import PLAIN, Inputs, Shape
 from flce.tools.check.logits import LogitsCheck, SoftmaxCheck
 from flce.tools.check.model import ModelCheck
 from flce.tools.check.operator import OperatorCheck
@@ -36,7 +37,7 @@ class Regime:
     """A way to call `flce.fused_linear_cross_entropy`."""
 
     title: str
-    loss: Loss = PLAIN
+    loss: LossSpec = PLAIN
     inputs: dict[str, Any] = field(default_factory=dict)
     """Further fields of `Inputs`."""
     how: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +52,7 @@ class Regime:
 
 
 DEFAULT = Regime("default")
-NONE = Regime("reduction none", Loss(reduction="none"))
+NONE = Regime("reduction none", LossSpec(reduction="none"))
 FROZEN = Regime("frozen head", how={"weight_grad": False})
 IGNORED = Regime("ignored labels", inputs={"ignored": 0.5}, how={"options": ChunkOptions(skip_ignored=True)})
 NO_GRADIENTS = Regime("no gradients", how={"grad": False, "stats": ("lse", "logprob")})
@@ -59,12 +60,12 @@ REGIMES = (
     DEFAULT,
     NONE,
     Regime("small budget", how={"least_memory": True}),
-    Regime("softcap and more", Loss(label_smoothing=0.1, softcap=6.0, logit_scale=2.0, z_loss=1e-3)),
+    Regime("softcap and more", LossSpec(label_smoothing=0.1, softcap=6.0, logit_scale=2.0, z_loss=1e-3)),
     Regime("blocks of classes", how={"options": ChunkOptions(strategy="vocab")}),
     Regime("chunks of tokens", how={"options": ChunkOptions(strategy="tokens", chunk_rows=100)}),
     FROZEN,
     IGNORED,
-    Regime("shift and bias", Loss(shift=1), inputs={"bias": True, "ignored": 0.2}),
+    Regime("shift and bias", inputs={"shift": 1, "bias": True, "ignored": 0.2}),
     Regime("adapters", inputs={"adapter_ranks": (3, 16)}),
     Regime("float32 logits", how={"options": ChunkOptions(logits_dtype=F32)}, dtypes=(BF16, F16)),
     Regime("statistics", how={"stats": ("lse", "logprob", "entropy")}),
@@ -78,7 +79,7 @@ LARGE_REGIMES = (
     NONE,
     IGNORED,
 )
-ROW_LOSS = Loss(label_smoothing=0.1, softcap=6.0, z_loss=1e-3, shift=1)
+ROW_LOSS = LossSpec(label_smoothing=0.1, softcap=6.0, z_loss=1e-3)
 ARCHITECTURES = ("Llama", "Qwen3")
 
 # What the quick checks take of the Triton backend, which needs up to a second to compile a kernel, beside the default.
@@ -161,7 +162,7 @@ def _of_rows(
         yield SoftmaxCheck(prefix + "softmax", plain, backend, log=False)
         yield LogitsCheck(prefix + "cross_entropy in place", plain, backend, inplace=True)
         yield LogitsCheck(
-            prefix + "cross_entropy and more", replace(plain, loss=ROW_LOSS), backend, stats=("lse", "entropy")
+            prefix + "cross_entropy and more", replace(plain, loss=ROW_LOSS, shift=1), backend, stats=("lse", "entropy")
         )
         yield SoftmaxCheck(prefix + "log_softmax", plain, backend, log=True)
 
