@@ -162,9 +162,12 @@ def test_float32_is_exact_to_float32(dtype: torch.dtype, strategy: str, backend:
 
 
 @low_precision
-def test_many_chunks_are_as_exact_as_one(dtype: torch.dtype, torch_backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "none"])  # made in forward, and in backward
+def test_many_chunks_are_as_exact_as_one(
+    reduction: str, dtype: torch.dtype, torch_backend: str, device: torch.device
+) -> None:
     """The weight gradient is summed over 128 chunks in float32, not in the dtype of the weight."""
-    p = make_problem((1024,), 32, 300, dtype=dtype, device=device, std=2.0, bias=True)
+    p = make_problem((1024,), 32, 300, dtype=dtype, device=device, std=2.0, bias=True, reduction=reduction)
     one = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=1024)))
     many = errors(p, run_fused(p, options=flce.ChunkOptions(strategy="tokens", chunk_rows=8)))
     for name, error in many.items():

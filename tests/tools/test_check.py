@@ -279,6 +279,13 @@ def test_the_full_suite_has_more() -> None:
     assert len(report.results) == 8
 
 
+def test_the_full_suite_has_every_regime_in_every_dtype() -> None:
+    checks = suite.suite(torch.device("cpu"), "torch", quick=False).checks
+    found = [(check.title, check.dtype) for check in checks]
+    expected = [(regime.title, dtype) for regime in suite.REGIMES for dtype in regime.dtypes]
+    assert all(found.count(each) == 1 for each in expected)
+
+
 def test_what_there_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checks of one with 80 GiB, and of a small and old one. Nothing runs."""
     cuda = torch.device("cuda", 0)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("typer", reason="the command line")
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 import flce
 from flce.tools.cli import demo
 from flce.tools.demo.report import TrainingRun
+from flce.tools.demo.training import Settings, train
 
 ROOT = Path(flce.__file__).parents[1]
 # The command by itself.
@@ -65,6 +67,16 @@ def test_stock_and_patched_runs_agree_and_are_drawn(text: Path, tmp_path: Path) 
     assert "USDT" not in done.stderr  # of PyTorch's profiler
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in memory.read_text()
+
+
+def test_the_peak_of_a_run_has_the_optimizers_states() -> None:
+    """Recording begins after they were made."""
+    settings = Settings(
+        None, vocab_size=300, hidden_size=64, layers=1, seq_len=16, seed=0, learning_rate=1e-3, device="cpu"
+    )
+    *_, run = train(settings, np.arange(32).reshape(2, 1, 16), patched=False)
+    assert isinstance(run, TrainingRun)
+    assert run.peak_bytes >= run.memory.peak + 2 * 4 * 300 * 64  # two of the embedding alone
 
 
 # ------------------------------------------------------------------------------------------- without the training
