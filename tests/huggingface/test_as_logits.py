@@ -315,6 +315,14 @@ PROGRAMS = {
         note(t3 is t1)
         hook(t3, lambda gradient: gradient * 3)
         loss1 = t2.square()""",
+    # Not invariant under the logsumexp that log_softmax subtracts.
+    "z-loss of log-probabilities": """
+        t1 = lg.log_softmax(-1)
+        loss1 = flce.cross_entropy(t1, labels(t1), z_loss=0.1)""",
+    "statistics of log-probabilities": """
+        t1 = lg.log_softmax(-1)
+        note(flce.cross_entropy(t1, labels(t1), stats=('lse', 'entropy', 'logprob'))[1:])
+        loss1 = flce.cross_entropy(t1, labels(t1), temperature=0.7, stats=('entropy',)).loss""",
     # Other ways to the memory.
     "a parameter": """
         t1 = trained(lg.detach())

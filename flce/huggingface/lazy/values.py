@@ -162,6 +162,9 @@ def own_cross_entropy(
     if softcap is not None:
         scaled = scaled.with_op("div", softcap).with_op("tanh").with_op("mul", softcap)
     needs(scaled.folded.factor == 1.0 and scaled.vocab_last and not target.is_floating_point())
+    if scaled.folded.normalised:  # what is fused are the logits before that, whose logsumexp is not 0
+        stats = spec.get("stats")
+        needs(not spec.get("z_loss") and not (isinstance(stats, (tuple, list)) and "lse" in stats))
     with scaled.weights():
         output = scaled.fused(target, weight, **spec)
     wide = torch.float64 if state.dtype == torch.float64 else torch.float32
