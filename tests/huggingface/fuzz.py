@@ -518,20 +518,26 @@ def _same(got: Any, want: Any, tolerance: float) -> str | None:
 HOOKS = re.compile(r"hook\(|retain\(")
 TOLD = "after the loss"
 # What autograd forbids, because it cannot do it for views in one memory.
-VIEW_RULES = re.compile(r"created in no_grad mode|output of a function that returns multiple views|a leaf Variable")
+VIEW_RULES = re.compile(
+    r"created in no_grad mode|output of a function that returns multiple views|a leaf Variable"
+    # Nor strides, which are others here where they do not matter.
+    r"|refer to a single memory location|view size is not compatible"
+)
 # Writes that autograd does not see: stock's gradients are then those of another value.
 UNSEEN = re.compile(r"\.data\b|numpy\(\)\.fill|hidden_data\(")
 # Documented: an error where hidden states have changed that are still needed; PyTorch's own for some views of them.
 STALE = re.compile(
     r"no longer be computed: the hidden states were changed|its base or another view of its base has been"
 )
+# PyTorch's, of a fused loss that has kept the hidden states for backward: stock needs none for a frozen head.
+CHANGED = "modified by an inplace operation"
 # Documented: an error where a hook was set after an autograd.Function had been given the logits.
 HOOKED_LATE = "a hook was set on logits"
 # A write, and the name that it goes by; what C++ code is given.
 WRITE = re.compile(
     r"\b(\w+)(?:\[.*\]|\.\w+\(\))*(?:\.[a-z]\w*_\(| [-+*/]= |\[.*\] = )|InPlace\.apply\((\w+)\)|out=(\w+)"
 )
-GIVEN = re.compile(r"\.apply\((\w+)\)|checkpoint\(.*, (\w+), ")
+GIVEN = re.compile(r"\.apply\((\w+)|checkpoint\(.*, (\w+), ")
 
 
 def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
@@ -646,6 +652,9 @@ def compare(program: Program, how: Comparison = AS_USUAL) -> Difference | None:
         + [TOLERANCE[torch.float32] for step in program.steps if ".float()" in step]
     )
     reads = [_values, _gradients] if program.read_first else [_gradients, _values]
+    # A copy that is made real late, for a hook on its source, is made of what the source holds by then.
+    if how.limits and any(map(UNSEEN.search, program.steps)) and any(map(HOOKS.search, program.steps)):
+        return None
     for read in reads:
         difference = read(program, stock, lazy, tolerance, loose, how)
         if difference is not None:
@@ -660,7 +669,7 @@ def _values(
 ) -> Difference | None:
     for (name, want), (_, got) in zip(stock.read(), lazy.read(), strict=True):
         difference = _same(got, want, tolerance)
-        if difference is not None and not ("InPlace.apply" in name and loose):
+        if difference is not None and not (loose and ("InPlace.apply" in name or "grad_fn" in name)):
             return Difference("note" if "note" in name else "value", f"{name}: {difference}")
     return None
 
@@ -675,6 +684,7 @@ def _gradients(
     # Documented: a checkpoint in which logits stayed lazy, and that were read between it and backward.
     if how.limits and (
         STALE.search(told)
+        or (CHANGED in told and any("rescale_hidden" in step for step in program.steps))
         or HOOKED_LATE in told
         or ("does not require" in told and loose)
         or told.startswith("Checkpoint")

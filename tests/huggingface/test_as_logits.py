@@ -315,6 +315,11 @@ PROGRAMS = {
         note(t3 is t1)
         hook(t3, lambda gradient: gradient * 3)
         loss1 = t2.square()""",
+    "a hook on what a copy was made of, changed in place since": """
+        t1 = lg.float() + noise(lg.shape[-1:])
+        t1[..., bits(t1.shape[-1:])] = float('-inf')
+        hook(lg, lambda gradient: gradient * 3)
+        loss1 = loss_of(t1)""",
     # Not invariant under the logsumexp that log_softmax subtracts.
     "z-loss of log-probabilities": """
         t1 = lg.log_softmax(-1)

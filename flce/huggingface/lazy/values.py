@@ -13,6 +13,7 @@ from flce.core import private
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import needs, replay
 from flce.huggingface.lazy.state import LazyState, dimension
+from flce.ops.arguments import widened
 
 
 def values_of(state: LazyState, take: Callable[[LazyState], Tensor]) -> Tensor:
@@ -71,7 +72,8 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
         return values.movedim(-1, state.class_dim).contiguous()
     target = index.squeeze(state.class_dim)
     loss = state.cross_entropy(target, reduction="none")
-    return _tokens(state, (loss * -state.folded.factor).to(state.dtype), keepdim=True)
+    # A log-probability of 0 is a positive zero, as stock's: 1 / x tells them apart.
+    return _tokens(state, (loss * -state.folded.factor + 0.0).to(state.dtype), keepdim=True)
 
 
 def take_along_dim(state: LazyState, indices: Tensor, dim: int | None = None) -> Any:
@@ -118,6 +120,7 @@ def cross_entropy(
     needs(
         isinstance(target, Tensor)
         and (weight is None or isinstance(weight, Tensor))
+        and (weight is None or weight.dtype in (state.dtype, widened(state.dtype, state.device.type)))
         and target.device == state.device == (target if weight is None else weight).device
         # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
         and target.dtype == torch.int64
