@@ -320,6 +320,19 @@ PROGRAMS = {
         t1[..., bits(t1.shape[-1:])] = float('-inf')
         hook(lg, lambda gradient: gradient * 3)
         loss1 = loss_of(t1)""",
+    "the gradient of logits that were subtracted from a copy": """
+        t1 = lg * 2
+        t1.sub_(lg)
+        note(t1.sum())
+        loss1 = loss_of(t1)""",
+    "picked without gradients, written to with them": """
+        with torch.no_grad(): t1 = lg.log_softmax(-1).gather(-1, chosen(lg)[..., :1])
+        t1[:] = lg[..., :1]
+        loss1 = t1 * 1.0""",
+    "logits that are all -inf": """
+        lg[..., 0:] = float('-inf')
+        note((lg * 3).float().logsumexp(dim=-1, keepdim=True))
+        loss1 = lg.sum() * 0.0""",
     # Not invariant under the logsumexp that log_softmax subtracts.
     "z-loss of log-probabilities": """
         t1 = lg.log_softmax(-1)

@@ -81,21 +81,21 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         result = result if result is NotImplemented else _attempt(to_dtype, result, state.dtype)
         if result is NotImplemented or result.shape != state.shape:
             return NotImplemented
-        source = _source_of_changed(lazy, func, states, named)
+        source = _source_of_changed(lazy, result, func, states, named)
         lazy._become(result)
         lazy._source = source
         return None if func is torch.Tensor.__setitem__ else lazy
     return _wrapped(lazy, func, operation, _attempt(run, state, *states, **named), states, named)
 
 
-def _source_of_changed(lazy: Any, func: Any, args: Any, kwargs: Any) -> Source | None:
-    """What a copy comes from that is about to be changed in place. Its gradient still passes there if it can."""
+def _source_of_changed(lazy: Any, result: State, func: Any, args: Any, kwargs: Any) -> Source | None:
+    """What a copy comes from that is about to become `result`, in place. Its gradient still passes there if it can."""
     before = lazy._source
     several = any(isinstance(value, (LazyState, StackState)) for value in (*args, *kwargs.values()))
     if torch.compiler.is_compiling() or (before is None and not several):
         return None
     if before is None or several or not before.is_unchanged():
-        note_passing(lazy._state.calls, lazy._state)
+        note_passing(result.calls, result)
         return None
 
     def repeat(real: Tensor) -> Tensor:

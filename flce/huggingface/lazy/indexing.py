@@ -56,6 +56,9 @@ def set_item(state: LazyState, index: Any, value: Any) -> Any:
     needs(len(items) == state.ndim)
     columns = items.pop(state.class_dim)
     needs(columns is not None and all(isinstance(item, slice) and item == slice(None) for item in items))
+    # The logsumexp of nothing but -inf is not that of the fused loss.
+    all_classes = isinstance(columns, slice) and len(range(*columns.indices(state.vocab_size))) == state.vocab_size
+    needs(not (all_classes and isinstance(value, float) and math.isinf(value)))
     return _fill(state, columns, value)
 
 

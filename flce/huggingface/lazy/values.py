@@ -69,7 +69,7 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
         values = values_of(state, lambda logits: logits.picked(index))
         if count == 1:
             return _tokens(state, values.squeeze(-1), keepdim=True)
-        return values.movedim(-1, state.class_dim).contiguous()
+        return _of_its_own(values.movedim(-1, state.class_dim).contiguous())
     target = index.squeeze(state.class_dim)
     loss = state.cross_entropy(target, reduction="none")
     # A log-probability of 0 is a positive zero, as stock's: 1 / x tells them apart.
@@ -99,7 +99,12 @@ def total(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: to
 
 
 def _tokens(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
-    return values.unsqueeze(state.class_dim) if keepdim else values
+    return _of_its_own(values.unsqueeze(state.class_dim)) if keepdim else values
+
+
+def _of_its_own(values: Tensor) -> Tensor:
+    """Stock's is no view: one that is made without gradients could not be written to with them."""
+    return values if torch.is_grad_enabled() else values.clone()
 
 
 def cross_entropy(
