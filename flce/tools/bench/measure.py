@@ -139,6 +139,8 @@ def compete(
     contenders = with_repeat(contenders) if case.timed else contenders
     results = [BenchResult.of(contender) for contender in contenders]
     entrants: list[tuple[BenchResult, Entrant]] = []
+    # What exists now is left out of the collections before first and timed calls, which are then quick; see `release`.
+    gc.freeze()
     for index, (contender, result) in enumerate(zip(contenders, results, strict=True)):
         progress(f"first call of {contender.title}", WARM_UP * index / len(contenders))
         if effort.expired():
@@ -148,7 +150,6 @@ def compete(
         elif (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
             entrants.append((result, entrant))
     if case.timed:
-        # What exists now is left out of the collections before timed calls, which are then quick; see `release`.
         gc.collect()
         gc.freeze()
         interleave(entrants, meter, effort, progress)
