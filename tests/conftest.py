@@ -106,8 +106,3 @@ def _fresh_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test starts from the same generator state and without debug switches."""
     monkeypatch.delenv("FLCE_DEBUG", raising=False)
     torch.manual_seed(0)
-
-
-def pytest_collection_finish() -> None:
-    """What exists now is left out of the collections that tests ask for, which are then quick."""
-    gc.freeze()
