@@ -653,6 +653,7 @@ def compare(program: Program, how: Comparison = AS_USUAL) -> Difference | None:
         + [TOLERANCE.get(x.dtype, 0.0) for x in stock.tensors.values()]
         + [TOLERANCE[dtype] for name, dtype in DTYPES.items() if any(name in step for step in program.steps)]
         + [TOLERANCE[torch.float32] for step in program.steps if ".float()" in step]
+        + [TOLERANCE[torch.float16] for step in program.steps if ".half()" in step]
     )
     reads = [_values, _gradients] if program.read_first else [_gradients, _values]
     # A copy that is made real late, for a hook on its source, is made of what the source holds by then.
