@@ -536,6 +536,7 @@ HOOKED_LATE = "a hook was set on logits"
 # A write, and the name that it goes by; what C++ code is given.
 WRITE = re.compile(
     r"\b(\w+)(?:\[.*\]|\.\w+\(\))*(?:\.[a-z]\w*_\(| [-+*/]= |\[.*\] = )|InPlace\.apply\((\w+)\)|out=(\w+)"
+    r"|F\.\w+\((\w+), inplace=True"
 )
 GIVEN = re.compile(r"\.apply\((\w+)|checkpoint\(.*, (\w+), ")
 
