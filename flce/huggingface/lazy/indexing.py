@@ -57,7 +57,8 @@ def set_item(state: LazyState, index: Any, value: Any) -> Any:
     columns = items.pop(state.class_dim)
     needs(columns is not None and all(isinstance(item, slice) and item == slice(None) for item in items))
     # The logsumexp of nothing but -inf is not that of the fused loss.
-    all_classes = isinstance(columns, slice) and len(range(*columns.indices(state.vocab_size))) == state.vocab_size
+    count = len(range(*columns.indices(state.vocab_size))) if isinstance(columns, slice) else 1
+    all_classes = count == state.vocab_size
     needs(not (all_classes and isinstance(value, float) and math.isinf(value)))
     return _fill(state, columns, value)
 
