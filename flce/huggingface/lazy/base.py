@@ -54,10 +54,21 @@ class Source:
 
 
 class Hooked:
-    """Whether a hook waits for the gradient of lazy logits. Their places in the autograd graph refer to it."""
+    """Whether a hook waits for the gradient of lazy logits. Their places in the autograd graph refer to it.
 
-    def __init__(self) -> None:
-        self.now = False
+    Args:
+        source: the same of what these logits come from.
+    """
+
+    def __init__(self, source: Hooked | None) -> None:
+        self.now, self._source = False, source
+
+    def anywhere(self) -> bool:
+        """Whether one waits here, or at what these logits come from."""
+        hooked: Hooked | None = self
+        while hooked is not None and not hooked.now:
+            hooked = hooked._source
+        return hooked is not None
 
 
 class _Family:
@@ -136,7 +147,7 @@ class LazyBase:
     _viewed: bool  # has views
     _asked: bool  # for its place in the autograd graph, where gradients of copies have to pass then
     _family: _Family  # shared by a root and all its views
-    _hooked: tuple[Hooked, ...]  # of this object, and of all that it comes from
+    _hooked: Hooked
     # A tensor without data that has the shape and strides of stock's logits: tells views from copies.
     _shadow: Tensor | None
     _made_as: Any  # the version of the real logits when their memory was made
@@ -144,7 +155,7 @@ class LazyBase:
     def _init(self, state: State, source: Source | None, shadow: Tensor | None = None) -> None:
         self._state, self._source, self._shadow = state, source, shadow
         self._real, self._values, self._viewed, self._asked = None, None, False, False
-        self._hooked = (Hooked(), *(() if source is None else source.lazy._hooked))
+        self._hooked = Hooked(None if source is None else source.lazy._hooked)
         root = self._viewed_source()
         self._family = _Family(state.shape[-1]) if root is None else root._family
         if root is not None:

@@ -53,7 +53,7 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
                 return func(lazy, *args, **kwargs)
         _check_graph(lazy, func)
         lazy._asked = True
-        lazy._hooked[0].now |= name_of(func) != "grad_fn"
+        lazy._hooked.now |= name_of(func) != "grad_fn"
     real = lazy._existing()
     if func in tables.METADATA and isinstance(lazy, Tensor):
         with torch._C.DisableTorchFunctionSubclass():

@@ -162,7 +162,7 @@ class _InGraph(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyLogits | None, state: State, shadow: Any, *tensors: Tensor) -> Tensor:
-        ctx.state, ctx.hooked = state, ()
+        ctx.state, ctx.hooked = state, None
         ctx.set_materialize_grads(False)
         if lazy is not None:  # changed in place: from here on this is where it stands
             ctx.mark_dirty(lazy)
@@ -184,7 +184,7 @@ class _InGraph(torch.autograd.Function):
         wanted, state = ctx.needs_input_grad[3:], ctx.state
         if grad is None:
             return None, None, None, *(None for _ in wanted)
-        if any(hooked.now for hooked in ctx.hooked):
+        if ctx.hooked is not None and ctx.hooked.anywhere():
             raise RuntimeError(
                 "a hook was set on logits, or retain_grad() called, after an autograd.Function had been given them: "
                 "its gradient does not pass there. Call logits.materialize() before both, and use what it returns."
