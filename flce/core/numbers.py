@@ -17,7 +17,14 @@ def integer(name: str, value: Any, expected: str = "an int") -> int:
     number = _python_number(value)
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
-    return number  # type: ignore[return-value]
+    return constant(number)
+
+
+def constant(value: Any) -> Any:
+    """The number itself where `torch.compile` has made a symbol of it: a graph is for one value of each option."""
+    if type(value) not in (int, float, torch.SymInt) or not torch.compiler.is_compiling():
+        return value
+    return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
 
 
 def real(name: str, value: Any, *, may_be_bool: bool = False) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flce.core.numbers import constant
 from flce.torch_ops.frames import mark_frames, never_compiled
 
 
@@ -38,14 +39,7 @@ def define(
 
 def as_text(*records: Any) -> str:
     """Dataclasses of constants as one argument of an operator: JSON, of which `from_text` makes equal ones."""
-    return _json([{f.name: _constant(getattr(record, f.name)) for f in fields(record)} for record in records])
-
-
-def _constant(value: Any) -> Any:
-    if type(value) not in (int, float) or not torch.compiler.is_compiling():
-        return value
-    # `torch.compile` may have made a symbol of it. The graph is for this number alone.
-    return torch.fx.experimental.symbolic_shapes.guard_scalar(value)
+    return _json([{f.name: constant(getattr(record, f.name)) for f in fields(record)} for record in records])
 
 
 def _json(values: Any) -> str:

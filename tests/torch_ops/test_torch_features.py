@@ -476,6 +476,14 @@ def test_compile(row: Row, backend: str, device: torch.device) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     check_compiled(row, counter, device, dynamic=True)
     assert [calls_of_ours(graph) for graph in counter.graphs if calls_of_ours(graph)] == [1]
+    # No option is a symbol: all symbols are sizes of tensors.
+    inputs = [n.meta["example_value"] for graph in counter.graphs for n in graph.graph.find_nodes(op="placeholder")]
+    sizes = set().union(*(symbols(size) for x in inputs if isinstance(x, Tensor) for size in x.shape))
+    assert set().union(*map(symbols, inputs)) <= sizes
+
+
+def symbols(value: Any) -> set[Any]:
+    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt) else set()
 
 
 def check_compiled(row: Row, compiler: Any, device: torch.device, **kwargs: Any) -> None:
