@@ -33,6 +33,7 @@ from flce.planning.plan import ChunkPlan
 from flce.testing.problem import ALL_GRADS, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
 from tests.helpers import check, num_blocks, plan_for
+from tests.hopper import logits_dtypes_on_a_gpu
 
 SHAPE: dict[str, Any] = {"leading": (3, 5), "hidden": 64, "vocab": 1003}
 VOCAB = flce.ChunkOptions(strategy="vocab", skip_ignored=False)
@@ -46,7 +47,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def half_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(case, "logits_dtypes", lambda dtype, *_: (dtype, dtype))
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     search.plan_of_call.cache_clear()
     yield
     search.plan_of_call.cache_clear()

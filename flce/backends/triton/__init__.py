@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flce.backends.contract import TileCall
+from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
 from flce.backends.triton import exponentials_launch, product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
+from flce.backends.triton.gradient_of_exponentials import gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
     FILLED,
     LINE_BYTES,
@@ -112,6 +113,12 @@ class TritonBackend:
 
     loss_and_gradient = gradient
 
+    def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
+        run(_cross_entropy, logits, exps, call, state, factors)
+
+    def gradient_of_exponentials(self, exps: Tensor, factors: Tensor, call: TileCall) -> None:
+        run(_gradient_of_exponentials, exps, factors, call)
+
     product_statistics = staticmethod(product_launch.product_statistics)
     product_gradient = staticmethod(product_launch.product_gradient)
     product_exponentials = staticmethod(exponentials_launch.product_exponentials)
@@ -149,6 +156,7 @@ def _cross_entropy(
     grad: Tensor | None,  # like logits; None: no gradient
     call: TileCall,
     state: Tensor | None,
+    factors: Tensor | None = None,  # there are exponentials in the place of the gradient
 ) -> Iterator[Launch]:
     inputs, spec, tile, out, *_ = call
     num_rows, cols = logits.shape[:-1].numel(), logits.shape[-1]
@@ -159,7 +167,9 @@ def _cross_entropy(
         or (out is not None and (out.entropy is not None or out.argmax is not None))
     )
     grad_dtype = None if grad is None else grad.dtype
-    edges = (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
+    # A tile of the engine, whose rows are aligned.
+    aligned = factors is not None or (grad is not None and grad.dtype != logits.dtype)
+    edges = not aligned and (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
     launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges)
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
@@ -172,6 +182,10 @@ def _cross_entropy(
         "STORE_STATE": not tile.last,
         "FINISH": tile.last,
         "GRADIENT": grad is not None,
+        "NARROWING": grad is not None and grad.dtype != logits.dtype and grad.data_ptr() == logits.data_ptr(),
+        "EXPONENTIALS": factors is not None,
+        "EXPONENTIAL_SCALE": EXPONENTIAL_SCALE.get(grad_dtype, 1.0),
+        "EXPONENTIAL_HEADROOM": EXPONENTIAL_HEADROOM.get(grad_dtype, 0.0),
         "TWO_LEVEL": logits.dim() == 3,
         "HEAD_BYTES": head_bytes,
         "ONE_BLOCK": one_block,
@@ -192,6 +206,21 @@ def _cross_entropy(
         logits_outer_stride=logits_outer_stride,
         grad_outer_stride=0 if grad is None else _outer_level(grad)[1],
         state_stride=0 if state is None else state.stride(0),
+        factors_ptr=logits if factors is None else factors,
+        factors_stride=0 if factors is None else factors.stride(0),
+    )
+
+
+def _gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:
+    yield launch_of(
+        gradient_of_exponentials_kernel,
+        (len(exps),),
+        call,
+        {"BLOCK": SCALE_BLOCK, "num_warps": 8, **overlap(exps.device)},
+        exps_ptr=exps,
+        factors_ptr=factors,
+        exps_stride=exps.stride(0),
+        factors_stride=factors.stride(0),
     )
 
 

@@ -5,7 +5,8 @@ where it is t_i. The factors f and t are known when the row is complete. So prod
 
     dX_i = f_i (e_i W) + t_i W[y_i]        dW = e^T (f x) + sum over i of t_i x_i in row y_i
 
-No logits are in memory, and each is made once.
+Each logit is made once. All stay in registers where products can write exponentials; elsewhere a block at a time is in
+memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flce.engine.borrowing import (
 )
 from flce.engine.case import Case
 from flce.engine.schedules.blocks import make_blocks
-from flce.engine.schedules.schedule import NONE, Schedule
+from flce.engine.schedules.schedule import NONE, Schedule, up_to
 from flce.engine.stage import Stage
 from flce.engine.sums import weight_sums
 
@@ -51,10 +52,7 @@ class Unnormalized(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        least = c.unnormalized_rows
-        if least is None or not c.needs.any or c.spec.reduction == "none":
-            return NONE
-        return range(least, max(1, c.num_tokens) + 1)
+        return up_to(c.num_tokens) if c.unnormalized and c.needs.any and c.spec.reduction != "none" else NONE
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Unnormalized:
@@ -65,12 +63,12 @@ class Unnormalized(Schedule):
 
     def _chunks(self, s: Stage, stop: int) -> None:
         """dW is made of the classes before `stop` only."""
-        memory, factors = s.new_tile(self.rows, s.vocab_size, s.dtypes.logits_grad), s.new_factors()
+        memory, factors = s.gradient_tile(self.rows, s.vocab_size), s.new_factors()
         total = weight_sums(s, self.rows, stop).get(0)
         at_once = s.whole(self.rows)
         for part in s.chunks(self.rows):
             (x,) = s.inputs(part)
-            s.exponentials(x, [first(memory, slice(0, len(x)))], part, factors)
+            s.exponentials([x], [first(memory, slice(0, len(x)))], part, factors)
             # If the host does not know the number of rows yet, it waits now, when the device has something to do.
             part = s.counted(part)
             size = part.stop - part.start
@@ -145,7 +143,7 @@ class Borrowed(Schedule):
     @classmethod
     def sizes(cls, c: Case) -> range:
         at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
-        if not (at_once and c.needs.weights[0] and not c.skip_ignored and Unnormalized.sizes(c)):
+        if not (at_once and c.needs.weights[0] and not c.skip_ignored and c.in_registers and Unnormalized.sizes(c)):
             return NONE
         # With few classes or very many tokens there is nothing to borrow for.
         return range(1, 1 + len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
@@ -162,7 +160,7 @@ class Borrowed(Schedule):
         tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
         tiles += [borrow(dW[t.place :], size, t.stop - t.start) for t in others]
         factors = s.new_factors()
-        s.exponentials(x, tiles, part, factors)
+        s.exponentials([x], tiles, part, factors)
         scaled = None
         if s.problem.needs.inputs[0]:
             product = s.new(size, x.shape[1], dtype=torch.float32)
