@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import EXPONENTIAL_SLOTS, STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile, TileCall
+from flce.backends.contract import (
+    EXPONENTIAL_SLOTS,
+    STATE_SLOTS,
+    Backend,
+    RowInputs,
+    RowOutputs,
+    TargetTerms,
+    Tile,
+    TileCall,
+)
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -64,7 +73,7 @@ class Stage:
         self._dw: dict[int, Tensor] = {}
         self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
-        self._block: Tensor | None = None
+        self._block_entries = 0
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -143,12 +152,11 @@ class Stage:
         return logits[:, :cols], logits.view(self.dtypes.logits_grad)[:, :cols]
 
     def gradient_tile(self, rows: int, cols: int) -> Tensor:
-        """A tile of gradients of logits, or of exponentials. Logits of another dtype are made beside it: what one block
-        of them takes depends on the size of the tile."""
-        tile = self.new_tile(rows, cols, self.dtypes.logits_grad)
+        """A tile of gradients of logits, or of exponentials. Logits of another dtype are made beside it, in a block
+        whose size depends on that of the tile."""
         if self.dtypes.in_blocks and not self.in_registers:
-            self._block = self.new(self.dtypes.block_entries(rows, cols), dtype=self.dtypes.logits)
-        return tile
+            self._block_entries = self.dtypes.block_entries(rows, cols)
+        return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
     def inputs(self, part: slice) -> list[Tensor]:
         """Some rows of the input of each term, (rows, H). If they are gathered, that of the part before is given
@@ -214,12 +222,13 @@ class Stage:
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Logits of some rows and classes: a piece of the rows and of the classes, its logits, and its part of the tile
         of gradients, whose memory logits of the same dtype have."""
-        if self._block is None:
+        if not self._block_entries:
             self.write_logits(xs, cols, tile)
             yield part, cols, tile, tile
             return
+        memory = self.new(self._block_entries, dtype=self.dtypes.logits)
         # Aligned rows, and of a few rows more classes.
-        most = self._block.numel() // COLUMN_MULTIPLE
+        most = self._block_entries // COLUMN_MULTIPLE
         step = min(BLOCK_ROWS, part.stop - part.start, most)
         width = most // step * COLUMN_MULTIPLE
         for rows in self.pieces(part.start, part.stop, step):
@@ -228,7 +237,7 @@ class Stage:
             for columns in self.pieces(cols.start, cols.stop, width):
                 size = columns.stop - columns.start
                 room = padded_cols(size)
-                block = self._block[: len(some[0]) * room].view(-1, room)[:, :size]
+                block = memory[: len(some[0]) * room].view(-1, room)[:, :size]
                 self.write_logits(some, columns, block)
                 yield rows, columns, block, tile[here, columns.start - cols.start : columns.stop - cols.start]
 
@@ -282,11 +291,12 @@ class Stage:
             on_device = None if count is None or part.start > 0 else count.on_device
             self.backend.product_exponentials(xs[0], self.terms[0].weight, tiles, call, last(factors, part), on_device)
             return
-        state = self.new(EXPONENTIAL_SLOTS, len(tiles[0]), dtype=self.normalizer.dtype)
+        known: slice | None = None
         for rows, cols, logits, exps in self._logits(xs, part, self.classes, tiles[0]):
-            call = self._statistics_call(rows)._replace(tile=self._tile(cols))
-            of_rows = state[:, rows.start - part.start : rows.stop - part.start]
-            self.backend.exponentials(logits, exps, call, of_rows, last(factors, rows))
+            if rows != known:  # the next rows
+                known, call, of_rows = rows, self._statistics_call(rows), last(factors, rows)
+                state = self.new(EXPONENTIAL_SLOTS, len(logits), dtype=self.normalizer.dtype)
+            self.backend.exponentials(logits, exps, call._replace(tile=self._tile(cols)), state, of_rows)
 
     def gradient_of_exponentials(self, exps: Tensor, part: slice, factors: Tensor) -> None:
         """The gradient of the logits of some rows and all classes, in the place of exponentials."""
@@ -298,34 +308,50 @@ class Stage:
         self.backend.scale_valid_rows(x, out, target, factors[0, part], ignore_index)
         return out
 
-    def finish_input_gradient(self, product: Tensor, part: slice, factors: Tensor) -> None:
-        """dX of the head: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
+    def finish_input_gradient(self, term: int, product: Tensor, part: slice, factors: Tensor) -> None:
+        """dX of a term: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
         target, ignore_index = last(self.selection.target, part), self.problem.spec.ignore_index
         index = None if self.selection.index is None else self.selection.index[part]
-        out = first(self.dx_memory(0), part) if index is None else self.dx_memory(0)
-        weight, factors = self.terms[0].weight, last(factors, part)
+        out = first(self.dx_memory(term), part) if index is None else self.dx_memory(term)
+        weight, factors = self.terms[term].weight, last(factors, part)
         self.backend.combine_rows(product, out, weight, target, factors, ignore_index, index)
 
     def weight_products(
-        self, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
+        self, term: int, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
     ) -> None:
-        """dW of the head from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
+        """dW of a term from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
         if self.in_registers:
-            self.backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
+            self.backend.weight_gradient(grads, tiles, scaled, self._target_terms(term, factors))
             return
         for grad, tile in zip(grads, tiles, strict=True):
             self.matmul(tile.t(), scaled, out=grad)
-        self.add_target_terms(grads, factors)
+        self.add_target_terms(term, grads, factors)
 
-    def add_target_terms(self, sums: Sequence[Tensor], factors: Tensor) -> None:
+    def add_target_terms(self, term: int, sums: Sequence[Tensor], factors: Tensor) -> None:
         """Adds the targets' terms to sums of dW, of consecutive classes."""
-        self.backend.add_target_terms(sums, self._target_terms(factors))
+        self.backend.add_target_terms(sums, self._target_terms(term, factors))
 
-    def _target_terms(self, factors: Tensor) -> TargetTerms:
+    def add_bias_of_exponentials(self, exps: Tensor, part: slice, factors: Tensor) -> None:
+        """``factors[0] @ exps`` to the gradient of the bias of the first classes: exps (rows, classes)."""
+        factor = factors[0, part]
+        # Two numbers of half precision have the digits of the factor.
+        coarse = factor.to(exps.dtype)
+        pieces = torch.stack((coarse, (factor - coarse).to(exps.dtype)))
+        sums = self.new(len(pieces), exps.shape[1], dtype=torch.float32)
+        self.matmul(pieces, exps, out=sums)
+        self.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
+
+    def add_bias_of_targets(self, factors: Tensor, stop: int) -> None:
+        """The targets' terms to the gradient of the bias of the classes before `stop`."""
+        terms = self._target_terms(0, factors)
+        ones = terms.x.new_ones(len(terms.x), 1)
+        self.backend.add_target_terms([self.db_memory()[:stop, None]], replace(terms, x=ones))
+
+    def _target_terms(self, term: int, factors: Tensor) -> TargetTerms:
         selection, rows = self.selection, slice(0, self.selection.num_rows)
         index = None if selection.index is None else selection.index[rows]
         ignore_index = self.problem.spec.ignore_index
-        return TargetTerms(self.terms[0].input, index, last(selection.target, rows), factors[1, rows], ignore_index)
+        return TargetTerms(self.terms[term].input, index, last(selection.target, rows), factors[1, rows], ignore_index)
 
     # ------------------------------------------------------------------------------------------------- others
 

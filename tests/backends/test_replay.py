@@ -202,8 +202,6 @@ def test_launches_of_a_call(name: str, hopper: None, device: torch.device, monke
     grads, share, most = LAUNCHES[name]
     dtype = torch.float32 if name == "Statistics" else torch.bfloat16  # others' stay in registers
     monkeypatch.setenv("FLCE_BACKEND", "triton")
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_HEAD", 1)
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_CHUNK", 1)
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
     x, w = (torch.randn(n, 64, device=device, dtype=dtype) for n in (40, 2048))
     x.requires_grad_("x" in grads)

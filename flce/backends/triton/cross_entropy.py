@@ -8,10 +8,10 @@ Two passes over the row, each behind a compile-time flag:
 2. GRADIENT: the gradient with respect to the logits, written over them or to another buffer. Over logits of float32 it
    may be written in half precision (NARROWING), each row to the first half of its memory.
 
-A tile that holds some of the classes only cannot have both: the gradient needs the sum of all exponentials. It can have
-EXPONENTIALS in the place of the gradient, exp(z - b) dz/da for a logit b of each row, the largest of the first tile (the
-*base*). The last tile leaves the row's factors (`Backend.exponentials`). Where a later tile has a logit beyond the range
-of the exponentials' dtype, the base is raised, and what the row has of tiles before is scaled down.
+A tile that holds some of the classes only cannot have both: the gradient needs the sum of all exponentials. It can
+have EXPONENTIALS in the place of the gradient, exp(z - b) dz/da for a logit b of each row, the largest of the first
+tile (the *base*). The last tile leaves the row's factors (`Backend.exponentials`). Where a later tile has a logit
+beyond the range of the exponentials' dtype, the base is raised, and what the row has of tiles before is scaled down.
 
 With ``z = softcap * tanh(logit_scale * (a + bias) / softcap) / temperature``, p = softmax(z), class weights w,
 smoothing e, target y, row scales A (cross entropy) and B (z-loss, coefficient c):
@@ -446,9 +446,10 @@ def cross_entropy_kernel(
             base = row_max
         if valid & (row_max - base > EXPONENTIAL_HEADROOM):
             lowered = tl.exp2((base - row_max) * LOG2_E)
-            for start in range(0, column_start, BLOCK):
-                before = grad_ptr - column_start + start + offsets
-                here = start + offsets < column_start
+            for start in range(0, column_start, LANES):  # few at a time: it is rare, and should take no registers
+                columns = start + tl.arange(0, LANES)
+                before = grad_ptr - column_start + columns
+                here = columns < column_start
                 value = tl.load(before, mask=here, other=0.0).to(ACCUM) * lowered
                 tl.store(before, value.to(grad_ptr.dtype.element_ty), mask=here)
             base = row_max
