@@ -249,16 +249,16 @@ class InBlocks(Schedule):
         return InBlocks(min(c.chunk_rows, 16), size)
 
     def forward(self, s: Stage) -> None:
-        logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
+        tile = s.gradient_tile(self.rows, self.cols)
         sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
         for part in s.chunks(self.rows):
             size = part.stop - part.start
-            s.statistics(s.inputs(part), part, logits[:size])
+            s.statistics(s.inputs(part), part, tile[:size])
             for cols in s.blocks(self.cols):
-                area = slice(0, size), slice(0, cols.stop - cols.start)
-                s.gradient(s.inputs(part), part, cols, logits[area], dlogits[area])
+                dlogits = tile[:size, : cols.stop - cols.start]
+                s.gradient(s.inputs(part), part, cols, dlogits)
                 for total in sums:
-                    total.add(dlogits[area], part, cols)
+                    total.add(dlogits, part, cols)
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
