@@ -34,6 +34,7 @@ class Call(NamedTuple):
     options: flce.ChunkOptions
     stats: tuple[str, ...]
     upstream: Tensor | float
+    offset: float
     drawn: str
 
 
@@ -62,7 +63,8 @@ def drawn_call(draw: random.Random, how: dict[str, Any]) -> Call:
     std, seed = draw.choice([0.1, 1.0, 4.0, 12.0]), draw.randrange(1 << 30)
     times, offset, odd = draw.choice([None, 0.0, 30.0, 100.0]), draw.choice([0.0, 0.0, 50.0]), draw.random() < 0.15
     budget = draw.choice([None, None, 24 << 20, 64 << 20, 512 << 20])
-    skip, strategy = draw.choice([False, True, "auto"]), draw.choice(["auto", "auto", "tokens", "vocab"])
+    skip: Any = draw.choice([False, True, "auto"])
+    strategy: Any = draw.choice(["auto", "auto", "tokens", "vocab"])
     stats = tuple(name for name in ("lse", "logprob", "entropy", "argmax") if draw.random() < 0.1)
     upstream = 2.0**14 if how["dtype"] == torch.float16 else draw.choice([1.0, 1.7])
     words = {k: v for k, v in locals().items() if k not in ("draw", "how")} | how
@@ -74,7 +76,7 @@ def drawn_call(draw: random.Random, how: dict[str, Any]) -> Call:
     x, weight = p.input, p.linear_weight
     if times is not None:
         x = torch.where(torch.rand(tokens, 1, device=device, generator=generator) < 0.2, x * times, x)
-    if offset:  # one logit of all classes
+    if offset:  # of all logits
         x, weight = x.clone(), weight.clone()
         x[:, 0], weight[:, 0] = 1.0, offset
     if odd:
@@ -82,7 +84,7 @@ def drawn_call(draw: random.Random, how: dict[str, Any]) -> Call:
     each = how["reduction"] == "none"
     given = torch.rand(tokens, device=device, generator=generator) * upstream if each else upstream
     options = flce.ChunkOptions(max_workspace_bytes=budget, skip_ignored=skip, strategy=strategy)
-    return Call(replace(p, input=x, linear_weight=weight), options, stats, given, f"{words} ignored={ignored}")
+    return Call(replace(p, input=x, linear_weight=weight), options, stats, given, offset, f"{words} {ignored=}")
 
 
 def weights_of(call: Call) -> Tensor:
@@ -97,7 +99,7 @@ def weights_of(call: Call) -> Tensor:
 
 
 def stock_errors(call: Call, exact: dict[str, Tensor]) -> dict[str, float]:
-    """Of PyTorch's operators. The z-loss, whose mean is over other weights, is left out: None is below it then."""
+    """Of PyTorch's operators."""
     p, kwargs = call.problem, call.problem.kwargs
     x, w = p.input.clone().requires_grad_(), p.linear_weight.clone().requires_grad_()
     z = torch.nn.functional.linear(x, w, p.linear_bias)
@@ -111,8 +113,20 @@ def stock_errors(call: Call, exact: dict[str, Tensor]) -> dict[str, float]:
     loss = torch.nn.functional.cross_entropy(
         z, p.target, weight, reduction="none", label_smoothing=kwargs.get("label_smoothing", 0.0)
     )
-    loss.backward(weights_of(call))
-    return {name: relative_error(t.grad, exact[name]) for name, t in (("dX", x), ("dW", w)) if t.grad is not None}
+    total = (loss * weights_of(call)).sum()
+    if "z_loss" in kwargs:
+        each = (p.target != -100) * kwargs.get("token_weight", 1.0) * call.upstream
+        second = kwargs["z_loss"] * (z.logsumexp(-1).square() * each).sum()
+        total = total + second / ((p.target != -100).sum() if kwargs["reduction"] == "mean" else 1)
+    total.backward()
+    return {name: distance(call, name, t.grad, exact[name]) for name, t in (("dX", x), ("dW", w)) if t.grad is not None}
+
+
+def distance(call: Call, name: str, got: Tensor, exact: Tensor) -> float:
+    """The relative error. What hidden states get from an offset of all logits is 0: the rounding of a large sum."""
+    if name == "dX" and call.offset:
+        got, exact = got[:, 1:], exact[:, 1:]
+    return relative_error(got, exact)
 
 
 def target_norms(call: Call) -> dict[str, float]:
@@ -135,13 +149,13 @@ def failures(call: Call) -> Iterator[tuple[str, float, float]]:
     stock: dict[str, float] = {}
     for name, got in (("dX", mine.grad_input), ("dW", mine.grad_weight)):
         assert got is not None
-        size = exact[name].norm().item()
-        error = relative_error(got, exact[name])
-        if error <= LIMITS[p.input.dtype] or error * size <= OF_TARGETS * target_norms(call)[name]:
+        size, dtype = exact[name].norm().item(), p.input.dtype
+        error = distance(call, name, got, exact[name])
+        if error <= LIMITS[dtype]:
             yield name, error, float("nan")
-            continue
-        stock = stock or stock_errors(call, exact)
-        yield name, error, stock[name]
+        elif exact[name].abs().max() < torch.finfo(dtype).max and error * size > OF_TARGETS * target_norms(call)[name]:
+            stock = stock or stock_errors(call, exact)
+            yield name, error, stock[name]
 
 
 def main() -> int:
@@ -151,19 +165,26 @@ def main() -> int:
     asked = parser.parse_args()
     draw = random.Random(asked.seed)
     combinations = [combination(draw) for _ in range(COMBINATIONS)]
-    failed, worst = 0, {"dX": (0.0, ""), "dW": (0.0, "")}
+    done, failed, worst = 0, 0, {"dX": (0.0, ""), "dW": (0.0, "")}
     for number in range(asked.count):
         call = drawn_call(draw, draw.choice(combinations))
-        for name, error, stock in failures(call):
+        try:
+            found = list(failures(call))
+        except ValueError as refused:
+            if "too small" not in str(refused):
+                raise
+            continue  # no plan keeps its budget
+        done += 1
+        for name, error, stock in found:
             if stock == stock and not error <= stock:
                 failed += 1
                 print(f"FAILED seed {asked.seed} call {number}: {name} {error:.2e}, stock {stock:.2e}: {call.drawn}")
-            elif stock != stock and not error <= worst[name][0]:
+            elif not error <= worst[name][0]:
                 worst[name] = error, call.drawn
         torch.cuda.synchronize()
     for name, (error, what) in worst.items():
         print(f"worst within the limits: {name} {error:.2e}: {what}")
-    print(f"seed {asked.seed}: {asked.count} calls, {failed} failed", flush=True)
+    print(f"seed {asked.seed}: {done} calls, {failed} failed", flush=True)
     return int(failed > 0)
 
 

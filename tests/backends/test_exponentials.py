@@ -23,7 +23,7 @@ from flce.engine.arena import Arena
 from flce.engine.borrowing import exponential_tiles
 from flce.engine.case import Case, Dtypes
 from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.engine.selection import Selection
 from flce.engine.stage import Stage

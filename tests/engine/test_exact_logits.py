@@ -43,9 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 EVERY = flce.ChunkOptions(skip_ignored=False)
 MAKE: dict[type[Schedule], Any] = {
-    kind: lambda c, kind=kind: kind.sized(c, 6)  # type: ignore[misc]
+    kind: lambda c, kind=kind: kind.sized(c, 6)
     for kind in (Chunks, NormalizedChunks, DeferredChunks, Unnormalized, Recomputed, ChunksOfBlocks, Apart)
-} | {kind: lambda c, kind=kind: kind.sized(c, 128) for kind in (Blocks, BlocksAroundSum)}  # type: ignore[misc]
+} | {kind: lambda c, kind=kind: kind.sized(c, 128) for kind in (Blocks, BlocksAroundSum)}
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, kind: type[Schedule]) -> list[Any]:
 
     def make(c: Case) -> Schedule:
         assert kind.sizes(c)
-        return MAKE[kind](c)  # type: ignore[no-any-return]
+        return MAKE[kind](c)
 
     return force(monkeypatch, make)
 
@@ -93,7 +93,10 @@ def errors(problem: Problem, grads: str, **kwargs: Any) -> dict[str, float]:
     upstream = upstream_of(problem)
     mine = run_fused(problem, grads=grads, grad_output=upstream, **kwargs)
     exact = run_oracle(problem, upstream)
-    pairs = {"loss": (mine.loss, exact.loss), "dx": (mine.grad_input, exact.grad_input)}
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
+        "loss": (mine.loss, exact.loss),
+        "dx": (mine.grad_input, exact.grad_input),
+    }
     pairs |= {"dw": (mine.grad_weight, exact.grad_weight), "db": (mine.grad_bias, exact.grad_bias)}
     for k, (a, b) in enumerate(zip(mine.grad_adapters, exact.grad_adapters, strict=False)):
         pairs |= {f"a{k}": (a[0], b[0]), f"b{k}": (a[1], b[1])}
