@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-
 from flce.core.options import ChunkOptions
 from flce.functional import plan
 from flce.planning.plan import ChunkPlan
