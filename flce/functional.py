@@ -150,6 +150,7 @@ def fused_linear_cross_entropy(
     grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
     terms = ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
+    token_weight_grad = grad and token_weight is not None and token_weight.requires_grad
     problem = LinearCrossEntropyProblem(
         # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
@@ -157,7 +158,7 @@ def fused_linear_cross_entropy(
         target=shifted(target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
+        token_weight=None if token_weight is None else token_weight.reshape(-1).to(accum).contiguous(),
         num_items=args.num_items,
         spec=spec,
         needs=Needs(
@@ -166,6 +167,7 @@ def fused_linear_cross_entropy(
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
         shift=args.shift,
+        token_weight_grad=token_weight_grad,
     )
     out = linear_cross_entropy(problem, options or _DEFAULT)
     return output(out, problem.target, target.shape, spec)
@@ -299,11 +301,12 @@ def cross_entropy(
         logits=args.logits,
         target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.detach().to(accum),
+        token_weight=None if token_weight is None else token_weight.to(accum),
         num_items=args.num_items,
         spec=spec,
         shard=args.shard,
         shift=args.shift,
+        token_weight_grad=torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad,
     )
     overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
