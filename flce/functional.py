@@ -87,8 +87,8 @@ def fused_linear_cross_entropy(
         loss = (1 - s) * w[y] * (lse(z) - z[y]) + s / V * sum of (w[k] * (lse(z) - z[k]) over k) + z_loss * lse(z)^2
 
     The first two terms are those of `torch.nn.functional.cross_entropy`. Logits are made and consumed a chunk at a
-    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias` and `adapters`; only the
-    gradients of those that require one are computed.
+    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias`, `adapters` and
+    `token_weight`; only the gradients of those that require one are computed.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
@@ -111,8 +111,9 @@ def fused_linear_cross_entropy(
         logit_scale: multiplies the logits before softcap.
         temperature: divides the logits after softcap, > 0.
         z_loss: coefficient of the squared log-sum-exp, >= 0.
-        token_weight: (...) multiplies each token's loss, z-loss included; not the denominators of "mean". No
-            gradient. Belongs to the positions of `input`, also with `shift`.
+        token_weight: (...) in any floating dtype; multiplies each token's loss, z-loss included; not the
+            denominators of "mean". Its gradient is that loss over the denominator, also where the weight is 0; it is
+            0 for ignored tokens. Belongs to the positions of `input`, also with `shift`.
         num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens
             over all micro-batches.
         shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. At most the

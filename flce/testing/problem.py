@@ -175,6 +175,7 @@ def stock_loss(
     weight: Tensor | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    token_weight: Tensor | None = None,
 ) -> tuple[Tensor, SimpleNamespace]:
     """The loss of logits that exist, by PyTorch's own operators, and the statistics of each token."""
     z = dense_logits(
@@ -187,10 +188,18 @@ def stock_loss(
     moved, valid = shifted_target(target.long(), ignore_index, shift)
     y = moved.masked_fill(~valid, IGNORED).flatten()
     weight = None if weight is None else weight.to(z.dtype)
-    loss = F.cross_entropy(z, y, weight=weight, reduction=reduction, label_smoothing=label_smoothing)
-    loss = loss.view(target.shape) if reduction == "none" else loss
+    if token_weight is None:
+        loss = F.cross_entropy(z, y, weight=weight, reduction=reduction, label_smoothing=label_smoothing)
+        loss = loss.view(target.shape) if reduction == "none" else loss
+    else:
+        losses = F.cross_entropy(z, y, weight=weight, reduction="none", label_smoothing=label_smoothing)
+        loss = losses.view(target.shape) * token_weight
+        ones = z.new_ones(z.shape[-1]) if weight is None else weight
+        if reduction != "none":
+            loss = loss.sum() / ((ones[y.clamp_min(0)] * valid.flatten()).sum() if reduction == "mean" else 1)
     if z_loss:
         terms = z_loss * (z.logsumexp(-1).view(target.shape) * valid).square()
+        terms = terms if token_weight is None else terms * token_weight
         loss = loss + (terms if reduction == "none" else terms.sum() / (valid.sum() if reduction == "mean" else 1))
     with torch.no_grad():
         log_p = F.log_softmax(z, -1)
