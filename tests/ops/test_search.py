@@ -29,8 +29,6 @@ ASKED = st.sets(st.sampled_from(STATS)).map(lambda names: tuple(sorted(names)))
 GRADS = st.sampled_from(
     [ALL_GRADS, ALL_GRADS, ALL_GRADS + "t", "xt", "t", "x", "w", "xw", "b", "xaB", "aB", "a", "B", ""]
 )
-    [ALL_GRADS, ALL_GRADS, ALL_GRADS + "t", "xt", "t", "x", "w", "xw", "b", "xaB", "aB", "a", "B", ""]
-)
 
 
 @st.composite
