@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.core.numbers import integer
+from flce.core.numbers import check_dtype, integer
 from flce.core.options import ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
@@ -115,8 +115,8 @@ def fused_linear_cross_entropy(
             gradient. Belongs to the positions of `input`, also with `shift`.
         num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens
             over all micro-batches.
-        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Of the
-            hidden states nothing is copied for it.
+        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. At most the
+            length of the sequence. Of the hidden states nothing is copied for it.
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": per-token results without gradient.
         options: how memory and precision are used, see `ChunkOptions`.
 
@@ -165,6 +165,7 @@ def fused_linear_cross_entropy(
             tuple([grad and w.requires_grad for _, w in terms]),
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
+        shift=args.shift,
     )
     out = linear_cross_entropy(problem, options or _DEFAULT)
     return output(out, problem.target, target.shape, spec)
@@ -302,6 +303,7 @@ def cross_entropy(
         num_items=args.num_items,
         spec=spec,
         shard=args.shard,
+        shift=args.shift,
     )
     overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
@@ -372,6 +374,7 @@ def plan(
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
+    check_dtype("dtype", dtype)
     check_options(options)
     device = torch.device(device)
     of_adapters = (True,) * len(ranks)

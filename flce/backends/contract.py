@@ -75,6 +75,8 @@ class RowProblem(Protocol):
     @property
     def spec(self) -> LossSpec: ...
     @property
+    def shift(self) -> int: ...  # of the target, which was the user's at that many positions later
+    @property
     def vocab_size(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype: ...  # of the logits

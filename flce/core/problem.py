@@ -169,6 +169,7 @@ class LinearCrossEntropyProblem:
     num_items: Tensor | None  # ()
     spec: LossSpec
     needs: Needs
+    shift: int = 0
 
     @functools.cached_property
     def num_tokens(self) -> int:

@@ -130,7 +130,7 @@ def check_targets(p: RowProblem) -> bool:
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])
         raise IndexError(
-            f"target {int(target[position])} at position {position} (of the flattened, shifted target) is out "
-            f"of range: expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
+            f"target {int(target[position])} at position {position + p.shift} of the flattened target is out of range: "
+            f"expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
         )
     return False

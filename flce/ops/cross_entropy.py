@@ -36,7 +36,7 @@ from flce.torch_ops.vmap import is_batched, register_loop
 
 _ARGUMENTS = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    "str spec, str? group, SymInt start, SymInt vocab_size"
+    "str spec, int shift, str? group, SymInt start, SymInt vocab_size"
 )
 _NUM_TENSORS = 5
 # The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; and what backward
@@ -55,6 +55,7 @@ class CrossEntropyProblem:
     num_items: Tensor | None  # ()
     spec: LossSpec
     shard: Shard | None  # None: cols is V
+    shift: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -267,7 +268,7 @@ class _InPlace(torch.autograd.Function):
 
 def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
     shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
-    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, as_text(p.spec), *shard)
+    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, as_text(p.spec), p.shift, *shard)
 
 
 def _unpack(
@@ -277,13 +278,14 @@ def _unpack(
     token_weight: Tensor | None,
     num_items: Tensor | None,
     text: str,
+    shift: int,
     group: str | None,
     start: int,
     vocab_size: int,
 ) -> CrossEntropyProblem:
     (spec,) = from_text(text, (LossSpec,))
     shard = None if group is None else Shard(group, start, vocab_size)
-    return CrossEntropyProblem(logits, target, class_weight, token_weight, num_items, spec, shard)
+    return CrossEntropyProblem(logits, target, class_weight, token_weight, num_items, spec, shard, shift)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:

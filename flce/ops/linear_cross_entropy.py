@@ -40,11 +40,11 @@ from flce.torch_ops.frames import mark_frames, never_compiled
 from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import for_each, is_batched, register_loop
 
-# Tensors and lists of them. Then the LossSpec and the ChunkOptions, `Needs.flat`, and whether the call is part of a
-# graph, which is good for other numbers of tokens too.
+# Tensors and lists of them. Then the LossSpec and the ChunkOptions, the shift, `Needs.flat`, and whether the call is
+# part of a graph, which is good for other numbers of tokens too.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    "Tensor? token_weight, Tensor? num_items, str settings, bool[] needs, bool traced"
+    "Tensor? token_weight, Tensor? num_items, str settings, int shift, bool[] needs, bool traced"
 )
 _NUM_TENSORS = 7
 # The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
@@ -75,6 +75,7 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         p.token_weight,
         p.num_items,
         as_text(p.spec, options),
+        p.shift,
         p.needs.flat,
         torch.compiler.is_compiling(),
     )
@@ -89,6 +90,7 @@ def _unpack(
     token_weight: Tensor | None,
     num_items: Tensor | None,
     settings: str,
+    shift: int,
     needs: Sequence[bool],
     traced: bool,
 ) -> tuple[LinearCrossEntropyProblem, ChunkOptions, bool]:
@@ -96,7 +98,7 @@ def _unpack(
     spec, options = from_text(settings, (LossSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
     optional = linear_bias, class_weight, token_weight, num_items
-    return LinearCrossEntropyProblem(terms, target, *optional, spec, Needs.from_flat(needs)), options, traced
+    return LinearCrossEntropyProblem(terms, target, *optional, spec, Needs.from_flat(needs), shift), options, traced
 
 
 def _call(
@@ -253,7 +255,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.mark_non_differentiable(*rows[1:], *grads, unit)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    _, needs, _ = ctx.scalars
+    *_, needs, _ = ctx.scalars
     ctx.needs = Needs.from_flat(needs)
     _keep(ctx, grads, unit, RowOutputs(*rows).normalizer, (*of_inputs, *of_weights, *tensors))
 
@@ -366,7 +368,7 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         rows = result.rows
         ctx.needs = problem.needs
         if not result.grads:
-            ctx.scalars = as_text(problem.spec, options), problem.needs.flat, False
+            ctx.scalars = as_text(problem.spec, options), problem.shift, problem.needs.flat, False
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _keep(ctx, result.grads, result.grad_unit, rows.normalizer, tensors)
         # Every tensor that a node returns takes time of the host. This one is for statistics.

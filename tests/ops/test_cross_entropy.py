@@ -354,6 +354,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"movedim\(1, -1\)",
     ),
+    ("floating indices", {"target": torch.zeros(6)}, ValueError, r"class probabilities, for indices call \.long\(\)"),
     ("probabilities of another V", {"target": torch.ones(6, 21)}, ValueError, r"target.*\(6, 20\).*\(6, 21\)"),
     ("probabilities, shift", {"target": torch.ones(6, 20), "shift": 1}, ValueError, "shift"),
     ("probabilities, in place", {"target": torch.ones(6, 20), "inplace": True}, ValueError, "inplace"),
@@ -369,12 +370,18 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("z_loss", {"z_loss": -1.0}, ValueError, "z_loss"),
     ("stats", {"stats": ("mean",)}, ValueError, "mean"),
     ("shift < 0", {"shift": -1}, ValueError, "shift"),
+    ("shift > N", {"shift": 7}, ValueError, r"length of the sequence.*\(6,\).*got 7"),
     ("shift of a 0-d target", {"logits": torch.ones(9), "target": torch.tensor(0), "shift": 1}, ValueError, "shift"),
     ("num_items of a mean", {"num_items": 3}, ValueError, "num_items.*mean"),
     ("inplace a number", {"inplace": 1}, TypeError, "inplace.*int"),
     ("process_group a string", {"process_group": "world"}, TypeError, "process_group.*str"),
     ("vocab_size without a group", {"vocab_size": 40}, ValueError, "vocab_size=40.*process_group"),
-    ("target V", {"target": torch.tensor([0, 1, 20, 3, 4, 5])}, IndexError, r"20 at position 2"),
+    (
+        "target V",
+        {"target": torch.tensor([0, 1, 20, 3, 4, 5])},
+        IndexError,
+        "20 at position 2 of the",
+    ),
     ("target -1", {"target": torch.tensor([0, 1, 2, 3, -1, 5])}, IndexError, r"-1 at position 4"),
     (
         "target of a transposed batch",
@@ -382,6 +389,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         IndexError,
         "77 at position 2",
     ),
+    ("target 20, shifted", {"target": torch.tensor([0, 1, 20, 3, 4, 5]), "shift": 2}, IndexError, "20 at position 2"),
     ("positional reduction", {"reduction": None}, ValueError, "reduction"),
 ]
 

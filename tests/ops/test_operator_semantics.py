@@ -241,14 +241,14 @@ def test_weights_may_have_another_floating_dtype(
     check(p.with_(**{kind: values.bfloat16()}))
 
 
-@pairs(shift=[0, 1, 2, 6, 7, 100], reduction=REDUCTIONS, backend=BACKENDS)
+@pairs(shift=[0, 1, 2, 6, 7], reduction=REDUCTIONS, backend=BACKENDS)
 def test_shift(shift: int, reduction: str, backend: str, device: torch.device) -> None:
     p = make_problem((2, 7), 8, 40, ignored=0.2, reduction=reduction, shift=shift, device=device)
     out = check(p, stats=STATS)
     if 0 < shift < 7 and reduction == "sum":
         sliced = fused(p.input[:, :-shift], p.linear_weight, p.target[:, shift:], reduction="sum")
         torch.testing.assert_close(out.loss, sliced, rtol=1e-12, atol=0)
-    if shift >= 7:
+    if shift == 7:
         assert not out.loss.nan_to_num().any()
 
 

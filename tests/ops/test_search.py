@@ -76,7 +76,7 @@ def heads(draw: st.DrawFn) -> dict[str, Any]:
     return {
         **call,
         "leading": leading,
-        "shift": call["shift"] if leading else 0,
+        "shift": min(call["shift"], *leading[-1:]) if leading else 0,
         "hidden": draw(st.integers(1, 9)),
         "bias": draw(st.booleans()),
         "adapter_ranks": draw(st.just(()) | st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)),
@@ -132,6 +132,7 @@ def test_cross_entropy_of_logits(
     grad: bool,
     stats: Any,
 ) -> None:
+    call = {**call, "shift": min(call["shift"], leading[1])}
     problem = logits.make(leading, **call, device=device)
     inplace = inplace and logits.LAYOUTS[layout][2]
     test_cross_entropy.check(problem, layout, inplace=inplace, grad=grad, **expectation(problem, call, stats))
