@@ -192,6 +192,8 @@ class Summed:
     class_weight: Tensor | None
     vocab_size: int = 11
     token_weight: Tensor | None = None
+    shift: int = 0
+    token_weight_grad: bool = False
     dtype: torch.dtype = torch.float64
 
     @property
