@@ -98,7 +98,7 @@ def launched(script: str, *arguments: str) -> tuple[int, str]:
 
 
 def in_two_processes(script: str, *arguments: str) -> str:
-    """What both say. They are forked from a process that has the libraries; test_processes.py starts two as users do."""
+    """What both say. They are forked from one that has the libraries; test_processes.py starts two as users do."""
     world = World(2)
     try:
         ends = world.run(launched, script, *arguments)
