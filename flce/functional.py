@@ -87,8 +87,8 @@ def fused_linear_cross_entropy(
         loss = (1 - s) * w[y] * (lse(z) - z[y]) + s / V * sum of (w[k] * (lse(z) - z[k]) over k) + z_loss * lse(z)^2
 
     The first two terms are those of `torch.nn.functional.cross_entropy`. Logits are made and consumed a chunk at a
-    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias` and `adapters`; only the
-    gradients of those that require one are computed.
+    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias`, `adapters` and
+    `token_weight`; only the gradients of those that require one are computed.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
@@ -111,8 +111,9 @@ def fused_linear_cross_entropy(
         logit_scale: multiplies the logits before softcap.
         temperature: divides the logits after softcap, > 0.
         z_loss: coefficient of the squared log-sum-exp, >= 0.
-        token_weight: (...) multiplies each token's loss, z-loss included; not the denominators of "mean". No
-            gradient. Belongs to the positions of `input`, also with `shift`.
+        token_weight: (...) in any floating dtype; multiplies each token's loss, z-loss included; not the
+            denominators of "mean". Its gradient is that loss over the denominator, also where the weight is 0; it is
+            0 for ignored tokens. Belongs to the positions of `input`, also with `shift`.
         num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens
             over all micro-batches.
         shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. At most the
@@ -150,6 +151,7 @@ def fused_linear_cross_entropy(
     grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
     terms = ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
+    token_weight_grad = grad and token_weight is not None and token_weight.requires_grad
     problem = LinearCrossEntropyProblem(
         # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
@@ -157,7 +159,7 @@ def fused_linear_cross_entropy(
         target=shifted(target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
+        token_weight=None if token_weight is None else token_weight.reshape(-1).to(accum).contiguous(),
         num_items=args.num_items,
         spec=spec,
         needs=Needs(
@@ -166,6 +168,7 @@ def fused_linear_cross_entropy(
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
         shift=args.shift,
+        token_weight_grad=token_weight_grad,
     )
     out = linear_cross_entropy(problem, options or _DEFAULT)
     return output(out, problem.target, target.shape, spec)
@@ -299,11 +302,12 @@ def cross_entropy(
         logits=args.logits,
         target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.detach().to(accum),
+        token_weight=None if token_weight is None else token_weight.to(accum),
         num_items=args.num_items,
         spec=spec,
         shard=args.shard,
         shift=args.shift,
+        token_weight_grad=torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad,
     )
     overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:

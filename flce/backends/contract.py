@@ -77,6 +77,8 @@ class RowProblem(Protocol):
     @property
     def shift(self) -> int: ...  # of the target, which was the user's at that many positions later
     @property
+    def token_weight_grad(self) -> bool: ...  # whether it is asked for
+    @property
     def vocab_size(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype: ...  # of the logits

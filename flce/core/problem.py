@@ -170,6 +170,7 @@ class LinearCrossEntropyProblem:
     spec: LossSpec
     needs: Needs
     shift: int = 0
+    token_weight_grad: bool = False
 
     @functools.cached_property
     def num_tokens(self) -> int:

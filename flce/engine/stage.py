@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -201,7 +202,10 @@ class Stage:
 
     def statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
         """Losses and gradient for some rows and all classes, in one pass. `dlogits` may be `logits`."""
-        self.backend.loss_and_gradient(logits, dlogits, self._statistics_call(part))
+        call = self._statistics_call(part)
+        if self.problem.token_weight_grad:
+            call = call._replace(upstream=last(self._weights, part))
+        self.backend.loss_and_gradient(logits, dlogits, call)
 
     def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
         """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
@@ -246,6 +250,8 @@ class Stage:
         call, count = self._statistics_call(part), self.selection.count
         on_device = None if count is None or part.start > 0 else count.on_device
         self.backend.product_exponentials(x, self.terms[0].weight, tiles, call, last(factors, part), on_device)
+        if self.problem.token_weight_grad:
+            last(factors, part).mul_(last(self._weights, part))
 
     def scaled_rows(self, x: Tensor, part: slice, factors: Tensor, out: Tensor) -> Tensor:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
@@ -280,12 +286,21 @@ class Stage:
     # ------------------------------------------------------------------------------------------------- others
 
     def _statistics_call(self, part: slice) -> TileCall:
-        """The call that writes statistics of some rows, for all classes."""
+        """The call that writes statistics of some rows, for all classes. Where the tokens' weights have a gradient,
+        which is made of losses without them, it does not know them; gradients get them as they get an upstream one."""
         assert self.out is not None
-        return TileCall(self._row_inputs(part), self.problem.spec, self._tile(self.classes), self.out.part(part))
+        inputs = self._row_inputs(part, not self.problem.token_weight_grad)
+        return TileCall(inputs, self.problem.spec, self._tile(self.classes), self.out.part(part))
 
-    def _row_inputs(self, part: slice) -> RowInputs:
-        return self.selection.row_inputs(part, self.scales.of_gradient)
+    @functools.cached_property
+    def _weights(self) -> Tensor:
+        """(rows,) those of tokens, 0 where they are ignored."""
+        weight, target = self.selection.token_weight, self.selection.target
+        assert weight is not None
+        return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
+
+    def _row_inputs(self, part: slice, weighted: bool = True) -> RowInputs:
+        return self.selection.row_inputs(part, self.scales.of_gradient, weighted)
 
     def _tile(self, cols: slice) -> Tile:
         size = cols.stop - cols.start

@@ -108,7 +108,9 @@ def linear_arguments(
         _check_composed(spec, probabilities)
     else:
         instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
-        refuse_forward_mode("fused_linear_cross_entropy", instead, (input, linear_weight, linear_bias, *others))
+        refuse_forward_mode(
+            "fused_linear_cross_entropy", instead, (input, linear_weight, linear_bias, token_weight, *others)
+        )
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed
     )
@@ -171,7 +173,7 @@ def logits_arguments(
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
         _check_composed(spec, probabilities=True)
     else:
-        refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
+        refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
     return LogitsArguments(logits, target, weight, token_weight, num_items, shift, shard)
 
 

@@ -193,6 +193,7 @@ class Summed:
     vocab_size: int = 11
     token_weight: Tensor | None = None
     shift: int = 0
+    token_weight_grad: bool = False
     dtype: torch.dtype = torch.float64
 
     @property

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1},
     "none": {"reduction": "none", "token_weight": True, "ignored": 0.3, "softcap": 3.0, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "num_items": 7, "ignore_index": 3, "ignored": 0.2, "shift": 1},
+    "mean": {"token_weight": True, "class_weight": True, "z_loss": 0.1, "ignored": 0.3},
 }
 INPLACE = (False, True)
 
@@ -98,6 +99,7 @@ def one_case(
     upstream = torch.linspace(0.5, 2.0, 12, dtype=torch.float64).view(3, 4)
     upstream = upstream if kwargs.get("reduction") == "none" else upstream.mean()
     memory = p.input[..., start:stop].contiguous().requires_grad_()
+    p = p.map(lambda t, letter: t.clone().requires_grad_() if letter == "t" else t)
     out: Any = flce.cross_entropy(
         memory * 1,
         p.target,
@@ -115,8 +117,9 @@ def one_case(
         # The other processes' columns, which no test here can see, as they should be.
         whole = expected.grad_input.clone()
         whole[..., start:stop] = memory.grad
-        outcome = CallResult(out.loss.detach(), whole, None, None, output=out)
-        assert_outcome(outcome, expected, p, tolerance=tolerance, grads="x", stats=STATS)
+        of_weights = None if p.token_weight is None else p.token_weight.grad
+        outcome = CallResult(out.loss.detach(), whole, None, None, output=out, grad_token_weight=of_weights)
+        assert_outcome(outcome, expected, p, tolerance=tolerance, grads="xt", stats=STATS)
     torch.testing.assert_close(memory.grad.double(), expected.grad_input[..., start:stop], rtol=tolerance, atol=1e-3)
 
 
