@@ -31,7 +31,7 @@ from flce.ops.arguments import (
 )
 from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
-from flce.planning.device_kinds import described
+from flce.planning.device_kinds import described, kind_text
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_of_call
 
@@ -345,7 +345,8 @@ def plan(
         hidden_size: H.
         vocab_size: V.
         dtype: of `input` and `linear_weight`, after autocast.
-        device: where the tensors will be: a device of this machine.
+        device: where the tensors will be: a device of this machine. Where it has no GPU, ``"cuda"`` is a GPU of unknown
+            kind: its memory is no bound, and kernels that need a certain kind are not counted on.
         device_kind: the kind of NVIDIA GPU to plan for, whatever this machine has: a name of
             `flce.planning.device_kinds.KINDS` such as ``"H200"``, or a compute capability such as ``"sm_90"``. With
             it the plan is the same on every machine.
@@ -358,7 +359,7 @@ def plan(
 
     Returns:
         A `ChunkPlan`; ``.workspace_bytes`` is the peak of memory above the inputs and the returned
-        gradients, from the beginning of forward to the end of backward.
+        gradients, from the beginning of forward to the end of backward. ``str(plan)`` names the device that it is for.
 
     Raises:
         ValueError: no plan keeps ``options.max_workspace_bytes`` (the message names the least that works),
@@ -380,9 +381,12 @@ def plan(
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
     check_dtype("dtype", dtype)
     check_options(options)
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
+        raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
     of_adapters = (True,) * len(ranks)
-    return plan_of_call(
+    made = plan_of_call(
         num_tokens,
         (hidden_size, *ranks),
         vocab_size,
@@ -393,3 +397,4 @@ def plan(
         Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
         options or _DEFAULT,
     )
+    return made.made_for(kind_text(device, device_kind))

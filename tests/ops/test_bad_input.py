@@ -679,6 +679,7 @@ def test_bad_input_of_modules(kwargs: dict[str, Any], error: type[Exception], me
         ({"adapter_ranks": 8}, TypeError, words("adapter_ranks", "int")),
         ({"reduction": "avg"}, ValueError, words("avg", "mean")),
         ({"options": {"chunk_rows": 1}}, TypeError, words("ChunkOptions")),
+        ({"device": "toaster"}, ValueError, "device must be a device such as 'cuda' or 'cpu', got 'toaster'"),
         ({"dtype": torch.int64}, TypeError, words("int64")),
         ({"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype, got 'bfloat16': give torch.bfloat16"),
     ],
