@@ -166,3 +166,9 @@ def check_command(app: Any, words: list[str]) -> None:
     options = {name for parameter in command.params for name in parameter.opts}
     for word in words[1:]:
         assert not word.startswith("-") or word in options, word
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120
+    assert [line for line in lines if len(line) > 120] == []
