@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokens = tokenizer(Path(re.__file__).read_text()).input_ids
     # Its last chunk has one token, which predicts nothing.
-    (folder / "my-text.txt").write_text(tokenizer.decode(tokens[: len(tokens) // 1024 * 1024 + 1]))
+    (folder / "my-text.txt").write_text(str(tokenizer.decode(tokens[: len(tokens) // 1024 * 1024 + 1])))
     tiny_model().save_pretrained(folder / "my-model")
     tokenizer.save_pretrained(folder / "my-model")
 
