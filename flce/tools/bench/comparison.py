@@ -157,7 +157,8 @@ def in_curve(contender: str) -> bool:
 def figure(run: Run) -> Figure:
     """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
     title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
-    return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
+    panels = [panel(entry) for entry in compared(run.cases)]
+    return draw(panels, title, "workspace, MiB", "median ms", scales, columns=2)
 
 
 def panel(entry: Entry) -> Panel:
@@ -167,6 +168,8 @@ def panel(entry: Entry) -> Panel:
     if len(curve) > 1:
         found.append(Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-"))
     for result in entry.results:
+        if result.family == "repeat":  # a measure of the spread, on top of the first
+            continue
         if result.contender in place and not in_curve(result.contender):
             x, y = place[result.contender]
             found.append(Series(result.title, result.family, [x], [y]))
