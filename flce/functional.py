@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.core.numbers import integer
+from flce.core.numbers import check_dtype, integer
 from flce.core.options import ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
@@ -31,7 +31,7 @@ from flce.ops.arguments import (
 )
 from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
-from flce.planning.device_kinds import described
+from flce.planning.device_kinds import described, kind_text
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_of_call
 
@@ -87,8 +87,8 @@ def fused_linear_cross_entropy(
         loss = (1 - s) * w[y] * (lse(z) - z[y]) + s / V * sum of (w[k] * (lse(z) - z[k]) over k) + z_loss * lse(z)^2
 
     The first two terms are those of `torch.nn.functional.cross_entropy`. Logits are made and consumed a chunk at a
-    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias` and `adapters`; only the
-    gradients of those that require one are computed.
+    time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias`, `adapters` and
+    `token_weight`; only the gradients of those that require one are computed.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
@@ -111,12 +111,13 @@ def fused_linear_cross_entropy(
         logit_scale: multiplies the logits before softcap.
         temperature: divides the logits after softcap, > 0.
         z_loss: coefficient of the squared log-sum-exp, >= 0.
-        token_weight: (...) multiplies each token's loss, z-loss included; not the denominators of "mean". No
-            gradient. Belongs to the positions of `input`, also with `shift`.
+        token_weight: (...) in any floating dtype; multiplies each token's loss, z-loss included; not the
+            denominators of "mean". Its gradient is that loss over the denominator, also where the weight is 0; it is
+            0 for ignored tokens. Belongs to the positions of `input`, also with `shift`.
         num_items: divides the loss; needs ``reduction="sum"``. For gradient accumulation: the number of tokens
             over all micro-batches.
-        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. Of the
-            hidden states nothing is copied for it.
+        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. At most the
+            length of the sequence. Of the hidden states nothing is copied for it.
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": per-token results without gradient.
         options: how memory and precision are used, see `ChunkOptions`.
 
@@ -150,6 +151,7 @@ def fused_linear_cross_entropy(
     grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
     terms = ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
+    token_weight_grad = grad and token_weight is not None and token_weight.requires_grad
     problem = LinearCrossEntropyProblem(
         # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
@@ -157,7 +159,7 @@ def fused_linear_cross_entropy(
         target=shifted(target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.detach().reshape(-1).to(accum).contiguous(),
+        token_weight=None if token_weight is None else token_weight.reshape(-1).to(accum).contiguous(),
         num_items=args.num_items,
         spec=spec,
         needs=Needs(
@@ -165,6 +167,8 @@ def fused_linear_cross_entropy(
             tuple([grad and w.requires_grad for _, w in terms]),
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
+        shift=args.shift,
+        token_weight_grad=token_weight_grad,
     )
     out = linear_cross_entropy(problem, options or _DEFAULT)
     return output(out, problem.target, target.shape, spec)
@@ -298,10 +302,12 @@ def cross_entropy(
         logits=args.logits,
         target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.detach().to(accum),
+        token_weight=None if token_weight is None else token_weight.to(accum),
         num_items=args.num_items,
         spec=spec,
         shard=args.shard,
+        shift=args.shift,
+        token_weight_grad=torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad,
     )
     overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
@@ -339,7 +345,8 @@ def plan(
         hidden_size: H.
         vocab_size: V.
         dtype: of `input` and `linear_weight`, after autocast.
-        device: where the tensors will be: a device of this machine.
+        device: where the tensors will be: a device of this machine. Where it has no GPU, ``"cuda"`` is a GPU of unknown
+            kind: its memory is no bound, and kernels that need a certain kind are not counted on.
         device_kind: the kind of NVIDIA GPU to plan for, whatever this machine has: a name of
             `flce.planning.device_kinds.KINDS` such as ``"H200"``, or a compute capability such as ``"sm_90"``. With
             it the plan is the same on every machine.
@@ -352,7 +359,7 @@ def plan(
 
     Returns:
         A `ChunkPlan`; ``.workspace_bytes`` is the peak of memory above the inputs and the returned
-        gradients, from the beginning of forward to the end of backward.
+        gradients, from the beginning of forward to the end of backward. ``str(plan)`` names the device that it is for.
 
     Raises:
         ValueError: no plan keeps ``options.max_workspace_bytes`` (the message names the least that works),
@@ -372,10 +379,14 @@ def plan(
         if value < (0 if name == "num_tokens" else 1):
             raise ValueError(f"{name} must be positive, got {value}")
     num_tokens, hidden_size, vocab_size, *ranks = sizes.values()
+    check_dtype("dtype", dtype)
     check_options(options)
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
+        raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
     of_adapters = (True,) * len(ranks)
-    return plan_of_call(
+    made = plan_of_call(
         num_tokens,
         (hidden_size, *ranks),
         vocab_size,
@@ -386,3 +397,4 @@ def plan(
         Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
         options or _DEFAULT,
     )
+    return made.made_for(kind_text(device, device_kind))

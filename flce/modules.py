@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flce.core.numbers import check_dtype, integer
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyOutput, LossSpec
 from flce.functional import cross_entropy, fused_linear_cross_entropy
@@ -135,6 +136,10 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         linear: the head, an `nn.Linear` with weight (V, H).
 
     Shape: ``forward(input, target)`` with (..., H) and (...).
+
+    Raises:
+        TypeError, ValueError: when constructed, for a size that is no int > 0 or a scalar out of its range; when
+            called, as the function.
     """
 
     @_signature_of(fused_linear_cross_entropy)
@@ -149,6 +154,12 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         **loss: Unpack[FixedLinearArguments],
     ) -> None:
         super().__init__(**loss)
+        sizes = {"in_features": in_features, "num_classes": num_classes}
+        for name, size in sizes.items():
+            if integer(name, size) <= 0:
+                raise ValueError(f"{name} must be > 0, got {size}")
+        if dtype is not None:
+            check_dtype("dtype", dtype, "None or a torch.dtype")
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
 
     def forward(  # type: ignore[override]

@@ -65,6 +65,7 @@ def assert_outcome(
         ("x", outcome.grad_input, expected.grad_input, problem.input),
         ("w", outcome.grad_weight, expected.grad_weight, problem.linear_weight),
         ("b", outcome.grad_bias, expected.grad_bias, problem.linear_bias),
+        ("t", outcome.grad_token_weight, expected.grad_token_weight, problem.token_weight),
     ]
     for got_pair, want_pair, pair in zip(outcome.grad_adapters, expected.grad_adapters, problem.adapters, strict=True):
         compared += zip("aB", got_pair, want_pair, pair, strict=True)
@@ -302,7 +303,7 @@ LOSS_FACTORS: dict[str, Sequence[Any]] = {
     "reduction": ["mean", "sum", "sum/n", "sum/t", "none"],
     "smoothing": [0.0, 0.1, 1.0],
     "z_loss": [0.0, 0.01],
-    "weights": ["", "c", "t", "ct"],
+    "weights": ["", "c", "t", "ct", "T", "cT"],  # T: of tokens, with a gradient
     "ignored": ["no", "some", "class", "most"],
     "shift": [0, 1, 3],
     "stats": ["", "all", "lse", "argmax"],
@@ -323,7 +324,7 @@ def loss_arguments(row: Mapping[str, Any], device: torch.device) -> tuple[dict[s
         "label_smoothing": row["smoothing"],
         "z_loss": row["z_loss"],
         "class_weight": "c" in row["weights"],
-        "token_weight": "t" in row["weights"],
+        "token_weight": "t" in row["weights"].lower(),
         "ignored": {"no": 0.0, "some": 0.3, "class": 0.2, "most": 0.9}[row["ignored"]],
         "shift": row["shift"],
         "dtype": row["dtype"],

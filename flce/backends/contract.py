@@ -83,6 +83,10 @@ class RowProblem(Protocol):
     @property
     def spec(self) -> LossSpec: ...
     @property
+    def shift(self) -> int: ...  # of the target, which was the user's at that many positions later
+    @property
+    def token_weight_grad(self) -> bool: ...  # whether it is asked for
+    @property
     def vocab_size(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype: ...  # of the logits

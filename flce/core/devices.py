@@ -15,12 +15,13 @@ def devices() -> list[torch.device]:
     return [*(torch.device(current.type, i) for i in range(count) if current is not None), torch.device("cpu")]
 
 
-def find_device(name: str | torch.device | None, types: Iterable[str] = ()) -> torch.device:
+def find_device(name: str | torch.device | None, types: Iterable[str] = (), hint: str = "") -> torch.device:
     """The device of this name; without a number the current one. None: an accelerator if there is one, else the CPU.
 
     Args:
         name: as PyTorch writes it.
         types: only of one of these.
+        hint: what else can be given, for the error.
 
     Raises:
         ValueError: there is no such device.
@@ -35,7 +36,9 @@ def find_device(name: str | torch.device | None, types: Iterable[str] = ()) -> t
     for found in there:
         if (found.type, found.index or 0) == (wanted.type, wanted.index or 0):
             return found
-    raise ValueError(f"there is no device {str(name)!r} here: give one of {', '.join(map(str, there))}")
+    raise ValueError(
+        f"there is no device {str(name)!r} here: give one of {', '.join(map(str, there))}{hint and f', {hint}'}"
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Python numbers of what PyTorch's own functions take for one."""
+"""Arguments that are numbers or dtypes: Python numbers of what PyTorch's own functions take for one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ def real(name: str, value: Any, *, may_be_bool: bool = False) -> float:
 def is_number(value: object) -> bool:
     """Whether this is an int or a float, of a graph that is being traced too."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def check_dtype(name: str, value: Any, expected: str = "a torch.dtype") -> None:
+    """TypeError for anything but a dtype. Of a string that names one it says which."""
+    if isinstance(value, torch.dtype):
+        return
+    named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+    hint = f": give {named}" if isinstance(named, torch.dtype) else ""
+    raise TypeError(f"{name} must be {expected}, got {value!r}{hint}")
 
 
 def _python_number(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from flce.core.numbers import integer
+from flce.core.numbers import check_dtype, integer
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,12 @@ class ChunkOptions:
             object.__setattr__(self, name, value)
         if self.strategy not in ("auto", "tokens", "vocab"):
             raise ValueError(f"strategy must be 'auto', 'tokens' or 'vocab', got {self.strategy!r}")
-        if self.logits_dtype is not None and not isinstance(self.logits_dtype, torch.dtype):
-            raise TypeError(f"logits_dtype must be None or a torch.dtype, got {self.logits_dtype!r}")
-        if not isinstance(self.accum_dtype, torch.dtype):
-            raise TypeError(f"accum_dtype must be a torch.dtype, got {self.accum_dtype!r}")
+        if self.logits_dtype is not None:
+            check_dtype("logits_dtype", self.logits_dtype, "None or a torch.dtype")
+            if self.logits_dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+                raise ValueError(f"logits_dtype must be float16, bfloat16, float32 or float64, got {self.logits_dtype}")
+        check_dtype("accum_dtype", self.accum_dtype)
+        if self.accum_dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"accum_dtype must be bfloat16, float32 or float64, got {self.accum_dtype}")
         if self.skip_ignored is not True and self.skip_ignored is not False and self.skip_ignored != "auto":
             raise ValueError(f"skip_ignored must be True, False or 'auto', got {self.skip_ignored!r}")

@@ -169,6 +169,8 @@ class LinearCrossEntropyProblem:
     num_items: Tensor | None  # ()
     spec: LossSpec
     needs: Needs
+    shift: int = 0
+    token_weight_grad: bool = False
 
     @functools.cached_property
     def num_tokens(self) -> int:

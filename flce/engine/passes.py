@@ -87,6 +87,7 @@ class ForwardResult(NamedTuple):
     rows: RowOutputs  # of all N rows, but the losses: () or (N,)
     grads: list[Tensor]  # of the loss, times grad_unit; empty if the plan defers them
     grad_unit: Tensor | None  # () what the upstream gradient must be divided by; None: 1
+    weight_grad: Tensor | None  # (N,) of the loss, or of each row's, in the weights of tokens; None: not asked for
 
 
 def forward(
@@ -105,11 +106,12 @@ def forward(
     stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows)
     schedule.forward(stage)
     grads = stage.gradients() if with_gradients else []
-    results, _ = vectors.reduce(problem, runtime.backend, selection.scatter(rows), scales.of_loss)
+    rows, weight = selection.scatter(rows), problem.token_weight
+    results, _, weight_grad = vectors.reduce(problem, runtime.backend, rows, scales.of_loss, problem.target, weight)
     if gradients and schedule.deferred:
         del stage
         grads = backward(problem, plan, results.normalizer, results.loss.new_ones(()), runtime)
-    return ForwardResult(results, grads, scales.unit)
+    return ForwardResult(results, grads, scales.unit, weight_grad)
 
 
 def backward(

@@ -87,9 +87,10 @@ class Selection:
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.index is None else x.index_select(dim, self.index)
 
-    def row_inputs(self, part: slice, scales: Tensor | None) -> RowInputs:
+    def row_inputs(self, part: slice, scales: Tensor | None, weighted: bool = True) -> RowInputs:
+        """`weighted`: with the tokens' weights, if there are any."""
         p = self.problem
-        weight = None if self.token_weight is None else last(self.token_weight, part)
+        weight = last(self.token_weight, part) if weighted and self.token_weight is not None else None
         return RowInputs(last(self.target, part), weight, p.class_weight, p.linear_bias, scales)
 
     def scatter(self, out: RowOutputs) -> RowOutputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -243,7 +244,7 @@ class Stage:
 
     def statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
         """Losses and gradient for some rows and all classes, in one pass. `dlogits` may be `logits`."""
-        self.backend.loss_and_gradient(logits, dlogits, self._statistics_call(part))
+        self.backend.loss_and_gradient(logits, dlogits, self._both_call(part))
 
     def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
         """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
@@ -290,11 +291,13 @@ class Stage:
             call, count = self._statistics_call(part), self.selection.count
             on_device = None if count is None or part.start > 0 else count.on_device
             self.backend.product_exponentials(xs[0], self.terms[0].weight, tiles, call, last(factors, part), on_device)
+            if self.problem.token_weight_grad:
+                last(factors, part).mul_(last(self._weights, part))
             return
         known: slice | None = None
         for rows, cols, logits, exps in self._logits(xs, part, self.classes, tiles[0]):
             if rows != known:  # the next rows
-                known, call, of_rows = rows, self._statistics_call(rows), last(factors, rows)
+                known, call, of_rows = rows, self._both_call(rows), last(factors, rows)
                 state = self.new(EXPONENTIAL_SLOTS, len(logits), dtype=self.normalizer.dtype)
             self.backend.exponentials(logits, exps, call._replace(tile=self._tile(cols)), state, of_rows)
 
@@ -356,9 +359,16 @@ class Stage:
     # ------------------------------------------------------------------------------------------------- others
 
     def _statistics_call(self, part: slice) -> TileCall:
-        """The call that writes statistics of some rows, for all classes."""
+        """The call that writes statistics of some rows, for all classes. Where the tokens' weights have a gradient,
+        which is made of losses without them, it does not know them; gradients get them as they get an upstream one."""
         assert self.out is not None
-        return TileCall(self._row_inputs(part), self.problem.spec, self._tile(self.classes), self.out.part(part))
+        inputs = self._row_inputs(part, not self.problem.token_weight_grad)
+        return TileCall(inputs, self.problem.spec, self._tile(self.classes), self.out.part(part))
+
+    def _both_call(self, part: slice) -> TileCall:
+        """The call that makes statistics and gradients at once."""
+        call = self._statistics_call(part)
+        return call._replace(upstream=last(self._weights, part)) if self.problem.token_weight_grad else call
 
     def _gradient_call(self, part: slice, cols: slice) -> TileCall:
         """The call that makes gradients of some rows and classes, from what statistics left."""
@@ -366,8 +376,15 @@ class Stage:
         normalizer, inputs = last(self.normalizer, part), self._row_inputs(part)
         return TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream)
 
-    def _row_inputs(self, part: slice) -> RowInputs:
-        return self.selection.row_inputs(part, self.scales.of_gradient)
+    @functools.cached_property
+    def _weights(self) -> Tensor:
+        """(rows,) those of tokens, 0 where they are ignored."""
+        weight, target = self.selection.token_weight, self.selection.target
+        assert weight is not None
+        return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
+
+    def _row_inputs(self, part: slice, weighted: bool = True) -> RowInputs:
+        return self.selection.row_inputs(part, self.scales.of_gradient, weighted)
 
     def _tile(self, cols: slice) -> Tile:
         size = cols.stop - cols.start

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import Backend, RowOutputs, RowProblem
-from flce.core.problem import accumulation_dtype
+from flce.core.problem import LossSpec, accumulation_dtype
 from flce.engine.arena import Arena
 
 # The largest entry that the gradient of float16 logits should have. float16 reaches from 6e-8 to 65504; the head
@@ -102,13 +102,46 @@ def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
     return torch.where((mantissa >= 1.0) & (mantissa < 2.0), unit / mantissa, unit)
 
 
-def reduce(p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None) -> tuple[RowOutputs, Tensor | None]:
-    """The results with the whole loss, and the scales where there are some."""
+def reduce(
+    p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, weight: Tensor | None
+) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
+    """The results with the whole loss; the scales where there are some; and where the weights of tokens have a gradient
+    that, for an upstream gradient of 1, or of 1 for each row's loss. Then the losses of `out` are not weighted yet.
+
+    Args:
+        target, weight: of these rows.
+    """
+    unweighted = out.losses
+    if p.token_weight_grad:
+        out = _weighted(out, target, weight, p.spec.ignore_index)
+    first, second = out.losses
     if p.spec.reduction == "none":
-        first, second = out.losses
-        return out.reduced(first if second is None else first + second, second), scales
-    loss, second, scales = backend.reduce(p, out, scales)
-    return out.reduced(loss, second), scales
+        results = out.reduced(first if second is None else first + second, second)
+    else:
+        loss, second, scales = backend.reduce(p, out, scales)
+        results = out.reduced(loss, second)
+    return results, scales, _weight_gradient(p.spec, *unweighted, scales, target) if p.token_weight_grad else None
+
+
+def _weighted(rows: RowOutputs, target: Tensor, weight: Tensor | None, ignore_index: int) -> RowOutputs:
+    """With losses, which are 0 where rows are ignored, times the weights, whatever these are there."""
+    assert weight is not None
+    weight = weight.masked_fill(target == ignore_index, 0.0)
+    first, second = rows.losses
+    return rows.reduced(first * weight, None if second is None else second * weight)
+
+
+def _weight_gradient(
+    spec: LossSpec, first: Tensor, second: Tensor | None, scales: Tensor | None, target: Tensor
+) -> Tensor:
+    if spec.reduction == "none":
+        return first if second is None else first + second
+    assert scales is not None
+    total = first * scales[0]
+    if second is not None:
+        total.addcmul_(second, scales[1])
+    # The scales of a mean over nothing are infinite.
+    return total.masked_fill_(target == spec.ignore_index, 0.0)
 
 
 def looks_at_values(device: torch.device) -> bool:
@@ -133,7 +166,7 @@ def check_targets(p: RowProblem) -> bool:
     if bool(wrong.any()):
         position = int(wrong.nonzero()[0, 0])
         raise IndexError(
-            f"target {int(target[position])} at position {position} (of the flattened, shifted target) is out "
-            f"of range: expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
+            f"target {int(target[position])} at position {position + p.shift} of the flattened target is out of range: "
+            f"expected 0 <= target < {vocab_size}, or ignore_index={p.spec.ignore_index}"
         )
     return False

@@ -323,8 +323,7 @@ def patch_model(
     if on_materialize not in get_args(OnMaterialize):
         raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {on_materialize!r}")
     settings = Settings(options, on_materialize)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch_model expects a torch.nn.Module, got {type(model).__name__}")
+    _check_model("patch_model", model)
     if private.make_wrapper_subclass is None:
         return model
     optimizer_steps.watch()
@@ -350,7 +349,12 @@ def patch_model(
 
 
 def unpatch_model(model: ModelT) -> ModelT:
-    """Undo `patch_model`, wherever in ``model`` it was applied, and return ``model``."""
+    """Undo `patch_model`, wherever in ``model`` it was applied, and return ``model``.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    _check_model("unpatch_model", model)
     for module in model.modules():
         if "_flce" in module.__dict__:
             del module._flce
@@ -362,7 +366,12 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether `patch_model` was applied to ``model`` or to a model that it wraps."""
+    """Whether `patch_model` was applied to ``model`` or to a model that it wraps.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    _check_model("is_patched", model)
     return bool(_patches(model))
 
 
@@ -373,7 +382,11 @@ def report(model: nn.Module) -> Report:
 
     Args:
         model: any module; what it wraps is looked at too.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    _check_model("report", model)
     usages = usages_of(model)
     return Report(
         patched=tuple(_patches(model)),
@@ -383,6 +396,11 @@ def report(model: nn.Module) -> Report:
         stock=sum((usage.stock for usage in usages), Counter()),
         left=find_owners(model)[1],
     )
+
+
+def _check_model(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} expects a torch.nn.Module, got {type(model).__name__}")
 
 
 def usages_of(model: nn.Module) -> list[Usage]:

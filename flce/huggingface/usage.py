@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
-from flce.core.callers import Told, caller
+from flce.core.callers import Caller, Told, caller
 
 ASKED_FOR = "materialize()"
 
@@ -110,8 +110,19 @@ class Usage:
         logits.register_hook(unserializable_hook(note))
 
 
+def forbid_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
+    """The error of ``patch_model(..., on_materialize="raise")``. The arguments are those of `say_materialized`."""
+    if on_materialize != "raise":
+        return
+    where, hint = _counted(func, caller(), usage, with_gradient)
+    raise MaterializedLogitsError(
+        f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
+        "logits.materialize() to ask for them all the same."
+    )
+
+
 def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
-    """Count, and warn or raise, as ``patch_model`` was told to.
+    """Count logits that were computed, and warn, as ``patch_model`` was told to.
 
     Args:
         func: what needs the logits: a function of torch, or text.
@@ -120,28 +131,28 @@ def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_g
         with_gradient: whether the logits have one.
     """
     by = caller()
-    where = f"{func if isinstance(func, str) else _qualified_name(func)} at {by.line}"
-    if by.via is not None:
-        where += f" (in {by.via})"
-    if usage is not None:
-        usage.materialized[where] += 1
-        usage.used |= with_gradient
+    where, hint = _counted(func, by, usage, with_gradient)
     if on_materialize == "ignore":
         return
-    hint = ""
-    if by.in_evaluation:
-        hint = " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) does without them."
-    if on_materialize == "raise":
-        raise MaterializedLogitsError(
-            f"{where} needs the logits themselves, which patch_model(..., on_materialize='raise') forbids.{hint} Call "
-            "logits.materialize() to ask for them all the same."
-        )
     by.warn(
         f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
         "logits.materialize() to ask for them without this warning.",
         MaterializedLogitsWarning,
         None if usage is None else usage.told,
     )
+
+
+def _counted(func: Any, by: Caller, usage: Usage | None, with_gradient: bool) -> tuple[str, str]:
+    """What needs the logits, which is counted, and what would do without them."""
+    where = f"{func if isinstance(func, str) else _qualified_name(func)} at {by.line}"
+    if by.via is not None:
+        where += f" (in {by.via})"
+    if usage is not None:
+        usage.materialized[where] += 1
+        usage.used |= with_gradient
+    if not by.in_evaluation:
+        return where, ""
+    return where, " Trainer(preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1)) does without them."
 
 
 def name_of(func: Any) -> str:

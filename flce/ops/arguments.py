@@ -65,9 +65,11 @@ def linear_arguments(
     if linear_weight.dim() < 2:
         raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
     if input.shape[-1] != linear_weight.shape[-1]:
+        transposed = linear_weight.dim() == 2 and linear_weight.shape[0] == input.shape[-1]
         raise ValueError(
-            "input and linear_weight must agree in their last dimension H, got "
-            f"{tuple(input.shape)} and {tuple(linear_weight.shape)}"
+            f"linear_weight must have shape (V, H) with the H of input, {input.shape[-1]}, got "
+            f"{tuple(linear_weight.shape)} with input {tuple(input.shape)}"
+            f"{': give linear_weight.t()' if transposed else ''}"
         )
     check_options(options)
     shift = check_shift(shift, target)
@@ -89,8 +91,6 @@ def linear_arguments(
     leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
     tokens, probabilities = (*leading, *inner), target.is_floating_point()
     composed = probabilities or bool(inner)
-    if composed and shift:
-        raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
     if adapters and inner:
         raise ValueError(f"adapters need a two-dimensional linear_weight, got shape {tuple(linear_weight.shape)}")
     _check_shapes(
@@ -103,10 +103,14 @@ def linear_arguments(
         ("token_weight", token_weight, tokens),
     )
     if composed:
+        if shift:
+            raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
     else:
         instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
-        refuse_forward_mode("fused_linear_cross_entropy", instead, (input, linear_weight, linear_bias, *others))
+        refuse_forward_mode(
+            "fused_linear_cross_entropy", instead, (input, linear_weight, linear_bias, token_weight, *others)
+        )
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed
     )
@@ -169,7 +173,7 @@ def logits_arguments(
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
         _check_composed(spec, probabilities=True)
     else:
-        refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits,))
+        refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
     return LogitsArguments(logits, target, weight, token_weight, num_items, shift, shard)
 
 
@@ -239,10 +243,21 @@ def _check_shapes(
         )
     for name, value, shape in expected:
         if value is not None and tuple(value.shape) != shape:
+            hint = ""
+            if name == "target":
+                swapped = tuple(value.shape) == tuple(linear_weight.shape[:-1])
+                hint = ": hidden states come first, then linear_weight" if swapped else _floating_hint(value, input)
             raise ValueError(
                 f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
-                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}"
+                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}{hint}"
             )
+
+
+def _floating_hint(target: Tensor, input: Tensor) -> str:
+    """What to add where a floating target has the shape of class indices."""
+    if not target.is_floating_point() or target.shape != input.shape[:-1]:
+        return ""
+    return ": a floating target is read as class probabilities, for indices call .long()"
 
 
 def _check_logits_shapes(
@@ -254,7 +269,8 @@ def _check_logits_shapes(
     expected = (*tokens, logits.shape[-1]) if target.is_floating_point() else tokens
     if tuple(target.shape) != expected:
         second_is_class = logits.dim() > 2 and tuple(target.shape) == (logits.shape[0], *logits.shape[2:])
-        hint = "; for classes in the second dimension give logits.movedim(1, -1)" if second_is_class else ""
+        hint = ": for classes in the second dimension give logits.movedim(1, -1)" if second_is_class else ""
+        hint = hint or _floating_hint(target, logits)
         raise ValueError(
             f"target must have shape {expected} with logits {tuple(logits.shape)}, whose last dimension are the "
             f"classes, got {tuple(target.shape)}{hint}"
@@ -366,10 +382,18 @@ def check_options(options: ChunkOptions | None) -> None:
 
 
 def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions."""
+    """target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions.
+
+    Raises:
+        ValueError: the sequence is shorter than that.
+    """
     if shift == 0:
         return target
-    shift = min(shift, target.shape[-1])
+    if shift > target.shape[-1]:
+        raise ValueError(
+            f"shift must be at most the length of the sequence, the last dimension of target {tuple(target.shape)}, "
+            f"got {shift}"
+        )
     return F.pad(target[..., shift:], (0, shift), value=ignore_index)
 
 

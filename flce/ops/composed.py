@@ -88,8 +88,10 @@ def _loss_of_rows(
     lse = z.logsumexp(-1) if spec.z_loss or "lse" in spec.stats else None
     zl = torch.where(valid, spec.z_loss * lse.square(), 0.0) if lse is not None and spec.z_loss else None
     if token_weight is not None:
-        ce = ce * token_weight.reshape(-1).detach()
-        zl = None if zl is None else zl * token_weight.reshape(-1).detach()
+        # At ignored tokens the weights count no more than anything else does.
+        weights = torch.where(valid, token_weight.reshape(-1).to(ce.dtype), 0.0)
+        ce = ce * weights
+        zl = None if zl is None else zl * weights
     if spec.reduction == "none":
         loss = ce.reshape(tokens)
         z_loss = None if zl is None else zl.reshape(tokens)

@@ -36,12 +36,12 @@ from flce.torch_ops.vmap import is_batched, register_loop
 
 _ARGUMENTS = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
-    "str spec, str? group, SymInt start, SymInt vocab_size"
+    "str spec, int shift, bool token_weight_grad, str? group, SymInt start, SymInt vocab_size"
 )
 _NUM_TENSORS = 5
-# The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; and what backward
-# needs of `Backend.loss_scales`, (3,), or (0,) if there are none.
-_RESULTS = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor constants"])
+# The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; what backward needs of
+# `Backend.loss_scales`, (3,), or (0,) if there are none; and the gradient in the weights of tokens, (...), or (0,).
+_RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants", "Tensor weight_grad"])
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class CrossEntropyProblem:
     num_items: Tensor | None  # ()
     spec: LossSpec
     shard: Shard | None  # None: cols is V
+    shift: int = 0
+    token_weight_grad: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -81,10 +83,10 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
         # To autograd, as after any operator in place, they are the result of it from then on, so that a use of them
         # afterwards is an error. Of a view it cannot be told so, nor where a gradient is to be left at the logits.
         rebase = logits._base is None and not logits.retains_grad
-        outputs = _InPlace.apply(logits, problem, rebase)
-        *rows, _ = outputs[1:] if rebase else outputs
+        outputs = _InPlace.apply(logits, problem.token_weight, problem, rebase)
+        *rows, _, _ = outputs[1:] if rebase else outputs
     else:
-        *rows, _ = torch.ops.flce.cross_entropy(*_pack(problem))
+        *rows, _, _ = torch.ops.flce.cross_entropy(*_pack(problem))
     return RowOutputs.given(problem.spec, rows)
 
 
@@ -131,7 +133,8 @@ def _losses(p: CrossEntropyProblem) -> tuple[Tensor, ...]:
     scales = vectors.LossScales(p, backend, with_gradients=False).of_loss
     logits, order = rows_of(p.logits)
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
-    _statistics(p, backend, logits, TileCall(_row_inputs(p, order, scales), p.spec, _tile(p, keep=True), out))
+    inputs = _row_inputs(p, order, scales, not p.token_weight_grad)
+    _statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep=True), out))
     return _outputs(p, backend, order, out, scales)
 
 
@@ -142,12 +145,15 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Te
     scales = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
     logits, order = rows_of(p.logits)
     inputs = _row_inputs(p, order, scales.of_gradient)
+    # The gradient in the weights of tokens is made of losses without them.
+    of_loss = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
     if p.shard is None:
         vectors.check_targets(p)
-        backend.loss_and_gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), out))
+        upstream = inputs.token_weight if p.token_weight_grad else None
+        backend.loss_and_gradient(logits, logits, TileCall(of_loss, p.spec, _tile(p), out, upstream=upstream))
     else:
-        _statistics(p, backend, logits, TileCall(inputs, p.spec, _tile(p, keep=True), out))
+        _statistics(p, backend, logits, TileCall(of_loss, p.spec, _tile(p, keep=True), out))
         if logits.shape[-1]:
             backend.gradient(logits, logits, TileCall(inputs, p.spec, _tile(p), normalizer=out.normalizer))
     return _outputs(p, backend, order, out, scales.of_loss), scales.unit
@@ -191,17 +197,19 @@ def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
     return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
 
 
-def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None) -> RowInputs:
-    weight = None if p.token_weight is None else order.vector(p.token_weight)
+def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:
+    weight = order.vector(p.token_weight) if weighted and p.token_weight is not None else None
     return RowInputs(order.vector(p.target), weight, p.class_weight, None, scales)
 
 
 def _outputs(
     p: CrossEntropyProblem, backend: Backend, order: RowOrder, out: RowOutputs, scales: Tensor | None
 ) -> tuple[Tensor, ...]:
-    results, scales = vectors.reduce(p, backend, out, scales)
+    weight = None if p.token_weight is None else order.vector(p.token_weight)
+    results, scales, grad = vectors.reduce(p, backend, out, scales, order.vector(p.target), weight)
     results = results.map(lambda t: order.restore(t) if t.dim() else t)
-    return *vectors.as_outputs(results), out.loss.new_empty(0) if scales is None else scales
+    others = (scales, None if grad is None else order.restore(grad))
+    return *vectors.as_outputs(results), *(out.loss.new_empty(0) if t is None else t for t in others)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -212,7 +220,9 @@ class _InPlace(torch.autograd.Function):
     """Not a custom operator: those that change an argument can have no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, problem: CrossEntropyProblem, rebase: bool) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits: Tensor, token_weight: Tensor | None, problem: CrossEntropyProblem, rebase: bool
+    ) -> tuple[Tensor, ...]:
         mark_frames()
         out, unit = _losses_and_gradient(problem)
         # Kernels write without autograd's knowledge. With this it finds in backward that saved logits have changed.
@@ -220,8 +230,8 @@ class _InPlace(torch.autograd.Function):
             ctx.mark_dirty(logits)
         else:
             torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits.detach(), unit, problem.target)
-        ctx.rebase, ctx.ignore_index = rebase, problem.spec.ignore_index
+        ctx.save_for_backward(logits.detach(), unit, problem.target, out[-1])
+        ctx.rebase, ctx.weighs, ctx.ignore_index = rebase, problem.token_weight_grad, problem.spec.ignore_index
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*out[1:])
         ctx.used = False
@@ -229,7 +239,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     @never_compiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
         if ctx.rebase:
             grad_logits, *grads = grads  # type: ignore[assignment]
             if grad_logits is not None:
@@ -239,7 +249,7 @@ class _InPlace(torch.autograd.Function):
                 )
         grad_loss = grads[0]
         if grad_loss is None:
-            return None, None, None
+            return None, None, None, None
         refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
         if ctx.used:
             raise RuntimeError(
@@ -247,18 +257,19 @@ class _InPlace(torch.autograd.Function):
                 "where the logits were, was handed out the first time. Use inplace=False for retain_graph=True."
             )
         ctx.used = True
-        grad, unit, target = ctx.saved_tensors
+        grad, unit, target, weight_grad = ctx.saved_tensors
+        weight_grad = grad_loss * weight_grad if ctx.weighs else None
         factor = grad_loss if unit is None else grad_loss / unit
         if is_batched(factor):  # several upstream gradients at once, for one gradient in the memory of the logits
             of_rows = torch.where(target == ctx.ignore_index, 1.0, factor)[..., None]
-            return (grad.to(factor.dtype) * of_rows).to(grad.dtype), None, None
+            return (grad.to(factor.dtype) * of_rows).to(grad.dtype), weight_grad, None, None
         if row_order(grad) is None:  # of a hook on saved tensors
             grad = grad.contiguous()
         rows, order = rows_of(grad)
         factor = order.vector(factor) if factor.dim() else factor
         # An ignored row is 0, whatever arrives for it.
         get_backend(grad.device).scale_rows_(rows, factor, order.vector(target), ctx.ignore_index)
-        return grad, None, None
+        return grad, weight_grad, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -267,7 +278,17 @@ class _InPlace(torch.autograd.Function):
 
 def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
     shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
-    return (p.logits, p.target, p.class_weight, p.token_weight, p.num_items, as_text(p.spec), *shard)
+    return (
+        p.logits,
+        p.target,
+        p.class_weight,
+        p.token_weight,
+        p.num_items,
+        as_text(p.spec),
+        p.shift,
+        p.token_weight_grad,
+        *shard,
+    )
 
 
 def _unpack(
@@ -277,13 +298,17 @@ def _unpack(
     token_weight: Tensor | None,
     num_items: Tensor | None,
     text: str,
+    shift: int,
+    token_weight_grad: bool,
     group: str | None,
     start: int,
     vocab_size: int,
 ) -> CrossEntropyProblem:
     (spec,) = from_text(text, (LossSpec,))
     shard = None if group is None else Shard(group, start, vocab_size)
-    return CrossEntropyProblem(logits, target, class_weight, token_weight, num_items, spec, shard)
+    return CrossEntropyProblem(
+        logits, target, class_weight, token_weight, num_items, spec, shard, shift, token_weight_grad
+    )
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -293,8 +318,9 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
     p = _unpack(*args)
     kept = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
-    constants = p.logits.new_empty(kept, dtype=accumulation_dtype(p.dtype))
-    return *vectors.fake_outputs(p, p.logits), constants
+    sizes = (kept,), p.target.shape if p.token_weight_grad else (0,)
+    constants, weight_grad = (p.logits.new_empty(size, dtype=accumulation_dtype(p.dtype)) for size in sizes)
+    return *vectors.fake_outputs(p, p.logits), constants, weight_grad
 
 
 def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
@@ -307,22 +333,25 @@ def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, *arg
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *rows, constants = output
+    *rows, constants, weight_grad = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
     ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.save_for_backward(RowOutputs(*rows).normalizer, constants, *inputs[:_NUM_TENSORS])
+    ctx.save_for_backward(RowOutputs(*rows).normalizer, constants, weight_grad, *inputs[:_NUM_TENSORS])
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 1)
+    nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 4)
     if grad_loss is None:
-        return (None, *nothing)
+        return (None, None, None, None, *nothing)
     refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
-    normalizer, constants, *tensors = ctx.saved_tensors
-    upstream = grad_loss.contiguous()
-    grad = torch.ops.flce.cross_entropy_backward(normalizer, constants, upstream, *tensors, *ctx.scalars)
-    return (grad, *nothing)
+    normalizer, constants, weight_grad, *tensors = ctx.saved_tensors
+    of_logits, _, _, of_weights, *_ = ctx.needs_input_grad
+    grad = None
+    if of_logits:
+        upstream = grad_loss.contiguous()
+        grad = torch.ops.flce.cross_entropy_backward(normalizer, constants, upstream, *tensors, *ctx.scalars)
+    return (grad, None, None, grad_loss * weight_grad if of_weights else None, *nothing)
 
 
 def _register() -> None:

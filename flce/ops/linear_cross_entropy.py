@@ -40,16 +40,19 @@ from flce.torch_ops.frames import mark_frames, never_compiled
 from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import for_each, is_batched, register_loop
 
-# Tensors and lists of them. Then the LossSpec and the ChunkOptions, `Needs.flat`, and whether the call is part of a
-# graph, which is good for other numbers of tokens too.
+# Tensors and lists of them. Then the LossSpec and the ChunkOptions, the shift, whether the weights of tokens have a
+# gradient, `Needs.flat`, and whether the call is part of a graph, which is good for other numbers of tokens too.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
-    "Tensor? token_weight, Tensor? num_items, str settings, bool[] needs, bool traced"
+    "Tensor? token_weight, Tensor? num_items, "
+    "str settings, int shift, bool token_weight_grad, bool[] needs, bool traced"
 )
 _NUM_TENSORS = 7
 # The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
-# them, which no user sees; and that unit, () or, for 1, (0,).
-_RESULTS = ", ".join([*("Tensor" for _ in RowOutputs._fields), "Tensor[] grads", "Tensor grad_unit"])
+# them, which no user sees; that unit, () or, for 1, (0,); and the gradient in the weights of tokens, (N,), or (0,).
+_RESULTS = ", ".join(
+    ["Tensor"] * len(RowOutputs._fields) + ["Tensor[] grads", "Tensor grad_unit", "Tensor weight_grad"]
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -61,7 +64,7 @@ def linear_cross_entropy(problem: LinearCrossEntropyProblem, options: ChunkOptio
         return RowOutputs._make(flce_linear_cross_entropy.apply(problem, options, *tensors))
     if not torch.compiler.is_compiling():
         flops.tell_active_counters()
-    *rows, _, _ = torch.ops.flce.linear_cross_entropy(*_pack(problem, options))
+    *rows, _, _, _ = torch.ops.flce.linear_cross_entropy(*_pack(problem, options))
     return RowOutputs.given(problem.spec, rows)
 
 
@@ -75,6 +78,8 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         p.token_weight,
         p.num_items,
         as_text(p.spec, options),
+        p.shift,
+        p.token_weight_grad,
         p.needs.flat,
         torch.compiler.is_compiling(),
     )
@@ -89,6 +94,8 @@ def _unpack(
     token_weight: Tensor | None,
     num_items: Tensor | None,
     settings: str,
+    shift: int,
+    token_weight_grad: bool,
     needs: Sequence[bool],
     traced: bool,
 ) -> tuple[LinearCrossEntropyProblem, ChunkOptions, bool]:
@@ -96,7 +103,8 @@ def _unpack(
     spec, options = from_text(settings, (LossSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
     optional = linear_bias, class_weight, token_weight, num_items
-    return LinearCrossEntropyProblem(terms, target, *optional, spec, Needs.from_flat(needs)), options, traced
+    others = spec, Needs.from_flat(needs), shift, token_weight_grad
+    return LinearCrossEntropyProblem(terms, target, *optional, *others), options, traced
 
 
 def _call(
@@ -185,8 +193,9 @@ def _smaller(plan: ChunkPlan) -> ChunkPlan | None:
 def _forward(*args: Any) -> tuple[Any, ...]:
     problem, options, traced = _unpack(*args)
     result = _solved(problem, options, traced, new_shapes.IN_GRAPH if traced else new_shapes.WATCHED)
-    unit = result.rows.loss.new_empty(0) if result.grad_unit is None else result.grad_unit
-    return *vectors.as_outputs(result.rows), result.grads, unit
+    optional = result.grad_unit, result.weight_grad
+    unit, weight_grad = (result.rows.loss.new_empty(0) if t is None else t for t in optional)
+    return *vectors.as_outputs(result.rows), result.grads, unit, weight_grad
 
 
 def _solved(p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool, how: str) -> passes.ForwardResult:
@@ -208,7 +217,9 @@ def _fake_outputs(p: LinearCrossEntropyProblem, call: tuple[Any, ...], traced: b
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
     grads = _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if gradients else []
     scaled = gradients and dtypes.logits_grad == torch.float16
-    return *vectors.fake_outputs(p, like), grads, like.new_empty(() if scaled else (0,), dtype=accum)
+    unit = like.new_empty(() if scaled else (0,), dtype=accum)
+    weight_grad = like.new_empty(p.num_tokens if p.token_weight_grad else 0, dtype=accum)
+    return *vectors.fake_outputs(p, like), grads, unit, weight_grad
 
 
 def rehearsed(args: tuple[Any, ...], gpu: Described) -> tuple[tuple[Any, ...], ChunkPlan]:
@@ -249,39 +260,46 @@ def _fake_grads(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    *rows, grads, unit = output
-    ctx.mark_non_differentiable(*rows[1:], *grads, unit)
+    *rows, grads, unit, weight_grad = output
+    ctx.mark_non_differentiable(*rows[1:], *grads, unit, weight_grad)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    _, needs, _ = ctx.scalars
+    *_, needs, _ = ctx.scalars
     ctx.needs = Needs.from_flat(needs)
-    _keep(ctx, grads, unit, RowOutputs(*rows).normalizer, (*of_inputs, *of_weights, *tensors))
+    *_, ctx.weighs, _, _ = ctx.scalars
+    normalizer = RowOutputs(*rows).normalizer
+    _keep(ctx, grads, unit, weight_grad, normalizer, (*of_inputs, *of_weights, *tensors))
 
 
 def _keep(
-    ctx: Any, grads: Sequence[Tensor], grad_unit: Tensor | None, normalizer: Tensor, tensors: Sequence[Tensor | None]
+    ctx: Any,
+    grads: Sequence[Tensor],
+    grad_unit: Tensor | None,
+    weight_grad: Tensor | None,
+    normalizer: Tensor,
+    tensors: Sequence[Tensor | None],
 ) -> None:
-    """For backward: the gradients, or the normalizer and the tensors of the problem."""
+    """For backward: the gradient in the weights of tokens; the others, or the normalizer and the problem's tensors."""
     # Otherwise autograd fills in a zero gradient for every output, one as large as the head among them.
     ctx.set_materialize_grads(False)
     assert tensors[0] is not None
     ctx.dtype = tensors[0].dtype
     ctx.deferred = not grads
     ctx.handed_out = False
-    ctx.save_for_backward(*((normalizer, *tensors) if ctx.deferred else (*grads, grad_unit)))
+    ctx.save_for_backward(weight_grad, *((normalizer, *tensors) if ctx.deferred else (*grads, grad_unit)))
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     terms = len(ctx.needs.inputs)
-    *of_terms, bias_grad = _wanted(ctx, grad_loss)
-    nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 4)
-    return (of_terms[:terms], of_terms[terms:], None, bias_grad, *nothing)
+    *of_terms, bias_grad, weight_grad = _wanted(ctx, grad_loss)
+    nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 6)
+    return (of_terms[:terms], of_terms[terms:], None, bias_grad, None, weight_grad, *nothing)
 
 
 def _wanted(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
-    """For each of `Needs.flat` its gradient, or None."""
+    """For each of `Needs.flat`, and for the weights of tokens, the gradient, or None."""
     if grad_loss is None:
-        return [None] * len(ctx.needs.flat)
+        return [None] * (len(ctx.needs.flat) + 1)
     refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
     if ctx.handed_out:
         raise RuntimeError(
@@ -290,12 +308,16 @@ def _wanted(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
         )
     flops.tell_active_counters()
     # In place only where the gradient of one loss is asked for, not of each of a batch.
-    in_place, saved = not is_batched(grad_loss), ctx.saved_tensors
-    needed = iter(for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss))
-    return [next(needed) if need else None for need in ctx.needs.flat]
+    in_place, (weight_grad, *saved) = not is_batched(grad_loss), ctx.saved_tensors
+    gradients = (
+        for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss) if ctx.needs.any else ()
+    )
+    needed = iter(gradients)
+    flat = [next(needed) if need else None for need in ctx.needs.flat]
+    return [*flat, grad_loss * weight_grad if ctx.weighs else None]
 
 
-def _gradients(ctx: Any, saved: tuple[Tensor, ...], upstream: Tensor, in_place: bool) -> list[Tensor]:
+def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, in_place: bool) -> list[Tensor]:
     """The gradients that are needed, in the order of `Needs.flat`; in the memory of what was saved if that may be."""
     terms, directly = len(ctx.needs.inputs), _nobody_watches((upstream, *saved))
     if ctx.deferred:
@@ -364,24 +386,24 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         mark_frames()
         result = _solved(problem, options, False, new_shapes.ROUND)
         rows = result.rows
-        ctx.needs = problem.needs
+        ctx.needs, ctx.weighs = problem.needs, problem.token_weight_grad
         if not result.grads:
-            ctx.scalars = as_text(problem.spec, options), problem.needs.flat, False
+            ctx.scalars = as_text(problem.spec, options), problem.shift, ctx.weighs, problem.needs.flat, False
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
-        _keep(ctx, result.grads, result.grad_unit, rows.normalizer, tensors)
+        _keep(ctx, result.grads, result.grad_unit, result.weight_grad, rows.normalizer, tensors)
         # Every tensor that a node returns takes time of the host. This one is for statistics.
         return (*rows[:2], rows.normalizer if problem.spec.stats else None, *rows[3:])
 
     @staticmethod
     @never_compiled
     def backward(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        *of_terms, bias_grad = _wanted(ctx, grad_loss)
-        return (None, None, *of_terms, None, bias_grad, None, None, None)
+        *of_terms, bias_grad, weight_grad = _wanted(ctx, grad_loss)
+        return (None, None, *of_terms, None, bias_grad, None, weight_grad, None)
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
     logits, gradients = _flops(args)
-    *_, grads, _ = out_val
+    *_, grads, _, _ = out_val
     return logits + (gradients if grads else 0)
 
 

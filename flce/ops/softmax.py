@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce.backends import get_backend
-from flce.core.numbers import integer
+from flce.core.numbers import check_dtype, integer
 from flce.core.problem import accumulation_dtype
 from flce.ops.arguments import FLOATING, check_tensor, refuse_forward_mode, widened
 from flce.torch_ops.registration import define
@@ -76,8 +76,10 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
     if input.dtype not in FLOATING:
         raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
     dim = integer("dim", dim)
-    if dtype is not None and dtype not in FLOATING:
-        raise TypeError(f"dtype must be None, torch.float16, bfloat16, float32 or float64, got {dtype}")
+    if dtype is not None:
+        check_dtype("dtype", dtype, "None or a torch.dtype")
+        if dtype not in FLOATING:
+            raise TypeError(f"dtype must be None, torch.float16, bfloat16, float32 or float64, got {dtype}")
     dims = max(1, input.dim())  # of no dimensions: as if there were one
     if not -dims <= dim < dims:
         raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")

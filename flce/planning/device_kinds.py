@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from flce.backends import backend_name, has_product, has_product_of
-from flce.core.devices import total_memory
+from flce.core.devices import device_name, find_device, total_memory
 from flce.core.numbers import integer
 
 
@@ -56,6 +56,8 @@ def described(device: torch.device, kind: str | None, memory: int | None) -> Des
         if memory < 1:
             raise ValueError(f"device_memory must be a positive number of bytes, got {memory}")
     if kind is None:
+        if device.index is not None:
+            find_device(device, hint="or device_kind for a GPU that is elsewhere" if device.type == "cuda" else "")
         return Described(backend_name(device), has_product(device), total_memory(device) if memory is None else memory)
     if not isinstance(kind, str):
         raise TypeError(f"device_kind must be a str, got {type(kind).__name__}")
@@ -66,6 +68,13 @@ def described(device: torch.device, kind: str | None, memory: int | None) -> Des
     known = _known(kind)
     backend = backend_name(device, there=True)
     return Described(backend, has_product_of(backend, known.capability), known.memory if memory is None else memory)
+
+
+def kind_text(device: torch.device, kind: str | None) -> str:
+    """The kind of a device that is described, in words."""
+    if kind is not None:
+        return next((name for name in KINDS if name.lower() == kind.lower()), kind)
+    return "a GPU of unknown kind" if device.type == "cuda" and not torch.cuda.is_available() else device_name(device)
 
 
 def _known(kind: str) -> Kind:

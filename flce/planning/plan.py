@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -13,6 +14,15 @@ from flce.planning.dry_run import Count, count
 
 class ChunkPlan(Plan):
     """What a call will do. Made by `flce.plan`; ``str(plan)`` is a summary."""
+
+    device_kind: str | None = None
+    """The device that it was made for, in words; None: that of the call."""
+
+    def made_for(self, device_kind: str) -> ChunkPlan:
+        """The same plan, whose summary names a device."""
+        named = copy.copy(self)
+        vars(named)["device_kind"] = device_kind  # which no pass depends on
+        return named
 
     @functools.cached_property
     def _count(self) -> Count:
@@ -38,7 +48,7 @@ class ChunkPlan(Plan):
         one = 2 * c.num_tokens * sum(c.hidden_sizes) * c.vocab_size  # flops of a product
         logits = "in registers" if self.in_registers else f"in memory in {dtype_text(self.dtypes.logits)}"
         return (
-            f"{c} on {c.device_type} ({c.backend} backend): strategy '{self.strategy}', "
+            f"{c} on {self.device_kind or c.device_type} ({c.backend} backend): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{self.flops / one if one else 0:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB"

@@ -33,6 +33,7 @@ class OracleResult:
     """Empty where there is no weight."""
     grad_bias: Tensor | None
     grad_adapters: list[tuple[Tensor, Tensor]]
+    grad_token_weight: Tensor | None
 
 
 def shifted_target(target: Tensor, ignore_index: int, shift: int) -> tuple[Tensor, Tensor]:
@@ -97,7 +98,7 @@ def oracle(
     moved, is_valid = shifted_target(target.detach().long(), ignore_index, shift)
     y, valid = moved.reshape(-1), is_valid.reshape(-1)
     per_class = input.new_ones(num_classes, dtype=torch.float64) if weight is None else weight.detach().double()
-    per_token = None if token_weight is None else token_weight.detach().double().reshape(-1)
+    per_token = None if token_weight is None else _leaf(token_weight.reshape(-1))
 
     # What the two terms of all tokens are divided by.
     one = input.new_ones((), dtype=torch.float64)
@@ -152,6 +153,7 @@ def oracle(
         grad_weight=input.new_empty(0) if w is None else _grad(w),
         grad_bias=None if b is None else _grad(b),
         grad_adapters=[(whole[f"a{k}"].view(a.shape), _grad(ups[k])) for k, (a, _) in enumerate(adapters)],
+        grad_token_weight=None if per_token is None else _grad(per_token).view(target.shape),
     )
 
 

@@ -18,7 +18,8 @@ from flce.testing.oracle import OracleResult, dense_logits, oracle, shifted_targ
 IGNORED = -100
 # Standard deviation of the logits; about that of a trained model.
 LOGITS_STD = 4.0
-# Which gradients: of the input, the weight, the bias, and of the first and second tensors of all adapters.
+# Which gradients: of the input, the weight, the bias, and of the first and second tensors of all adapters. "t", that of
+# the weights of tokens, is for those who ask for it.
 ALL_GRADS = "xwbaB"
 
 
@@ -49,7 +50,16 @@ class Problem:
             linear_weight=function(self.linear_weight, "w"),
             linear_bias=None if self.linear_bias is None else function(self.linear_bias, "b"),
             adapters=tuple((function(a, "a"), function(up, "B")) for a, up in self.adapters),
+            kwargs=self.kwargs if self.token_weight is None else self._weighted(function(self.token_weight, "t")),
         )
+
+    @property
+    def token_weight(self) -> Tensor | None:
+        weight: Tensor | None = self.kwargs.get("token_weight")
+        return weight
+
+    def _weighted(self, token_weight: Tensor) -> dict[str, Any]:
+        return {**self.kwargs, "token_weight": token_weight}
 
     def to(self, device: torch.device) -> Problem:
         """On another device."""
@@ -66,6 +76,7 @@ class CallResult:
     grad_bias: Tensor | None
     grad_adapters: list[tuple[Tensor | None, Tensor | None]] = field(default_factory=list)
     output: Any = None
+    grad_token_weight: Tensor | None = None
 
 
 def make_problem(
@@ -164,6 +175,7 @@ def stock_loss(
     weight: Tensor | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    token_weight: Tensor | None = None,
 ) -> tuple[Tensor, SimpleNamespace]:
     """The loss of logits that exist, by PyTorch's own operators, and the statistics of each token."""
     z = dense_logits(
@@ -176,10 +188,18 @@ def stock_loss(
     moved, valid = shifted_target(target.long(), ignore_index, shift)
     y = moved.masked_fill(~valid, IGNORED).flatten()
     weight = None if weight is None else weight.to(z.dtype)
-    loss = F.cross_entropy(z, y, weight=weight, reduction=reduction, label_smoothing=label_smoothing)
-    loss = loss.view(target.shape) if reduction == "none" else loss
+    if token_weight is None:
+        loss = F.cross_entropy(z, y, weight=weight, reduction=reduction, label_smoothing=label_smoothing)
+        loss = loss.view(target.shape) if reduction == "none" else loss
+    else:
+        losses = F.cross_entropy(z, y, weight=weight, reduction="none", label_smoothing=label_smoothing)
+        loss = losses.view(target.shape) * token_weight
+        ones = z.new_ones(z.shape[-1]) if weight is None else weight
+        if reduction != "none":
+            loss = loss.sum() / ((ones[y.clamp_min(0)] * valid.flatten()).sum() if reduction == "mean" else 1)
     if z_loss:
         terms = z_loss * (z.logsumexp(-1).view(target.shape) * valid).square()
+        terms = terms if token_weight is None else terms * token_weight
         loss = loss + (terms if reduction == "none" else terms.sum() / (valid.sum() if reduction == "mean" else 1))
     with torch.no_grad():
         log_p = F.log_softmax(z, -1)
@@ -224,7 +244,7 @@ def _leaf(t: Tensor, requires_grad: bool) -> Tensor:
 
 def _tensors(p: Problem) -> list[Tensor]:
     """Those that may have a gradient."""
-    every = (p.input, p.linear_weight, p.linear_bias, *(t for pair in p.adapters for t in pair))
+    every = (p.input, p.linear_weight, p.linear_bias, *(t for pair in p.adapters for t in pair), p.token_weight)
     return [t for t in every if t is not None]
 
 
@@ -234,4 +254,5 @@ def _after_backward(p: Problem, loss: Tensor, output: Any, grad_output: Tensor |
         loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
     bias = None if p.linear_bias is None else p.linear_bias.grad
     adapters = [(a.grad, up.grad) for a, up in p.adapters]
-    return CallResult(loss.detach(), p.input.grad, p.linear_weight.grad, bias, adapters, output)
+    of_weights = None if p.token_weight is None else p.token_weight.grad
+    return CallResult(loss.detach(), p.input.grad, p.linear_weight.grad, bias, adapters, output, of_weights)

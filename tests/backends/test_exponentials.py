@@ -91,12 +91,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 64])
-def test_against_the_oracle(extras: str, skip: bool, rows: int | None, device: torch.device) -> None:
+@pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 64], grads=["xw", "xwt"])
+def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: str, device: torch.device) -> None:
     problem = problem_of(device, **EXTRAS[extras])
     options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
     plan_of(problem, options)
-    check(problem, options=options, grads="xw", stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
+    check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
 
 
 @pairs(grads=["x", "w"], skip=[False, True], rows=[None, 37])

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsWarning, patch_model, staleness
 
 IDS = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -39,15 +40,27 @@ def trained(model: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+@pytest.mark.filterwarnings("error::flce.huggingface.MaterializedLogitsWarning")
 @pytest.mark.parametrize("read", READS)
 def test_after_a_fused_optimizer_step(build: Callable[..., Any], read: str) -> None:
-    """Trainer's default optimizer does not raise tensor versions."""
+    """Trainer's default optimizer does not raise tensor versions. No warning says that logits were computed."""
     model = patch_model(build("Llama"))
     logits = trained(model)
     torch.optim.AdamW(model.parameters(), fused=True).step()
     with pytest.raises(RuntimeError, match=STALE):
         READS[read](logits)
+    assert not flce.report(model).materialized
+
+
+def test_without_the_memory_for_logits(build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs them is named, since that is what to change."""
+    logits = trained(patch_model(build("Llama")))
+    monkeypatch.setattr(LazyLogits, "_compute", lambda self: torch.empty(1 << 60))
+    with (
+        pytest.warns(MaterializedLogitsWarning, match=r"softmax at .*test_late_reads"),
+        pytest.raises(RuntimeError, match=r"memory|allocate"),
+    ):
+        logits.softmax(-1)
 
 
 def test_after_a_step_that_changes_no_sampled_value(build: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import flce
 from flce.huggingface import LazyLogits, MaterializedLogitsError, MaterializedLogitsWarning
 from flce.huggingface.head_call import HeadCall, add_hook
 from flce.huggingface.lazy import is_lazy, make_lazy
@@ -104,6 +105,22 @@ def test_an_added_bias_gets_its_gradient(fused_calls: list[dict[str, Any]]) -> N
     assert fused_calls
     pair.check_gradients(*losses)
     torch.testing.assert_close(biases[1].grad, biases[0].grad)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_weights_of_tokens_get_their_gradient(reduction: str, fused_calls: list[dict[str, Any]]) -> None:
+    pair = Pair()
+    weights = [torch.linspace(0, 1, B * T, dtype=torch.float64).view(B, T).requires_grad_() for _ in range(3)]
+    stock = F.cross_entropy(pair.stock.flatten(0, 1), pair.target.flatten(), reduction="none").view(B, T) * weights[0]
+    lazy: Any = flce.cross_entropy(pair.lazy, pair.target, token_weight=weights[1], reduction=reduction)
+    pair.check_gradients(stock.mean() if reduction == "mean" else stock, lazy)
+    torch.testing.assert_close(weights[1].grad, weights[0].grad)
+    losses = F.cross_entropy(pair.lazy.flatten(0, 1), pair.target.flatten(), reduction="none").view(B, T)
+    (losses * weights[2]).sum().backward()
+    want = weights[0].grad
+    assert want is not None
+    torch.testing.assert_close(weights[2].grad, want * (B * T if reduction == "mean" else 1))
+    assert len(fused_calls) == 2
 
 
 def test_options_reach_the_operator(fused_calls: list[dict[str, Any]]) -> None:

@@ -497,6 +497,12 @@ def test_what_cannot_be_patched(name: str, build: Build) -> None:
     assert type(model).forward is type(build("Llama")).forward
 
 
+@pytest.mark.parametrize("function", [patch_model, unpatch_model, is_patched, flce.report])
+def test_what_is_no_model(function: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=rf"{function.__name__} expects a torch.nn.Module, got str"):
+        function("x")
+
+
 def test_a_model_within_another(build: Build) -> None:
     model = build("Llama")
     assert is_patched(patch_model(nn.Sequential(model)))

@@ -177,7 +177,32 @@ ROWS: list[Row] = [
     ("head 1-d", lambda: good(linear_weight=torch.ones(H)), ValueError, words("linear_weight", rf"\({H},\)")),
     ("head 0-d", lambda: good(linear_weight=torch.tensor(1.0)), ValueError, words("linear_weight")),
     ("H differs", lambda: good(linear_weight=torch.ones(V, H + 1)), ValueError, words(H, H + 1)),
-    ("head transposed", lambda: good(linear_weight=torch.ones(H, V)), ValueError, words(H, V)),
+    (
+        "head transposed",
+        lambda: good(linear_weight=torch.ones(H, V)),
+        ValueError,
+        words(r"must have shape \(V, H\)", rf"got \({H}, {V}\)", r"give linear_weight\.t\(\)"),
+    ),
+    (
+        "head first, as Liger has it",
+        lambda: good(input=torch.ones(V, H), linear_weight=torch.ones(N, H)),
+        ValueError,
+        words("target", "hidden states come first"),
+    ),
+    (
+        "head first, in three dimensions and with a shift",
+        lambda: good(
+            input=torch.ones(V, H), linear_weight=torch.ones(2, 3, H), target=torch.zeros(2, 3).long(), shift=1
+        ),
+        ValueError,
+        words("target", "hidden states come first"),
+    ),
+    (
+        "floating indices",
+        lambda: good(target=torch.zeros(N)),
+        ValueError,
+        words("class probabilities", r"for indices call \.long\(\)"),
+    ),
     ("N differs", lambda: good(target=torch.zeros(N + 1).long()), ValueError, words("target", N, N + 1)),
     ("target too many dims", lambda: good(target=torch.zeros(N, 1).long()), ValueError, words("target", N)),
     ("target 0-d for a batch", lambda: good(target=torch.tensor(0)), ValueError, words("target", N)),
@@ -344,6 +369,7 @@ ROWS: list[Row] = [
     ("unknown statistic", lambda: good(stats=("lse", "mean")), ValueError, words("mean", "lse", "entropy")),
     ("a statistic that is a list", lambda: good(stats=([],)), ValueError, words("unknown stat", "lse", "entropy")),
     ("shift < 0", lambda: good(shift=-1), ValueError, words("shift", "-1")),
+    ("shift > N", lambda: good(shift=N + 1), ValueError, words("length of the sequence", rf"\({N},\)", N + 1)),
     (
         "shift of a 0-d target",
         lambda: good(input=torch.ones(H), target=torch.tensor(0), shift=1),
@@ -433,6 +459,36 @@ ROWS: list[Row] = [
         ValueError,
         words("rows", "tokens", "vocab"),
     ),
+    (
+        "sums in float16",
+        lambda: good(options=flce.ChunkOptions(accum_dtype=torch.float16)),
+        ValueError,
+        "accum_dtype must be bfloat16, float32 or float64, got torch.float16",
+    ),
+    (
+        "logits of integers",
+        lambda: good(options=flce.ChunkOptions(logits_dtype=torch.int64)),
+        ValueError,
+        words("logits_dtype", "got torch.int64"),
+    ),
+    (
+        "a string for the dtype of sums",
+        lambda: good(options=flce.ChunkOptions(accum_dtype="bfloat16")),  # type: ignore[arg-type]
+        TypeError,
+        "accum_dtype must be a torch.dtype, got 'bfloat16': give torch.bfloat16",
+    ),
+    (
+        "a string for the dtype of logits",
+        lambda: good(options=flce.ChunkOptions(logits_dtype="torch.float32")),  # type: ignore[arg-type]
+        TypeError,
+        "logits_dtype must be None or a torch.dtype, got 'torch.float32': give torch.float32",
+    ),
+    (
+        "another string for the dtype of logits",
+        lambda: good(options=flce.ChunkOptions(logits_dtype="half precision")),  # type: ignore[arg-type]
+        TypeError,
+        "got 'half precision'$",
+    ),
     # ---- targets out of range
     (
         "target V",
@@ -475,13 +531,13 @@ ROWS: list[Row] = [
         "target outside, two leading dims",
         lambda: good(input=torch.ones(2, 3, H), target=torch.tensor([[0, 1, 2], [3, 77, 5]])),
         IndexError,
-        words(77),
+        "77 at position 4 of the flattened target is",
     ),
     (
         "target outside, shifted",
         lambda: good(target=torch.tensor([0, 1, 77, 3, 4, 5]), shift=1),
         IndexError,
-        words(77),
+        "77 at position 2 of the flattened target is",
     ),
     (
         "target outside, vocab strategy",
@@ -528,12 +584,6 @@ def test_bad_input_with_gradients(
 
     with pytest.raises(error, match=message):
         call()
-
-
-def test_floating_target_of_the_wrong_shape(backend: str) -> None:
-    """A float64 copy of class indices, say: neither indices nor probabilities."""
-    with pytest.raises((TypeError, ValueError), match=words("target")):
-        flce.fused_linear_cross_entropy(**good(target=torch.zeros(N)))
 
 
 def test_reduction_that_is_no_string(backend: str) -> None:
@@ -592,6 +642,22 @@ MODULE_ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "sizes, kwargs, error, message",
+    [
+        (("a", 5), {}, TypeError, "in_features must be an int, got str"),
+        ((0, 5), {}, ValueError, "in_features must be > 0, got 0"),
+        ((5, -1), {}, ValueError, "num_classes must be > 0, got -1"),
+        ((5, 2.0), {}, TypeError, "num_classes must be an int, got float"),
+        ((5, 2), {"dtype": "bfloat16"}, TypeError, "dtype must be .* got 'bfloat16': give torch.bfloat16"),
+    ],
+    ids=str,
+)
+def test_bad_sizes_of_a_head(sizes: Any, kwargs: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flce.LinearCrossEntropyLoss(*sizes, **kwargs)
+
+
 @pytest.mark.parametrize("kwargs, error, message", [r[1:] for r in MODULE_ROWS], ids=[r[0] for r in MODULE_ROWS])
 def test_bad_input_of_modules(kwargs: dict[str, Any], error: type[Exception], message: str) -> None:
     """Whether it is found when the module is made or when it is called."""
@@ -613,7 +679,9 @@ def test_bad_input_of_modules(kwargs: dict[str, Any], error: type[Exception], me
         ({"adapter_ranks": 8}, TypeError, words("adapter_ranks", "int")),
         ({"reduction": "avg"}, ValueError, words("avg", "mean")),
         ({"options": {"chunk_rows": 1}}, TypeError, words("ChunkOptions")),
+        ({"device": "toaster"}, ValueError, "device must be a device such as 'cuda' or 'cpu', got 'toaster'"),
         ({"dtype": torch.int64}, TypeError, words("int64")),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be a torch.dtype, got 'bfloat16': give torch.bfloat16"),
     ],
     ids=str,
 )

@@ -53,6 +53,7 @@ def run(
     inplace: bool = False,
     stats: tuple[str, ...] = (),
     grad: bool = True,
+    weigh: bool = False,
     grad_output: Tensor | float | None = None,
     **kwargs: Any,
 ) -> CallResult:
@@ -60,27 +61,31 @@ def run(
     memory.requires_grad_(grad)
     logits = view(memory * 1)
     before, version = logits.detach().clone(), logits._version
+    p = p.map(lambda t, letter: t.clone().requires_grad_() if weigh and letter == "t" else t)
     output: Any = flce.cross_entropy(logits, p.target, inplace=inplace, stats=stats, **p.kwargs, **kwargs)
     loss = output.loss if stats else output
-    assert loss.requires_grad == grad
+    assert loss.requires_grad == (grad or weigh)
     if inplace and grad and logits.numel():
         assert logits._version > version
     else:
         torch.testing.assert_close(logits, before, rtol=0, atol=0, equal_nan=True)
-    if grad:
+    if grad or weigh:
         upstream = torch.ones_like(loss) if grad_output is None else torch.as_tensor(grad_output)
         loss.backward(upstream.to(loss.device, loss.dtype).expand_as(loss))
+    if grad:
         assert memory.grad is not None
         # What is not of the view has no gradient.
         assert memory.grad.count_nonzero() == view(memory.grad).count_nonzero()
-    return CallResult(loss.detach(), view(memory.grad) if memory.grad is not None else None, None, None, output=output)
+    of_logits = None if memory.grad is None else view(memory.grad)
+    of_weights = None if p.token_weight is None else p.token_weight.grad
+    return CallResult(loss.detach(), of_logits, None, None, output=output, grad_token_weight=of_weights)
 
 
 def check(p: Problem, layout: str = "contiguous", tolerance: float | None = None, **how: Any) -> CallResult:
     outcome = run(p, layout, **how)
     expected = run_oracle(p, grad_output=how.get("grad_output"))
     allowed = TOLERANCE[p.input.dtype] if tolerance is None else tolerance
-    grads = "x" if how.get("grad", True) else ""
+    grads = "x" * how.get("grad", True) + "t" * how.get("weigh", False)
     assert_outcome(outcome, expected, p, tolerance=allowed, grads=grads, stats=how.get("stats", ()))
     return outcome
 
@@ -104,6 +109,7 @@ def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
         "inplace": row["inplace"],
         "stats": stats,
         "grad": row["grad"],
+        "weigh": "T" in row["weights"],
         "grad_output": upstream_of(p),
     }
     if row["inplace"] and row["grad"] and not LAYOUTS[row["layout"]][2]:
@@ -354,6 +360,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"movedim\(1, -1\)",
     ),
+    ("floating indices", {"target": torch.zeros(6)}, ValueError, r"class probabilities, for indices call \.long\(\)"),
     ("probabilities of another V", {"target": torch.ones(6, 21)}, ValueError, r"target.*\(6, 20\).*\(6, 21\)"),
     ("probabilities, shift", {"target": torch.ones(6, 20), "shift": 1}, ValueError, "shift"),
     ("probabilities, in place", {"target": torch.ones(6, 20), "inplace": True}, ValueError, "inplace"),
@@ -369,12 +376,18 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("z_loss", {"z_loss": -1.0}, ValueError, "z_loss"),
     ("stats", {"stats": ("mean",)}, ValueError, "mean"),
     ("shift < 0", {"shift": -1}, ValueError, "shift"),
+    ("shift > N", {"shift": 7}, ValueError, r"length of the sequence.*\(6,\).*got 7"),
     ("shift of a 0-d target", {"logits": torch.ones(9), "target": torch.tensor(0), "shift": 1}, ValueError, "shift"),
     ("num_items of a mean", {"num_items": 3}, ValueError, "num_items.*mean"),
     ("inplace a number", {"inplace": 1}, TypeError, "inplace.*int"),
     ("process_group a string", {"process_group": "world"}, TypeError, "process_group.*str"),
     ("vocab_size without a group", {"vocab_size": 40}, ValueError, "vocab_size=40.*process_group"),
-    ("target V", {"target": torch.tensor([0, 1, 20, 3, 4, 5])}, IndexError, r"20 at position 2"),
+    (
+        "target V",
+        {"target": torch.tensor([0, 1, 20, 3, 4, 5])},
+        IndexError,
+        "20 at position 2 of the",
+    ),
     ("target -1", {"target": torch.tensor([0, 1, 2, 3, -1, 5])}, IndexError, r"-1 at position 4"),
     (
         "target of a transposed batch",
@@ -382,6 +395,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         IndexError,
         "77 at position 2",
     ),
+    ("target 20, shifted", {"target": torch.tensor([0, 1, 20, 3, 4, 5]), "shift": 2}, IndexError, "20 at position 2"),
     ("positional reduction", {"reduction": None}, ValueError, "reduction"),
 ]
 

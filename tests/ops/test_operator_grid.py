@@ -90,7 +90,7 @@ def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
         problem,
         options=chunk_options(problem, CHUNKING[row["chunking"]], row["grads"], stats, skip_ignored=row["skip"]),
         stats=stats,
-        grads=row["grads"],
+        grads=row["grads"] + "t" * ("T" in row["weights"]),
         grad_output=upstream_of(problem),
     )
 

@@ -26,7 +26,9 @@ FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, 
 # Of the largest element. Half precision: the formulas are what is looked at here; test_numerics.py has the exactness.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 0.02}
 ASKED = st.sets(st.sampled_from(STATS)).map(lambda names: tuple(sorted(names)))
-GRADS = st.sampled_from([ALL_GRADS, ALL_GRADS, "x", "w", "xw", "b", "xaB", "aB", "a", "B", ""])
+GRADS = st.sampled_from(
+    [ALL_GRADS, ALL_GRADS, ALL_GRADS + "t", "xt", "t", "x", "w", "xw", "b", "xaB", "aB", "a", "B", ""]
+)
 
 
 @st.composite
@@ -76,7 +78,7 @@ def heads(draw: st.DrawFn) -> dict[str, Any]:
     return {
         **call,
         "leading": leading,
-        "shift": call["shift"] if leading else 0,
+        "shift": min(call["shift"], *leading[-1:]) if leading else 0,
         "hidden": draw(st.integers(1, 9)),
         "bias": draw(st.booleans()),
         "adapter_ranks": draw(st.just(()) | st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)),
@@ -104,6 +106,7 @@ def test_linear_cross_entropy(
     problem = make_problem(**call, device=device)
     how = expectation(problem, call, stats)
     missing = ("" if call["bias"] else "b") + ("" if call["adapter_ranks"] else "aB")
+    missing += "" if call["token_weight"] else "t"
     how["grads"] = grads = "".join(key for key in grads if key not in missing)
     chunking = dict(chunking)
     beyond = chunking.pop("beyond", None)
@@ -120,6 +123,7 @@ def test_linear_cross_entropy(
     layout=st.sampled_from(list(logits.LAYOUTS)),
     inplace=st.booleans(),
     grad=st.booleans(),
+    weigh=st.booleans(),
     stats=ASKED,
 )
 def test_cross_entropy_of_logits(
@@ -130,11 +134,14 @@ def test_cross_entropy_of_logits(
     layout: str,
     inplace: bool,
     grad: bool,
+    weigh: bool,
     stats: Any,
 ) -> None:
+    call = {**call, "shift": min(call["shift"], leading[1])}
     problem = logits.make(leading, **call, device=device)
     inplace = inplace and logits.LAYOUTS[layout][2]
-    test_cross_entropy.check(problem, layout, inplace=inplace, grad=grad, **expectation(problem, call, stats))
+    how = {"inplace": inplace, "grad": grad, "weigh": weigh and call["token_weight"]}
+    test_cross_entropy.check(problem, layout, **how, **expectation(problem, call, stats))
 
 
 @st.composite

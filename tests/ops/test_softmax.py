@@ -447,6 +447,7 @@ def test_double_backward_in_lower_precision(name: str, backend: str, device: tor
         ((torch.ones(3, dtype=torch.int64),), TypeError, "float16, bfloat16, float32 or float64, got torch.int64"),
         ((torch.ones(3, dtype=torch.complex64),), TypeError, "complex64"),
         ((torch.ones(3), 0, torch.int32), TypeError, "dtype must be .* got torch.int32"),
+        ((torch.ones(3), 0, "float32"), TypeError, "dtype must be .* got 'float32': give torch.float32"),
         ((torch.ones(3), 0.0), TypeError, "dim must be an int, got float"),
         ((torch.ones(3), True), TypeError, "dim must be an int, got bool"),
         ((torch.ones(3), None), TypeError, "dim must be an int, got NoneType"),

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1},
     "none": {"reduction": "none", "token_weight": True, "ignored": 0.3, "softcap": 3.0, "label_smoothing": 0.1},
     "sum": {"reduction": "sum", "num_items": 7, "ignore_index": 3, "ignored": 0.2, "shift": 1},
+    "mean": {"token_weight": True, "class_weight": True, "z_loss": 0.1, "ignored": 0.3},
 }
 INPLACE = (False, True)
 
@@ -98,6 +99,7 @@ def one_case(
     upstream = torch.linspace(0.5, 2.0, 12, dtype=torch.float64).view(3, 4)
     upstream = upstream if kwargs.get("reduction") == "none" else upstream.mean()
     memory = p.input[..., start:stop].contiguous().requires_grad_()
+    p = p.map(lambda t, letter: t.clone().requires_grad_() if letter == "t" else t)
     out: Any = flce.cross_entropy(
         memory * 1,
         p.target,
@@ -115,8 +117,9 @@ def one_case(
         # The other processes' columns, which no test here can see, as they should be.
         whole = expected.grad_input.clone()
         whole[..., start:stop] = memory.grad
-        outcome = CallResult(out.loss.detach(), whole, None, None, output=out)
-        assert_outcome(outcome, expected, p, tolerance=tolerance, grads="x", stats=STATS)
+        of_weights = None if p.token_weight is None else p.token_weight.grad
+        outcome = CallResult(out.loss.detach(), whole, None, None, output=out, grad_token_weight=of_weights)
+        assert_outcome(outcome, expected, p, tolerance=tolerance, grads="xt", stats=STATS)
     torch.testing.assert_close(memory.grad.double(), expected.grad_input[..., start:stop], rtol=tolerance, atol=1e-3)
 
 
@@ -176,15 +179,15 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     assert x.grad is not None
 
 
-def worker(rank: int, store: str, errors: str) -> None:
+def worker(rank: int, store: str, errors: str, has_triton: bool) -> None:
     torch.set_num_threads(1)
-    if os.environ["FLCE_TEST_TRITON"] == "1":
+    if has_triton:
         quick_interpreter.hasten()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     what = "start"
     try:
         world, pair = dist.group.WORLD, dist.new_group([0, 1])
-        for backend in ("torch", *(["triton"] if os.environ["FLCE_TEST_TRITON"] == "1" else [])):
+        for backend in ("torch", *(["triton"] if has_triton else [])):
             os.environ["FLCE_BACKEND"] = backend
             for (name, kwargs), inplace in itertools.product(CASES.items(), INPLACE):
                 # 37: 13, 13, 11 classes; 4: 2, 2 and none.
@@ -205,7 +208,7 @@ def worker(rank: int, store: str, errors: str) -> None:
     dist.destroy_process_group()
 
 
-def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_processes(tmp_path: Path) -> None:
     """All cases in one start of the processes, of which what they import takes most: it is imported once for all."""
     try:
         import triton  # noqa: F401
@@ -213,11 +216,10 @@ def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         has_triton = not torch.cuda.is_available()
     except ImportError:
         has_triton = False
-    monkeypatch.setenv("FLCE_TEST_TRITON", str(int(has_triton)))
     try:
         multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.tensor", "triton", "flce"])
         mp.start_processes(  # type: ignore[attr-defined]
-            worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=3, start_method="forkserver"
+            worker, (str(tmp_path / "store"), str(tmp_path), has_triton), nprocs=3, start_method="forkserver"
         )
     except Exception:
         said = "\n".join(path.read_text() for path in sorted(tmp_path.glob("[012]")))

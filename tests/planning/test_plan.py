@@ -212,6 +212,17 @@ def test_summary() -> None:
     assert "\n" not in text.strip() or len(text) < 2000
 
 
+def test_a_summary_names_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same shape takes 1468 MiB on one device and 2004 MiB on another."""
+    plan = functools.partial(flce.plan, 8192, 4096, 128256, torch.bfloat16)
+    assert " on H200 (triton backend)" in str(plan(device_kind="h200"))
+    assert " on sm_90 (triton backend)" in str(plan(device_kind="sm_90"))
+    assert " on cpu (" in str(plan(device="cpu"))
+    assert plan(device="cpu") == plan(device="cpu").made_for("another")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert " on a GPU of unknown kind (" in str(plan())
+
+
 def test_summary_does_not_contradict_itself() -> None:
     """The number of products is that of the TFLOP; blocks are counted as they are made, the first of them wider."""
     again = plan_on_h200((8192, 4096, 128256), max_workspace_bytes=592 * MIB)
@@ -898,6 +909,7 @@ def test_memory_of_a_device_that_is_described() -> None:
         ({"device_kind": "H300"}, ValueError, "device_kind must be one of A100-40GB, .*'sm_90', got 'H300'"),
         ({"device_kind": "H200", "device": "cpu"}, ValueError, "device_kind='H200' is a kind of NVIDIA GPU, got"),
         ({"device_kind": 90}, TypeError, "device_kind must be a str, got int"),
+        ({"device": "cuda:77"}, ValueError, "no device 'cuda:77' here: .* or device_kind for a GPU that is elsewhere"),
         ({"device_memory": 0}, ValueError, "device_memory must be a positive number of bytes, got 0"),
         ({"device_memory": "80GiB"}, TypeError, "device_memory must be an int, got"),
     ],

@@ -90,23 +90,27 @@ def linear(
     form: str = "function",
     grads: str = ALL_GRADS,
     ranks: tuple[int, ...] = (2,),
+    weigh: bool = False,
     **options: Any,
 ) -> Row:
     def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
         p = make_problem(
             (2, tokens), 8, vocab, dtype=dtype, device=device, bias=True, class_weight=True, adapter_ranks=ranks,
-            ignored=0.2, reduction=reduction, **SCALARS,
+            ignored=0.2, reduction=reduction, token_weight=weigh, **SCALARS,
         )  # fmt: skip
+        weights = [p.kwargs.pop("token_weight")] if weigh else []
         chunking, stats = flce.ChunkOptions(**options), STATS if reduction == "none" else ()
         fixed: dict[str, Any] = {**p.kwargs, "stats": stats, "options": chunking}
         count = torch.tensor(7, device=device) if reduction == "sum" else None
         stateless = flce.FusedLinearCrossEntropyLoss(**fixed)
         owner = flce.LinearCrossEntropyLoss(8, vocab, True, device="meta", **fixed)
 
-        def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor, *adapters: Tensor) -> tuple[Tensor, ...]:
-            (y,) = data
+        def call(data: tuple[Tensor, ...], x: Tensor, w: Tensor, b: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+            (y,), adapters = data, others[: 2 * len(ranks)]
             more: dict[str, Any] = {"adapters": list(zip(adapters[::2], adapters[1::2], strict=True))}
             more["num_items"] = count
+            if weigh:
+                more["token_weight"] = others[-1]
             if form == "stateless module":
                 return results_of(stateless(x, w, y, b, **more))
             if form == "module":
@@ -114,30 +118,37 @@ def linear(
                 return results_of(torch.func.functional_call(owner, head, (x, y), more))
             return results_of(flce.fused_linear_cross_entropy(x, w, y, linear_bias=b, **more, **fixed))
 
-        def stock(x: Tensor, w: Tensor, b: Tensor, *adapters: Tensor) -> Tensor:
-            z = F.linear(x, w, b)
+        def stock(x: Tensor, w: Tensor, b: Tensor, *others: Tensor) -> Tensor:
+            z, adapters = F.linear(x, w, b), others[: 2 * len(ranks)]
             for a, up in zip(adapters[::2], adapters[1::2], strict=True):
                 z = z + F.linear(a, up)
-            return stock_loss(z, p.target, **p.kwargs)[0] / (1 if count is None else count)
+            more: dict[str, Any] = {"token_weight": others[-1]} if weigh else {}
+            return stock_loss(z, p.target, **p.kwargs, **more)[0] / (1 if count is None else count)
 
         assert p.linear_bias is not None
-        keys = "xwb" + "aB" * len(ranks)
-        tensors = (p.input, p.linear_weight, p.linear_bias, *itertools.chain(*p.adapters))
+        keys = "xwb" + "aB" * len(ranks) + "t" * weigh
+        tensors = (p.input, p.linear_weight, p.linear_bias, *itertools.chain(*p.adapters), *weights)
         leaves = tuple(t.requires_grad_(key in grads) for key, t in zip(keys, tensors, strict=True))
         return Sample(leaves, (p.target,), call, stock)
 
-    once = reduction != "none" and options.get("strategy") != "vocab"
+    once = reduction != "none" and options.get("strategy") != "vocab" and grads != "t"
     return Row("fused_linear_cross_entropy", make, once)
 
 
 def logits(
-    reduction: str = "mean", inplace: bool = False, view: str = "whole", module: bool = False, targets: str = "indices"
+    reduction: str = "mean",
+    inplace: bool = False,
+    view: str = "whole",
+    module: bool = False,
+    targets: str = "indices",
+    weigh: bool = False,
 ) -> Row:
     def make(dtype: torch.dtype, device: Any, tokens: int, vocab: int) -> Sample:
         p = make_problem(
             (2, tokens), None, vocab, dtype=dtype, device=device, class_weight=True, ignored=0.2, reduction=reduction,
-            **SCALARS,
+            token_weight=weigh, **SCALARS,
         )  # fmt: skip
+        weights = [p.kwargs.pop("token_weight").requires_grad_()] if weigh else []
         stats: tuple[str, ...] = STATS
         target, kwargs = p.target[..., None], dict(p.kwargs)
         if targets == "probabilities":
@@ -146,19 +157,22 @@ def logits(
         count = torch.tensor(7, device=device) if reduction == "sum" else None
         function = flce.CrossEntropyLoss(**fixed) if module else None
 
-        def call(data: tuple[Tensor, ...], x: Tensor) -> tuple[Tensor, ...]:
+        def weighted(weights: tuple[Tensor, ...]) -> dict[str, Any]:
+            return {"token_weight": VIEWS[view](weights[0][..., None])[..., 0]} if weights else {}
+
+        def call(data: tuple[Tensor, ...], x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
             z, y = VIEWS[view](2 * x), VIEWS[view](data[0])
             y = y if y.is_floating_point() else y[..., 0]
+            more: dict[str, Any] = {"num_items": count, **weighted(weights)}
             if function is not None:
-                return results_of(function(z, y, num_items=count))
-            return results_of(flce.cross_entropy(z, y, num_items=count, **fixed))
+                return results_of(function(z, y, **more))
+            return results_of(flce.cross_entropy(z, y, **more, **fixed))
 
-        def stock(x: Tensor) -> Tensor:
-            return stock_loss(VIEWS[view](2 * x), VIEWS[view](target)[..., 0], **kwargs)[0] / (
-                1 if count is None else count
-            )
+        def stock(x: Tensor, *weights: Tensor) -> Tensor:
+            loss, _ = stock_loss(VIEWS[view](2 * x), VIEWS[view](target)[..., 0], **kwargs, **weighted(weights))
+            return loss / (1 if count is None else count)
 
-        return Sample((p.input.requires_grad_(),), (target,), call, stock)
+        return Sample((p.input.requires_grad_(), *weights), (target,), call, stock)
 
     return Row("cross_entropy", make, once=inplace)
 
@@ -187,6 +201,10 @@ ROWS: dict[str, Row] = {
         for strategy in STRATEGIES
     },
     "linear frozen": linear("none", grads="xaB", ranks=(2, 3)),
+    "linear weighted mean": linear(grads=ALL_GRADS + "t", weigh=True, strategy="tokens", chunk_rows=4),
+    "linear weighted sum": linear("sum", form="stateless module", grads="xwbt", ranks=(), weigh=True, strategy="vocab"),
+    "linear weighted none": linear("none", grads="xwbt", ranks=(), weigh=True),
+    "linear weights alone": linear(grads="t", ranks=(), weigh=True, form="module"),
     "module": linear(form="module", ranks=()),
     "stateless module": linear("sum", form="stateless module"),
     "logits mean": logits(),
@@ -196,12 +214,17 @@ ROWS: dict[str, Row] = {
     "logits sum in place": logits("sum", inplace=True, module=True),
     "logits none in place": logits("none", inplace=True, view="transposed slice"),
     "logits module": logits(module=True),
+    "logits weighted mean": logits(weigh=True, module=True),
+    "logits weighted none": logits("none", weigh=True, view="transposed slice"),
+    "logits weighted mean in place": logits(weigh=True, inplace=True),
+    "logits weighted none in place": logits("none", weigh=True, inplace=True, view="transposed slice"),
     "softmax": softmax("softmax"),
     "log_softmax": softmax("log_softmax", 1, view="transposed slice"),
 }
 # For Triton's interpreter, which is slow: every kernel that takes part in a backward.
 INTERPRETED = (
     "linear mean tokens", "linear none vocab", "logits none", "logits mean in place", "logits none in place",
+    "linear weighted mean", "logits weighted mean in place",
     "softmax", "log_softmax",
 )  # fmt: skip
 
@@ -428,7 +451,8 @@ def check_operators(row: Row, dtype: torch.dtype, device: torch.device, monkeypa
         if sample.wanted:
             torch.autograd.grad(result, sample.wanted, torch.full_like(result, 0.5))
     assert forward.of
-    assert bool(backward.of) == bool(sample.wanted)
+    # That of weights alone is a product of PyTorch's.
+    assert bool(backward.of) == bool(sample.wanted and row is not ROWS["linear weights alone"])
     tolerance: dict[str, Any] = {} if dtype == f32 else {"rtol": 1e-2, "atol": 1e-2}
     for op, call in {**backward.of, **forward.of}.items():
 

@@ -32,8 +32,8 @@ ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
 # CUDA's caching allocator rounds each allocation up to a multiple of this.
 BLOCK = 512
-# Integer tensors with up to this number of entries have values (more, if there are more tokens): positions, and masks
-# that models read to find padding. A mask of tokens by tokens is larger and has none.
+# Tensors that follow from the tokens and from constants have values: positions, and masks that models read to find
+# padding. They have up to this number of entries, or more if there are more tokens; masks of tokens by tokens do not.
 KNOWN_ENTRIES = 1 << 20
 
 _aten = torch.ops.aten
@@ -41,6 +41,10 @@ _aten = torch.ops.aten
 
 class ValuesNeededError(RuntimeError):
     """The model's forward depends on values of its activations: it cannot be run without them."""
+
+
+class BudgetError(ValueError):
+    """No plan of the loss keeps its budget."""
 
 
 class StepMeter(TorchDispatchMode):
@@ -104,16 +108,18 @@ class StepMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
-        if func is _aten._local_scalar_dense.default:
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return self._value(args[0])
         if func is torch.ops.flce.linear_cross_entropy.default:
             return self._fused_loss(args)
         if func is torch.ops.flce.linear_cross_entropy_backward.default:
             return self._fused_backward(func, args)
+        if func is _aten.embedding.default:
+            self._check_rows(*args[:2])
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as error:
-            raise ValuesNeededError(f"{func} of a tensor without values: {error}") from error
+            raise ValuesNeededError(f"the shape of a result of {func} depends on values of activations") from error
         made = _tensors(result)
         if self._is_on_the_device(given):
             for tensor in made:
@@ -135,7 +141,10 @@ class StepMeter(TorchDispatchMode):
 
     def _fused_loss(self, args: Any) -> Any:
         args = self._autocasted(args)
-        result, plan = linear_cross_entropy.rehearsed(args, self.device)
+        try:
+            result, plan = linear_cross_entropy.rehearsed(args, self.device)
+        except ValueError as error:
+            raise BudgetError(f"{error}") from None
         *_, gradients, _ = result
         for tensor in _tensors(result):
             self.hold(tensor, LOSS)
@@ -169,7 +178,7 @@ class StepMeter(TorchDispatchMode):
     # --------------------------------------------------------------------------------------------------- values
 
     def know(self, tensor: Tensor, value: Tensor) -> None:
-        """Note the values of an integer tensor: those of tensors made from it follow."""
+        """Note the values of a tensor: those of tensors made from it follow."""
         self._values[tensor] = value
         self._known_entries = max(self._known_entries, 2 * value.numel())
 
@@ -178,15 +187,34 @@ class StepMeter(TorchDispatchMode):
             raise ValuesNeededError("the model's forward asks for the value of an activation")
         return self._values[tensor].item()
 
+    def _check_rows(self, table: Tensor, indices: Tensor) -> None:
+        """An embedding of rows that are not there: on a GPU the kernel fails, without values nothing does."""
+        known = self._values.get(indices)
+        if known is not None and known.numel() and int(known.max()) >= len(table):
+            raise IndexError(f"row {int(known.max()):,} is asked of an embedding with {len(table):,} rows")
+
     def _follow_values(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], made: list[Tensor]) -> None:
-        small = made and all(not t.is_floating_point() and t.numel() <= self._known_entries for t in made)
-        if not small or not all(t in self._values for t in given):
+        if not any(tensor.is_meta for tensor in made):
             return
-        args, kwargs = tree_map_only(Tensor, self._values.__getitem__, (args, dict(kwargs)))
+        follows = not (torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__)
+        if not follows or not all(t in self._values or not t.is_meta for t in given):
+            self._forget([tensor for tensor in made if any(tensor is other for other in given)])
+            return
+        if any(t.numel() > self._known_entries for t in made):
+            return
+        args, kwargs = tree_map_only(Tensor, lambda t: self._values.get(t, t), (args, dict(kwargs)))
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         for tensor, value in zip(made, _tensors(func(*args, **kwargs)), strict=True):
             self._values[tensor] = value
+
+    def _forget(self, written: list[Tensor]) -> None:
+        """The values of what was written to, and of its views: what was written is not known."""
+        storages = {tensor.untyped_storage()._cdata for tensor in written}
+        if not storages:
+            return
+        for tensor in [known for known in self._values if known.untyped_storage()._cdata in storages]:
+            del self._values[tensor]
 
 
 def _module(frame: FrameType) -> str:
@@ -265,6 +293,8 @@ class OnGpu(TorchFunctionMode):
             return _attention(*args, **kwargs)
         if func is F.dropout:
             return _dropout(*args, **kwargs)
+        if func is Tensor.__getitem__:
+            args = args[0], _with_tensors(args[1])
         return func(*args, **kwargs)
 
     def _narrowed(self, tensor: Tensor) -> Tensor:
@@ -291,6 +321,13 @@ _AUTOCAST_WIDENS = {F.layer_norm, F.cross_entropy, F.nll_loss, torch.pow, Tensor
 def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A floating tensor in another dtype, as autocast casts it: it leaves integers and float64 alone."""
     return tensor if not tensor.is_floating_point() or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _with_tensors(index: Any) -> Any:
+    """An index with tensors of the CPU for its lists of numbers, which PyTorch would make without values."""
+    if not isinstance(index, tuple):
+        return index
+    return tuple(torch.tensor(each) if isinstance(each, list) else each for each in index)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -8,11 +8,9 @@ what backward holds for a moment, as far as they are there at the same time.
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flce.core.options import ChunkOptions
+from flce.huggingface.estimate.language_model import StepInputs, make_model, one_line, positions
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,
@@ -28,6 +27,7 @@ from flce.huggingface.estimate.rehearsal import (
     OPTIMIZER,
     TEMPORARY,
     WEIGHTS,
+    BudgetError,
     OnGpu,
     StepMeter,
 )
@@ -120,33 +120,18 @@ class Variant:
 VARIANTS = tuple(Variant(patched, checkpointing) for checkpointing in (True, False) for patched in (False, True))
 
 
-def load_config(path: Path) -> Any:
-    """The config of Transformers in a ``config.json``, or in a folder that has one.
-
-    Raises:
-        ValueError: there is none, or none of a model that this Transformers knows.
-    """
-    from transformers import CONFIG_MAPPING
-
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        where = f"{path} has no config.json" if path.is_dir() else f"{path} does not exist"
-        raise ValueError(f"{where}: give the folder of a model of Transformers, or its config.json")
-    try:
-        values = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}): give a model's config.json") from None
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise ValueError(f"{file} has the model_type {kind!r}, which the Transformers installed does not know")
-    try:
-        return CONFIG_MAPPING[kind].from_dict(values)
-    except Exception as error:  # Transformers has classes of its own for what is wrong with a config
-        raise ValueError(f"{file} has values that Transformers refuses: {_one_line(error)}") from None
+class StepError(RuntimeError):
+    """A model cannot run a step, or not without values."""
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence."""
+
+    tokens: int
+    """0: there is none."""
+    obstacle: str | None
+    """Why a longer one cannot be, where that is not the memory."""
 
 
 class TrainingMemory:
@@ -158,32 +143,43 @@ class TrainingMemory:
         device: the GPU, as `flce.planning.device_kinds.described` tells it.
 
     Raises:
-        ValueError: Transformers has no causal language model for the config, or cannot make it.
+        ValueError: `make_model` or `StepInputs` of `language_model.py` cannot make a model or its inputs.
     """
 
     def __init__(self, config: Any, training: Training, device: Described) -> None:
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ValueError(f"a {config.model_type} is no causal language model of Transformers")
         self.training, self.device, self.config = training, device, config
-        try:
-            with torch.device("meta"), _quiet():
-                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=training.dtype).train()
-        except Exception as error:  # whatever the model's own code makes of sizes that do not go together
-            raise ValueError(f"no {config.model_type} can be made of this config: {_one_line(error)}") from None
+        with _quiet():
+            self.model: Any = make_model(config, training.dtype)
+        self.inputs = StepInputs(self.model)
         head = self._head()
         if training.frozen_head and head is not None:
             head.weight.requires_grad_(False)
+        if min(self.head_shape) < 1:
+            vocab, hidden = self.head_shape
+            raise ValueError(f"the head has V = {vocab} and H = {hidden}: expected positive numbers")
+        self.positions = positions(config)
         self._known: dict[tuple[int, Variant], StepMemory] = {}
+
+    @property
+    def variants(self) -> list[Variant]:
+        """Those that the model can be trained in."""
+        able = getattr(self.model, "supports_gradient_checkpointing", False)
+        return [variant for variant in VARIANTS if able or not variant.checkpointing]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the model or its step has not, or has besides a sequence of tokens, in sentences."""
+        kind = type(self.model).__name__
+        lacking = [] if len(self.variants) == len(VARIANTS) else [f"A {kind} has no gradient checkpointing."]
+        return [*self.inputs.remarks, *lacking]
 
     @property
     def head_shape(self) -> tuple[int, int]:
         """V and H of the output embedding; the config's where the model has none."""
         head: Any = self._head()
         if head is None:
-            text = self.config.get_text_config()
-            return text.vocab_size, text.hidden_size
+            text = self.config.get_text_config(decoder=True)
+            return getattr(text, "vocab_size", 0), getattr(text, "hidden_size", getattr(text, "d_model", 0))
         return tuple(head.weight.shape)
 
     @property
@@ -194,20 +190,26 @@ class TrainingMemory:
         """What a step takes with sequences of ``length`` tokens.
 
         Raises:
-            ValuesNeededError: the model cannot be run without values.
-            ValueError: no plan of the loss keeps its budget.
+            StepError: the model cannot run such a step, or not without values.
+            BudgetError: no plan of the loss keeps its budget.
         """
         key = length, variant
         if key not in self._known:
-            with _quiet(), self._as(variant):
-                self._known[key] = self._rehearse(length)
+            try:
+                with _quiet(), self._as(variant):
+                    self._known[key] = self._rehearse(length)
+            except BudgetError:
+                raise
+            except Exception as error:  # whatever the model's own code makes of such a sequence
+                kind, sizes = type(self.model).__name__, f"{self.training.batch_size} x {length:,} tokens"
+                raise StepError(f"{kind} cannot run a step of {sizes}: {one_line(error)}") from error
         return self._known[key]
 
-    def longest(self, variant: Variant, memory: int, start: int = 4096) -> int:
-        """Tokens of the longest sequence that fits ``memory`` bytes; 0 if none does.
+    def longest(self, variant: Variant, memory: int, start: int = 4096) -> Longest:
+        """The longest sequence that fits ``memory`` bytes.
 
         A line through two lengths says what to try next. The answer is a length that was tried and fits. It takes 99%
-        of the memory, or 1% more tokens do not fit.
+        of the memory, or 1% more tokens do not fit, or the model cannot run 1% more.
 
         Args:
             start: the first length that is tried.
@@ -215,21 +217,22 @@ class TrainingMemory:
         room = memory - CONTEXT
         low, high = 0, MOST_TOKENS // self.training.batch_size + 1  # known to fit, known not to
         tried: list[tuple[int, int]] = []
-        length = start
+        length, obstacle = start, None
         while high - low > max(1, low // 100):
             length = min(max(length, low + 1), high - 1)
             try:
                 peak = self.step(length, variant).peak_bytes
-            except ValueError:  # no plan of the loss keeps its budget
-                high = length
-                length = (low + high) // 2
+            except (StepError, BudgetError) as error:
+                high, obstacle = length, one_line(error)
+                likely = [n for n in (self.positions, (self.positions or 0) + 1) if n is not None and low < n < high]
+                length = likely[0] if likely else (low + high) // 2
                 continue
             tried.append((length, peak))
-            low, high = (length, high) if peak <= room else (low, length)
+            low, high, obstacle = (length, high, obstacle) if peak <= room else (low, length, None)
             if low == length and peak >= CLOSE * room:
                 break
             length = _next(tried, low, high, room)
-        return low
+        return Longest(low, obstacle)
 
     # ------------------------------------------------------------------------------------------------- one step
 
@@ -273,10 +276,12 @@ class TrainingMemory:
             meter.hold(tensor, WEIGHTS, for_good=True)
         meter.hold_bytes(sum(map(optimizer.state, trained)), OPTIMIZER)
         meter.hold_bytes(LIBRARIES, TEMPORARY)
-        values = torch.ones(training.batch_size, length, dtype=torch.int64)
-        ids = torch.empty_like(values, device="meta")
-        meter.hold(ids, ACTIVATIONS)
-        meter.know(ids, values)
+        inputs, values = self.inputs.tensors(training.batch_size, length, training.dtype)
+        for name, given in inputs.items():
+            if isinstance(given, Tensor):
+                meter.hold(given, ACTIVATIONS)
+            if name in values:
+                meter.know(given, values[name])
         if training.accumulation:
             for p in trained:
                 p.grad = torch.empty_like(p)
@@ -288,7 +293,7 @@ class TrainingMemory:
         try:
             with meter:
                 with OnGpu(training.autocast):
-                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                    loss = model(**inputs).loss
                 if meter.category == ACTIVATIONS:  # the head was not called as a layer
                     meter.category = TEMPORARY
                 torch.autograd.backward([loss])

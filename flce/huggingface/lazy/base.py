@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flce.huggingface.head_call import HeadCall, watch_gradient
 from flce.huggingface.lazy.state import State
-from flce.huggingface.staleness import versions_of
-from flce.huggingface.usage import ASKED_FOR, say_materialized
+from flce.huggingface.staleness import StaleLogitsError, versions_of
+from flce.huggingface.usage import ASKED_FOR, forbid_materialized, say_materialized
 from flce.huggingface.wrappers import outside_of_checkpoint
 
 LazyT = TypeVar("LazyT")
@@ -331,8 +331,27 @@ def note_passing(calls: Sequence[HeadCall], value: Any) -> None:
         call.passed_by |= value.requires_grad
 
 
-def tell_materialized(state: State, func: Any) -> None:
-    """Count, and warn or raise, as ``patch_model`` was told to. ``func``: what needs the logits."""
-    if not torch.compiler.is_compiling():  # it has no frames to look at, and a warning would break the graph
-        usage = state.calls[0].usage if state.calls else None
-        say_materialized(func, state.settings.on_materialize, usage, state.requires_grad)
+def told(state: State, func: Any, compute: Callable[[], Tensor]) -> Tensor:
+    """The logits that ``compute`` returns, counted and with a warning, or an error, as ``patch_model`` was told to.
+
+    Where they can no longer be computed, nothing is said of logits that were.
+
+    Args:
+        state: of the logits.
+        func: what needs them.
+        compute: computes them.
+    """
+    if torch.compiler.is_compiling():  # it has no frames to look at, and a warning would break the graph
+        return compute()
+    usage = state.calls[0].usage if state.calls else None
+    needed = func, state.settings.on_materialize, usage, state.requires_grad
+    forbid_materialized(*needed)
+    try:
+        logits = compute()
+    except StaleLogitsError:
+        raise
+    except Exception:  # memory, as a rule, for want of which the warning is wanted
+        say_materialized(*needed)
+        raise
+    say_materialized(*needed)
+    return logits

@@ -12,7 +12,7 @@ from flce.core import private
 from flce.core.callers import caller
 from flce.huggingface.head_call import add_hook, watch_gradient
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import LazyBase, Source, grad_mode, is_lazy, make_lazy, note_passing, tell_materialized
+from flce.huggingface.lazy.base import LazyBase, Source, grad_mode, is_lazy, make_lazy, note_passing, told
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import NoLazyFormError
 from flce.huggingface.lazy.state import LazyState, StackState, State
@@ -282,11 +282,12 @@ def realise(value: Any, func: Any, detach: bool = False, small: bool = False) ->
     def real(lazy: Any) -> Tensor:
         unknown = lazy._existing() is None
         apart = small and unknown and lazy._is_small()
-        if unknown and not (apart and lazy._values is not None):
-            tell_materialized(lazy._state, func)
+        compute = lazy._read if apart else lazy._make_real
+        untold = unknown and not (apart and lazy._values is not None)
+        logits = told(lazy._state, func, compute) if untold else compute()
         if apart or detach:
             note_passing(lazy._state.calls, lazy._state)
-        return lazy._read() if apart else lazy._make_real().detach() if detach else lazy._make_real()
+        return logits.detach() if detach and not apart else logits
 
     return _replaced(value, real)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flce.core import private
 from flce.huggingface.head_call import add_hook, pass_gradient, weights_of
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, tell_materialized
+from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
 from flce.huggingface.lazy.state import State
 from flce.huggingface.staleness import versions_of
@@ -64,8 +64,9 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             return
         # An autograd.Function, which does not ask __torch_function__, has returned this tensor.
         if real is None:
-            tell_materialized(self._state, "an autograd.Function")
-        memory = (self._compute() if real is None else real.clone()).detach()
+            memory = told(self._state, "an autograd.Function", self._compute).detach()
+        else:
+            memory = real.clone().detach()
         with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
             _Behind.apply(self, memory)
         if real is None:

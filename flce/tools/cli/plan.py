@@ -6,7 +6,6 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,6 +44,7 @@ COLOURS = {
     "loss": "red",
     "temporary": "cyan",
 }
+USUAL_LENGTH = 4096
 BAR = 60  # characters of the longest bar
 NOTE = (
     "A peak is the most that is allocated at one time of a step: weights + gradients + the optimizer's state + "
@@ -53,16 +53,26 @@ NOTE = (
     "tensors without memory, not estimated. {libraries} MiB of cuBLAS are among temporary. A step fits if it leaves "
     "{context} MiB for the CUDA context. Gaps between tensors come on top: docs/memory.md says what to do about them."
 )
+# Options of a training step, which a loss alone does not have.
+OF_A_STEP = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation")
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a Transformers model, or its config.json. No weights are read.")
+        str | None,
+        typer.Option(
+            metavar="PATH|ID",
+            help="Folder of a Transformers model, its config.json, or a hub id in the cache. No weights are read.",
+        ),
     ] = None,
     shape: Annotated[
         str | None, typer.Option(metavar="N,H,V", help="In place of a model: tokens, hidden size, classes of the loss.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.", show_default=True)] = 4096,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a sequence.", show_default="4096, or the model's positions if fewer"),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of a step on one GPU.")] = 1,
     dtype: Annotated[WeightDtype, typer.Option(help="Of the weights.")] = WeightDtype.bfloat16,
     autocast: Annotated[
@@ -91,11 +101,16 @@ def plan(
     import torch
 
     import flce
-    from flce.huggingface.estimate.training_memory import MOST_TOKENS, Training
+    from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import described
 
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either --model or --shape")
+    if shape is not None:
+        for name in OF_A_STEP:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise wrong(f"--{name.replace('_', '-')}", "goes with --model: --shape plans the loss alone")
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
@@ -113,9 +128,6 @@ def plan(
         sizes = given("--shape", parse_sizes, shape)
         told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head)
     else:
-        if seq_len * batch_size > MOST_TOKENS:
-            asked = seq_len * batch_size
-            raise wrong("--seq-len", f"expected at most {MOST_TOKENS:,} tokens in a step, got {asked:,}")
         assert model is not None
         training = Training(batch_size, weights, products, optimizer.value, frozen_head, accumulation, options)
         told |= _steps(model, seq_len, training, device, device.memory, plan_of, checkpointing)
@@ -149,8 +161,8 @@ def _loss(
 
 
 def _steps(
-    path: Path,
-    seq_len: int,
+    model: str,
+    seq_len: int | None,
     training: Training,
     device: Described,
     memory: int,
@@ -162,11 +174,20 @@ def _steps(
         missing = "needs Transformers: pip install 'flce[transformers]', or give --shape N,H,V in place of a model"
         raise wrong("--model", missing)
     from flce.huggingface.estimate import training_memory
-    from flce.huggingface.estimate.rehearsal import ValuesNeededError
+    from flce.huggingface.estimate.language_model import load_config
+    from flce.huggingface.estimate.rehearsal import BudgetError
+    from flce.huggingface.estimate.training_memory import MOST_TOKENS, StepError
 
-    measured = given(
-        "--model", lambda: training_memory.TrainingMemory(training_memory.load_config(path), training, device)
-    )
+    measured = given("--model", lambda: training_memory.TrainingMemory(load_config(model), training, device))
+    variants = [each for each in measured.variants if checkpointing in (None, each.checkpointing)]
+    kind = type(measured.model).__name__
+    if not variants:
+        raise wrong("--checkpointing", f"a {kind} has no gradient checkpointing")
+    if seq_len is None:
+        seq_len = min(USUAL_LENGTH, measured.positions or USUAL_LENGTH)
+    if seq_len * training.batch_size > MOST_TOKENS:
+        asked = seq_len * training.batch_size
+        raise wrong("--seq-len", f"expected at most {MOST_TOKENS:,} tokens in a step, got {asked:,}")
     vocab, hidden = measured.head_shape
     sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
     loss = _loss(sizes, products, plan_of, not training.frozen_head)
@@ -174,15 +195,15 @@ def _steps(
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=stderr(), transient=True) as progress:
         task = progress.add_task("")
-        for variant in training_memory.VARIANTS:
-            if checkpointing not in (None, variant.checkpointing):
-                continue
+        for variant in variants:
             progress.update(task, description=f"a step of the model without memory: {variant}")
             try:
                 step = measured.step(seq_len, variant)
                 longest = measured.longest(variant, memory, start=seq_len)
-            except (ValuesNeededError, TypeError) as error:
-                raise wrong("--model", f"a {measured.config.model_type} cannot be planned: {error}") from None
+            except StepError as error:
+                raise wrong("--model", f"{error}") from None
+            except BudgetError as error:
+                raise wrong("--budget", f"{error}") from None
             steps.append(
                 {
                     "patched": variant.patched,
@@ -191,12 +212,19 @@ def _steps(
                     "parts": step.parts,
                     "fits": training_memory.fits(step, memory),
                     "fused": step.fused,
-                    "longest_sequence": longest,
+                    "longest_sequence": longest.tokens,
+                    "longest_obstacle": longest.obstacle,
                 }
             )
     dtypes = {"dtype": training.dtype, "autocast": training.autocast}
     return {
-        "model": {"type": measured.config.model_type, "parameters": measured.num_parameters},
+        "model": {
+            "type": measured.config.model_type,
+            "class": kind,
+            "parameters": measured.num_parameters,
+            "positions": measured.positions,
+            "remarks": measured.remarks,
+        },
         "training": {
             "sequence_length": seq_len,
             "batch_size": training.batch_size,
@@ -227,11 +255,17 @@ def _show(told: dict[str, Any]) -> None:
     training = told["training"]
     precision = training["dtype"] + (f", autocast to {training['autocast']}" if training["autocast"] else "")
     batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
+    model = told["model"]
     console.print(
-        f"\n{told['model']['type']}, {told['model']['parameters'] / 1e9:.2f} billion parameters in {precision}, "
-        f"{training['optimizer']}, {batch}"
+        f"\n{model['class']}, {model['parameters'] / 1e9:.2f} billion parameters in {precision}, "
+        f"{training['optimizer']}, {batch}",
+        soft_wrap=True,
     )
+    for remark in model["remarks"]:
+        console.print(remark, soft_wrap=True)
     console.print(_table(told["steps"], training["batch_size"]))
+    for sentence in _about_lengths(told):
+        console.print(sentence, soft_wrap=True)
     for line in _chart(told["steps"], device["memory_bytes"]):
         console.print(line)
     if any(step["patched"] and not step["fused"] for step in told["steps"]):
@@ -254,6 +288,19 @@ def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
     sequences = f"{batch_size} sequence{'s' if batch_size > 1 else ''}"
     table.add_row(f"longest, {sequences}", *(f"{step['longest_sequence']:,} tokens" for step in steps))
     return table
+
+
+def _about_lengths(told: dict[str, Any]) -> list[str]:
+    """What to know of the sequences beside the memory that they take."""
+    steps, positions = told["steps"], told["model"]["positions"]
+    obstacles = dict.fromkeys(step["longest_obstacle"] for step in steps if step["longest_obstacle"])
+    lines = [f"Why no sequence is longer: {obstacle.rstrip('.')}." for obstacle in obstacles]
+    lengths = [told["training"]["sequence_length"], *(step["longest_sequence"] for step in steps)]
+    if positions is not None and max(lengths) > positions:
+        lines.append(
+            f"The config names {positions:,} positions: longer sequences fit, but the model is not made for them."
+        )
+    return lines
 
 
 def _chart(steps: list[dict[str, Any]], memory: int) -> list[Text]:
