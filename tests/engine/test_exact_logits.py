@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import flce
@@ -174,3 +175,22 @@ def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, t
     assert exact.grad_weight is not None
     assert relative_error(mine.loss, exact.loss) < 5e-6
     assert relative_error(mine.grad_weight[:, 1:], exact.grad_weight[:, 1:]) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_weights_of_tokens_that_have_a_gradient(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
+) -> None:
+    p = make_problem(**SHAPE, dtype=dtype, ignored=0.2)
+    forced(monkeypatch, Unnormalized if dtype == BF16 else NormalizedChunks)
+    weight = torch.linspace(0.0, 2.0, p.target.numel()).view(p.target.shape)
+    leaves = [t.clone().requires_grad_() for t in (p.input, p.linear_weight, weight)]
+    x, w, token_weight = leaves
+    flce.fused_linear_cross_entropy(x, w, p.target, token_weight=token_weight, options=EVERY).backward()
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    losses = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), p.target.flatten(), reduction="none")
+    ((losses * exact[2].flatten()).sum() / (p.target != -100).sum()).backward()
+    for mine, truth in zip(leaves, exact, strict=True):
+        assert mine.grad is not None
+        assert truth.grad is not None
+        assert relative_error(mine.grad, truth.grad) < (5e-6 if mine is token_weight else LIMIT[dtype])
