@@ -11,7 +11,9 @@ has kernels of its own to compile.
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -162,11 +164,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other call begins")
     asked = parser.parse_args()
     draw = random.Random(asked.seed)
     combinations = [combination(draw) for _ in range(COMBINATIONS)]
     done, failed, worst = 0, 0, {"dX": (0.0, ""), "dW": (0.0, "")}
+    end = time.monotonic() + asked.seconds
     for number in range(asked.count):
+        if time.monotonic() > end:
+            break
         call = drawn_call(draw, draw.choice(combinations))
         try:
             found = list(failures(call))
@@ -178,10 +184,11 @@ def main() -> int:
         for name, error, stock in found:
             if stock == stock and not error <= stock:
                 failed += 1
-                print(f"FAILED seed {asked.seed} call {number}: {name} {error:.2e}, stock {stock:.2e}: {call.drawn}")
+                what = f"FAILED seed {asked.seed} call {number}: {name} {error:.2e}, stock {stock:.2e}: {call.drawn}"
+                print(what, flush=True)
             elif not error <= worst[name][0]:
                 worst[name] = error, call.drawn
-        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # other processes may draw calls on the same device
     for name, (error, what) in worst.items():
         print(f"worst within the limits: {name} {error:.2e}: {what}")
     print(f"seed {asked.seed}: {done} calls, {failed} failed", flush=True)
