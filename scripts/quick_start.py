@@ -25,9 +25,12 @@ def block(language: str) -> str:
 def main(folder: Path) -> None:
     (folder / "quick_start.sh").write_text(block("sh"))
     (folder / "finetune.py").write_text(block("python"))
-    (folder / "my-text.txt").write_text(Path(re.__file__).read_text())
+    tokenizer = tiny_tokenizer()
+    tokens = tokenizer(Path(re.__file__).read_text()).input_ids
+    # Its last chunk has one token, which predicts nothing.
+    (folder / "my-text.txt").write_text(str(tokenizer.decode(tokens[: len(tokens) // 1024 * 1024 + 1])))
     tiny_model().save_pretrained(folder / "my-model")
-    tiny_tokenizer().save_pretrained(folder / "my-model")
+    tokenizer.save_pretrained(folder / "my-model")
 
 
 if __name__ == "__main__":

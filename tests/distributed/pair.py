@@ -20,6 +20,10 @@ import torch
 
 SECONDS = 120  # for one call
 
+# Each takes a process seconds to import. Without a GPU one process imports them, and the others are forked from it.
+SLOW_IMPORTS = ["tests.distributed.training", "transformers.models.llama.modeling_llama", "peft", "accelerate"]
+SLOW_IMPORTS += ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "deepspeed", "lightning.fabric"]
+
 
 class World:
     """``size`` processes with one process group.
@@ -54,7 +58,9 @@ class World:
         self._processes, self._ends = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        # With a GPU the libraries look for it when they are imported, and CUDA forbids forks after that.
+        context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        context.set_forkserver_preload(SLOW_IMPORTS)
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.size):
             mine, theirs = context.Pipe()

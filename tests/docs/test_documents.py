@@ -7,6 +7,7 @@ import logging
 import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -54,6 +55,20 @@ def test_links(document: Path) -> None:
         found = (document.parent / path).resolve() if path else document
         assert found.exists(), target
         assert not anchor or anchor in anchors(found), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=ids)
+def test_pictures_need_no_network(document: Path) -> None:
+    """Nor a script that draws them: a fence of Mermaid is text where its script cannot be fetched."""
+    text = document.read_text()
+    assert "```mermaid" not in text
+    for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text):
+        picture = document.parent / target
+        assert picture.is_file(), target
+        if picture.suffix == ".svg":
+            root = ElementTree.parse(picture).getroot()
+            assert root.find("{http://www.w3.org/2000/svg}title") is not None
+            assert not [element for element in root.iter() if any("href" in name for name in element.attrib)]
 
 
 @pytest.mark.parametrize("text", blocks("python"))
@@ -151,3 +166,9 @@ def check_command(app: Any, words: list[str]) -> None:
     options = {name for parameter in command.params for name in parameter.opts}
     for word in words[1:]:
         assert not word.startswith("-") or word in options, word
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 120
+    assert [line for line in lines if len(line) > 120] == []

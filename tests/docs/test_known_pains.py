@@ -33,8 +33,9 @@ def test_rows_name_threads_and_tests(row: str) -> None:
     assert re.match(r"\[\w+ #\d+\]\(https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+\)", thread)
     for text, number in re.findall(r"#(\d+)\]\(https://[^)]*/(\d+)\)", row):
         assert text == number
-    assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", tests)
-    for path, name in re.findall(r"`([^`]+)::(\w+)`", tests):
+    link = r"\[`(\w+)`\]\(\.\./([\w/.]+)\)"
+    assert re.fullmatch(rf"{link}(, {link})*", tests)
+    for name, path in re.findall(link, tests):
         assert name in names_in(path), f"{path} has no {name}"
 
 

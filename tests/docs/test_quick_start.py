@@ -44,9 +44,12 @@ def test_the_quick_start_trains_a_model(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
         assert "flce DEBUG new shape: N=1024" in done.stderr or "N=1023" in done.stderr
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "my-model")
+    assert len(tokenizer((tmp_path / "my-text.txt").read_text()).input_ids) % 1024 == 1
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).lm_head.weight
         for name in ("my-model", "my-model-tuned")
     )
     assert before.shape == after.shape
+    assert after.isfinite().all()
     assert not torch.equal(before, after)

@@ -24,6 +24,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 import compare
+from tests.distributed.pair import World
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 STEPS = os.environ.get("RECIPE_STEPS", "4")
@@ -90,6 +91,23 @@ def invoke(module: Any, *arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
+def launched(script: str, *arguments: str) -> tuple[int, str]:
+    """In a process that stands for one of torchrun's: the exit status and what was said."""
+    done = invoke(importlib.import_module(script), *arguments)
+    return done.exit_code, done.output
+
+
+def in_two_processes(script: str, *arguments: str) -> str:
+    """What both say. They are forked from one that has the libraries; test_processes.py starts two as users do."""
+    world = World(2)
+    try:
+        ends = world.run(launched, script, *arguments)
+    finally:
+        world.close()
+    assert [status for status, _ in ends] == [0, 0], ends
+    return "".join(said for _, said in ends)
+
+
 @pytest.mark.usefixtures("fresh_accelerator")
 @pytest.mark.parametrize(
     "script, options",
@@ -102,7 +120,10 @@ def test_the_script(script: str, options: list[str], run_script: Any) -> None:
     if script in IN_TWO_PROCESSES:  # they print themselves; the first speaks
         if options and torch.cuda.device_count() < 2:
             pytest.skip("needs two CUDA devices")
-        said = run_script(f"{script}.py", f"--steps={STEPS}", *options, gpu="0,1" if options else "")
+        if torch.cuda.is_available():
+            said = run_script(f"{script}.py", f"--steps={STEPS}", *options, gpu="0,1" if options else "")
+        else:
+            said = in_two_processes(script, f"--steps={STEPS}", *options)
     else:
         done = invoke(module, f"--steps={STEPS}", *options)
         assert done.exit_code == 0, done.output

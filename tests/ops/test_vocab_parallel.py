@@ -179,15 +179,15 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     assert x.grad is not None
 
 
-def worker(rank: int, store: str, errors: str) -> None:
+def worker(rank: int, store: str, errors: str, has_triton: bool) -> None:
     torch.set_num_threads(1)
-    if os.environ["FLCE_TEST_TRITON"] == "1":
+    if has_triton:
         quick_interpreter.hasten()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     what = "start"
     try:
         world, pair = dist.group.WORLD, dist.new_group([0, 1])
-        for backend in ("torch", *(["triton"] if os.environ["FLCE_TEST_TRITON"] == "1" else [])):
+        for backend in ("torch", *(["triton"] if has_triton else [])):
             os.environ["FLCE_BACKEND"] = backend
             for (name, kwargs), inplace in itertools.product(CASES.items(), INPLACE):
                 # 37: 13, 13, 11 classes; 4: 2, 2 and none.
@@ -208,7 +208,7 @@ def worker(rank: int, store: str, errors: str) -> None:
     dist.destroy_process_group()
 
 
-def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_processes(tmp_path: Path) -> None:
     """All cases in one start of the processes, of which what they import takes most: it is imported once for all."""
     try:
         import triton  # noqa: F401
@@ -216,11 +216,10 @@ def test_three_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         has_triton = not torch.cuda.is_available()
     except ImportError:
         has_triton = False
-    monkeypatch.setenv("FLCE_TEST_TRITON", str(int(has_triton)))
     try:
         multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.tensor", "triton", "flce"])
         mp.start_processes(  # type: ignore[attr-defined]
-            worker, (str(tmp_path / "store"), str(tmp_path)), nprocs=3, start_method="forkserver"
+            worker, (str(tmp_path / "store"), str(tmp_path), has_triton), nprocs=3, start_method="forkserver"
         )
     except Exception:
         said = "\n".join(path.read_text() for path in sorted(tmp_path.glob("[012]")))

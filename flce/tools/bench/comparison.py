@@ -13,7 +13,7 @@ from flce.core.sizes import GIB, MIB
 from flce.testing.tolerances import of_one_call
 from flce.tools.bench import tables
 from flce.tools.bench.contenders import OperatorContender, in_budget, sums_in_bfloat16
-from flce.tools.bench.measure import Entrant, Meter, Prepared, release
+from flce.tools.bench.measure import Entrant, Prepared, StepMeter, release
 from flce.tools.bench.plots import Panel, Series, compared, draw, points
 from flce.tools.bench.problem import OperatorCase, OperatorProblem, Shape, exactness, make_oracle
 from flce.tools.bench.results import NO_RESULT, BenchResult, Entry, Run
@@ -37,12 +37,12 @@ OTHERS = (
 )
 
 
-def prepare(case: OperatorCase, device: torch.device, meter: Meter | None = None) -> Prepared:
+def prepare(case: OperatorCase, device: torch.device, meter: StepMeter | None = None) -> Prepared:
     """The operands of the case, and its right answer if errors are asked for. The meter is one of the device's time."""
     release()  # what other cases left in the cache
     problem = OperatorProblem(case, device)
     oracle = make_oracle(problem) if case.errors else None
-    meter = meter or Meter(device, head_start=HEAD_START)
+    meter = meter or StepMeter(device, head_start=HEAD_START)
 
     def enter(contender: OperatorContender, result: BenchResult) -> Entrant:
         step = contender.prepare(problem)
@@ -157,7 +157,8 @@ def in_curve(contender: str) -> bool:
 def figure(run: Run) -> Figure:
     """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
     title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
-    return draw([panel(entry) for entry in compared(run.cases)], title, "workspace, MiB", "median ms", scales)
+    panels = [panel(entry) for entry in compared(run.cases)]
+    return draw(panels, title, "workspace, MiB", "median ms", scales, columns=2)
 
 
 def panel(entry: Entry) -> Panel:
@@ -167,6 +168,8 @@ def panel(entry: Entry) -> Panel:
     if len(curve) > 1:
         found.append(Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-"))
     for result in entry.results:
+        if result.family == "repeat":  # a measure of the spread, on top of the first
+            continue
         if result.contender in place and not in_curve(result.contender):
             x, y = place[result.contender]
             found.append(Series(result.title, result.family, [x], [y]))

@@ -11,7 +11,9 @@ from flce.tools.bench.results import Entry
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = {"ours": "#c0392b", "repeat": "#e67e22", "stock": "#2c3e50", "peer": "#2980b9", "floor": "#7f8c8d"}
+COLOURS = {"ours": "#c0392b", "repeat": "#e67e22", "stock": "#2c3e50", "floor": "#7f8c8d"}
+# Of peers, one for each.
+PEERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#f39c12")
 MARKERS = "osDv^<>PX*hp"
 
 
@@ -58,25 +60,27 @@ def draw(panels: Sequence[Panel], title: str, x: str, y: str, scales: dict[str, 
     size = (5.4 * columns, 4.0 * rows + 0.8)
     figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     markers: dict[str, str] = {}
+    peers: dict[str, str] = {}
     legend: dict[Any, Any] = {}
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         for one in panel.series:
-            look: dict[str, Any] = {"color": COLOURS[one.family], "label": one.label, "linestyle": one.line or "none"}
+            colour = COLOURS.get(one.family) or peers.setdefault(one.label, PEERS[len(peers) % len(PEERS)])
+            look: dict[str, Any] = {"color": colour, "label": one.label, "linestyle": one.line or "none"}
             if not one.x:
                 axis.axhline(one.y[0], linewidth=1.2, **look)
             elif not one.y:
                 axis.axvline(one.x[0], linewidth=0.8, **look)
             else:
                 marker = markers.setdefault(one.label, MARKERS[len(markers) % len(MARKERS)])
-                axis.plot(one.x, one.y, marker=marker, markersize=5, linewidth=1.2, **look)
+                axis.plot(one.x, one.y, marker=marker, markersize=7, linewidth=1.5, **look)
         axis.set(xlabel=x, ylabel=y, **scales)
         axis.set_title(panel.title, fontsize=9)
         axis.text(0.98, 0.02, panel.remark, ha="right", transform=axis.transAxes, fontsize=8)
         axis.grid(True, alpha=0.2)
         handles, labels = axis.get_legend_handles_labels()
         legend |= dict(zip(labels, handles, strict=True))
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=min(5, 2 * columns))
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns + 1)
     figure.suptitle(title)
     return figure

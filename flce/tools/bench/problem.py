@@ -19,7 +19,7 @@ Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary
 
 
 @dataclass(frozen=True)
-class Call:
+class BenchCall:
     """How the operator is called, and the products of 2NHV flops that such a call cannot do without: its floor."""
 
     input_grad: bool
@@ -31,13 +31,13 @@ class Call:
 # Which part of a training step a call stands for.
 Mode = Literal["forward+backward", "forward", "frozen-head", "reduction-none"]
 LOGITS, INPUT_GRAD, WEIGHT_GRAD = "x W^T", "dlogits W", "dlogits^T x"
-CALLS: dict[Mode, Call] = {
-    "forward+backward": Call(True, True, "mean", (LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
-    "forward": Call(False, False, "mean", (LOGITS,)),  # under no_grad
-    "frozen-head": Call(True, False, "mean", (LOGITS, INPUT_GRAD)),
+CALLS: dict[Mode, BenchCall] = {
+    "forward+backward": BenchCall(True, True, "mean", (LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
+    "forward": BenchCall(False, False, "mean", (LOGITS,)),  # under no_grad
+    "frozen-head": BenchCall(True, False, "mean", (LOGITS, INPUT_GRAD)),
     # Per-token losses with a per-token upstream gradient. A weight gradient that is already summed cannot be scaled
     # per token: the logits are made again in backward.
-    "reduction-none": Call(True, True, "none", (LOGITS, LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
+    "reduction-none": BenchCall(True, True, "none", (LOGITS, LOGITS, INPUT_GRAD, WEIGHT_GRAD)),
 }
 
 
@@ -69,7 +69,7 @@ class OperatorCase(BenchCase):
         return self.time
 
     @property
-    def call(self) -> Call:
+    def call(self) -> BenchCall:
         return CALLS[self.mode]
 
     @property
