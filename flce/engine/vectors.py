@@ -102,9 +102,10 @@ def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
 def reduce(
     p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, weight: Tensor | None
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
-    """The results with the whole loss; the scales, if there are some; and the gradient in the weights of tokens, if it is
-    asked for: for an upstream gradient of 1, or of 1 for each row's loss. Then the losses of `out` come without weights,
-    which multiply them here, in place.
+    """The results with the whole loss; the scales, if there are some; the gradient in the weights of tokens, if needed.
+
+    That gradient is for an upstream gradient of 1, or of 1 for each row's loss. With it the losses of `out` come
+    without weights, which multiply them here, in place.
 
     Args:
         target, weight: of these rows.
