@@ -23,7 +23,17 @@ from rich.progress import (
 )
 
 from flce.core.sizes import size_text
-from flce.tools.cli.output import Json, check_picture, given, print_json, stderr, stdout, wrong
+from flce.tools.cli.output import (
+    Json,
+    MissingError,
+    check_picture,
+    given,
+    print_json,
+    print_table,
+    stderr,
+    stdout,
+    wrong,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,8 +81,7 @@ def demo(
     """
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        typer.echo(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'", err=True)
-        raise typer.Exit(2)
+        raise MissingError(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'")
 
     from flce.tools.demo.report import TrainingComparison, draw, show
 
@@ -140,7 +149,7 @@ def demo(
     if json:
         print_json({**comparison.facts(), "pictures": [str(output), str(memory_picture)]})
     else:
-        show(stdout(), comparison)
+        show(stdout(), comparison, print_table)
         stdout().print(f"The pictures are {output} and {memory_picture}", soft_wrap=True)
     raise typer.Exit(0 if comparison.agree else 1)
 
