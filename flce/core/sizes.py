@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 MIB, GIB = 1 << 20, 1 << 30
-UNITS = {"mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+UNITS = {"kb": 1000, "kib": 1 << 10, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 MOST_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
 
 
@@ -36,7 +36,9 @@ def parse_sizes(text: str, names: str = "N,H,V") -> tuple[int, ...]:
 
 
 def size_text(size: float) -> str:
-    """As in "823 MiB", "7.84 GiB"."""
+    """As in "823 MiB", "7.84 GiB"; small ones as in "300 bytes"."""
+    if size < MIB / 100:
+        return f"{size:,.0f} bytes" if size else "0"
     if size >= GIB:
         return f"{size / GIB:.3g} GiB" if size < 1000 * GIB else f"{size / GIB:,.0f} GiB"
     return f"{size / MIB:,.0f} MiB" if size >= 10 * MIB else f"{size / MIB:.2f} MiB"

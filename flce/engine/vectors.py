@@ -105,43 +105,46 @@ def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
 def reduce(
     p: RowProblem, backend: Backend, out: RowOutputs, scales: Tensor | None, target: Tensor, weight: Tensor | None
 ) -> tuple[RowOutputs, Tensor | None, Tensor | None]:
-    """The results with the whole loss; the scales where there are some; and where the weights of tokens have a gradient
-    that, for an upstream gradient of 1, or of 1 for each row's loss. Then the losses of `out` are not weighted yet.
+    """The results with the whole loss; the scales, if there are some; the gradient in the weights of tokens, if needed.
+
+    That gradient is for an upstream gradient of 1, or of 1 for each row's loss. With it the losses of `out` come
+    without weights, which multiply them here, in place.
 
     Args:
         target, weight: of these rows.
     """
-    unweighted = out.losses
+    grad = None
     if p.token_weight_grad:
-        out = _weighted(out, target, weight, p.spec.ignore_index)
+        assert weight is not None
+        if scales is None and p.spec.reduction != "none":
+            scales = backend.loss_scales(p)
+        ignored = target == p.spec.ignore_index
+        grad = _weight_gradient(p.spec, out, scales, ignored)
+        # Losses are 0 where rows are ignored, and stay so whatever the weights are there.
+        weight = weight.masked_fill(ignored, 0.0)
+        for losses in out.losses:
+            if losses is not None:
+                losses.mul_(weight)
     first, second = out.losses
     if p.spec.reduction == "none":
         results = out.reduced(first if second is None else first + second, second)
     else:
         loss, second, scales = backend.reduce(p, out, scales)
         results = out.reduced(loss, second)
-    return results, scales, _weight_gradient(p.spec, *unweighted, scales, target) if p.token_weight_grad else None
+    return results, scales, grad
 
 
-def _weighted(rows: RowOutputs, target: Tensor, weight: Tensor | None, ignore_index: int) -> RowOutputs:
-    """With losses, which are 0 where rows are ignored, times the weights, whatever these are there."""
-    assert weight is not None
-    weight = weight.masked_fill(target == ignore_index, 0.0)
-    first, second = rows.losses
-    return rows.reduced(first * weight, None if second is None else second * weight)
-
-
-def _weight_gradient(
-    spec: LossSpec, first: Tensor, second: Tensor | None, scales: Tensor | None, target: Tensor
-) -> Tensor:
+def _weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ignored: Tensor) -> Tensor:
+    """See `reduce`; in memory of its own."""
+    first, second = out.losses
     if spec.reduction == "none":
-        return first if second is None else first + second
+        return first.clone() if second is None else first + second
     assert scales is not None
     total = first * scales[0]
     if second is not None:
         total.addcmul_(second, scales[1])
     # The scales of a mean over nothing are infinite.
-    return total.masked_fill_(target == spec.ignore_index, 0.0)
+    return total.masked_fill_(ignored, 0.0)
 
 
 def looks_at_values(device: torch.device) -> bool:

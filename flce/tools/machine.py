@@ -1,7 +1,4 @@
-"""This machine: its devices, what runs on them, and the facts that a bug report and a result file say of it.
-
-Also sizes as people write them: bytes, and shapes of a loss.
-"""
+"""This machine: its devices, what runs on them, and the facts that a bug report and a result file say of it."""
 
 from __future__ import annotations
 
@@ -23,7 +20,10 @@ from flce.core.devices import device_name, devices
 
 BACKENDS = ("triton", "torch")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "numpy")
+PACKAGES = (
+    *("torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes", "lightning"),
+    *("pytorch-lightning", "numpy"),
+)
 PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels")
 VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
@@ -114,7 +114,7 @@ TESTED = {
 
 def environment() -> dict[str, Any]:
     """Everything that a bug report needs to say of the machine; it can be written as JSON."""
-    packages = dict.fromkeys((*PACKAGES, *PEERS[:1]))
+    packages = dict.fromkeys((*PACKAGES, *PEERS[:2]))
     return {
         "flce": flce.__version__,
         "python": platform.python_version(),

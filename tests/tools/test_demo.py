@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 
 import flce
 from flce.tools.cli import demo
+from flce.tools.demo.corpus import token_batches
 from flce.tools.demo.report import TrainingRun
-from flce.tools.demo.training import Settings, train
+from flce.tools.demo.training import ModelError, Settings, train, train_in_turn
 
 ROOT = Path(flce.__file__).parents[1]
 # The command by itself.
@@ -77,6 +78,48 @@ def test_the_peak_of_a_run_has_the_optimizers_states() -> None:
     *_, run = train(settings, np.arange(32).reshape(2, 1, 16), patched=False)
     assert isinstance(run, TrainingRun)
     assert run.peak_bytes >= run.memory.peak + 2 * 4 * 300 * 64  # two of the embedding alone
+
+
+def test_both_are_recorded_in_turn_and_the_fastest_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording that something else has slowed down, as the first one by itself, is none that is drawn."""
+    seconds, order = iter([9.0, 7.0, 2.0, 1.0, 3.0, 8.0]), []
+
+    def profile(step: Any, device: Any) -> flce.MemoryProfile:
+        order.append(step())
+        return flce.MemoryProfile("cpu", ((0.0, 0), (0.5, 1000), (next(seconds), 0)))
+
+    monkeypatch.setattr(flce, "profile_memory", profile)
+    settings = Settings(
+        None, vocab_size=300, hidden_size=64, layers=1, seq_len=16, seed=0, learning_rate=1e-3, device="cpu"
+    )
+    batches = np.arange(32).reshape(2, 1, 16)
+    runs = train_in_turn(settings, batches, ["stock", "patched"], lambda *_: None)
+    assert (runs["stock"].memory.seconds, runs["patched"].memory.seconds) == (2.0, 1.0)
+    for stock, patched in zip(order[::2], order[1::2], strict=True):
+        assert stock == pytest.approx(patched, abs=1e-4)
+
+
+@pytest.mark.parametrize("unknown, eos", [(1, None), (None, 0)])
+def test_a_tokenizer_that_knows_no_words(unknown: int | None, eos: int | None) -> None:
+    """Transformers makes one where a folder has none: of unknown words, or of nothing but the end of a text."""
+
+    class Tokenizer:
+        unk_token_id, eos_token_id = unknown, eos
+
+        def encode(self, text: str, **_: Any) -> list[int]:
+            return [unknown for _ in text.split()] if unknown else []
+
+    tokenizer: Any = Tokenizer()
+    with pytest.raises(ValueError, match=r"the tokenizer knows 0 of \d tokens of the text"):
+        token_batches(["the cat sat"], tokenizer, steps=1, batch_size=1, seq_len=8, seed=0)
+
+
+def test_a_tokenizer_of_another_model() -> None:
+    settings = Settings(
+        None, vocab_size=300, hidden_size=64, layers=1, seq_len=16, seed=0, learning_rate=1e-3, device="cpu"
+    )
+    with pytest.raises(ModelError, match="the tokenizer gives token 300, and the model knows 300"):
+        next(train(settings, np.full((1, 1, 16), 300), patched=False))
 
 
 # ------------------------------------------------------------------------------------------- without the training
@@ -133,4 +176,4 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, t
         monkeypatch.setitem(sys.modules, name, None)
     done = answer(monkeypatch, tmp_path, text, run_of(1.0, peak=1))
     assert done.exit_code == 2
-    assert done.stderr == "flce demo needs tokenizers and transformers: pip install 'flce[demo]'\n"
+    assert "│ flce demo needs tokenizers and transformers: pip install 'flce[demo]'" in done.stderr

@@ -46,7 +46,7 @@ def test_no_sizes(text: str) -> None:
 @pytest.mark.parametrize(
     "size, text",
     [
-        (0, "0.00 MiB"),
+        (0, "0"),
         (9.994 * MIB, "9.99 MiB"),
         (823 * MIB, "823 MiB"),
         (7.84 * GIB, "7.84 GiB"),

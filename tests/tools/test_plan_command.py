@@ -335,7 +335,7 @@ def test_a_model(folder: Path) -> None:
         "H100, 1 GiB",
         "strategy 'tokens'",
         "stock, checkpointing",
-        "longest, 2 sequences",
+        "longest of 2 sequences, tokens",
         "W weights",
     ):
         assert expected in said.stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ pytest.importorskip("rich", reason="the command line")
 from typer.testing import CliRunner
 
 from flce.tools.bench.problem import CALLS
+from flce.tools.cli import main
 from flce.tools.cli.app import app
 from flce.tools.cli.bench import CallMode
 from flce.tools.cli.output import Dtype
@@ -19,6 +22,7 @@ from flce.tools.cli.plan import Optimizer
 from flce.tools.machine import DTYPES
 
 BENCH, LARGE = ("bench", "--device", "cpu", "--shape"), ("plan", "--shape", "8192,4096,128256")
+TEXT = ("demo", "--text", "{folder}/unknown.json", "--vocab-size", "600", "--hidden-size", "64", "--seq-len", "256")
 SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
 
 
@@ -30,7 +34,7 @@ SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
         ((*BENCH, "8,4"), "expected N,H,V as 3 positive numbers, at most 1073741824, got '8,4'"),
         ((*SHAPE, "--dtype", "int8"), "'int8' is not one of"),
         ((*SHAPE, "--mode", "sideways"), "'sideways' is not one of"),
-        ((*SHAPE, "--budget", "64MB"), "expected whole MiB or GiB, such as 256MiB, got '64MB'"),
+        ((*SHAPE, "--budget", "0.5MiB"), "expected at least 1MiB, got '0.5MiB'"),
         ((*BENCH, "4000000,8,500", "--budget", "1MiB"), "too small for N=4000000, H=8, V=500 in"),
         ((*SHAPE, "--contender", "nobody"), "unknown contender nobody; there are: floor"),
         ((*BENCH, "1000000000,100000,16"), "operands and gradients take 745,058 GiB, and cpu has"),
@@ -62,7 +66,7 @@ SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
             (*MODEL, "{folder}/small.json", "--seq-len", "999999999999"),
             "expected at most 67,108,864 tokens in a step, got",
         ),
-        ((*MODEL, "{folder}/small.json", "--budget", "1KiB"), "expected a size such as"),
+        ((*MODEL, "{folder}/small.json", "--budget", "1KiB"), "'--budget': max_workspace_bytes=1024 is too"),
         ((*MODEL, "nowhere"), "nowhere does not exist, and is no model whose config is in the cache of Transformers"),
         ((*MODEL, "{folder}"), "has no config.json"),
         ((*MODEL, "{folder}/broken.json"), "broken.json is no config that Transformers can read"),
@@ -75,6 +79,12 @@ SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
         ((*MODEL, "{folder}/other.json"), "Transformers has no class with a language-model head for a vit"),
         (("demo", "--text", "nowhere"), "'nowhere' does not exist"),
         (("demo", "--steps", "0"), "Invalid value for '--steps'"),
+        (("demo", "--learning-rate", "-1"), "expected a positive number, got -1.0"),
+        (("demo", "--learning-rate", "nan"), "expected a positive number, got nan"),
+        (("demo", "--learning-rate", "0"), "expected a positive number, got 0.0"),
+        (("demo", "--seed", "-1"), "Invalid value for '--seed'"),
+        ((*TEXT, "--batch-size", "100000000"), "'--batch-size': 100,000,000 x 256 tokens per step: the tokens of"),
+        ((*TEXT, "--steps", "100000000000"), "the tokens of 100,000,000,000 steps take"),
         (("demo", "--vocab-size", "-5"), "Invalid value for '--vocab-size'"),
         (("demo", "--text", "{folder}/empty", "--vocab-size", "600"), "no text to train on"),
         (("demo", "--output", "demo.xyz"), "no picture can be drawn as demo.xyz"),
@@ -117,3 +127,21 @@ def test_choices_are_those_of_the_code() -> None:
     assert [dtype.value for dtype in Dtype] == list(DTYPES)
     memory = pytest.importorskip("flce.huggingface.estimate.training_memory", exc_type=ImportError)
     assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)
+
+
+def fails_as_an_import(*_: object) -> None:
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ModuleNotFoundError("No module named 'half_loaded'") from None
+
+
+@pytest.mark.parametrize("runs", [fails_as_an_import, lambda: signal.raise_signal(signal.SIGINT)])
+def test_ctrl_c(runs: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It says one word, also where a library has made another error of it, and leaves the handler as it was."""
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("flce.tools.cli.app.app", runs)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, *capsys.readouterr()) == (130, "", "\nInterrupted.\n")
+    assert signal.getsignal(signal.SIGINT) is before

@@ -250,9 +250,9 @@ BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
 
 CONTENDERS = [
-    C("floor", "bare GEMMs", "floor", floor_step, applies=ONLY["products"]),
-    C("floor-aligned", "bare GEMMs, next aligned shape", "floor", aligned_floor_step, applies=ONLY["unaligned"]),
-    C("floor-recomputed", "bare GEMMs, logits twice", "floor", recomputed_floor_step, applies=ONLY["training"]),
+    C("floor", "bare products", "floor", floor_step, applies=ONLY["products"]),
+    C("floor-aligned", "bare products, next aligned shape", "floor", aligned_floor_step, applies=ONLY["unaligned"]),
+    C("floor-recomputed", "bare products, logits twice", "floor", recomputed_floor_step, applies=ONLY["training"]),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
     ours("ours-float32-logits", "flce, float32 logits", "half precision", logits_dtype=torch.float32),

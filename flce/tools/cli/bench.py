@@ -35,7 +35,7 @@ def bench(
     ] = None,
     mode: Annotated[list[CallMode] | None, option(show_default="forward+backward")] = None,
     budget: Annotated[
-        list[str] | None, option(metavar="SIZE", help="Also flce with at most this workspace: 256MiB or 1GiB, say.")
+        list[str] | None, option(metavar="SIZE", help="Also flce with at most this workspace: 256MiB or 1.5GiB, say.")
     ] = None,
     contender: Annotated[
         list[str] | None, option(metavar="NAME", help="Only this one and the bare products; a wrong name lists all.")

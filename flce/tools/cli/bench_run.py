@@ -27,7 +27,7 @@ from flce.tools.bench.measure import compete
 from flce.tools.bench.problem import OperatorCase
 from flce.tools.bench.results import Run
 from flce.tools.bench.tables import Table, absences, measured_on
-from flce.tools.cli.output import given, stderr, wrong
+from flce.tools.cli.output import given, print_table, stderr, wrong
 from flce.tools.machine import described_run, memory_of
 
 # --- what was asked for ---
@@ -58,9 +58,10 @@ def cases_of(
 
 
 def _mebibytes(text: str) -> int:
+    """Whole MiB, so that the budget is kept."""
     size = parse_bytes(text)
-    if size % MIB:
-        raise ValueError(f"expected whole MiB or GiB, such as 256MiB, got {text!r}")
+    if size < MIB:
+        raise ValueError(f"expected at least 1MiB, got {text!r}")
     return size // MIB
 
 
@@ -108,7 +109,7 @@ def _tell(bar: Progress, task: Any, what: str, share: float) -> None:
 def show(run: Run, found_wrong: Sequence[str], console: Console) -> None:
     say(console, measured_on(run))
     for table in map(comparison.comparison_table, run.cases):
-        console.print(_rich(table))
+        print_table(console, _rich(table))
         say(console, *(f"* {note}" for note in table.notes))
     say(console, *absences(run), *(f"WRONG: {line}" for line in found_wrong))
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flce.core.sizes import size_text
-from flce.tools.cli.output import Json, given, print_json, stderr, stdout
+from flce.tools.cli.output import Json, given, print_json, print_table, stderr, stdout
 
 if TYPE_CHECKING:
     from flce.tools.check.run import CheckReport, CheckResult
@@ -65,7 +65,7 @@ def _show(report: CheckReport) -> None:
     for result in report.results:
         places.setdefault(f"{result.device}, {result.backend} backend", []).append(result)
     for place, results in places.items():
-        console.print(_table(place, results))
+        print_table(console, _table(place, results))
     if places:
         legend = "Errors against float64, of each check the one that is nearest to its limit. In brackets: stock's."
         console.print(legend, style="dim")

@@ -5,7 +5,9 @@ The two runs differ by one line, `flce.patch_model(model)`.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +22,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from flce.tools.cli.output import Json, check_picture, print_json, stderr, stdout
+from flce.core.sizes import size_text
+from flce.tools.cli.output import (
+    Json,
+    MissingError,
+    check_picture,
+    given,
+    print_json,
+    print_table,
+    stderr,
+    stdout,
+    wrong,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,8 +63,10 @@ def demo(
     hidden_size: Annotated[
         int | None, typer.Option(min=64, help="Of the small Qwen3.", show_default="128; GPU: 1024")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of the small Qwen3.", show_default="2; GPU: 4")] = None,
-    seed: int = 0,
+    layers: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Of the small Qwen3.", show_default="2; GPU: 4")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     output: Annotated[Path, typer.Option(help="Where the picture of losses, memory and time goes.")] = Path("demo.png"),
     memory_picture: Annotated[Path, typer.Option(help="Where the picture of memory over one step goes.")] = Path(
         "demo-memory.png"
@@ -66,21 +81,23 @@ def demo(
     """
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        typer.echo(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'", err=True)
-        raise typer.Exit(2)
+        raise MissingError(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'")
 
     from flce.tools.demo.report import TrainingComparison, draw, show
 
     check_picture("--output", output)
     check_picture("--memory-picture", memory_picture)
+    if learning_rate is not None and not 0 < learning_rate < math.inf:  # False for NaN
+        raise wrong("--learning-rate", f"expected a positive number, got {learning_rate}")
     # The profiler of PyTorch 2.13 says on stderr that it begins and ends, in the progress bars.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
     from transformers import AutoTokenizer
 
     from flce import MemoryProfile
+    from flce.huggingface.estimate.language_model import one_line
     from flce.tools.demo.corpus import byte_level_tokenizer, read_documents, token_batches
-    from flce.tools.demo.training import Settings
+    from flce.tools.demo.training import ModelError, Settings
 
     gpu = torch.cuda.is_available()
     settings = Settings(
@@ -93,25 +110,30 @@ def demo(
         learning_rate=learning_rate or (2e-5 if model else 3e-4 if gpu else 1e-3),
         device="cuda" if gpu else "cpu",
     )
+    steps = steps or (200 if gpu else 40)
     console = stderr()
     with console.status("Reading the text and tokenizing it"):
         try:
-            if model is None:
-                tokenizer = byte_level_tokenizer(vocab_size, cache())
-            else:
-                tokenizer = AutoTokenizer.from_pretrained(model)
-            batches = token_batches(
-                read_documents(text),
-                tokenizer,
-                steps=steps or (200 if gpu else 40),
-                batch_size=batch_size,
-                seq_len=settings.seq_len,
-                seed=seed,
+            tokenizer = (
+                byte_level_tokenizer(vocab_size, cache()) if model is None else AutoTokenizer.from_pretrained(model)
             )
         except (OSError, ValueError) as error:
-            raise typer.BadParameter(str(error)) from None
+            raise wrong("--vocab-size" if model is None else "--model", one_line(error)) from None
+        _check_memory(steps, batch_size, settings, len(tokenizer))
+        documents = given("--text", read_documents, text)
+        sizes = {"steps": steps, "batch_size": batch_size, "seq_len": settings.seq_len, "seed": seed}
+        batches = given("--model", functools.partial(token_batches, documents, tokenizer, **sizes))
     # A model of the user's own may leave room for one run at a time only; so may a GPU, where time is steady.
-    runs = train_both(console, settings, batches, take_turns=model is None and not gpu)
+    try:
+        runs = train_both(console, settings, batches, take_turns=model is None and not gpu)
+    except (OSError, ModelError) as error:
+        raise wrong("--model", one_line(error)) from None
+    except (RuntimeError, MemoryError) as error:
+        # A CPU has no class of its own for it.
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in str(error):
+            raise
+        message = f"{settings.device} has no room to train on {batch_size} x {settings.seq_len:,} tokens per step"
+        raise wrong("--batch-size", f"{message}: give smaller sizes") from None
 
     threads = torch.get_num_threads()
     where = torch.cuda.get_device_name() if gpu else f"the CPU, {threads} thread{'' if threads == 1 else 's'}"
@@ -127,9 +149,26 @@ def demo(
     if json:
         print_json({**comparison.facts(), "pictures": [str(output), str(memory_picture)]})
     else:
-        show(stdout(), comparison)
+        show(stdout(), comparison, print_table)
         stdout().print(f"The pictures are {output} and {memory_picture}", soft_wrap=True)
     raise typer.Exit(0 if comparison.agree else 1)
+
+
+def _check_memory(steps: int, batch_size: int, settings: Settings, vocab_size: int) -> None:
+    """That there is memory for the tokens of all steps, and for what stock's loss makes of the logits of one."""
+    import torch
+
+    from flce.tools.machine import memory_of
+
+    step = batch_size * settings.seq_len
+    for what, needed, where in (
+        (f"the tokens of {steps:,} steps", 8 * steps * step, "cpu"),
+        ("logits, their log-softmax and its gradient", 3 * 4 * step * vocab_size, settings.device),
+    ):
+        there = memory_of(torch.device(where))
+        if needed > there:
+            message = f"{what} take {size_text(needed)}, and {where} has {size_text(there)}: give smaller sizes"
+            raise wrong("--batch-size", f"{batch_size:,} x {settings.seq_len:,} tokens per step: {message}")
 
 
 def cache() -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from flce.core.sizes import size_text
-from flce.tools.cli.output import Json, print_json, stdout
+from flce.tools.cli.output import Json, print_json, print_table, stdout
 
 
 def info(json: Json = False) -> None:
@@ -28,9 +28,9 @@ def info(json: Json = False) -> None:
         print_json({**facts, "known_problems": problems})
         return
     console = stdout()
-    console.print(_versions(facts))
+    print_table(console, _versions(facts))
     for device in facts["devices"]:
-        console.print(_device(device))
+        print_table(console, _device(device))
     console.print("Known problems: none." if not problems else "Known problems:")
     for problem in problems:
         console.print(f"* {problem}", soft_wrap=True)

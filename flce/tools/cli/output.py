@@ -12,8 +12,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
 T = TypeVar("T")
+FOLDED = 20  # characters that a column of words has at least, if it has as many
 PICTURES = (".png", ".pdf", ".svg")
 # What tensors may be of.
 Dtype = Enum("Dtype", {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float64"})
@@ -30,6 +34,32 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def print_table(console: Console, table: Table) -> None:
+    """A table; where the console is too narrow for it, a line for each row. Nothing is cut.
+
+    Columns with ``no_wrap``, those of figures, stay as wide as they are. Words of the others may be folded.
+    """
+    words = [column for column in table.columns if not column.no_wrap]
+    for column in words:
+        column.overflow, column.max_width = "fold", FOLDED
+    least = Measurement.get(console, console.options.update(width=10_000), table).minimum
+    for column in words:
+        column.max_width = None
+    if least <= console.width:
+        console.print(table)
+        return
+    if table.title:
+        console.print(table.title, style="italic", soft_wrap=True)
+    heads = [" ".join(_plain(column.header).split()) for column in table.columns]
+    for row in zip(*(map(_plain, column.cells) for column in table.columns), strict=True):
+        told = [f"{head} {cell}".strip() for head, cell in zip(heads[1:], row[1:], strict=True) if cell.strip()]
+        console.print(": ".join(filter(None, (row[0].strip(), "; ".join(told)))), markup=False, soft_wrap=True)
+
+
+def _plain(cell: Any) -> str:
+    return cell.plain if isinstance(cell, Text) else Text.from_markup(cell).plain
+
+
 def given(option: str, parse: Callable[..., T], *arguments: Any) -> T:
     """What `parse` makes of the value of an option; its ValueError is wrong usage."""
     try:
@@ -41,6 +71,13 @@ def given(option: str, parse: Callable[..., T], *arguments: Any) -> T:
 def wrong(option: str, message: str) -> typer.BadParameter:
     """Wrong usage of an option, to be raised."""
     return typer.BadParameter(message, param_hint=f"'{option}'")
+
+
+class MissingError(typer.BadParameter):
+    """Something that a command needs is not there; no option is wrong."""
+
+    def format_message(self) -> str:
+        return self.message
 
 
 def check_picture(option: str, path: Path) -> None:

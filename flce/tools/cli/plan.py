@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from flce.core.sizes import parse_bytes, parse_sizes, size_text
-from flce.tools.cli.output import Json, given, print_json, stderr, stdout, wrong
+from flce.tools.cli.output import Json, given, print_json, print_table, stderr, stdout, wrong
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ COLOURS = {
     "temporary": "cyan",
 }
 USUAL_LENGTH = 4096
-BAR = 60  # characters of the longest bar
+LONGEST_BAR, SHORTEST_BAR = 60, 20  # characters of the longest bar, and where there is no chart
 NOTE = (
     "A peak is the most that is allocated at one time of a step: weights + gradients + the optimizer's state + "
     "activations + loss + temporary. Activations are what autograd keeps for backward: of all layers without "
@@ -102,7 +102,7 @@ def plan(
 
     import flce
     from flce.huggingface.estimate.training_memory import Training
-    from flce.planning.device_kinds import described
+    from flce.planning.device_kinds import described, kind_text
 
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either --model or --shape")
@@ -123,7 +123,9 @@ def plan(
     options = flce.ChunkOptions(max_workspace_bytes=most) if most is not None else None
     how: dict[str, Any] = {"weight_grad": not frozen_head, "options": options}
     plan_of = functools.partial(flce.plan, device_kind=device_kind, device_memory=device.memory, **how)
-    told: dict[str, Any] = {"device": {"kind": device_kind, "memory_bytes": device.memory}}
+    told: dict[str, Any] = {
+        "device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": device.memory}
+    }
     if shape is not None:
         sizes = given("--shape", parse_sizes, shape)
         told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head)
@@ -245,10 +247,11 @@ def _steps(
 def _show(told: dict[str, Any]) -> None:
     console, loss, device = stdout(), told["loss"], told["device"]
     console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
-    table = Table("", "memory beside inputs and gradients", title=f"The loss of {loss['tokens']:,} tokens")
+    head = Column("memory beside\ninputs and gradients", justify="right", no_wrap=True)
+    table = Table("", head, title=f"The loss of {loss['tokens']:,} tokens", title_justify="left")
     table.add_row("stock", size_text(loss["stock_bytes"]))
     table.add_row("flce", size_text(loss["flce_bytes"]))
-    console.print(table)
+    print_table(console, table)
     console.print(loss["plan"], soft_wrap=True)
     if "steps" not in told:
         return
@@ -263,11 +266,11 @@ def _show(told: dict[str, Any]) -> None:
     )
     for remark in model["remarks"]:
         console.print(remark, soft_wrap=True)
-    console.print(_table(told["steps"], training["batch_size"]))
+    print_table(console, _table(told["steps"], training["batch_size"]))
     for sentence in _about_lengths(told):
         console.print(sentence, soft_wrap=True)
-    for line in _chart(told["steps"], device["memory_bytes"]):
-        console.print(line)
+    for line in _chart(told["steps"], device["memory_bytes"], console.width):
+        console.print(line, no_wrap=True)
     if any(step["patched"] and not step["fused"] for step in told["steps"]):
         console.print("flce cannot fuse the loss of this model: flce.report(model) says why.", soft_wrap=True)
     console.print(told["note"], soft_wrap=True)
@@ -278,15 +281,14 @@ def _name(step: dict[str, Any]) -> str:
 
 
 def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
-    table = Table("", *(_name(step) for step in steps), title="A training step")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    heads = (Column(_name(step).replace(", ", ",\n"), justify="right", no_wrap=True) for step in steps)
+    table = Table("", *heads, title="A training step", title_justify="left")
     table.add_row("peak", *(size_text(step["peak_bytes"]) for step in steps))
     for part in COLOURS:
         table.add_row(f"  {part}", *(size_text(step["parts"][part]) for step in steps))
     table.add_row("fits", *("yes" if step["fits"] else "no" for step in steps))
-    sequences = f"{batch_size} sequence{'s' if batch_size > 1 else ''}"
-    table.add_row(f"longest, {sequences}", *(f"{step['longest_sequence']:,} tokens" for step in steps))
+    which = "longest sequence" if batch_size == 1 else f"longest of {batch_size:,} sequences"
+    table.add_row(f"{which}, tokens", *(f"{step['longest_sequence']:,}" for step in steps))
     return table
 
 
@@ -303,10 +305,13 @@ def _about_lengths(told: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _chart(steps: list[dict[str, Any]], memory: int) -> list[Text]:
-    """A bar for each step, whose letters are its parts, and one for the memory that there is."""
-    scale = BAR / max(memory, *(step["peak_bytes"] for step in steps))
+def _chart(steps: list[dict[str, Any]], memory: int, columns: int) -> list[Text]:
+    """A bar for each step, whose letters are its parts, and one for the memory of the GPU; none where it is narrow."""
     width = max(len(_name(step)) for step in steps)
+    bar = min(LONGEST_BAR, columns - width - 1)
+    if bar < SHORTEST_BAR:
+        return []
+    scale = bar / max(memory, *(step["peak_bytes"] for step in steps))
     lines = []
     for step in steps:
         line, end, total = Text(f"{_name(step):>{width}} "), 0, 0
@@ -316,7 +321,10 @@ def _chart(steps: list[dict[str, Any]], memory: int) -> list[Text]:
             line.append(part[0].upper() * (end - start), style=f"white on {colour}")
         lines.append(line)
     lines.append(Text(f"{'the GPU':>{width}} " + "=" * round(memory * scale)))
-    legend = Text(" " * (width + 1))
+    legend = [Text()]
     for part, colour in COLOURS.items():
-        legend.append(part[0].upper(), style=f"white on {colour}").append(f" {part}  ")
-    return [*lines, legend]
+        entry = Text.assemble((part[0].upper(), f"white on {colour}"), f" {part}  ")
+        if legend[-1].cell_len + entry.cell_len > columns:
+            legend.append(Text())
+        legend[-1].append_text(entry)
+    return [*lines, *legend]

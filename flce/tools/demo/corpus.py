@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
+SAMPLE = 10_000  # characters that show whether a tokenizer knows the text
 # Parts of the standard library that are tests, tables, or installed by other packages.
 NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 
 
 def read_documents(source: Path | None) -> list[str]:
-    """The text of a file, of every file in a folder, or (None) of Python's own standard library."""
+    """The text of a file, of every file in a folder, or (None) of Python's own standard library.
+
+    Raises:
+        ValueError: there is none.
+    """
     if source is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [f for f in root.rglob("*.py") if NOT_PROSE.isdisjoint(f.relative_to(root).parts)]
@@ -41,7 +46,10 @@ def read_documents(source: Path | None) -> list[str]:
             documents.append(file.read_text(encoding="utf-8"))
         except UnicodeDecodeError:
             continue  # a binary file among the text
-    return [document for document in documents if document.strip()]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError("no text to train on: the file or folder has none")
+    return documents
 
 
 def byte_level_tokenizer(vocab_size: int, cache: Path) -> PreTrainedTokenizerBase:
@@ -84,11 +92,19 @@ def token_batches(
     seq_len: int,
     seed: int,
 ) -> npt.NDArray[np.int64]:
-    """The shuffled documents, packed into (steps, batch_size, seq_len); used again if they are few."""
+    """The shuffled documents, packed into (steps, batch_size, seq_len); used again if they are few.
+
+    Raises:
+        ValueError: the tokenizer does not know the words of the text.
+    """
     import numpy as np
 
-    if not documents:
-        raise ValueError("no text to train on: the file or folder has none")
+    sample = tokenizer.encode(" ".join(documents)[:SAMPLE], add_special_tokens=False)
+    known = len([token for token in sample if token != tokenizer.unk_token_id])
+    if known <= len(sample) / 2:
+        raise ValueError(
+            f"the tokenizer knows {known} of {len(sample)} tokens of the text: give a model with its tokenizer"
+        )
     order = random.Random(seed).sample(documents, len(documents))
 
     def tokens() -> Iterator[int]:

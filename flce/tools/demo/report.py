@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,8 +89,10 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def show(console: Console, comparison: TrainingComparison) -> None:
-    """Prints the table and the verdict."""
+def show(
+    console: Console, comparison: TrainingComparison, print_table: Callable[[Console, Table], None] = Console.print
+) -> None:
+    """Prints the table, with ``print_table``, and the verdict."""
     stock, patched, difference = comparison.stock, comparison.patched, comparison.mean_difference
     runs = stock, patched
     memory, speed = patched.peak_bytes / stock.peak_bytes, patched.step_seconds / stock.step_seconds
@@ -100,11 +103,12 @@ def show(console: Console, comparison: TrainingComparison) -> None:
         ("peak memory, MiB", *(f"{run.peak_bytes / MIB:,.0f}" for run in runs), f"{memory:.0%}"),
         ("time per step, ms", *(f"{run.step_seconds * 1e3:,.0f}" for run in runs), f"{speed:.0%}"),
     ]
-    table = Table("", *(Column(name, justify="right") for name in ("stock", "patched", "patched / stock")))
+    heads = "stock", "patched", "patched\n/ stock"
+    table = Table("", *(Column(name, justify="right", no_wrap=True) for name in heads))
     for row in rows:
         table.add_row(*row)
     console.print(f"\n[bold]{comparison.title}[/]")
-    console.print(table)
+    print_table(console, table)
     console.print(
         "[dim]Peak memory: above the loaded model, so activations, gradients and optimizer state are in it. "
         "Time per step: the median.[/]\n"

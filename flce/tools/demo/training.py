@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+RECORDINGS = 3  # of the memory over a step
+
+
 @dataclass(frozen=True)
 class Settings:
     """What both runs have in common."""
@@ -32,12 +35,19 @@ class Settings:
     device: str  # "cuda" trains in bfloat16 autocast, "cpu" in float32
 
 
+class ModelError(ValueError):
+    """A model cannot be trained on these tokens."""
+
+
 def build_model(settings: Settings) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     if settings.model is not None:
-        return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        try:
+            return AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+        except ValueError as error:  # such as a config of a model that is no causal one
+            raise ModelError(f"{error}") from None
     heads = settings.hidden_size // 64
     return tiny_model(
         seed=settings.seed,
@@ -54,12 +64,19 @@ def build_model(settings: Settings) -> Any:
 
 
 def train(settings: Settings, batches: npt.NDArray[np.int64], patched: bool) -> Iterator[float | TrainingRun]:
-    """The loss of each step, and at the end the run. The last batch is trained on once more: recording takes time."""
+    """The loss of each step, and at the end the run.
+
+    Recording takes time, so the last batch is trained on again for it. The first recording is slow, and any may be
+    disturbed: each time the run comes with the fastest so far.
+    """
     import torch
 
     torch.manual_seed(settings.seed)
     device = torch.device(settings.device)
     model = build_model(settings).to(device).train()
+    known, most = model.get_input_embeddings().num_embeddings, int(batches.max())
+    if most >= known:
+        raise ModelError(f"the tokenizer gives token {most:,}, and the model knows {known:,}: are they of one model?")
     size = sum(parameter.numel() for parameter in model.parameters())
     if patched:
         flce.patch_model(model)  # all that is different
@@ -80,11 +97,14 @@ def train(settings: Settings, batches: npt.NDArray[np.int64], patched: bool) -> 
         losses.append(step(batch))
         seconds.append(time.perf_counter() - start)
         yield losses[-1]
-    memory = flce.profile_memory(lambda: step(batches[-1]), device=device)
     states = (value for state in optimizer.state.values() for value in state.values())
     held = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
     description = f"{type(model).__name__}, {size / 1e6:,.1f} M parameters"
-    yield TrainingRun(description, losses, seconds, held + memory.peak, memory)
+    recorded = []
+    for _ in range(RECORDINGS):
+        recorded.append(flce.profile_memory(lambda: step(batches[-1]), device=device))
+        memory = min(recorded, key=lambda profile: profile.seconds)
+        yield TrainingRun(description, losses, seconds, held + memory.peak, memory)
 
 
 def train_in_turn(
@@ -98,7 +118,7 @@ def train_in_turn(
 
     runs: dict[str, TrainingRun] = {}
     trainings = {name: train(settings, batches, name == "patched") for name in names}
-    for _, (name, training) in itertools.product(range(len(batches) + 1), trainings.items()):
+    for _, (name, training) in itertools.product(range(len(batches) + RECORDINGS), trainings.items()):
         found = next(training)
         if isinstance(found, TrainingRun):
             runs[name] = found

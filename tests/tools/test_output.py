@@ -1,0 +1,79 @@
+"""What commands print fits the console, and no figure is cut."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("typer", reason="the command line")
+pytest.importorskip("rich", reason="the command line")
+
+from rich.console import Console
+from rich.table import Column, Table
+from typer.testing import CliRunner
+
+from flce.core.sizes import parse_bytes, size_text
+from flce.tools.bench.contenders import CONTENDERS
+from flce.tools.cli.app import app
+from flce.tools.cli.bench_run import cases_of
+from flce.tools.cli.output import print_table
+from flce.tools.machine import environment
+
+WIDTHS = (200, 80, 60, 40, 20)
+
+
+def figures(text: str) -> list[str]:
+    return sorted(re.findall(r"\d[\d.,e+-]*", text))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_figure_of_a_table_is_cut(width: int) -> None:
+    rows = [("PyTorch chunked (F.linear_cross_entropy)", "12.25", "1.0e-07", "128,256"), ("flce", "3.5", "", "7")]
+    table = Table("", *(Column(head, no_wrap=True) for head in ("ms", "error\nof dX", "tokens")), title="A title")
+    for row in rows:
+        table.add_row(*row)
+    said = io.StringIO()
+    print_table(Console(file=said, width=width), table)
+    assert figures(said.getvalue()) == sorted(cell for row in rows for cell in row[1:] if cell)
+    assert "…" not in said.getvalue()
+    in_lines = "flce: ms 3.5; tokens 7\n" in said.getvalue()
+    assert in_lines == (width < 60)
+    assert in_lines or max(map(len, said.getvalue().splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_chart_of_a_plan_fits(width: int, tmp_path: Path) -> None:
+    """Its bars are as long as there is room; where there is little they are left out."""
+    transformers = pytest.importorskip("transformers", reason="models")
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 4000}
+    transformers.LlamaConfig(**sizes).save_pretrained(tmp_path)
+    arguments = ["plan", "--model", str(tmp_path), "--seq-len", "64", "--gpu-memory", "600MiB"]
+    said = CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(app, arguments).stdout
+    bars = [
+        line for line in said.splitlines() if re.search(r"^ *(stock|patched|the GPU)\S*( checkpointing)? +[A-Z=]", line)
+    ]
+    legend = [line for line in said.splitlines() if re.search(r"\b[WLT] (weights|loss|temporary)\b", line)]
+    assert bool(bars) == bool(legend) == (width > 42)
+    assert all(len(line.rstrip()) <= width for line in (*bars, *legend))
+    assert "…" not in said
+
+
+def test_sizes() -> None:
+    """Budgets of ``flce bench`` are read as those of ``flce plan``, and rounded down to whole MiB."""
+    cpu = torch.device("cpu")
+    (case,) = cases_of(cpu, ["64,64,1000"], None, ["forward"], ["1.5GiB", "64MB"], [], False)
+    assert {"ours-1536MiB", "ours-61MiB"} <= set(case.contenders or ())
+    assert (parse_bytes("300KiB"), parse_bytes("1.5 gib")) == (300 << 10, 3 << 29)
+    assert [size_text(size) for size in (0, 300, 1 << 20, 3 << 29)] == ["0", "300 bytes", "1.00 MiB", "1.5 GiB"]
+
+
+def test_names() -> None:
+    titles = [contender.title for contender in CONTENDERS]
+    assert sum(title.startswith("bare products") for title in titles) == 3
+    assert not any("GEMM" in title for title in titles)
+    assert {"bitsandbytes", "lightning", "cut-cross-entropy", "liger-kernel"} <= set(environment()["packages"])
