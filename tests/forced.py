@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,14 +60,9 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
     return choice.taken
 
 
-def _as_of_a_large_head(c: Case) -> bool:
-    """Whether exponentials may be unnormalized, but for the size of the head."""
-    return c.options.strategy != "vocab" and bool(Unnormalized.sizes(replace(c, vocab_size=1 << 25)))
-
-
 def unnormalized(c: Case) -> Schedule | None:
     """All tokens at once, or as many as were asked for; None where that is for no head."""
-    if not _as_of_a_large_head(c):
+    if c.options.strategy == "vocab" or not Unnormalized.sizes(c):
         return None
     return Unnormalized(max(1, min(c.num_tokens, c.options.chunk_rows or c.num_tokens)))
 
@@ -77,7 +71,8 @@ def borrowed(count: int) -> Callable[[Case], Schedule | None]:
     """So many tiles in the memory of the weight gradient, where that is possible and there is as much of it."""
 
     def make(c: Case) -> Schedule | None:
-        if not (_as_of_a_large_head(c) and c.needs.weights[0] and not c.skip_ignored and not c.options.chunk_rows):
+        possible = Unnormalized.sizes(c) and c.in_registers and c.needs.weights[0] and not c.needs.bias
+        if not possible or c.options.strategy == "vocab" or c.skip_ignored or c.options.chunk_rows:
             return unnormalized(c)
         tiles = exponential_tiles(c.num_tokens, c.hidden_sizes[0], c.vocab_size, count)
         assert len(tiles) == count + 1, "this problem is too small for the test"

@@ -340,7 +340,7 @@ def loss_arguments(row: Mapping[str, Any], device: torch.device) -> tuple[dict[s
 
 def upstream_of(problem: Problem) -> Tensor:
     """A random upstream gradient of the problem's loss."""
-    shape = problem.target.shape if problem.kwargs["reduction"] == "none" else ()
+    shape = problem.target.shape if problem.kwargs.get("reduction") == "none" else ()
     return torch.randn(shape, dtype=torch.float64, device=problem.input.device)
 
 

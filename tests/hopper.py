@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from flce import ChunkOptions
-from flce.core.problem import LossSpec, Needs
+from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.engine import case
 from flce.engine.case import Case
 from flce.planning import search
+
+
+def logits_dtypes_on_a_gpu(
+    dtype: torch.dtype, device_type: str, options: ChunkOptions
+) -> tuple[torch.dtype, torch.dtype]:
+    """In the place of `case.logits_dtypes`."""
+    return options.logits_dtype or accumulation_dtype(dtype), dtype
 
 
 def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -24,7 +31,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in ("flce.ops.linear_cross_entropy", "flce.planning.device_kinds", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
-        monkeypatch.setattr(case, "logits_dtypes", lambda dtype, _, options: (options.logits_dtype or dtype, dtype))
+        monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     search.plan_of_call.cache_clear()
     yield
     search.plan_of_call.cache_clear()

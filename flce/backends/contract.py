@@ -24,6 +24,14 @@ from flce.core.slices import is_whole, last
 STATE_SLOTS = 7
 MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE_SLOTS)
 
+# `Backend.exponentials` keeps two more: the logit that exponentials are relative to, and dz/dlogits of the target.
+EXPONENTIAL_SLOTS = STATE_SLOTS + 2
+BASE, TARGET_JACOBIAN = range(STATE_SLOTS, EXPONENTIAL_SLOTS)
+# Where exponentials are relative to the base: times SCALE, and the base is raised before they are larger than
+# exp(HEADROOM) times that. float16 reaches from 2^-24 to 2^16.
+EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
+EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
+
 # The normalizer is what is kept of each row between forward and backward: some logit m, the largest as a rule, and
 # log(sum(exp(z - m))). Slots that an option adds come behind these.
 OFFSET, LOG_SUM = range(2)
@@ -248,6 +256,19 @@ class Backend(Protocol):
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """`statistics` and `gradient` at once, for a tile that holds all classes."""
+
+    def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
+        """`statistics`, and the gradient of the logits before it is multiplied by what is known at the last tile:
+        ``factors[0][:, None] * exps``, but in the target's column, where `exps` is 0, ``factors[1]``; with label
+        smoothing less ``factors[2][:, None] * class_weight``.
+
+        logits: float32; exps: of half precision, the tile's part of contiguous columns of all classes, of which those
+        before may be written to; state: (EXPONENTIAL_SLOTS, rows); factors: (3, rows) float32, or (2, rows) without
+        label smoothing, written at the last tile. Softcap and label smoothing do not go together here.
+        """
+
+    def gradient_of_exponentials(self, exps: Tensor, factors: Tensor, call: TileCall) -> None:
+        """The gradient of the logits of all classes, in the place of what `exponentials` left."""
 
     def product_statistics(self, x: Tensor, weight: Tensor, call: TileCall) -> None:
         """`statistics` of the logits ``x weight^T`` of all classes, which are never in memory.

@@ -44,12 +44,13 @@ def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
     return max(1, min(rows, budget // max(1, cols * itemsize)))
 
 
-def temporary_bytes(spec: LossSpec, tile: Tensor, device_type: str) -> int:
+def temporary_bytes(spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None) -> int:
     """Memory that a pass over a tile, (rows, cols), takes for a moment: the slabs that are alive at once, at most."""
     accum = accumulation_dtype(tile.dtype)
     rows, cols = tile.shape
+    narrower = grad is not None and grad.dtype.itemsize < tile.dtype.itemsize
     slabs = (
-        tile.dtype != accum,
+        tile.dtype != accum or narrower,
         spec.softcap is not None,
         spec.label_smoothing != 0.0 or "entropy" in spec.stats,
     )
@@ -92,8 +93,9 @@ class TorchBackend:
             del z, exps, jacobian  # before the next slab makes its own
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("the PyTorch backend has no products with an epilogue: see backends.has_product")
+        raise NotImplementedError("the PyTorch backend has no exponentials and no products with an epilogue")
 
+    exponentials = gradient_of_exponentials = _unavailable
     product_statistics = product_gradient = product_exponentials = _unavailable
     scale_valid_rows = combine_rows = weight_gradient = add_target_terms = _unavailable
 
@@ -289,5 +291,7 @@ def _gradient(
         g.mul_(jacobian)
     if targets.valid is not None:
         g.masked_fill_(~targets.valid[:, None], 0.0)
+    if g.dtype != grad.dtype and g.data_ptr() == grad.data_ptr():
+        g = g.to(grad.dtype)  # over the logits, in fewer bytes
     if g.data_ptr() != grad.data_ptr():
         grad.copy_(g.view(grad.shape))

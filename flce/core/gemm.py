@@ -37,12 +37,18 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     half = a.dtype.itemsize < 4 or b.dtype.itemsize < 4
     if not half and a.dtype == b.dtype == out.dtype:
         _vendor_matmul(a, b, out, accumulate)
-    elif a.is_cuda and a.dtype == b.dtype and out.dtype in (a.dtype, torch.float32):
+    elif a.is_cuda and a.dtype == b.dtype and (out.dtype == a.dtype or has_float32_results(out.dtype)):
         _aligned_matmul(a, b, out, accumulate)
     elif out.dtype.itemsize < 4:
         _matmul_in_float32(a, b, out, accumulate)
     else:
         _matmul_by_pieces(a, b, out, accumulate)
+
+
+def has_float32_results(dtype: torch.dtype) -> bool:
+    """Whether products of half-precision operands on CUDA can have results of this dtype: float32, unless PyTorch is
+    told to accumulate in float16, with which it refuses them."""
+    return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def _vendor_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flce.backends.contract import PRODUCT_BLOCK, unknown_to_products
+from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, unknown_to_products
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
@@ -47,31 +47,30 @@ STATISTICS_ROWS = 2048
 STATISTICS_COLS = 2112
 # Tokens whose statistics are made at once where logits stay in registers: 33 MiB for 128,256 classes.
 PRODUCT_ROWS = 8192
-# Unnormalized exponentials are for dtypes with the range for them, and for heads of at least this many entries, V x H.
-# They take some fifteen more launches. A device that is through with a small head sooner would wait for them.
-UNNORMALIZED_DTYPES = (torch.bfloat16,)
-UNNORMALIZED_HEAD = 1 << 25
-# For the same reason one of several chunks has at least this many entries, rows x V x H: 0.4 ms for a product.
+# A call whose logits take no more bytes than this makes one pass over all of them, in memory. For more of them, kept
+# exponentials take less memory:
 #
-# | 16384 x 768 x 50257                  | ms       |
-# |--------------------------------------|----------|
-# | exponentials, ten chunks of 2^36     | 11 to 20 |
-# | a pass over the logits               | 7.4      |
-UNNORMALIZED_CHUNK = 1 << 37
-# A call of no more logits than this, rows x V, 512 MiB of bfloat16, makes a pass over them:
+# | float32, H200          | MiB  | times the bare products: pass | exponentials in registers |
+# |------------------------|------|-------------------------------|---------------------------|
+# |   64 x 4096 x 128256   |   31 | 1.05                          | 1.38                      |
+# |  512 x 2048 x 128256   |  251 | 1.21                          | 1.19, as called 1.85      |
+# | 1024 x 4096 x 128256   |  501 | 1.11                          | 1.16                      |
+# | 4096 x 4096 x  32768   |  512 | 1.12                          | 1.06, as called 1.25      |
+# | 2048 x 2048 x 128256   | 1002 | 1.06                          | 1.08                      |
+FEW_LOGITS_BYTES = 512 << 20
+# A block of float32 logits beside a tile of what is made of them, in half precision. It is small, so that it is in the
+# cache while it is read, and large enough for the host, which launches two kernels for each.
+# 16384 x 1024 x 151936 without products of our own, in times the bare products (H200):
 #
-# | times the bare products | rows x V / 2^28 | pass | exponentials |
-# |-------------------------|-----------------|------|--------------|
-# |   64 x 4096 x 128256    | 0.03            | 1.03 | 1.29         |
-# |  512 x 2048 x 128256    | 0.24            | 1.07 | 1.13         |
-# | 4096 x 4096 x 32768     | 0.5             | 1.03 | 1.07         |
-# | 1024 x 1024 x 151936    | 0.58            | 1.13 | 1.15         |
-# | 2048 x 2048 x 128256    | 0.98            | 1.08 | 1.09         |
-# | 4096 x 2048 x 128256    | 1.96            | 1.09 | 1.07         |
-FEW_LOGITS = 1 << 28
-# Products of no more entries than this, rows x V x H, take at most 4.5 ms. Exponentials take 0.15 to 0.25 ms more than
-# a pass over the logits, which is 5% of that.
-SMALL_PRODUCT = 1 << 39
+# | rows, MiB | alone | as called |
+# |-----------|-------|-----------|
+# | 2048, 24  | 1.35  | 3.2       |
+# | 2048, 32  | 1.38  | 3.0       |
+# | 2048, 64  | 1.35  | 1.6       |
+# | 4096, 32  | 1.36  | 1.9       |
+# | 4096, 64  | 1.35  | 1.4       |
+BLOCK_BYTES = 64 << 20
+BLOCK_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,23 @@ class Dtypes:
     logits: torch.dtype
     """Logits in memory."""
     logits_grad: torch.dtype
+    """Gradients of logits, and exponentials."""
     sums: torch.dtype
     """Sums of gradients over tiles."""
     input_grad: torch.dtype
     """dX as it leaves the schedule."""
     weight_grad: torch.dtype
     """dW as it leaves the schedule."""
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether logits are wider than their gradients. Then they are made in blocks beside a tile of gradients."""
+        return self.logits.itemsize > self.logits_grad.itemsize
+
+    def block_entries(self, rows: int, cols: int) -> int:
+        """Logits of a block beside a tile of this size, of which it takes at most half the memory."""
+        tile = rows * padded_cols(cols) * self.logits_grad.itemsize
+        return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile // 2) // self.logits.itemsize)
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,8 @@ class Case:
     def dtypes(self, deferred: bool) -> Dtypes:
         """The dtypes that a schedule works with. `deferred`: it makes gradients in backward."""
         logits, logits_grad = logits_dtypes(self.dtype, self.device_type, self.options)
+        if deferred:  # Made twice, in products of other shapes, and rounded each time, they would not be the same.
+            logits = accumulation_dtype(self.dtype)
         sums = accumulation_dtype(self.dtype)
         if self.dtype == torch.bfloat16 and self.device_type != "cpu":  # there sums are made in float32, see `gemm`
             sums = self.options.accum_dtype
@@ -162,37 +174,29 @@ class Case:
         return ", ".join(unknown_to_products(self.spec)) or None
 
     @functools.cached_property
-    def unnormalized_rows(self) -> int | None:
-        """The fewest tokens of a chunk that is made with unnormalized exponentials; None: no chunk is."""
-        entries, dtypes = self.vocab_size * self.hidden_sizes[0], self.dtypes(False)
-        possible = (
-            self.in_registers
-            and self.dtype in UNNORMALIZED_DTYPES
-            and not self.needs.bias
-            and entries >= UNNORMALIZED_HEAD
-            and dtypes.logits_grad == self.dtype
+    def in_blocks(self) -> bool:
+        """Whether exponentials can be made of logits that are in memory a block at a time."""
+        spec, known = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
+        return known and self.dtypes(False).in_blocks and not (spec.softcap is not None and spec.label_smoothing)
+
+    @functools.cached_property
+    def unnormalized(self) -> bool:
+        """Whether products can be made of exponentials, and normalized afterwards."""
+        return (
+            (self.in_registers or self.in_blocks)
+            and self.dtype == torch.bfloat16 == self.dtypes(False).logits_grad  # float16 has not the range
+            and not self.spec.label_smoothing
         )
-        if not possible:
-            return None
-        # Logits in memory would be rounded, or take twice the memory.
-        least = ceil_div(UNNORMALIZED_CHUNK, entries) if dtypes.logits == self.dtype else 1
-        return max(1, min(least, self.num_tokens))
 
     @property
     def few_logits(self) -> bool:
-        """Whether a pass over all logits in memory, in the dtype of the input, takes less than exponentials do."""
-        return self.num_tokens * self.vocab_size <= FEW_LOGITS and self.dtypes(False).logits == self.dtype
-
-    @property
-    def small_product(self) -> bool:
-        return self.num_tokens * self.vocab_size * self.hidden_sizes[0] <= SMALL_PRODUCT
+        """Whether all logits may be in memory at once."""
+        return self.num_tokens * self.vocab_size * self.dtypes(False).logits.itemsize <= FEW_LOGITS_BYTES
 
     @property
     def borrows(self) -> bool:
-        """Whether a tile of logits may be in the memory of dW of the head."""
-        dtypes = self.dtypes(True)
-        logits = dtypes.logits_grad if self.in_registers else dtypes.logits
-        return self.needs.weights[0] and logits == dtypes.logits_grad == self.dtype
+        """Whether gradients of a tile of logits may be in the memory of dW of the head."""
+        return self.needs.weights[0] and self.dtypes(True).logits_grad == self.dtype
 
     @property
     def chunk_rows(self) -> int:
@@ -203,9 +207,10 @@ class Case:
     def defaults(self) -> Defaults:
         return DEFAULTS["cpu" if self.device_type == "cpu" else "other"]
 
-    def chunk_entries(self, size: int) -> int:
-        """The number of logits, or of entries of their gradient, in `size` bytes."""
-        return size // logits_dtypes(self.dtype, self.device_type, self.options)[0].itemsize
+    @property
+    def chunk_entries(self) -> int:
+        """Gradients of logits in a chunk without a budget."""
+        return self.defaults.chunk // self.dtypes(True).logits_grad.itemsize
 
     def equal_rows(self, rows: int) -> int:
         """Tokens of a chunk where chunks have equal length, at most `rows` each."""
@@ -220,16 +225,18 @@ class Case:
 
         It may take as many bytes as these do, or as the gradients that are to be returned, which do not exist yet.
         """
-        limit = self.defaults.statistics
+        limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
         if limit is None:
             return rows, cols
-        room = min(self.chunk_entries(limit), max(rows * padded_cols(cols), self.chunk_entries(self.returned_bytes)))
+        tile = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
+        room = min(limit, max(tile, self.returned_bytes))
         most = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
         if self.in_registers:
-            partial = 4 * ceil_div(self.vocab_size, PRODUCT_BLOCK)  # two numbers a block, of twice the size of a logit
+            partial = 8 * ceil_div(self.vocab_size, PRODUCT_BLOCK)  # two float32 numbers a block
             return min(most, PRODUCT_ROWS, max(1, room // partial)), cols
-        rows = min(most, STATISTICS_ROWS, room)
-        width = room // rows
+        entries = room // dtypes.logits.itemsize
+        rows = min(most, STATISTICS_ROWS, entries)
+        width = entries // rows
         multiple = STATISTICS_COLS if width >= STATISTICS_COLS else COLUMN_MULTIPLE
         return rows, min(self.vocab_size, width // multiple * multiple or width)
 
@@ -247,12 +254,12 @@ class Case:
 
 
 def logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of logits in memory, and of their gradient."""
+    """The dtypes of logits in memory, where they are made once, and of their gradient."""
     if device_type == "cpu":
         # CPU matrix products in half precision are up to a hundred times slower than in float32 where the
         # processor has no instructions for them, so they are made in float32 everywhere.
         return accumulation_dtype(dtype), accumulation_dtype(dtype)
-    return options.logits_dtype or dtype, dtype
+    return options.logits_dtype or accumulation_dtype(dtype), dtype
 
 
 def wanted(sizes: tuple[int, ...], needed: tuple[bool, ...]) -> list[int]:

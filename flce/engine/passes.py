@@ -100,7 +100,8 @@ def forward(
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
     skip_ignored = plan.case.skip_ignored and not all_count
-    selection = runtime.select(problem, skip_ignored, schedule.counts_on_device)
+    counts_on_device = schedule.counts_on_device and plan.in_registers
+    selection = runtime.select(problem, skip_ignored, counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows)
     schedule.forward(stage)

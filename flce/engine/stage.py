@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, TargetTerms, Tile, TileCall
+from flce.backends.contract import (
+    EXPONENTIAL_SLOTS,
+    STATE_SLOTS,
+    Backend,
+    RowInputs,
+    RowOutputs,
+    TargetTerms,
+    Tile,
+    TileCall,
+)
 from flce.core import gemm
-from flce.core.gemm import padded_cols
+from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
 from flce.core.slices import first, last
 from flce.engine.arena import Arena
-from flce.engine.case import Dtypes
+from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
 from flce.engine.vectors import LossScales
 
@@ -65,6 +74,7 @@ class Stage:
         self._dw: dict[int, Tensor] = {}
         self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
+        self._block_entries = 0
 
     # ------------------------------------------------------------------------------------------------- loops
 
@@ -85,8 +95,11 @@ class Stage:
     ) -> Iterator[slice]:
         """The classes, at most `step` at a time; the blocks of `first` before the others."""
         yield from first
-        stop = self.vocab_size if stop is None else stop
-        for begin in range(first[-1].stop if first else start, stop, max(1, step)):
+        yield from self.pieces(first[-1].stop if first else start, self.vocab_size if stop is None else stop, step)
+
+    def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
+        """From `start` to `stop`, at most `step` at a time."""
+        for begin in range(start, stop, max(1, step)):
             yield slice(begin, min(begin + step, stop))
 
     def counted(self, part: slice) -> slice:
@@ -135,11 +148,16 @@ class Stage:
         return last(self.new(rows, padded_cols(cols), dtype=dtype), slice(0, cols))
 
     def logits_and_gradient(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """Two tiles, which are one where they have one dtype, or where logits stay in registers."""
-        dlogits = self.new_tile(rows, cols, self.dtypes.logits_grad)
-        if self.in_registers or self.dtypes.logits == self.dtypes.logits_grad:
-            return dlogits, dlogits
-        return self.new_tile(rows, cols, self.dtypes.logits), dlogits
+        """Two tiles in one memory. Each row of a gradient that takes fewer bytes lies where that of logits begins."""
+        logits = self.new(rows, padded_cols(cols), dtype=self.dtypes.logits)
+        return logits[:, :cols], logits.view(self.dtypes.logits_grad)[:, :cols]
+
+    def gradient_tile(self, rows: int, cols: int) -> Tensor:
+        """A tile of gradients of logits, or of exponentials. Logits of another dtype are made beside it, in a block
+        whose size depends on that of the tile."""
+        if self.dtypes.in_blocks and not self.in_registers:
+            self._block_entries = self.dtypes.block_entries(rows, cols)
+        return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
     def inputs(self, part: slice) -> list[Tensor]:
         """Some rows of the input of each term, (rows, H). If they are gathered, that of the part before is given
@@ -200,12 +218,33 @@ class Stage:
         for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
             self.matmul(x, first(term.weight, cols).t(), out=out, accumulate=k > 0)
 
+    def _logits(
+        self, xs: Sequence[Tensor], part: slice, cols: slice, tile: Tensor
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Logits of some rows and classes: a piece of the rows and of the classes, its logits, and its part of the tile
+        of gradients, whose memory logits of the same dtype have."""
+        if not self._block_entries:
+            self.write_logits(xs, cols, tile)
+            yield part, cols, tile, tile
+            return
+        memory = self.new(self._block_entries, dtype=self.dtypes.logits)
+        # Aligned rows, and of a few rows more classes.
+        most = self._block_entries // COLUMN_MULTIPLE
+        step = min(BLOCK_ROWS, part.stop - part.start, most)
+        width = most // step * COLUMN_MULTIPLE
+        for rows in self.pieces(part.start, part.stop, step):
+            here = slice(rows.start - part.start, rows.stop - part.start)
+            some = [first(x, here) for x in xs]
+            for columns in self.pieces(cols.start, cols.stop, width):
+                size = columns.stop - columns.start
+                room = padded_cols(size)
+                block = memory[: len(some[0]) * room].view(-1, room)[:, :size]
+                self.write_logits(some, columns, block)
+                yield rows, columns, block, tile[here, columns.start - cols.start : columns.stop - cols.start]
+
     def statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
         """Losses and gradient for some rows and all classes, in one pass. `dlogits` may be `logits`."""
-        call = self._statistics_call(part)
-        if self.problem.token_weight_grad:
-            call = call._replace(upstream=last(self._weights, part))
-        self.backend.loss_and_gradient(logits, dlogits, call)
+        self.backend.loss_and_gradient(logits, dlogits, self._both_call(part))
 
     def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
         """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
@@ -225,33 +264,46 @@ class Stage:
         """The same, of logits that never are in memory."""
         self.backend.product_statistics(x, self.terms[0].weight, self._statistics_call(part))
 
-    def gradient(self, xs: Sequence[Tensor], part: slice, cols: slice, logits: Tensor, dlogits: Tensor) -> None:
-        """The gradient of a tile's logits, which are made again. Both: (rows, cols), and may be one."""
-        upstream = None if self.upstream is None else last(self.upstream, part)
-        normalizer, inputs = last(self.normalizer, part), self._row_inputs(part)
-        call = TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream)
+    def gradient(self, xs: Sequence[Tensor], part: slice, cols: slice, dlogits: Tensor) -> None:
+        """The gradient of a tile's logits, which are made again. dlogits: (rows, cols)."""
         if self.in_registers:
-            self.backend.product_gradient(xs[0], first(self.terms[0].weight, cols), dlogits, call)
-        else:
-            self.write_logits(xs, cols, logits)
-            self.backend.gradient(logits, dlogits, call)
+            self.backend.product_gradient(
+                xs[0], first(self.terms[0].weight, cols), dlogits, self._gradient_call(part, cols)
+            )
+            return
+        for rows, columns, logits, grad in self._logits(xs, part, cols, dlogits):
+            self.backend.gradient(logits, grad, self._gradient_call(rows, columns))
 
     # -------------------------------------------------------------------------------- unnormalized exponentials
 
     def new_factors(self) -> Tensor:
-        """(2, rows): what rows of exponentials are multiplied by, and gradients of the targets' logits."""
-        return self.new(2, self.selection.most_rows, dtype=torch.float32)
+        """(2, rows): what rows of exponentials are multiplied by, and gradients of the targets' logits. With label
+        smoothing (3, rows), see `Backend.exponentials`."""
+        return self.new(3 if self.problem.spec.label_smoothing else 2, self.selection.most_rows, dtype=torch.float32)
 
-    def exponentials(self, x: Tensor, tiles: Sequence[Tensor], part: slice, factors: Tensor) -> None:
-        """Losses and exponentials for some rows and all classes, in tiles of consecutive ones. No logits are in memory.
+    def exponentials(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], part: slice, factors: Tensor) -> None:
+        """Losses and exponentials for some rows and all classes, in tiles of consecutive ones: one, where logits do not
+        stay in registers.
 
         The gradient of the logits is ``factors[0] * exponentials``, but in the target's column ``factors[1]``.
         """
-        call, count = self._statistics_call(part), self.selection.count
-        on_device = None if count is None or part.start > 0 else count.on_device
-        self.backend.product_exponentials(x, self.terms[0].weight, tiles, call, last(factors, part), on_device)
-        if self.problem.token_weight_grad:
-            last(factors, part).mul_(last(self._weights, part))
+        if self.in_registers:
+            call, count = self._statistics_call(part), self.selection.count
+            on_device = None if count is None or part.start > 0 else count.on_device
+            self.backend.product_exponentials(xs[0], self.terms[0].weight, tiles, call, last(factors, part), on_device)
+            if self.problem.token_weight_grad:
+                last(factors, part).mul_(last(self._weights, part))
+            return
+        known: slice | None = None
+        for rows, cols, logits, exps in self._logits(xs, part, self.classes, tiles[0]):
+            if rows != known:  # the next rows
+                known, call, of_rows = rows, self._both_call(rows), last(factors, rows)
+                state = self.new(EXPONENTIAL_SLOTS, len(logits), dtype=self.normalizer.dtype)
+            self.backend.exponentials(logits, exps, call._replace(tile=self._tile(cols)), state, of_rows)
+
+    def gradient_of_exponentials(self, exps: Tensor, part: slice, factors: Tensor) -> None:
+        """The gradient of the logits of some rows and all classes, in the place of exponentials."""
+        self.backend.gradient_of_exponentials(exps, last(factors, part), self._statistics_call(part))
 
     def scaled_rows(self, x: Tensor, part: slice, factors: Tensor, out: Tensor) -> Tensor:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
@@ -259,29 +311,50 @@ class Stage:
         self.backend.scale_valid_rows(x, out, target, factors[0, part], ignore_index)
         return out
 
-    def finish_input_gradient(self, product: Tensor, part: slice, factors: Tensor) -> None:
-        """dX of the head: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
+    def finish_input_gradient(self, term: int, product: Tensor, part: slice, factors: Tensor) -> None:
+        """dX of a term: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
         target, ignore_index = last(self.selection.target, part), self.problem.spec.ignore_index
         index = None if self.selection.index is None else self.selection.index[part]
-        out = first(self.dx_memory(0), part) if index is None else self.dx_memory(0)
-        weight, factors = self.terms[0].weight, last(factors, part)
+        out = first(self.dx_memory(term), part) if index is None else self.dx_memory(term)
+        weight, factors = self.terms[term].weight, last(factors, part)
         self.backend.combine_rows(product, out, weight, target, factors, ignore_index, index)
 
     def weight_products(
-        self, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
+        self, term: int, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
     ) -> None:
-        """dW of the head from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
-        self.backend.weight_gradient(grads, tiles, scaled, self._target_terms(factors))
+        """dW of a term from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
+        if self.in_registers:
+            self.backend.weight_gradient(grads, tiles, scaled, self._target_terms(term, factors))
+            return
+        for grad, tile in zip(grads, tiles, strict=True):
+            self.matmul(tile.t(), scaled, out=grad)
+        self.add_target_terms(term, grads, factors)
 
-    def add_target_terms(self, sums: Sequence[Tensor], factors: Tensor) -> None:
+    def add_target_terms(self, term: int, sums: Sequence[Tensor], factors: Tensor) -> None:
         """Adds the targets' terms to sums of dW, of consecutive classes."""
-        self.backend.add_target_terms(sums, self._target_terms(factors))
+        self.backend.add_target_terms(sums, self._target_terms(term, factors))
 
-    def _target_terms(self, factors: Tensor) -> TargetTerms:
+    def add_bias_of_exponentials(self, exps: Tensor, part: slice, factors: Tensor) -> None:
+        """``factors[0] @ exps`` to the gradient of the bias of the first classes: exps (rows, classes)."""
+        factor = factors[0, part]
+        # Two numbers of half precision have the digits of the factor.
+        coarse = factor.to(exps.dtype)
+        pieces = torch.stack((coarse, (factor - coarse).to(exps.dtype)))
+        sums = self.new(len(pieces), exps.shape[1], dtype=torch.float32)
+        self.matmul(pieces, exps, out=sums)
+        self.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
+
+    def add_bias_of_targets(self, factors: Tensor, stop: int) -> None:
+        """The targets' terms to the gradient of the bias of the classes before `stop`."""
+        terms = self._target_terms(0, factors)
+        ones = terms.x.new_ones(len(terms.x), 1)
+        self.backend.add_target_terms([self.db_memory()[:stop, None]], replace(terms, x=ones))
+
+    def _target_terms(self, term: int, factors: Tensor) -> TargetTerms:
         selection, rows = self.selection, slice(0, self.selection.num_rows)
         index = None if selection.index is None else selection.index[rows]
         ignore_index = self.problem.spec.ignore_index
-        return TargetTerms(self.terms[0].input, index, last(selection.target, rows), factors[1, rows], ignore_index)
+        return TargetTerms(self.terms[term].input, index, last(selection.target, rows), factors[1, rows], ignore_index)
 
     # ------------------------------------------------------------------------------------------------- others
 
@@ -291,6 +364,17 @@ class Stage:
         assert self.out is not None
         inputs = self._row_inputs(part, not self.problem.token_weight_grad)
         return TileCall(inputs, self.problem.spec, self._tile(self.classes), self.out.part(part))
+
+    def _both_call(self, part: slice) -> TileCall:
+        """The call that makes statistics and gradients at once."""
+        call = self._statistics_call(part)
+        return call._replace(upstream=last(self._weights, part)) if self.problem.token_weight_grad else call
+
+    def _gradient_call(self, part: slice, cols: slice) -> TileCall:
+        """The call that makes gradients of some rows and classes, from what statistics left."""
+        upstream = None if self.upstream is None else last(self.upstream, part)
+        normalizer, inputs = last(self.normalizer, part), self._row_inputs(part)
+        return TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream)
 
     @functools.cached_property
     def _weights(self) -> Tensor:

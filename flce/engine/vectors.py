@@ -84,10 +84,11 @@ class LossScales:
 
 
 def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
-    """The power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK.
+    """What brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK.
 
     ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
-    divides this unit out in float32, together with the upstream gradient.
+    divides this unit out in float32, together with the upstream gradient. The cross-entropy scale times the unit is a
+    power of two: the gradients of many targets' logits are nearly minus this, and would all be rounded alike.
     """
     peak = scales[0] * p.spec.typical_gradient
     if p.class_weight is not None:
@@ -95,8 +96,10 @@ def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
     if p.token_weight is not None and p.token_weight.numel():
         peak = peak * p.token_weight.masked_fill(p.target == p.spec.ignore_index, 0.0).abs().max()
     exponent = torch.log2(FLOAT16_GRAD_PEAK / peak).floor()
+    mantissa = torch.frexp(scales[0])[0].abs() * 2.0
     # No valid row, or only weights of 0: peak is inf, nan or 0, and any unit will do.
-    return torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
+    unit = torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
+    return torch.where((mantissa >= 1.0) & (mantissa < 2.0), unit / mantissa, unit)
 
 
 def reduce(

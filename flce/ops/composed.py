@@ -1,11 +1,13 @@
 """The same losses composed from PyTorch's own operators, with the logits, and more of their size, in memory.
 
 For what fusing gains nothing in: class-probability targets, which are as large as the logits themselves, and
-K-dimensional heads, whose softmax runs over a strided dimension. Differentiable any number of times.
+K-dimensional heads, whose softmax runs over a strided dimension. Logits are float32 at least: half precision is cast
+before the product, which takes a copy of the head. Differentiable any number of times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -25,10 +27,15 @@ def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | Line
     if not probabilities:
         _check_indices(target, vocab_size, spec.ignore_index)
 
-    # One row of logits per token: (T, V) with T = prod(leading) * prod(inner).
-    logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]))
-    for a, b in args.adapters:
-        logits = logits + F.linear(a.reshape(-1, a.shape[-1]), b)
+    # One row of logits per token: (T, V) with T = prod(leading) * prod(inner). They are not rounded: PyTorch has no
+    # product of half precision with a float32 result that can be differentiated.
+    wide = accumulation_dtype(input.dtype)
+    input, linear_weight = input.to(wide), linear_weight.to(wide)
+    known = torch.amp.is_autocast_available(input.device.type)
+    with torch.autocast(input.device.type, enabled=False) if known else contextlib.nullcontext():
+        logits = F.linear(input.reshape(-1, input.shape[-1]), linear_weight.reshape(-1, input.shape[-1]))
+        for a, b in args.adapters:
+            logits = logits + F.linear(a.reshape(-1, a.shape[-1]).to(wide), b.to(wide))
     if args.linear_bias is not None:
         logits = logits + args.linear_bias.reshape(-1)
     rows = math.prod(leading)

@@ -28,12 +28,14 @@ class Device(NamedTuple):
     """The least inner dimension of a block that is worth a multiprocessor of its own."""
     host: float
     """Seconds that Python takes to launch what a tile needs, while the device has the tile before."""
+    host_block: float
+    """The same of a block of logits: a product and a kernel."""
 
 
 # Fitted to benchmarks/results/h200-earlier.json and the run before it.
-H200 = Device(710e12, 50e12, 4e12, 2.5e12, 3e-6, 132, (128, 256), 1024, 130e-6)
+H200 = Device(710e12, 50e12, 4e12, 2.5e12, 3e-6, 132, (128, 256), 1024, 130e-6, 20e-6)
 # Two cores without instructions for half precision: the products of benchmarks/results/cpu.json.
-CPU = Device(150e9, 150e9, 19e9, 19e9, 20e-6, 1, (16, 16), 1 << 30, 0.0)
+CPU = Device(150e9, 150e9, 19e9, 19e9, 20e-6, 1, (16, 16), 1 << 30, 0.0, 0.0)
 
 
 def device_of(device_type: str) -> Device:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.engine.case import ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning import cost_model
@@ -55,22 +55,18 @@ def default_plan(c: Case) -> ChunkPlan:
         blocks = [plan_of(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
         plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
         return smallest_near(plans, WITHIN)
-    at_once = isinstance(plan.schedule, (Chunks, Unnormalized)) and plan.schedule.rows >= c.num_tokens
+    at_once = isinstance(plan.schedule, Unnormalized) and plan.schedule.rows >= c.num_tokens
     if not (at_once and Borrowed.sizes(c)) or c.num_tokens > BORROWED_RATIO * c.hidden_sizes[0]:
         return plan
     # The float32 gradient of the inputs takes memory, too.
-    least = plan.workspace_bytes
-    if isinstance(plan.schedule, Chunks):  # which is faster, by little where products take long
-        least = 0 if c.small_product else least // 2
     borrowing = (plan_of(c, Borrowed, size) for size in reversed(Borrowed.sizes(c)))
-    return next((other for other in borrowing if other.workspace_bytes < least), plan)
+    return next((other for other in borrowing if other.workspace_bytes < plan.workspace_bytes), plan)
 
 
 def _chunks(c: Case, rows: int) -> ChunkPlan:
     """The plan of chunks of `rows` tokens."""
-    exponentials = Unnormalized.sizes(c) and not (c.few_logits and rows >= c.num_tokens)
-    kinds = (Unnormalized, Chunks, DeferredChunks) if exponentials else (Chunks, DeferredChunks)
-    return next(plan_of(c, kind, rows) for kind in kinds if rows in kind.sizes(c))
+    kinds = (Chunks,) if c.few_logits and rows >= c.num_tokens else (Unnormalized, NormalizedChunks, Chunks)
+    return next(plan_of(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
 
 
 def _default_rows(c: Case) -> int:
@@ -88,19 +84,16 @@ def _default_rows(c: Case) -> int:
 
 
 def _entry_bytes(c: Case) -> int:
-    """Bytes of a logit and its gradient, which may share their memory."""
+    """Bytes that a chunk takes for a class of a token."""
     dtypes = c.dtypes(False)
-    if not c.needs.any:
-        return dtypes.logits.itemsize
-    in_registers = c.unnormalized_rows is not None or (c.in_registers and c.spec.reduction == "none")
-    one = in_registers or dtypes.logits == dtypes.logits_grad
-    return dtypes.logits_grad.itemsize + (0 if one else dtypes.logits.itemsize)
+    gradient = c.spec.reduction == "none" or c.unnormalized or c.in_blocks
+    return (dtypes.logits_grad if c.needs.any and gradient else dtypes.logits).itemsize
 
 
 def _default_cols(c: Case) -> int:
     """Classes of a block with all tokens. It takes a quarter of the memory of a chunk: `vocab` is for saving memory.
     With fewer tokens it is no wider: its weight gradient has to be summed over them."""
-    cols = c.chunk_entries(c.defaults.chunk) // 4 // max(1, c.num_tokens)
+    cols = c.chunk_entries // 4 // max(1, c.num_tokens)
     return min(c.vocab_size, max(COLUMN_MULTIPLE, cols // COLUMN_MULTIPLE * COLUMN_MULTIPLE))
 
 

@@ -100,24 +100,24 @@ class Meter:
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
         self.case, self.seconds, self.flops = c, 0.0, 0.0
-        self.scratch, self._device = arena.for_a_moment, cost_model.device_of(c.device_type)
+        self.scratch, self.device = arena.for_a_moment, cost_model.device_of(c.device_type)
 
     def product(self, m: int, n: int, k: int) -> None:
         self.flops += 2 * m * n * k
-        self.seconds += cost_model.product(self._device, m, n, k, self.case.dtype.itemsize)
+        self.seconds += cost_model.product(self.device, m, n, k, self.case.dtype.itemsize)
 
     def moved(self, *tensors: Tensor, launches: int = 1) -> None:
         """A pass that reads or writes each of these."""
-        self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self._device.bandwidth
-        self.seconds += launches * self._device.launch
+        self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self.device.bandwidth
+        self.seconds += launches * self.device.launch
 
-    def repeated(self, items: Iterable[tuple[slice, float]]) -> Iterator[slice]:
+    def repeated(self, items: Iterable[tuple[slice, float]], host: float) -> Iterator[slice]:
         """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
-        what the next needs."""
+        what the next needs, in `host` seconds."""
         for item, times in items:
             seconds, flops = self.seconds, self.flops
             yield item
-            self.seconds = seconds + times * max(self.seconds - seconds, self._device.host)
+            self.seconds = seconds + times * max(self.seconds - seconds, host)
             self.flops = flops + times * (self.flops - flops)
 
     # ----------------------------------------------------------------------------- as a backend, see `Backend`
@@ -125,7 +125,7 @@ class Meter:
     def _pass(self, *tiles: Tensor) -> None:
         self.moved(*tiles)
         if self.case.backend == "torch":
-            self.scratch(eager.temporary_bytes(self.case.spec, tiles[0], self.case.device_type))
+            self.scratch(eager.temporary_bytes(self.case.spec, tiles[0], self.case.device_type, *tiles[1:]))
 
     def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
         """Three numbers, which are not counted."""
@@ -140,6 +140,12 @@ class Meter:
         self._pass(logits, grad)
 
     loss_and_gradient = gradient
+
+    def exponentials(self, logits: Tensor, exps: Tensor, *args: Any) -> None:
+        self._pass(logits, exps)
+
+    def gradient_of_exponentials(self, exps: Tensor, *args: Any) -> None:
+        self._pass(exps, exps)
 
     def product_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.product(len(x), len(weight), x.shape[1])
@@ -179,14 +185,17 @@ class CountingStage(Stage):
         self._meter = cast(Meter, self.backend)
 
     def chunks(self, step: int) -> Iterator[slice]:
-        return self._meter.repeated(_shortened(0, self.selection.num_rows, step))
+        return self._meter.repeated(_shortened(0, self.selection.num_rows, step), self._meter.device.host)
 
     def blocks(
         self, step: int, start: int = 0, stop: int | None = None, first: Sequence[slice] = ()
     ) -> Iterator[slice]:
         stop = self.vocab_size if stop is None else stop
         others = _shortened(first[-1].stop if first else start, stop, step)
-        return self._meter.repeated(itertools.chain(_sampled(first), others))
+        return self._meter.repeated(itertools.chain(_sampled(first), others), self._meter.device.host)
+
+    def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
+        return self._meter.repeated(_shortened(start, stop, step), self._meter.device.host_block)
 
     def copy(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x, out)

@@ -46,7 +46,7 @@ class ChunkPlan(Plan):
     def __str__(self) -> str:
         c = self.case
         one = 2 * c.num_tokens * sum(c.hidden_sizes) * c.vocab_size  # flops of a product
-        logits = "not in memory" if self.in_registers else f"in {dtype_text(self.dtypes.logits)}"
+        logits = "in registers" if self.in_registers else f"in memory in {dtype_text(self.dtypes.logits)}"
         return (
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "

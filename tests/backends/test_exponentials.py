@@ -23,7 +23,7 @@ from flce.engine.arena import Arena
 from flce.engine.borrowing import exponential_tiles
 from flce.engine.case import Case, Dtypes
 from flce.engine.schedules.blocks import Blocks
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.engine.selection import Selection
 from flce.engine.stage import Stage
@@ -260,13 +260,13 @@ def test_what_all_classes_have_in_common(shape: tuple[int, int, int], skip: bool
 def test_operands_that_do_not_go_along_rows(
     which: str, reduction: str, device: torch.device, plans: list[ChunkPlan]
 ) -> None:
-    """A weight that is stored as (H, V), hidden states as (H, N). Logits are in memory."""
+    """A weight that is stored as (H, V), hidden states as (H, N). Logits are in memory, a block at a time."""
     problem = problem_of(device, leading=(60,), hidden=64, vocab=512, reduction=reduction)
     operand = getattr(problem, which).t().contiguous().t()
     assert operand.stride() == (1, operand.shape[0])
     check(replace(problem, **{which: operand}), grads="xw", tolerance=3 * ULP)
     passes = 2 if reduction == "none" else 1
-    assert [type(plan.schedule) for plan in plans] == [DeferredChunks if reduction == "none" else Chunks] * passes
+    assert [type(plan.schedule) for plan in plans] == [DeferredChunks if reduction == "none" else Unnormalized] * passes
     assert not any(plan.in_registers for plan in plans)
     plans.clear()
 
@@ -478,8 +478,8 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
         assert torch.equal(getattr(one, name), getattr(two, name))
 
 
-def test_small_work_is_normalized() -> None:
-    """One chunk depends on the head and on the number of logits, several also on their own size."""
+def test_few_logits_are_normalized() -> None:
+    """At most 2^27 in one chunk."""
 
     def unnormalized(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
         budget = None if mib is None else mib << 20
@@ -487,11 +487,9 @@ def test_small_work_is_normalized() -> None:
         assert made.strategy == "tokens"
         return isinstance(made.schedule, KINDS)
 
-    assert not unnormalized(5341, 768, 50257)
-    assert unnormalized(5342, 768, 50257)  # more than 2^28 logits
-    assert unnormalized(16384, 768, 50257)
-    assert not unnormalized(16384, 512, 50257)
-    assert not unnormalized(16384, 768, 50257, 256)
+    assert not unnormalized(2670, 768, 50257)
+    assert unnormalized(2671, 768, 50257)
+    assert unnormalized(16384, 512, 50257)
     assert unnormalized(16384, 768, 50257, 512)
     assert unnormalized(131072, 2048, 128256)
 
@@ -505,11 +503,11 @@ def test_what_is_normalized() -> None:
     assert unnormalized()
     assert not unnormalized("")
     assert not unnormalized(strategy="vocab")
-    for spec in (LossSpec("none"), LossSpec(stats=("entropy",)), LossSpec(label_smoothing=0.1)):
+    for spec in (LossSpec("none"), LossSpec(label_smoothing=0.1)):
         assert not unnormalized(spec=spec)
-    assert not unnormalized(ranks=(4,))
-    assert not unnormalized("xwb")
     assert not unnormalized(dtype=torch.float16)
+    for how in ({"ranks": (4,)}, {"grads": "xwb"}, {"spec": LossSpec(stats=("entropy",))}):
+        assert unnormalized(**how)
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from flce.backends.contract import PRODUCT_FIELDS, RowOutputs, Tile
 from flce.backends.eager import TorchBackend
 from flce.backends.state import finish
 from flce.core.devices import total_memory
+from flce.core.gemm import padded_cols
 from flce.core.problem import NUMBERS, LossSpec
 from tests.extremes import every_extreme, has_a_softmax
 from tests.helpers import allpairs
@@ -92,6 +93,28 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
             results.append(gradient_buffer(logits, tile))
             rows.gradient(backend, logits, results[-1], tile, expected.normalizer, rows.upstream)
         assert_close(results[0], results[1], tolerance)
+
+
+@pytest.mark.parametrize("cols", [40, 100, 333])
+def test_a_gradient_over_wider_logits(
+    cols: int, monkeypatch: pytest.MonkeyPatch, kernels: ModuleType, device: torch.device
+) -> None:
+    """In half precision where float32 logits are: one block, two, and several. As in memory of its own."""
+    small_blocks(monkeypatch, kernels, (2, 8, 4, 1))
+    rows = random_rows(4, cols, torch.float32, device, softcap=5.0)
+    grads = []
+    for backend in (TorchBackend(), kernels.TritonBackend()):
+        for narrow in (False, True):
+            logits, tile = rows.tile(0, cols)
+            memory = logits.new_empty(len(logits), padded_cols(cols))
+            memory[:, :cols] = logits
+            apart = logits.new_empty(len(logits), padded_cols(cols), dtype=torch.float16)
+            grad = (memory.view(torch.float16) if narrow else apart)[:, :cols]
+            whole = tile._replace(room=padded_cols(cols))
+            rows.loss_and_gradient(backend, memory[:, :cols], grad, whole, rows.outputs())
+            grads.append(grad)
+        assert same_bits(grads[-1], grads[-2])
+    assert_close(grads[0], grads[2], 1e-3)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

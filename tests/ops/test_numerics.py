@@ -139,18 +139,17 @@ def test_fp16_mean_under_a_loss_scale(strategy: str, backend: str, device: torch
 
 
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-def test_float32_logits_of_bf16_inputs(strategy: str, backend: str, device: torch.device) -> None:
-    """The figures of the exact preset: loss within 5e-6, gradients within 2.5e-3."""
+def test_logits_of_bf16_inputs_are_not_rounded(strategy: str, backend: str, device: torch.device) -> None:
     p = case(backend, torch.bfloat16, device, bias=True, adapter_ranks=(3, 16))
-    exact = errors(p, run_fused(p, options=options_for(strategy, logits_dtype=torch.float32)))
     default = errors(p, run_fused(p, options=options_for(strategy)))
+    rounded = errors(p, run_fused(p, options=options_for(strategy, logits_dtype=torch.bfloat16)))
     limit, extra = EXACT_LOGITS[torch.bfloat16], tolerance_of(p).gradient.slack
-    assert exact["loss"] <= limit.loss.slack
-    assert max(exact["grad_input"], exact["grad_weight"]) <= limit.gradient.slack + extra
-    for name, error in exact.items():
-        assert error <= RESULTS[torch.bfloat16].gradient.allowed(default[name]), (name, error, default[name])
-    if device.type == "cuda":
-        assert exact["grad_input"] < 0.8 * default["grad_input"]
+    assert default["loss"] <= limit.loss.slack
+    assert max(default["grad_input"], default["grad_weight"]) <= limit.gradient.slack + extra
+    for name, error in default.items():
+        assert error <= RESULTS[torch.bfloat16].gradient.allowed(rounded[name]), (name, error, rounded[name])
+    if device.type == "cuda" and strategy == "tokens":
+        assert default["grad_input"] < 0.8 * rounded["grad_input"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
@@ -263,10 +262,10 @@ def test_the_case_of_the_design_on_cuda() -> None:
     w = (torch.randn(v, h, generator=g, device="cuda") * 4 / h**0.5).bfloat16()
     y = torch.randint(0, v, (n,), generator=g, device="cuda")
     p = Problem(x, w, y)
-    found = errors(p, run_fused(p))
+    found = errors(p, run_fused(p, options=flce.ChunkOptions(logits_dtype=x.dtype)))
     assert found["loss"] <= 6e-5 * 1.05
     assert found["grad_input"] <= 7.8e-3 * 1.05
     assert found["grad_weight"] <= 7.9e-3 * 1.05
-    found, limit = errors(p, run_fused(p, options=flce.ChunkOptions(logits_dtype=torch.float32))), EXACT_LOGITS[x.dtype]
-    assert found["loss"] <= limit.loss.slack
-    assert max(found["grad_input"], found["grad_weight"]) <= limit.gradient.slack
+    found = errors(p, run_fused(p))
+    assert found["loss"] <= EXACT_LOGITS[x.dtype].loss.slack
+    assert max(found["grad_input"], found["grad_weight"]) <= 2.5e-3

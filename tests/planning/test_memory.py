@@ -128,8 +128,6 @@ def test_count_is_what_a_real_arena_has(
     dtype: torch.dtype, grads: str, skip: bool, memory_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every schedule and some of its sizes. Loops are shortened when counting, here they are whole."""
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_HEAD", 1)
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_CHUNK", 1)
     monkeypatch.setattr("flce.engine.borrowing.BLOCK_MULTIPLE", 64)
     seen = set()
     for reduction in ("mean", "none"):
@@ -152,12 +150,9 @@ def test_count_is_what_a_real_arena_has(
 
 def test_every_schedule_is_counted() -> None:
     """By the test above."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flce.engine.case.UNNORMALIZED_HEAD", 1)
-        patch.setattr("flce.engine.case.UNNORMALIZED_CHUNK", 1)
-        for kind in SCHEDULES:
-            cases = [case_of(dtype, grads, r) for dtype in DTYPES for grads in GRADS for r in ("mean", "none")]
-            assert any(kind.sizes(c) for c in cases) == (kind.__name__ != "Statistics"), kind
+    for kind in SCHEDULES:
+        cases = [case_of(dtype, grads, r) for dtype in DTYPES for grads in GRADS for r in ("mean", "none")]
+        assert any(kind.sizes(c) for c in cases) == (kind.__name__ != "Statistics"), kind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -165,8 +160,6 @@ def test_every_schedule_is_counted() -> None:
 def test_nothing_is_allocated_beside_the_arena(
     kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_HEAD", 1)
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_CHUNK", 1)
     # Casts are their own.
     monkeypatch.setattr(Stage, "matmul", lambda self, a, b, out, accumulate=False: None)
     monkeypatch.setattr(Stage, "add_column_sums", lambda self, x, out: None)
@@ -187,8 +180,6 @@ def test_what_kernels_take_for_a_moment_is_counted(
     kind: type[Schedule], grads: str, products: int, sorted_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the products that keep logits in registers, and where the targets are sorted."""
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_HEAD", 1)
-    monkeypatch.setattr("flce.engine.case.UNNORMALIZED_CHUNK", 1)
     c = case_of(torch.bfloat16, grads, "none" if kind is DeferredChunks else "mean", skip_ignored=False)
     schedule = kind.sized(c, 30)
     for of_products, of_row in ((1 << 40, 0), (0, 1 << 40)):  # so much more than all else
@@ -258,16 +249,16 @@ class InBlocks(Schedule):
         return InBlocks(min(c.chunk_rows, 16), size)
 
     def forward(self, s: Stage) -> None:
-        logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
+        tile = s.gradient_tile(self.rows, self.cols)
         sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
         for part in s.chunks(self.rows):
             size = part.stop - part.start
-            s.statistics(s.inputs(part), part, logits[:size])
+            s.statistics(s.inputs(part), part, tile[:size])
             for cols in s.blocks(self.cols):
-                area = slice(0, size), slice(0, cols.stop - cols.start)
-                s.gradient(s.inputs(part), part, cols, logits[area], dlogits[area])
+                dlogits = tile[:size, : cols.stop - cols.start]
+                s.gradient(s.inputs(part), part, cols, dlogits)
                 for total in sums:
-                    total.add(dlogits[area], part, cols)
+                    total.add(dlogits, part, cols)
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:

@@ -5,7 +5,13 @@ Two passes over the row, each behind a compile-time flag:
 1. STATISTICS: online softmax (running maximum and sum in float32) and whatever else was asked for, merged
    with the state of the tiles before (LOAD_STATE) and kept for those that follow (STORE_STATE), or, at the
    last tile, turned into losses and statistics of the row (FINISH);
-2. GRADIENT: the gradient with respect to the logits, written over them or to another buffer.
+2. GRADIENT: the gradient with respect to the logits, written over them or to another buffer. Over logits of float32 it
+   may be written in half precision (NARROWING), each row to the first half of its memory.
+
+A tile that holds some of the classes only cannot have both: the gradient needs the sum of all exponentials. It can
+have EXPONENTIALS in the place of the gradient, exp(z - b) dz/da for a logit b of each row, the largest of the first
+tile (the *base*). The last tile leaves the row's factors (`Backend.exponentials`). Where a later tile has a logit
+beyond the range of the exponentials' dtype, the base is raised, and what the row has of tiles before is scaled down.
 
 With ``z = softcap * tanh(logit_scale * (a + bias) / softcap) / temperature``, p = softmax(z), class weights w,
 smoothing e, target y, row scales A (cross entropy) and B (z-loss, coefficient c):
@@ -65,6 +71,8 @@ _ENTROPY_SUM = tl.constexpr(contract.ENTROPY_SUM)
 _REFERENCE = tl.constexpr(contract.REFERENCE)
 _SMOOTH_SUM = tl.constexpr(contract.SMOOTH_SUM)
 _ARGMAX = tl.constexpr(contract.ARGMAX)
+_BASE = tl.constexpr(contract.BASE)
+_TARGET_JACOBIAN = tl.constexpr(contract.TARGET_JACOBIAN)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
@@ -142,7 +150,8 @@ def _gradient(
 
 @triton.jit(
     do_not_specialize=[
-        "ignore_index", "column_start", "state_stride", "normalizer_stride", "upstream_stride", "inner_rows",
+        "ignore_index", "column_start", "state_stride", "factors_stride", "normalizer_stride", "upstream_stride",
+        "inner_rows",
     ]
 )  # fmt: skip
 def cross_entropy_kernel(
@@ -154,7 +163,8 @@ def cross_entropy_kernel(
     token_weight_ptr,  # (rows,)
     upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
-    state_ptr,  # (7, rows), row stride state_stride
+    state_ptr,  # (7, rows), row stride state_stride; 9 with EXPONENTIALS
+    factors_ptr,  # with EXPONENTIALS (2, rows), or 3 with label smoothing, row stride factors_stride
     loss_ptr,  # (rows,)
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
@@ -167,6 +177,7 @@ def cross_entropy_kernel(
     logits_outer_stride,
     grad_outer_stride,
     state_stride,
+    factors_stride,
     normalizer_stride,
     upstream_stride,
     cols,  # classes in this tile
@@ -184,6 +195,10 @@ def cross_entropy_kernel(
     STORE_STATE: tl.constexpr,
     FINISH: tl.constexpr,
     GRADIENT: tl.constexpr,
+    NARROWING: tl.constexpr,
+    EXPONENTIALS: tl.constexpr,
+    EXPONENTIAL_SCALE: tl.constexpr,
+    EXPONENTIAL_HEADROOM: tl.constexpr,
     TWO_LEVEL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -204,6 +219,9 @@ def cross_entropy_kernel(
     VECTOR: tl.constexpr,
 ):
     EDGES: tl.constexpr = HEAD_BYTES > 0
+    # Of what is written in the place of a gradient.
+    SMOOTHED: tl.constexpr = HAS_LABEL_SMOOTHING and not EXPONENTIALS
+    HAS_JACOBIAN: tl.constexpr = HAS_SOFTCAP or (HAS_SCALE and not EXPONENTIALS)
     BLOCK: tl.constexpr = PARTS * LANES * VECTOR
     offsets = tl.arange(0, PARTS)[:, None] * (LANES * VECTOR) + tl.arange(0, LANES * VECTOR)[None, :]
     # 64-bit, because row * stride passes 2^31 at 16,744 rows of 128,256 classes.
@@ -223,6 +241,7 @@ def cross_entropy_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    tl.static_assert(not (EDGES and (EXPONENTIALS or NARROWING)))
     if EDGES:
         # Lanes begin with an edge, and there the first one would begin with a state.
         tl.static_assert(not (STATISTICS and LOAD_STATE))
@@ -416,27 +435,74 @@ def cross_entropy_kernel(
     else:
         row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
 
+    if EXPONENTIALS:
+        tl.static_assert(not (HAS_SOFTCAP and HAS_LABEL_SMOOTHING))
+        if LOAD_STATE:
+            base = tl.load(state_ptr + _BASE * state_stride)
+            target_jacobian = tl.where(
+                target_here, target_jacobian, tl.load(state_ptr + _TARGET_JACOBIAN * state_stride)
+            )
+        else:
+            base = row_max
+        if valid & (row_max - base > EXPONENTIAL_HEADROOM):
+            lowered = tl.exp2((base - row_max) * LOG2_E)
+            for start in range(0, column_start, LANES):  # few at a time: it is rare, and should take no registers
+                columns = start + tl.arange(0, LANES)
+                before = grad_ptr - column_start + columns
+                here = columns < column_start
+                value = tl.load(before, mask=here, other=0.0).to(ACCUM) * lowered
+                tl.store(before, value.to(grad_ptr.dtype.element_ty), mask=here)
+            base = row_max
+        tl.store(state_ptr + _BASE * state_stride, base)
+        tl.store(state_ptr + _TARGET_JACOBIAN * state_stride, target_jacobian)
+        base = tl.where(base == float("-inf"), 0.0, base)
+
     if GRADIENT:
-        row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
-        # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
-        of_softmax, of_target, of_classes = gradient_factors(
-            ce=tl.where(valid, row_scale * scales[0], 0.0), second=tl.where(valid, row_scale * scales[1], 0.0),
-            lse=row_max + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
-            vocab_size=vocab_size, weight_sum=weight_sum,
-            label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
-        )  # fmt: skip
+        if FINISH or not EXPONENTIALS:
+            row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
+            # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
+            of_softmax, of_target, of_classes = gradient_factors(
+                ce=tl.where(valid, row_scale * scales[0], 0.0), second=tl.where(valid, row_scale * scales[1], 0.0),
+                lse=row_max + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
+                vocab_size=vocab_size, weight_sum=weight_sum,
+                label_smoothing=label_smoothing, HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
+            )  # fmt: skip
+        if EXPONENTIALS:
+            # What the derivative of z is a multiple of: it is in the factors.
+            unit = scale
+            if HAS_SOFTCAP:
+                unit = scale * cap
+            if FINISH:
+                factor = softmax_term(base, row_max, log_sum, of_softmax) * (unit / EXPONENTIAL_SCALE)
+                at_target = logit_gradient(
+                    softmax_term(target_logit, row_max, log_sum, of_softmax), None, of_target, target_jacobian,
+                    HAS_SCALE or HAS_SOFTCAP, of_classes=of_classes * target_weight,
+                    HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
+                )  # fmt: skip
+                factors_ptr += row
+                tl.store(factors_ptr, tl.where(valid, factor, 0.0))
+                tl.store(factors_ptr + factors_stride, tl.where(valid, at_target, 0.0))
+                if HAS_LABEL_SMOOTHING:
+                    tl.store(factors_ptr + 2 * factors_stride, of_classes * unit)
+            row_max = base
+            log_sum = tl.full((), 0.0, ACCUM)
+            of_softmax = tl.full((), EXPONENTIAL_SCALE, ACCUM)
+            if HAS_SOFTCAP:
+                of_softmax /= unit
+            of_classes = tl.full((), 0.0, ACCUM)
         # All threads have read the target's logit, and the edges. From here on they may be written over.
         tl.debug_barrier()
         if EDGES:
             edge_grad = _gradient(
                 softmax_term(edge_z, row_max, log_sum, of_softmax), tl.where(edge_present, edge_jacobian, 0.0),
                 edge_columns, edge_present, tile_weight_ptr, of_classes, 0.0,
-                HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+                SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip
             tl.store(grad_ptr + edge_columns, edge_grad.to(grad_ptr.dtype.element_ty), mask=edge_columns < stop)
         if not ONE_BLOCK:
             for done in range(0, full, BLOCK):
-                columns = full - BLOCK - done + offsets
+                # Backwards, but over logits that take more memory than their gradient does.
+                columns = (done if NARROWING else full - BLOCK - done) + offsets
                 z, jacobian = transform(
                     tl.load(logits_ptr + columns, eviction_policy="evict_first"), bias_ptr, columns, None,
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
@@ -444,8 +510,10 @@ def cross_entropy_kernel(
                 grad = _gradient(
                     softmax_term(z, row_max, log_sum, of_softmax), jacobian,
                     columns, None, tile_weight_ptr, of_classes, 0.0,
-                    HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+                    SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
                 )  # fmt: skip
+                if NARROWING:
+                    tl.debug_barrier()
                 tl.store(grad_ptr + columns, grad.to(grad_ptr.dtype.element_ty), eviction_policy="evict_first")
         if ONE_BLOCK and STATISTICS and not HAS_SOFTCAP:
             # exp(z - m) is there, with the m of each lane. A lane of nothing but -inf has no part, a row of it is NaN.
@@ -464,19 +532,24 @@ def cross_entropy_kernel(
             term = softmax_term(tl.where(present, z, float("-inf")), row_max, log_sum, of_softmax)
         grad = _gradient(
             term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, of_classes, 0.0,
-            HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
+            SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
         )  # fmt: skip
+        if NARROWING:
+            tl.debug_barrier()
         tl.store(
             grad_ptr + last_columns, grad.to(grad_ptr.dtype.element_ty), mask=readable, eviction_policy="evict_first"
         )
         if not ONE_BLOCK:
             for start in range(0, tl.where(valid, 0, last), BLOCK):  # of an ignored row
                 tl.store(grad_ptr + start + offsets, tl.zeros((PARTS, LANES * VECTOR), grad_ptr.dtype.element_ty))
-        target_grad = _gradient(
-            softmax_term(target_z, row_max, log_sum, of_softmax), target_jacobian,
-            target_column, target_here, tile_weight_ptr, of_classes, of_target,
-            HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT, HAS_SCALE or HAS_SOFTCAP,
-        )  # fmt: skip
+        if EXPONENTIALS:
+            target_grad = tl.full((), 0.0, ACCUM)
+        else:
+            target_grad = _gradient(
+                softmax_term(target_z, row_max, log_sum, of_softmax), target_jacobian,
+                target_column, target_here, tile_weight_ptr, of_classes, of_target,
+                SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
+            )  # fmt: skip
         # All threads have written.
         tl.debug_barrier()
         tl.store(grad_ptr + target_column, target_grad.to(grad_ptr.dtype.element_ty), mask=target_here)

@@ -229,14 +229,16 @@ def finish_kernel(
 
 @triton.jit(do_not_specialize=["factors_stride", "vocab_size", "ignore_index"])
 def combine_rows_kernel(
-    x_ptr,  # (rows, hidden), row stride x_stride
-    weight_ptr,  # (V, hidden), row stride weight_stride
+    x_ptr,  # (rows, hidden), strides x_stride and x_col_stride
+    weight_ptr,  # (V, hidden), strides weight_stride and weight_col_stride
     out_ptr,  # (N, hidden), row stride out_stride; may be x_ptr
     index_ptr,  # (rows,) int64: the row of `out` that each of x is written to
     target_ptr,  # (rows,) int64
     factors_ptr,  # (2, rows), row stride factors_stride: of the row of x, and of the target's row of the weight
     x_stride,
+    x_col_stride,
     weight_stride,
+    weight_col_stride,
     out_stride,
     factors_stride,
     hidden,
@@ -261,9 +263,11 @@ def combine_rows_kernel(
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < hidden
         # An ignored row is not read: 0 is written, whatever it holds.
-        out = factor * tl.load(x_ptr + row * x_stride + offsets, mask=mask & valid, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * x_stride + offsets.to(tl.int64) * x_col_stride, mask=mask & valid, other=0.0)
+        out = factor * x.to(tl.float32)
         if ADD_TARGETS:
-            w = tl.load(weight_ptr + target * weight_stride + offsets, mask=mask & in_range, other=0.0)
+            places = target * weight_stride + offsets.to(tl.int64) * weight_col_stride
+            w = tl.load(weight_ptr + places, mask=mask & in_range, other=0.0)
             out += of_target * w.to(tl.float32)
         tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -271,11 +275,12 @@ def combine_rows_kernel(
 @triton.jit(do_not_specialize=["rows", "first_class", "classes", "ignore_index"])
 def add_to_targets_kernel(
     grad_ptr,  # (classes, hidden), contiguous: what is added to, of the classes from first_class on
-    x_ptr,  # (N, hidden), row stride x_stride
+    x_ptr,  # (N, hidden), strides x_stride and x_col_stride
     target_ptr,  # (rows,) int32, ascending
     row_ptr,  # (rows,) int64: rows of x, in that order
     factor_ptr,  # (rows,) what they are multiplied by, in that order
     x_stride,
+    x_col_stride,
     rows,
     hidden,
     first_class,
@@ -307,6 +312,7 @@ def add_to_targets_kernel(
             row = tl.load(row_ptr + number, mask=number < stop, other=0)
             factor = tl.load(factor_ptr + number, mask=number < stop, other=0.0)
             both = (number < stop)[:, None] & mask[None, :]
-            x = tl.load(x_ptr + row[:, None] * x_stride + offsets[None, :], mask=both, other=0.0)
+            places = row[:, None] * x_stride + offsets[None, :].to(tl.int64) * x_col_stride
+            x = tl.load(x_ptr + places, mask=both, other=0.0)
             total += tl.sum(x.to(tl.float32) * factor[:, None], axis=0)
         tl.store(grad_ptr + offsets, total.to(grad_ptr.dtype.element_ty), mask=mask)

@@ -203,7 +203,9 @@ def _combine_rows(
         "target_ptr": target,
         "factors_ptr": factors,
         "x_stride": x.stride(0),
+        "x_col_stride": x.stride(1),
         "weight_stride": weights.stride(0),
+        "weight_col_stride": weights.stride(1),
         "out_stride": out.stride(0),
         "factors_stride": factors.stride(0),
         "hidden": x.shape[1],
@@ -302,6 +304,7 @@ def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets) -> Iterat
             "rows": len(targets.target),
             "first_class": first_class,
             "classes": len(grad),
+            "x_col_stride": targets.x.stride(1),
             **targets.arguments,
         }
         options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flce.engine.schedules.blocks import Apart, Blocks, BlocksAroundSum, ChunksOfBlocks
-from flce.engine.schedules.chunks import Chunks, DeferredChunks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
@@ -11,6 +11,7 @@ from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalize
 SCHEDULES: tuple[type[Schedule], ...] = (
     Statistics,
     Chunks,
+    NormalizedChunks,
     Unnormalized,
     Borrowed,
     Recomputed,

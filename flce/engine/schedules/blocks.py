@@ -116,14 +116,14 @@ class ChunksOfBlocks(Deferred):
         return ChunksOfBlocks(statistics(c, size, cols), size, cols)
 
     def backward(self, s: Stage) -> None:
-        logits, dlogits = s.logits_and_gradient(self.rows, self.cols)
+        tile = s.gradient_tile(self.rows, self.cols)
         sums = [ChunkSum(s, k, self.rows, self.cols) for k in s.wanted_inputs]
         for part in s.chunks(self.rows):
             for cols in s.blocks(self.cols):
-                area = slice(0, part.stop - part.start), slice(0, cols.stop - cols.start)
-                s.gradient(s.inputs(part), part, cols, logits[area], dlogits[area])
+                dlogits = tile[: part.stop - part.start, : cols.stop - cols.start]
+                s.gradient(s.inputs(part), part, cols, dlogits)
                 for total in sums:
-                    total.add(dlogits[area], part, cols)
+                    total.add(dlogits, part, cols)
 
     def tiles(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, [self.cols] * ceil_div(c.vocab_size, self.cols)
@@ -166,7 +166,7 @@ class Apart(Deferred):
 
 def _borrowed(c: Case, rows: int, cols: int) -> BorrowedBlocks:
     may = c.borrows and rows >= c.num_tokens and cols < c.vocab_size
-    return BorrowedBlocks(rows, cols, c.hidden_sizes[0] if may else 0, c.chunk_entries(c.defaults.chunk) // rows)
+    return BorrowedBlocks(rows, cols, c.hidden_sizes[0] if may else 0, c.chunk_entries // rows)
 
 
 def make_blocks(
@@ -180,18 +180,17 @@ def make_blocks(
     weights: bool = True,
 ) -> None:
     """dW of the classes from `start` to `stop`, and what these add to dX."""
-    memory = s.logits_and_gradient(rows_step, cols_step)
+    own = s.gradient_tile(rows_step, cols_step)
     sums_of = block_sums(s, rows_step, cols_step) if weights else lambda cols: None
     for cols in s.blocks(cols_step, start, stop, first=borrowed.of(start, stop)):
         width = cols.stop - cols.start
-        logits, dlogits = (tile[:, :width] for tile in memory)
-        sums = sums_of(cols)
+        tile, sums = own[:, :width], sums_of(cols)
         for part in s.chunks(rows_step):
             size = part.stop - part.start
             if width > cols_step:  # borrowed
-                logits = dlogits = borrow(s.dw_memory()[cols.stop :], size, width)
-            dz = dlogits[:size]
-            s.gradient(s.inputs(part), part, cols, logits[:size], dz)
-            add_tile(s, dz, part, cols, sums, inputs)
+                tile = borrow(s.dw_memory()[cols.stop :], size, width)
+            dlogits = tile[:size]
+            s.gradient(s.inputs(part), part, cols, dlogits)
+            add_tile(s, dlogits, part, cols, sums, inputs)
         finish(sums or {})
     s.release_inputs()

@@ -14,7 +14,8 @@ from flce.engine.sums import add_tile, finish, weight_sums
 
 @dataclass(frozen=True)
 class Chunks(Schedule):
-    """Three products: logits of a chunk, and its share of dX and dW. Losses and gradients are made in one pass."""
+    """Three products: logits of a chunk, and its share of dX and dW. Losses and gradients are made in one pass, over
+    all logits of a chunk."""
 
     rows: int
 
@@ -22,10 +23,7 @@ class Chunks(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        if not c.needs.any or c.spec.reduction == "none":
-            return NONE
-        least = c.unnormalized_rows  # from there on those are faster
-        return up_to(c.num_tokens) if least is None or c.few_logits else range(1, least)
+        return up_to(c.num_tokens) if c.needs.any and c.spec.reduction != "none" else NONE
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Chunks:
@@ -39,6 +37,30 @@ class Chunks(Schedule):
             s.write_logits(s.inputs(part), s.classes, z)
             s.statistics_and_gradient(z, dz, part)
             add_tile(s, dz, part, s.classes, sums)
+        finish(sums)
+
+
+@dataclass(frozen=True)
+class NormalizedChunks(Chunks):
+    """The same, with logits in memory a block at a time. What is kept of a block are exponentials, which become the
+    gradient when the row is complete."""
+
+    @classmethod
+    def sizes(cls, c: Case) -> range:
+        return super().sizes(c) if c.in_blocks and not c.unnormalized else NONE
+
+    @classmethod
+    def sized(cls, c: Case, size: int) -> NormalizedChunks:
+        return NormalizedChunks(size)
+
+    def forward(self, s: Stage) -> None:
+        tile, factors = s.gradient_tile(self.rows, s.vocab_size), s.new_factors()
+        sums = weight_sums(s, self.rows)
+        for part in s.chunks(self.rows):
+            dlogits = first(tile, slice(0, part.stop - part.start))
+            s.exponentials(s.inputs(part), [dlogits], part, factors)
+            s.gradient_of_exponentials(dlogits, part, factors)
+            add_tile(s, dlogits, part, s.classes, sums)
         finish(sums)
 
 
@@ -57,10 +79,10 @@ class DeferredChunks(Deferred):
         return DeferredChunks(statistics(c, size, c.vocab_size), size)
 
     def backward(self, s: Stage) -> None:
-        logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
+        tile = s.gradient_tile(self.rows, s.vocab_size)
         sums = weight_sums(s, self.rows)
         for part in s.chunks(self.rows):
-            z, dz = (first(tile, slice(0, part.stop - part.start)) for tile in (logits, dlogits))
-            s.gradient(s.inputs(part), part, s.classes, z, dz)
-            add_tile(s, dz, part, s.classes, sums)
+            dlogits = first(tile, slice(0, part.stop - part.start))
+            s.gradient(s.inputs(part), part, s.classes, dlogits)
+            add_tile(s, dlogits, part, s.classes, sums)
         finish(sums)

@@ -5,11 +5,13 @@ where it is t_i. The factors f and t are known when the row is complete. So prod
 
     dX_i = f_i (e_i W) + t_i W[y_i]        dW = e^T (f x) + sum over i of t_i x_i in row y_i
 
-No logits are in memory, and each is made once.
+Each logit is made once. All stay in registers where products can write exponentials; elsewhere a block at a time is in
+memory.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +27,9 @@ from flce.engine.borrowing import (
     exponential_tiles,
     halfway,
 )
-from flce.engine.case import Case
+from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
 from flce.engine.schedules.blocks import make_blocks
-from flce.engine.schedules.schedule import NONE, Schedule
+from flce.engine.schedules.schedule import NONE, Schedule, up_to
 from flce.engine.stage import Stage
 from flce.engine.sums import weight_sums
 
@@ -51,10 +53,7 @@ class Unnormalized(Schedule):
 
     @classmethod
     def sizes(cls, c: Case) -> range:
-        least = c.unnormalized_rows
-        if least is None or not c.needs.any or c.spec.reduction == "none":
-            return NONE
-        return range(least, max(1, c.num_tokens) + 1)
+        return up_to(c.num_tokens) if c.unnormalized and c.needs.any and c.spec.reduction != "none" else NONE
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Unnormalized:
@@ -65,39 +64,49 @@ class Unnormalized(Schedule):
 
     def _chunks(self, s: Stage, stop: int) -> None:
         """dW is made of the classes before `stop` only."""
-        memory, factors = s.new_tile(self.rows, s.vocab_size, s.dtypes.logits_grad), s.new_factors()
-        total = weight_sums(s, self.rows, stop).get(0)
-        at_once = s.whole(self.rows)
+        memory, factors = s.gradient_tile(self.rows, s.vocab_size), s.new_factors()
+        sums = weight_sums(s, self.rows, stop)
         for part in s.chunks(self.rows):
-            (x,) = s.inputs(part)
-            s.exponentials(x, [first(memory, slice(0, len(x)))], part, factors)
+            xs = s.inputs(part)
+            s.exponentials(xs, [first(memory, slice(0, len(xs[0])))], part, factors)
             # If the host does not know the number of rows yet, it waits now, when the device has something to do.
             part = s.counted(part)
-            size = part.stop - part.start
-            if size == 0:
+            here = slice(0, part.stop - part.start)
+            if here.stop == 0:
                 break
-            exps, x = first(memory, slice(0, size)), first(x, slice(0, size))
-            if total is not None:
-                scaled = s.scaled_rows(x, part, factors, self._room(s, x, part))
-                if at_once:
-                    s.weight_products([s.dw_memory()], [exps], scaled, factors)
+            exps, xs = first(memory, here), [first(x, here) for x in xs]
+            for k, total in sums.items():
+                scaled = s.scaled_rows(xs[k], part, factors, self._room(s, k, xs[k], part))
+                if s.whole(self.rows):
+                    s.weight_products(k, [s.dw_memory(k)], [exps], scaled, factors)
                 else:
                     total.add(exps, scaled)
                 del scaled
-            if s.problem.needs.inputs[0]:
-                product = s.new(size, x.shape[1], dtype=torch.float32)
-                s.matmul(exps, s.terms[0].weight, out=product)
-                s.finish_input_gradient(product, part, factors)
-                del product
-            del x  # gathered rows, before the next are
-        if total is not None:
-            total.finish(lambda sums: s.add_target_terms(sums, factors))
+            if s.problem.needs.bias:
+                s.add_bias_of_exponentials(exps[:, :stop], part, factors)
+            for k in s.wanted_inputs:
+                self._add_input(s, k, exps, part, factors)
+            del xs  # gathered rows, before the next are
+        for k, total in sums.items():
+            total.finish(functools.partial(s.add_target_terms, k, factors=factors))
+        if s.problem.needs.bias:
+            s.add_bias_of_targets(factors, stop)
 
-    def _room(self, s: Stage, x: Tensor, part: slice) -> Tensor:
+    def _add_input(self, s: Stage, term: int, exps: Tensor, part: slice, factors: Tensor) -> None:
+        """dX of a term. The float32 product of logits that were in memory takes no more room than these did."""
+        weight = s.terms[term].weight
+        step = len(exps) if s.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
+        for rows in s.pieces(part.start, part.stop, step):
+            product = s.new(rows.stop - rows.start, weight.shape[1], dtype=torch.float32)
+            s.matmul(exps[rows.start - part.start : rows.stop - part.start], weight, out=product)
+            s.finish_input_gradient(term, product, rows, factors)
+            del product
+
+    def _room(self, s: Stage, term: int, x: Tensor, part: slice) -> Tensor:
         """Where x may be scaled: itself, if it is gathered; where its gradient will be; else memory of its own."""
         if s.selection.index is not None:
             return x
-        return first(s.dx_memory(0), part) if s.problem.needs.inputs[0] else s.new(*x.shape, dtype=x.dtype)
+        return first(s.dx_memory(term), part) if term in s.wanted_inputs else s.new(*x.shape, dtype=x.dtype)
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,8 @@ class Borrowed(Schedule):
     @classmethod
     def sizes(cls, c: Case) -> range:
         at_once = 0 < c.num_tokens <= (c.options.chunk_rows or c.num_tokens)
-        if not (at_once and c.needs.weights[0] and not c.skip_ignored and Unnormalized.sizes(c)):
+        possible = c.needs.weights[0] and not c.needs.bias and not c.skip_ignored and c.in_registers
+        if not (at_once and possible and Unnormalized.sizes(c)):
             return NONE
         # With few classes or very many tokens there is nothing to borrow for.
         return range(1, 1 + len([k for k in COUNTS if len(_tiles(c, k)) > 1]))
@@ -162,16 +172,16 @@ class Borrowed(Schedule):
         tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
         tiles += [borrow(dW[t.place :], size, t.stop - t.start) for t in others]
         factors = s.new_factors()
-        s.exponentials(x, tiles, part, factors)
+        s.exponentials([x], tiles, part, factors)
         scaled = None
         if s.problem.needs.inputs[0]:
             product = s.new(size, x.shape[1], dtype=torch.float32)
             for tile, t in zip(tiles, self.exponentials, strict=True):
                 s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
-            s.finish_input_gradient(product, part, factors)
+            s.finish_input_gradient(0, product, part, factors)
             scaled = borrow_as(product, x.shape, x.dtype)
         scaled = s.scaled_rows(x, part, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
-        s.weight_products([dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
+        s.weight_products(0, [dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
 
     def describe(self, c: Case) -> str:
         own, others = self.exponentials[0].stop, len(self.exponentials) - 1

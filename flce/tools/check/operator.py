@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from flce.core.options import ChunkOptions
 from flce.functional import plan
 from flce.planning.plan import ChunkPlan
@@ -53,7 +51,8 @@ class OperatorCheck(InputsCheck):
 
     def tolerance(self) -> Tolerance:
         usual = super().tolerance()
-        exact = self.options.logits_dtype == torch.float32 and not interpreted(self.inputs.device, self.backend)
+        rounded = self.options.logits_dtype is not None and self.options.logits_dtype.itemsize < 4
+        exact = not rounded and not interpreted(self.inputs.device, self.backend)
         return tolerances.EXACT_LOGITS.get(self.dtype, usual) if exact else usual
 
     def _plan(self, options: ChunkOptions) -> ChunkPlan:

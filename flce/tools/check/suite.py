@@ -67,7 +67,7 @@ REGIMES = (
     IGNORED,
     Regime("shift and bias", inputs={"shift": 1, "bias": True, "ignored": 0.2}),
     Regime("adapters", inputs={"adapter_ranks": (3, 16)}),
-    Regime("float32 logits", how={"options": ChunkOptions(logits_dtype=F32)}, dtypes=(BF16, F16)),
+    Regime("rounded logits", how={"options": ChunkOptions(logits_dtype=BF16)}, dtypes=(BF16,)),
     Regime("statistics", how={"stats": ("lse", "logprob", "entropy")}),
     NO_GRADIENTS,
 )

@@ -1,0 +1,46 @@
+"""The gradient of the logits from the exponentials that `cross_entropy.py` leaves in its place."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit(do_not_specialize=["ignore_index", "factors_stride"])
+def gradient_of_exponentials_kernel(
+    exps_ptr,  # (rows, cols), row stride exps_stride; written
+    factors_ptr,  # (2, rows), or 3 with label smoothing, row stride factors_stride, see `Backend.exponentials`
+    target_ptr,  # (rows,) int64
+    class_weight_ptr,  # (V,)
+    exps_stride,
+    factors_stride,
+    cols,
+    ignore_index,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
+    BLOCK: tl.constexpr,
+):
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(target_ptr + row)
+    factor = tl.load(factors_ptr + row)
+    of_target = tl.load(factors_ptr + factors_stride + row)
+    if HAS_LABEL_SMOOTHING:
+        of_classes = tl.load(factors_ptr + 2 * factors_stride + row)
+    exps_ptr += row * exps_stride
+    # Of an ignored row there is nothing but zeros.
+    for start in range(0, tl.where(target == ignore_index, 0, cols), BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        mask = columns < cols
+        grad = factor * tl.load(exps_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        if HAS_LABEL_SMOOTHING:
+            if HAS_CLASS_WEIGHT:
+                grad -= of_classes * tl.load(class_weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+            else:
+                grad -= of_classes
+        grad = tl.where(columns == target, of_target, grad)
+        tl.store(exps_ptr + columns, grad.to(exps_ptr.dtype.element_ty), mask=mask)

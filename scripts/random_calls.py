@@ -1,0 +1,199 @@
+"""Random calls of the operator on a GPU against float64: rows and options as they come, logits that are never rounded.
+
+    python scripts/random_calls.py --count 500 --seed 0
+
+A call fails if its error of dX or dW is above what stock has, above LIMITS *and* above a millionth of the norm of the
+targets' own terms: where a model is certain the gradient itself is far below what rounding leaves. Prints the worst
+calls and, of those that fail, all that makes them again. Options are drawn from few combinations for each seed: each
+has kernels of its own to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flce
+from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
+
+# Of the gradient's norm: half a percent, where one rounding of each entry gives a quarter.
+LIMITS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+OF_TARGETS = 1e-6
+MOST_LOGITS = 1 << 27
+COMBINATIONS = 12
+
+
+class Call(NamedTuple):
+    problem: Problem
+    options: flce.ChunkOptions
+    stats: tuple[str, ...]
+    upstream: Tensor | float
+    offset: float
+    drawn: str
+
+
+def combination(draw: random.Random) -> dict[str, Any]:
+    """What a loss has beside its defaults."""
+    some = {
+        "softcap": draw.choice([5.0, 30.0]),
+        "temperature": draw.choice([0.7, 1.5]),
+        "logit_scale": draw.choice([0.25, 2.0]),
+        "label_smoothing": draw.choice([0.1, 0.5]),
+        "z_loss": draw.choice([1e-4, 1e-2]),
+        "class_weight": True,
+        "token_weight": True,
+        "bias": True,
+        "adapter_ranks": draw.choice([(8,), (4, 16)]),
+    }
+    chosen = {name: value for name, value in some.items() if draw.random() < 0.2}
+    return {"dtype": draw.choice(list(LIMITS)), "reduction": draw.choice(["mean", "sum", "none"]), **chosen}
+
+
+def drawn_call(draw: random.Random, how: dict[str, Any]) -> Call:
+    """A call of random sizes and logits. Some of its rows are 0, 30 or 100 times the others."""
+    tokens = round(2 ** draw.uniform(0, 12))
+    vocab = min(round(2 ** draw.uniform(1, 18)), MOST_LOGITS // tokens)
+    hidden = draw.choice([64, 128, 129, 256, 511, 512, 1023, 1024, 2048])
+    std, seed = draw.choice([0.1, 1.0, 4.0, 12.0]), draw.randrange(1 << 30)
+    times, offset, odd = draw.choice([None, 0.0, 30.0, 100.0]), draw.choice([0.0, 0.0, 50.0]), draw.random() < 0.15
+    budget = draw.choice([None, None, 24 << 20, 64 << 20, 512 << 20])
+    skip: Any = draw.choice([False, True, "auto"])
+    strategy: Any = draw.choice(["auto", "auto", "tokens", "vocab"])
+    stats = tuple(name for name in ("lse", "logprob", "entropy", "argmax") if draw.random() < 0.1)
+    upstream = 2.0**14 if how["dtype"] == torch.float16 else draw.choice([1.0, 1.7])
+    words = {k: v for k, v in locals().items() if k not in ("draw", "how")} | how
+
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(seed)
+    ignored = draw.choice([0.0, 0.3])
+    p = make_problem((tokens,), hidden, vocab, device=device, std=std, generator=generator, ignored=ignored, **how)
+    x, weight = p.input, p.linear_weight
+    if times is not None:
+        x = torch.where(torch.rand(tokens, 1, device=device, generator=generator) < 0.2, x * times, x)
+    if offset:  # of all logits
+        x, weight = x.clone(), weight.clone()
+        x[:, 0], weight[:, 0] = 1.0, offset
+    if odd:
+        x, weight = ((t.new_empty(t.numel() + 1)[1:].view(t.shape)).copy_(t) for t in (x, weight))
+    each = how["reduction"] == "none"
+    given = torch.rand(tokens, device=device, generator=generator) * upstream if each else upstream
+    options = flce.ChunkOptions(max_workspace_bytes=budget, skip_ignored=skip, strategy=strategy)
+    return Call(replace(p, input=x, linear_weight=weight), options, stats, given, offset, f"{words} {ignored=}")
+
+
+def weights_of(call: Call) -> Tensor:
+    """(N,) what each token's cross entropy is multiplied by in the loss, with the upstream gradient."""
+    p, kwargs = call.problem, call.problem.kwargs
+    valid = p.target != -100
+    weight = valid.float() * kwargs.get("token_weight", 1.0)
+    if kwargs["reduction"] == "mean":
+        of_class = kwargs["weight"].float()[p.target.clamp_min(0)] if "weight" in kwargs else torch.ones_like(weight)
+        weight = weight / (of_class * valid).sum()
+    return weight * call.upstream
+
+
+def stock_errors(call: Call, exact: dict[str, Tensor]) -> dict[str, float]:
+    """Of PyTorch's operators."""
+    p, kwargs = call.problem, call.problem.kwargs
+    x, w = p.input.clone().requires_grad_(), p.linear_weight.clone().requires_grad_()
+    z = torch.nn.functional.linear(x, w, p.linear_bias)
+    for a, up in p.adapters:
+        z = z + torch.nn.functional.linear(a, up)
+    z = z.float() * kwargs.get("logit_scale", 1.0)
+    if "softcap" in kwargs:
+        z = kwargs["softcap"] * torch.tanh(z / kwargs["softcap"])
+    z = z / kwargs.get("temperature", 1.0)
+    weight = kwargs["weight"].float() if "weight" in kwargs else None
+    loss = torch.nn.functional.cross_entropy(
+        z, p.target, weight, reduction="none", label_smoothing=kwargs.get("label_smoothing", 0.0)
+    )
+    total = (loss * weights_of(call)).sum()
+    if "z_loss" in kwargs:
+        each = (p.target != -100) * kwargs.get("token_weight", 1.0) * call.upstream
+        second = kwargs["z_loss"] * (z.logsumexp(-1).square() * each).sum()
+        total = total + second / ((p.target != -100).sum() if kwargs["reduction"] == "mean" else 1)
+    total.backward()
+    return {name: distance(call, name, t.grad, exact[name]) for name, t in (("dX", x), ("dW", w)) if t.grad is not None}
+
+
+def distance(call: Call, name: str, got: Tensor, exact: Tensor) -> float:
+    """The relative error. What hidden states get from an offset of all logits is 0: the rounding of a large sum."""
+    if name == "dX" and call.offset:
+        got, exact = got[:, 1:], exact[:, 1:]
+    return relative_error(got, exact)
+
+
+def target_norms(call: Call) -> dict[str, float]:
+    """The norms of what the targets alone add to dX and dW."""
+    p, weight = call.problem, weights_of(call)
+    scale = p.kwargs.get("logit_scale", 1.0) / p.kwargs.get("temperature", 1.0)
+    y = p.target.clamp_min(0)
+    of_x = (p.linear_weight[y].double() * weight[:, None] * scale).norm().item()
+    return {"dX": of_x, "dW": (p.input.double() * weight[:, None] * scale).norm().item()}
+
+
+def failures(call: Call) -> Iterator[tuple[str, float, float]]:
+    """For dX and dW the error and, where it is too large, stock's; else NaN."""
+    p = call.problem
+    mine = run_fused(p, options=call.options, stats=call.stats, grads=ALL_GRADS, grad_output=call.upstream)
+    oracle = run_oracle(p, call.upstream)
+    assert oracle.grad_input is not None
+    assert oracle.grad_weight is not None
+    exact = {"dX": oracle.grad_input, "dW": oracle.grad_weight}
+    stock: dict[str, float] = {}
+    for name, got in (("dX", mine.grad_input), ("dW", mine.grad_weight)):
+        assert got is not None
+        size, dtype = exact[name].norm().item(), p.input.dtype
+        error = distance(call, name, got, exact[name])
+        if error <= LIMITS[dtype]:
+            yield name, error, float("nan")
+        elif exact[name].abs().max() < torch.finfo(dtype).max and error * size > OF_TARGETS * target_norms(call)[name]:
+            stock = stock or stock_errors(call, exact)
+            yield name, error, stock[name]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no other call begins")
+    asked = parser.parse_args()
+    draw = random.Random(asked.seed)
+    combinations = [combination(draw) for _ in range(COMBINATIONS)]
+    done, failed, worst = 0, 0, {"dX": (0.0, ""), "dW": (0.0, "")}
+    end = time.monotonic() + asked.seconds
+    for number in range(asked.count):
+        if time.monotonic() > end:
+            break
+        call = drawn_call(draw, draw.choice(combinations))
+        try:
+            found = list(failures(call))
+        except ValueError as refused:
+            if "too small" not in str(refused):
+                raise
+            continue  # no plan keeps its budget
+        done += 1
+        for name, error, stock in found:
+            if stock == stock and not error <= stock:
+                failed += 1
+                what = f"FAILED seed {asked.seed} call {number}: {name} {error:.2e}, stock {stock:.2e}: {call.drawn}"
+                print(what, flush=True)
+            elif not error <= worst[name][0]:
+                worst[name] = error, call.drawn
+        torch.cuda.empty_cache()  # other processes may draw calls on the same device
+    for name, (error, what) in worst.items():
+        print(f"worst within the limits: {name} {error:.2e}: {what}")
+    print(f"seed {asked.seed}: {done} calls, {failed} failed", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

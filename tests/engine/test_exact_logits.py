@@ -1,0 +1,196 @@
+"""Logits are never rounded below float32, unless that is asked for: with the dtypes of a GPU, by every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.engine import case
+from flce.engine.case import Case
+from flce.engine.schedules import SCHEDULES, Schedule
+from flce.engine.schedules.blocks import Apart, Blocks, BlocksAroundSum, ChunksOfBlocks
+from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
+from flce.engine.schedules.statistics import Statistics
+from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalized
+from flce.engine.stage import Stage
+from flce.planning import search
+from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
+from tests.forced import force
+from tests.helpers import case_of, upstream_of
+from tests.hopper import logits_dtypes_on_a_gpu
+from tests.interpreted_bfloat16 import mend
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+# Relative to the norms of gradients, against float64. With few tokens the largest errors of a rounding may add up.
+LIMIT = {BF16: 5e-3, F16: 6e-4}
+SHAPE: dict[str, Any] = {"leading": (2, 5), "hidden": 32, "vocab": 333}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weights": {"class_weight": True, "token_weight": True, "z_loss": 0.01, "ignored": 0.3},
+    "softcap": {"softcap": 5.0, "temperature": 0.7, "logit_scale": 0.8},
+    "smoothing": {"label_smoothing": 0.2, "class_weight": True, "logit_scale": 0.5},
+    "softcap and smoothing": {"softcap": 5.0, "label_smoothing": 0.2},
+    "bias": {"bias": True, "ignored": 0.3},
+    "adapters": {"adapter_ranks": (4, 8)},
+    "none": {"reduction": "none"},
+    "sum": {"reduction": "sum"},
+}
+EVERY = flce.ChunkOptions(skip_ignored=False)
+MAKE: dict[type[Schedule], Any] = {
+    kind: lambda c, kind=kind: kind.sized(c, 6)
+    for kind in (Chunks, NormalizedChunks, DeferredChunks, Unnormalized, Recomputed, ChunksOfBlocks, Apart)
+} | {kind: lambda c, kind=kind: kind.sized(c, 128) for kind in (Blocks, BlocksAroundSum)}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its dtypes, blocks of several classes and tokens, and bfloat16 rounded to nearest."""
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+    monkeypatch.setattr(case, "BLOCK_BYTES", 4 * 4 * 128)
+    monkeypatch.setattr("flce.engine.stage.BLOCK_ROWS", 4)
+    mend(monkeypatch)
+    search.plan_of_call.cache_clear()
+    yield
+    search.plan_of_call.cache_clear()
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes of the tiles that logits are written to."""
+    dtypes: list[torch.dtype] = []
+
+    def write_logits(self: Stage, xs: Sequence[Tensor], cols: slice, out: Tensor, do: Any = Stage.write_logits) -> None:
+        dtypes.append(out.dtype)
+        do(self, xs, cols, out)
+
+    monkeypatch.setattr(Stage, "write_logits", write_logits)
+    return dtypes
+
+
+def forced(monkeypatch: pytest.MonkeyPatch, kind: type[Schedule]) -> list[Any]:
+    """All calls by a schedule, where it is for such a call."""
+
+    def make(c: Case) -> Schedule:
+        assert kind.sizes(c)
+        return MAKE[kind](c)
+
+    return force(monkeypatch, make)
+
+
+def possible(problem: Problem, options: flce.ChunkOptions = EVERY) -> list[tuple[type[Schedule], str]]:
+    """The schedules that can make a call, and the gradients that each is asked for."""
+    asked = [(kind, "x" if kind is ChunksOfBlocks else ALL_GRADS) for kind in MAKE]
+    return [(kind, grads) for kind, grads in asked if kind.sizes(case_of(problem, options, grads))]
+
+
+def errors(problem: Problem, grads: str, **kwargs: Any) -> dict[str, float]:
+    upstream = upstream_of(problem)
+    mine = run_fused(problem, grads=grads, grad_output=upstream, **kwargs)
+    exact = run_oracle(problem, upstream)
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
+        "loss": (mine.loss, exact.loss),
+        "dx": (mine.grad_input, exact.grad_input),
+    }
+    pairs |= {"dw": (mine.grad_weight, exact.grad_weight), "db": (mine.grad_bias, exact.grad_bias)}
+    for k, (a, b) in enumerate(zip(mine.grad_adapters, exact.grad_adapters, strict=False)):
+        pairs |= {f"a{k}": (a[0], b[0]), f"b{k}": (a[1], b[1])}
+    return {name: relative_error(a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
+
+
+def test_every_schedule_is_here(triton_backend: str) -> None:
+    assert set(SCHEDULES) == set(MAKE) | {Statistics, Borrowed}
+    problems = [make_problem(**SHAPE, dtype=dtype, **how) for dtype in (BF16, F16) for how in OPTIONS.values()]
+    assert {kind for problem in problems for kind, _ in possible(problem)} == set(MAKE)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_errors(
+    options: str, dtype: torch.dtype, written: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Those that are promised, by every schedule that can make the call. No logits are rounded."""
+    problem, how = make_problem(**SHAPE, dtype=dtype, **OPTIONS[options]), EVERY
+    if options == "weights":
+        how = replace(how, skip_ignored=True)
+    off = {}
+    for kind, grads in possible(problem, how):
+        plans = forced(monkeypatch, kind)
+        found = errors(problem, grads, options=how)
+        assert {type(plan.schedule) for plan in plans} <= {kind, DeferredChunks}
+        off[kind.__name__] = {name: e for name, e in found.items() if e > (5e-6 if name == "loss" else LIMIT[dtype])}
+        plans.clear()
+    assert len(off) >= 3
+    assert set(written) == {F32}
+    assert {kind: errors for kind, errors in off.items() if errors} == {}
+
+
+@pytest.mark.parametrize("kind", [Chunks, DeferredChunks], ids=lambda kind: kind.__name__)
+def test_rounded_logits_where_they_are_made_once(
+    kind: type[Schedule], written: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    problem = make_problem(**SHAPE, dtype=BF16, reduction="none" if kind is DeferredChunks else "mean")
+    forced(monkeypatch, kind)
+    errors(problem, ALL_GRADS, options=flce.ChunkOptions(logits_dtype=BF16))
+    assert set(written) == {BF16 if kind is Chunks else F32}
+
+
+@pytest.mark.parametrize("kind, dtype", [(Unnormalized, BF16), (NormalizedChunks, BF16), (NormalizedChunks, F16)])
+def test_rows_whose_largest_logits_come_late(
+    kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
+) -> None:
+    """Exponentials of the first classes are scaled down, from one block to the next and more than once."""
+    # In bfloat16 exponentials are normalized where labels are smoothed.
+    problem = make_problem(**SHAPE, dtype=dtype, label_smoothing=0.2 if kind is NormalizedChunks else 0.0)
+    rising = torch.arange(333)[:, None].div(70, rounding_mode="floor").mul(30.0)
+    x = problem.input.clone()
+    x[..., 0] = torch.tensor([0.0, 0.3, 1.0, 3.0, -3.0])
+    weight = torch.cat((rising.to(dtype), problem.linear_weight[:, 1:]), dim=1)
+    problem = replace(problem, input=x, linear_weight=weight)
+    forced(monkeypatch, kind)
+    found = errors(problem, "xw")
+    assert {name: error for name, error in found.items() if error > LIMIT[dtype]} == {}
+
+
+@pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)
+def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
+    """Nothing but -inf in the first block, and in the last."""
+    dtype = F16 if kind is NormalizedChunks else BF16
+    problem = make_problem(**SHAPE, dtype=dtype)
+    weight, x = problem.linear_weight.clone(), problem.input.clone()
+    x[..., 0] = 1.0
+    weight[:, 0] = 0.0
+    weight[:140, 0] = weight[300:, 0] = -torch.inf
+    problem = replace(problem, input=x, linear_weight=weight, target=problem.target.clamp(140, 299))
+    forced(monkeypatch, kind)
+    mine = run_fused(problem, grads="w")
+    exact = run_oracle(problem)
+    assert mine.grad_weight is not None
+    assert exact.grad_weight is not None
+    assert relative_error(mine.loss, exact.loss) < 5e-6
+    assert relative_error(mine.grad_weight[:, 1:], exact.grad_weight[:, 1:]) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_weights_of_tokens_that_have_a_gradient(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
+) -> None:
+    p = make_problem(**SHAPE, dtype=dtype, ignored=0.2)
+    forced(monkeypatch, Unnormalized if dtype == BF16 else NormalizedChunks)
+    weight = torch.linspace(0.0, 2.0, p.target.numel()).view(p.target.shape)
+    leaves = [t.clone().requires_grad_() for t in (p.input, p.linear_weight, weight)]
+    x, w, token_weight = leaves
+    flce.fused_linear_cross_entropy(x, w, p.target, token_weight=token_weight, options=EVERY).backward()
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    losses = F.cross_entropy((exact[0] @ exact[1].t()).flatten(0, 1), p.target.flatten(), reduction="none")
+    ((losses * exact[2].flatten()).sum() / (p.target != -100).sum()).backward()
+    for mine, truth in zip(leaves, exact, strict=True):
+        assert mine.grad is not None
+        assert truth.grad is not None
+        assert relative_error(mine.grad, truth.grad) < (5e-6 if mine is token_weight else LIMIT[dtype])
