@@ -72,7 +72,6 @@ TARGETS = [
     Target("default options", HEADS[2], 1.06),
     Target("default options", HEADS[3], 1.09),
     Target("default options", NARROW, 1.15),
-    Target("logits_dtype=float32", MAIN, 1.12, "ours-float32-logits"),
     *on_heads(VOCAB, narrow=1.20),
     Target("64 MiB budget", MAIN, 1.85, budget_name(64), workspace_mib=64),
     Target("64 MiB budget, bfloat16 sums", MAIN, 1.40, budget_name(64, "bf16"), workspace_mib=64),

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from flce.core.callers import Caller, Told, caller
+from flce.core.project import where
 
 ASKED_FOR = "materialize()"
 
@@ -21,7 +22,7 @@ EVALUATION = (
 )
 _UNUSED = (
     "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
-    "do since version 1.16 (docs/trainers.md says what to do there), or the loss may come from hidden states"
+    f"do since version 1.16 ({where('trainers.md')} says what to do there), or the loss may come from hidden states"
 )
 
 

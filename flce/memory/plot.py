@@ -24,7 +24,7 @@ def draw(profiles: Mapping[str, Samples], path: str | os.PathLike[str], title: s
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a picture needs Matplotlib, which is not installed: pip install 'flce[cli]'") from None
+        raise ImportError("a picture needs Matplotlib, which is not installed: pip install matplotlib") from None
 
     # Letters are of a legible size where the picture is 900 pixels wide, as in a README.
     figure = Figure(figsize=(max(6.5, 4.5 * len(profiles)), 3.8), dpi=200, layout="constrained")

@@ -48,7 +48,7 @@ class MemoryProfile:
                 not there are made.
 
         Raises:
-            ImportError: Matplotlib is not installed. ``pip install 'flce[cli]'`` brings it.
+            ImportError: Matplotlib is not installed. ``pip install matplotlib`` brings it.
             ValueError: Matplotlib knows no such format.
         """
         self.plot_side_by_side({f"Allocated memory, {self.device}": self}, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 import time
 import xml.etree.ElementTree as ET
@@ -242,7 +241,7 @@ def test_pictures_say_what_they_show(words: Callable[..., str]) -> None:
 
 
 def test_a_profile_without_allocations(words: Callable[..., str]) -> None:
-    assert "peak 0.00 MiB" in words(idle=flce.profile_memory(lambda: None, device="cpu"))
+    assert "peak 0" in words(idle=flce.profile_memory(lambda: None, device="cpu"))
 
 
 def test_formats(tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'flce[cli]'")):
+    with pytest.raises(ImportError, match="pip install matplotlib"):
         SMALL.plot(tmp_path / "memory.png")
 
 

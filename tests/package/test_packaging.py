@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import email.message
 import email.parser
+import importlib
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import flce
+from flce.core import project
 from tests.package.test_import import WITHOUT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +116,7 @@ def test_metadata(built: Built) -> None:
     cli = [line for line in about.get_all("Requires-Dist", []) if 'extra == "cli"' in line]
     assert {re.split(r"[^\w-]", line)[0] for line in cli} == {"matplotlib", "numpy", "psutil", "rich", "typer"}
     assert 'flce[cli,transformers]; extra == "demo"' in about.get_all("Requires-Dist", [])
+    assert {line.partition(", ")[2] for line in about.get_all("Project-URL", [])} >= {project.ADDRESS}
     assert "Typing :: Typed" in about.get_all("Classifier", [])
 
 
@@ -129,6 +133,52 @@ def test_the_wheel_works_without_triton_and_transformers(built: Built, tmp_path:
     assert Path(result["file"]) == tmp_path / "flce" / "__init__.py"
     assert result["right"]
     assert result["version"] == flce.__version__
+
+
+def test_the_address(tmp_path: Path) -> None:
+    """One constant, which a release replaces in everything that names it."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        set_address = importlib.import_module("set_address")
+    finally:
+        sys.path.pop(0)
+    there = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md")]
+    there += [file for file in ROOT.iterdir() if file.suffix in (".toml", ".cff", ".md", ".yml")]
+    named = {str(file.relative_to(ROOT)) for file in there if project.ADDRESS in file.read_text()}
+    assert named == set(set_address.FILES)
+    for name in set_address.FILES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    set_address.set_address(tmp_path, "https://github.com/owner/flce")
+    for name in set_address.FILES:
+        assert "https://github.com/owner/flce" in (tmp_path / name).read_text()
+        assert ".invalid/" not in (tmp_path / name).read_text()
+    with pytest.raises(ValueError, match="expected a URL such as"):
+        set_address.set_address(tmp_path, "flce")
+    (tmp_path / "CITATION.cff").write_text("")
+    with pytest.raises(ValueError, match="does not have the address"):
+        set_address.set_address(tmp_path, "https://github.com/other/flce")
+
+
+def test_where_a_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert project.where("memory.md") == "docs/memory.md in flce's repository"
+    monkeypatch.setattr(project, "ADDRESS", "https://github.com/owner/flce")
+    assert project.where("memory.md") == "https://github.com/owner/flce/blob/main/docs/memory.md"
+
+
+def test_messages_do_not_point_at_what_a_wheel_lacks() -> None:
+    """A file of the documents is named through `where`, and what to install by the names of its packages."""
+    lacking = []
+    for file in (ROOT / "flce").rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        texts = {id(node): node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        for node in ast.walk(tree):  # docstrings are for those who read the sources
+            if isinstance(node, ast.Expr):
+                texts.pop(id(node.value), None)
+        lacking += [(file.name, text) for text in texts.values() if re.search(r"docs/\w|flce\[", str(text))]
+    assert lacking == []
+    (extra,) = re.findall(r"^cli = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert project.COMMAND_LINE.split() == re.findall(r'"([\w-]+)', extra)
 
 
 def test_versions_agree() -> None:
@@ -156,6 +206,24 @@ def test_workflows(file: str) -> None:
     called = re.findall(r"\bmake ([a-z-]+)", "\n".join(step.get("run", "") for step in steps))
     assert called
     assert set(called) <= targets
+
+
+def test_the_issue_template() -> None:
+    """It asks for what the commands print, with options that they have."""
+    yaml = pytest.importorskip("yaml")
+    typer = pytest.importorskip("typer", reason="the command line")
+    from flce.tools.cli.app import app
+
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    fields = {field["id"]: field for field in form["body"]}
+    assert len(fields) == len(form["body"])
+    commands = typer.main.get_command(app).commands
+    for name in ("check", "bench"):
+        assert fields[name]["validations"] == {"required": True}
+        asked = fields[name]["attributes"]["description"]
+        assert f"`flce {name}" in asked
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", asked)) <= known
 
 
 def test_hooks_and_citation_are_yaml() -> None:

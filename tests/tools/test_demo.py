@@ -176,4 +176,5 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, t
         monkeypatch.setitem(sys.modules, name, None)
     done = answer(monkeypatch, tmp_path, text, run_of(1.0, peak=1))
     assert done.exit_code == 2
-    assert "│ flce demo needs tokenizers and transformers: pip install 'flce[demo]'" in done.stderr
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "flce demo needs tokenizers and transformers: pip install tokenizers transformers" in said

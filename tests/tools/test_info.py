@@ -18,6 +18,7 @@ pytest.importorskip("typer", reason="the command line")
 pytest.importorskip("rich", reason="the command line")
 
 import flce
+from flce.core.project import COMMAND_LINE
 from flce.tools.cli import app
 from flce.tools.cli import info as info_command
 
@@ -62,7 +63,7 @@ def test_without_its_extra(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; import flce.tools.cli; flce.tools.cli.main()"
     done = run(code=code)
     assert done.returncode == 2
-    assert done.stderr == f"The command line of flce needs {missing}: pip install 'flce[cli]'\n"
+    assert done.stderr == f"The command line of flce needs {missing}: pip install {COMMAND_LINE}\n"
 
 
 def test_another_missing_module_is_not_hidden() -> None:

@@ -24,6 +24,8 @@ from flce.tools.cli.app import app
 from tests.huggingface.architectures import OVERRIDES, small_config
 
 H200 = described(torch.device("cuda"), "H200", None)
+# Transformers 4 asks which tokens an expert gets, and where images begin of a config that does not say so.
+NEWER = pytest.mark.skipif(transformers.__version__ < "5", reason="Transformers 4 needs values there")
 PATCHED = Variant(True, False)
 TEXT_ALONE = "A step has text alone, without {}; all weights are counted."
 BOTH = "The encoder and the decoder get a sequence of this length each."
@@ -59,11 +61,13 @@ def planned(config: Any, folder: Path, *arguments: str, code: int = 0) -> Any:
             ["The decoder gets the tokens, the encoder input_features of 80 x 128."],
         ),
         ("gemma3", "Gemma3ForConditionalGeneration", [TEXT_ALONE.format("images")]),
-        ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", [TEXT_ALONE.format("images or videos")]),
+        pytest.param(
+            *("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", [TEXT_ALONE.format("images or videos")]), marks=NEWER
+        ),
         ("qwen2_audio", "Qwen2AudioForConditionalGeneration", [TEXT_ALONE.format("sound")]),
         ("bert", "BertLMHeadModel", []),
         ("distilbert", "DistilBertForMaskedLM", []),
-        ("mixtral", "MixtralForCausalLM", []),
+        pytest.param("mixtral", "MixtralForCausalLM", [], marks=NEWER),
         ("mamba2", "Mamba2ForCausalLM", []),
     ],
 )

@@ -255,7 +255,7 @@ CONTENDERS = [
     C("floor-recomputed", "bare products, logits twice", "floor", recomputed_floor_step, applies=ONLY["training"]),
     ours("ours", "flce"),
     ours("ours-vocab", "flce, strategy vocab in a budget", **vocab),
-    ours("ours-float32-logits", "flce, float32 logits", "half precision", logits_dtype=torch.float32),
+    ours("ours-rounded", "flce, rounded logits", "half precision", logits_dtype=lambda case: case.torch_dtype),
     ours(BOUNDED, "flce, skip_ignored=True", "ignored", skip_ignored=True),
     C("ours-full", "flce, no label ignored", "ours", ours_full_step, applies=ONLY["ignored"]),
     ours("ours-keeping", "flce, skip_ignored=False", "ignored", skip_ignored=False),

@@ -81,7 +81,7 @@ def demo(
     """
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     if missing:
-        raise MissingError(f"flce demo needs {' and '.join(missing)}: pip install 'flce[demo]'")
+        raise MissingError(f"flce demo needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
     from flce.tools.demo.report import TrainingComparison, draw, show
 

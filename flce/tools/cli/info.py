@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from flce.core.project import where
 from flce.core.sizes import size_text
 from flce.tools.cli.output import Json, print_json, print_table, stdout
 
@@ -92,7 +93,7 @@ def known_problems(facts: dict[str, Any]) -> list[str]:
             gpus and old_triton and not _c_compiler()
         ),
         "TRL 1.16 and newer multiplies by the head's weight in a kernel of its own, so its trainers do not use a "
-        "patched head. docs/trainers.md has the subclass of SFTTrainer that does.": (
+        f"patched head. {where('trainers.md')} has the subclass of SFTTrainer that does.": (
             installed.get("trl", (0,)) >= (1, 16)
         ),
     }

@@ -83,7 +83,7 @@ class MissingError(typer.BadParameter):
 def check_picture(option: str, path: Path) -> None:
     """Raises typer.BadParameter where no picture can be drawn, or not into this file."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise wrong(option, "a picture needs matplotlib: pip install 'flce[cli]'")
+        raise wrong(option, "a picture needs matplotlib: pip install matplotlib")
     if path.suffix not in PICTURES:
         raise wrong(option, f"no picture can be drawn as {path.name}: give a name that ends in {', '.join(PICTURES)}")
     folder = next(parent for parent in path.absolute().parents if parent.exists())  # the rest will be made

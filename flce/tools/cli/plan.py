@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from flce.core.project import where
 from flce.core.sizes import parse_bytes, parse_sizes, size_text
 from flce.tools.cli.output import Json, given, print_json, print_table, stderr, stdout, wrong
 
@@ -51,7 +52,7 @@ NOTE = (
     "activations + loss + temporary. Activations are what autograd keeps for backward: of all layers without "
     "checkpointing, the inputs of all and one layer's own with it. They were counted while the model's own code ran on "
     "tensors without memory, not estimated. {libraries} MiB of cuBLAS are among temporary. A step fits if it leaves "
-    "{context} MiB for the CUDA context. Gaps between tensors come on top: docs/memory.md says what to do about them."
+    "{context} MiB for the CUDA context. Gaps between tensors come on top: {where} says what to do about them."
 )
 # Options of a training step, which a loss alone does not have.
 OF_A_STEP = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation")
@@ -173,7 +174,7 @@ def _steps(
 ) -> dict[str, Any]:
     """A step of the model in each variant, and the longest sequences."""
     if importlib.util.find_spec("transformers") is None:
-        missing = "needs Transformers: pip install 'flce[transformers]', or give --shape N,H,V in place of a model"
+        missing = "needs Transformers: pip install transformers, or give --shape N,H,V in place of a model"
         raise wrong("--model", missing)
     from flce.huggingface.estimate import training_memory
     from flce.huggingface.estimate.language_model import load_config
@@ -237,7 +238,11 @@ def _steps(
         },
         "loss": loss,
         "steps": steps,
-        "note": NOTE.format(libraries=training_memory.LIBRARIES >> 20, context=training_memory.CONTEXT >> 20),
+        "note": NOTE.format(
+            libraries=training_memory.LIBRARIES >> 20,
+            context=training_memory.CONTEXT >> 20,
+            where=where("memory.md"),
+        ),
     }
 
 

@@ -1,0 +1,15 @@
+"""Where the project is, for messages: a wheel has no documents."""
+
+from __future__ import annotations
+
+# `scripts/set_address.py` puts the address in its place, here and in the files that describe a release.
+ADDRESS = "https://example.invalid/flce"
+# What the command line needs, by the names that pip knows.
+COMMAND_LINE = "matplotlib numpy psutil rich typer"
+
+
+def where(page: str) -> str:
+    """Where a page of the documents is. ``page``: such as ``trainers.md``."""
+    if ".invalid" in ADDRESS:  # sources whose address nothing has filled in
+        return f"docs/{page} in flce's repository"
+    return f"{ADDRESS}/blob/main/docs/{page}"
