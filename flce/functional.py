@@ -250,7 +250,7 @@ def cross_entropy(
             are the last dimension of `target`: (B, S) for logits (B, S, V), and for (S, B, V) `logits` and `target`
             have to be transposed first, which copies no logits.
         inplace: the logits may be overwritten. If they require grad (and grad mode is on), they hold their gradient
-            after this call (for an upstream gradient of 1; times a power of two for float16), and a backward only
+            after this call (for an upstream gradient of 1; times one number for float16), and a backward only
             multiplies that, unless by 1. Otherwise there is no gradient, and they stay as they are. While
             `torch.compile` traces, this is ``inplace=False``: the compiler decides itself which memory it uses again.
             Views of one tensor share a version, so a second call on another part of it makes the first one's backward

@@ -46,9 +46,10 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
 
 
 def has_float32_results(dtype: torch.dtype) -> bool:
-    """Whether products of half-precision operands on CUDA can have results of this dtype: float32, unless PyTorch is
-    told to accumulate in float16, with which it refuses them."""
-    return dtype == torch.float32 and not torch.backends.cuda.matmul.allow_fp16_accumulation
+    """Whether products of half-precision operands on CUDA can have results of this dtype: float32, unless PyTorch
+    refuses them, as it does when told to accumulate in float16, and on ROCm before 2.10."""
+    refused = torch.version.hip is not None and torch.torch_version.TorchVersion(torch.__version__) < "2.10"
+    return dtype == torch.float32 and not refused and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def _vendor_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -118,7 +119,7 @@ def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_ty
     (m, k), n = a.shape, b.shape[1]
     if a.element_size() >= 4 and a.dtype == b.dtype == out.dtype:
         return 0
-    if device_type == "cuda":
+    if device_type == "cuda" and (out.dtype == a.dtype or has_float32_results(out.dtype)):
         unaligned = k > ALIGNMENT and k % ALIGNMENT != 0 and a.stride(1) == b.stride(1) == 1
         return 4 * m * n if unaligned and out.element_size() < 4 and not accumulate else 0
     rounded = 0

@@ -71,6 +71,9 @@ FEW_LOGITS_BYTES = 512 << 20
 # | 4096, 64  | 1.35  | 1.4       |
 BLOCK_BYTES = 64 << 20
 BLOCK_ROWS = 2048
+# The share of a tile that a block beside it takes where the tile is narrower than the rows of its memory. Only plans of
+# the least memory have such tiles.
+NARROW_SHARE = 32
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,11 @@ class Dtypes:
         return self.logits.itemsize > self.logits_grad.itemsize
 
     def block_entries(self, rows: int, cols: int) -> int:
-        """Logits of a block beside a tile of this size, of which it takes at most half the memory."""
+        """Logits of a block beside a tile of this size: half its memory at most, and little of it where it is so narrow
+        that memory is all that counts."""
         tile = rows * padded_cols(cols) * self.logits_grad.itemsize
-        return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile // 2) // self.logits.itemsize)
+        share = 2 if cols >= COLUMN_MULTIPLE else NARROW_SHARE
+        return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile // share) // self.logits.itemsize)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
-from flce.engine.case import ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
+from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
 from flce.engine.schedules.statistics import Statistics
@@ -66,7 +66,17 @@ def default_plan(c: Case) -> ChunkPlan:
 def _chunks(c: Case, rows: int) -> ChunkPlan:
     """The plan of chunks of `rows` tokens."""
     kinds = (Chunks,) if c.few_logits and rows >= c.num_tokens else (Unnormalized, NormalizedChunks, Chunks)
-    return next(plan_of(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
+    plan = next(plan_of(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
+    dtypes = c.dtypes(False)
+    wide = type(plan.schedule) is Chunks and dtypes.in_blocks
+    if not wide or kinds == (Chunks,) or c.options.chunk_rows is not None or c.device_type == "cpu":
+        return plan
+    # Float32 logits of a whole chunk take twice what their gradient does. Fewer rows take no more, with sums of dW.
+    extra = rows * padded_cols(c.vocab_size) * (dtypes.logits.itemsize - dtypes.logits_grad.itemsize)
+    fewer = [c.equal_rows(max(ROW_MULTIPLE, rows // parts)) for parts in (2, 4)]
+    plans = [plan, *(plan_of(c, Chunks, size) for size in fewer)]
+    small = (other for other in plans if other.workspace_bytes <= plan.workspace_bytes - extra + BLOCK_BYTES)
+    return next(small, min(plans, key=lambda other: other.workspace_bytes))
 
 
 def _default_rows(c: Case) -> int:

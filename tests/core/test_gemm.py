@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,3 +53,19 @@ def test_ends_of_unaligned_extents() -> None:
             b = torch.randn(n, 32 * (1 + k // 32))[:, :k].t() if accumulate else b
         gemm._aligned_matmul(a, b, out, accumulate)
         assert_product(a, b, before, out, accumulate)
+
+
+@pytest.mark.parametrize("refused", ["float16 sums", "ROCm"])
+def test_where_pytorch_has_no_float32_results_of_halves(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands are cast in pieces, and these are counted."""
+    a, b, out = torch.empty(4, 8, dtype=HALF), torch.empty(8, 16, dtype=HALF), torch.empty(4, 16)
+    assert gemm.has_float32_results(FLOAT)
+    assert gemm.scratch_bytes(a, b, out, False, "cuda") == 0
+    if refused == "ROCm":
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+        assert gemm.has_float32_results(FLOAT) == (torch.torch_version.TorchVersion(torch.__version__) >= "2.10")
+        monkeypatch.setattr(torch, "__version__", "2.9.1+rocm6.4")
+    else:
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True))
+    assert not gemm.has_float32_results(FLOAT)
+    assert gemm.scratch_bytes(a, b, out, False, "cuda") == 4 * (4 * 8 + 8 * 16)

@@ -160,6 +160,30 @@ def test_rows_whose_largest_logits_come_late(
     assert {name: error for name, error in found.items() if not error <= LIMIT[dtype]} == {}
 
 
+@pytest.mark.parametrize("kind, dtype", [(Unnormalized, BF16), (NormalizedChunks, F16)])
+def test_softcap_of_nothing(
+    kind: type[Schedule], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, triton_backend: str
+) -> None:
+    """With a scale of 0 all logits are 0, and so are all gradients: they are not divided by it."""
+    problem = make_problem(**SHAPE, dtype=dtype, softcap=5.0, logit_scale=0.0)
+    forced(monkeypatch, kind)
+    mine = run_fused(problem, grads="xw")
+    for grad in (mine.grad_input, mine.grad_weight):
+        assert grad is not None
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 15, 17])
+def test_few_classes_in_chunks(vocab: int, monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
+    """Of fewer than 16, no class is in the half whose sums are in the memory of the gradient."""
+    problem = make_problem((10,), 32, vocab, dtype=BF16, z_loss=0.1, bias=True)
+    assert not Recomputed.sizes(case_of(problem, EVERY)) or vocab > 15
+    for kind in (Unnormalized, Recomputed) if vocab > 15 else (Unnormalized,):
+        forced(monkeypatch, kind)
+        found = errors(problem, ALL_GRADS, options=EVERY)
+        assert {name: error for name, error in found.items() if error > LIMIT[BF16]} == {}
+
+
 @pytest.mark.parametrize("kind", [Unnormalized, NormalizedChunks, Chunks], ids=lambda kind: kind.__name__)
 def test_masked_classes(kind: type[Schedule], monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> None:
     """Nothing but -inf in the first block, and in the last."""

@@ -1,6 +1,6 @@
 """What a first call costs on a GPU, and that calls of other lengths cost nothing more.
 
-Short and long ones go two ways: see `case.FEW_LOGITS`. Each has a first call.
+Short and long ones go two ways: see `case.FEW_LOGITS_BYTES`. Each has a first call.
 """
 
 from __future__ import annotations

@@ -472,6 +472,8 @@ def cross_entropy_kernel(
             unit = scale
             if HAS_SOFTCAP:
                 unit = scale * cap
+                # Exponentials are divided by it. Where it is 0, so is the derivative, whatever it is a multiple of.
+                unit = tl.where(tl.abs(unit) > 1e-30, unit, 1.0)
             if FINISH:
                 factor = softmax_term(base, row_max, log_sum, of_softmax) * (unit / EXPONENTIAL_SCALE)
                 at_target = logit_gradient(

@@ -121,7 +121,8 @@ class Recomputed(Unnormalized):
     @classmethod
     def sizes(cls, c: Case) -> range:
         dtypes = c.dtypes(False)
-        sums_are_halved = c.needs.weights[0] and dtypes.weight_grad == c.dtype != dtypes.sums
+        half = halfway(c.vocab_size) > 0
+        sums_are_halved = half and c.needs.weights[0] and dtypes.weight_grad == c.dtype != dtypes.sums
         return super().sizes(c)[:-1] if sums_are_halved and not c.skip_ignored else NONE
 
     @classmethod
