@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import flce
-from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
+from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
 
 # Of the gradient's norm: half a percent, where one rounding of each entry gives a quarter.
 LIMITS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -100,30 +100,6 @@ def weights_of(call: Call) -> Tensor:
     return weight * call.upstream
 
 
-def stock_errors(call: Call, exact: dict[str, Tensor]) -> dict[str, float]:
-    """Of PyTorch's operators."""
-    p, kwargs = call.problem, call.problem.kwargs
-    x, w = p.input.clone().requires_grad_(), p.linear_weight.clone().requires_grad_()
-    z = torch.nn.functional.linear(x, w, p.linear_bias)
-    for a, up in p.adapters:
-        z = z + torch.nn.functional.linear(a, up)
-    z = z.float() * kwargs.get("logit_scale", 1.0)
-    if "softcap" in kwargs:
-        z = kwargs["softcap"] * torch.tanh(z / kwargs["softcap"])
-    z = z / kwargs.get("temperature", 1.0)
-    weight = kwargs["weight"].float() if "weight" in kwargs else None
-    loss = torch.nn.functional.cross_entropy(
-        z, p.target, weight, reduction="none", label_smoothing=kwargs.get("label_smoothing", 0.0)
-    )
-    total = (loss * weights_of(call)).sum()
-    if "z_loss" in kwargs:
-        each = (p.target != -100) * kwargs.get("token_weight", 1.0) * call.upstream
-        second = kwargs["z_loss"] * (z.logsumexp(-1).square() * each).sum()
-        total = total + second / ((p.target != -100).sum() if kwargs["reduction"] == "mean" else 1)
-    total.backward()
-    return {name: distance(call, name, t.grad, exact[name]) for name, t in (("dX", x), ("dW", w)) if t.grad is not None}
-
-
 def distance(call: Call, name: str, got: Tensor, exact: Tensor) -> float:
     """The relative error. What hidden states get from an offset of all logits is 0: the rounding of a large sum."""
     if name == "dX" and call.offset:
@@ -148,7 +124,6 @@ def failures(call: Call) -> Iterator[tuple[str, float, float]]:
     assert oracle.grad_input is not None
     assert oracle.grad_weight is not None
     exact = {"dX": oracle.grad_input, "dW": oracle.grad_weight}
-    stock: dict[str, float] = {}
     for name, got in (("dX", mine.grad_input), ("dW", mine.grad_weight)):
         assert got is not None
         size, dtype = exact[name].norm().item(), p.input.dtype
@@ -156,8 +131,10 @@ def failures(call: Call) -> Iterator[tuple[str, float, float]]:
         if error <= LIMITS[dtype]:
             yield name, error, float("nan")
         elif exact[name].abs().max() < torch.finfo(dtype).max and error * size > OF_TARGETS * target_norms(call)[name]:
-            stock = stock or stock_errors(call, exact)
-            yield name, error, stock[name]
+            stock = run_stock(p, call.upstream)
+            of_stock = stock.grad_input if name == "dX" else stock.grad_weight
+            assert of_stock is not None
+            yield name, error, distance(call, name, of_stock, exact[name])
 
 
 def main() -> int:
