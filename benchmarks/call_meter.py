@@ -19,14 +19,14 @@ import torch
 
 from benchmarks.row_calls import Calls, make_region
 from flce.tools.bench.cases import Step
-from flce.tools.bench.measure import Sample, StepMeter, first_line
+from flce.tools.bench.measure import BenchMeter, Sample, first_line
 
 # Replays are timed as one that take so long, between these many. The head start hides that they are launched.
 REPLAYED_MS, LEAST_REPLAYS, MOST_REPLAYS = 10.0, 3, 20
 
 
 @dataclass
-class CallMeter(StepMeter):
+class CallMeter(BenchMeter):
     # The replay of each step that was captured, and how many are timed as one.
     replays: dict[Step, tuple[Step, int]] = field(default_factory=dict)
 

@@ -25,7 +25,7 @@ from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.reports import overview
 from flce.core.sizes import GIB, MIB
 from flce.tools.bench.cases import BenchCase, Contender, Effort, known, needs_package
-from flce.tools.bench.measure import Entrant, Prepared, Sample, StepMeter, release
+from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, Sample, release
 from flce.tools.bench.plots import Panel, Series, compared, draw, points
 from flce.tools.bench.results import BenchResult, Entry, Run
 from flce.tools.bench.tables import NONE, Columns, Table, gibibytes, ratio, table_of
@@ -292,7 +292,7 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
     if optimizer is not None:
         TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
-    meter = StepMeter(device)
+    meter = BenchMeter(device)
 
     def enter(contender: ModelContender, result: BenchResult) -> Entrant:
         """Warms up, with whole steps unless they take too long."""

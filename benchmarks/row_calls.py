@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from flce.tools.bench.cases import Step
-from flce.tools.bench.measure import StepMeter, first_line, nothing
+from flce.tools.bench.measure import BenchMeter, first_line, nothing
 
 LEAST_HEAD_START, MOST_HEAD_START = 2e-4, 5e-2  # seconds
 
@@ -63,7 +63,7 @@ class Region:
     head_start: float = LEAST_HEAD_START
 
     @contextlib.contextmanager
-    def turn(self, meter: StepMeter) -> Iterator[None]:
+    def turn(self, meter: BenchMeter) -> Iterator[None]:
         self.before()
         meter.head_start = self.head_start
         yield

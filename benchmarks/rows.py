@@ -36,7 +36,7 @@ from benchmarks.targets import Finding, judge, middle, tally, verdict_table
 from flce.core.sizes import MIB
 from flce.tools.bench import tables
 from flce.tools.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
-from flce.tools.bench.measure import Entrant, Prepared, StepMeter, nothing, release
+from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, nothing, release
 from flce.tools.bench.plots import Panel, Series, draw
 from flce.tools.bench.results import BenchResult, Entry, Run
 from flce.tools.bench.tables import Table
@@ -470,7 +470,7 @@ def begin_matrix(rows: int, columns: int, dtype: str) -> None:
 def prepare(case: RowCase, device: torch.device) -> Prepared:
     begin_matrix(case.rows, case.columns, case.dtype)
     release(everything=False)
-    problem, meter = RowProblem(case, device), StepMeter(device)
+    problem, meter = RowProblem(case, device), BenchMeter(device)
 
     def enter(contender: RowContender, result: BenchResult) -> Entrant:
         """Warms up; says how it is timed."""

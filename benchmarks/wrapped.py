@@ -24,7 +24,7 @@ import typer
 from benchmarks.benchmark import save
 from benchmarks.models import MODEL, SHORT, TINY, ModelContender, TrainingStep, build, entrants, make_batch, table
 from flce.tools.bench.cases import Effort
-from flce.tools.bench.measure import Entrant, Sample, StepMeter, compete
+from flce.tools.bench.measure import BenchMeter, Entrant, Sample, compete
 from flce.tools.bench.results import BenchResult, Run
 from flce.tools.machine import described_run
 
@@ -64,7 +64,7 @@ def main(out: Annotated[Path, typer.Option(help="Result file.")] = Path("results
         torch.cuda.set_device(device)
     case = replace(SHORT if cuda else TINY, dtype="float32", budgets_mib=(), contenders=NAMES)
     tokens = make_batch(case, device, seed=rank)
-    meter = StepMeter(device, dist.barrier)
+    meter = BenchMeter(device, dist.barrier)
     with contextlib.ExitStack() as changes:
 
         def enter(contender: ModelContender, result: BenchResult) -> Entrant:

@@ -27,7 +27,7 @@ from flce.core.sizes import MIB
 from flce.testing.problem import IGNORED
 from flce.tools.bench.cases import Effort, StepOutcome, needs_package
 from flce.tools.bench.contenders import CONTENDERS, OperatorContender, budget_name, select
-from flce.tools.bench.measure import StepMeter
+from flce.tools.bench.measure import BenchMeter
 from flce.tools.bench.problem import CALLS, OperatorCase, OperatorProblem
 from flce.tools.bench.results import BenchResult, Entry, Run
 from flce.tools.bench.tables import spread_note
@@ -241,7 +241,7 @@ def test_a_meter_counts_a_known_pattern(kind):
         del b, c
         return StepOutcome(None, input_grad=held.clone())
 
-    meter = StepMeter(torch.device(kind))
+    meter = BenchMeter(torch.device(kind))
     _, sample = meter.warm_up(step)
     # b and c (80 MiB) are the peak, before the 32 MiB that are returned exist. CUDA's blocks may be larger.
     assert sample.workspace_bytes == pytest.approx((16 + 64 - 32) * MIB, abs=0 if kind == "cpu" else 2 * MIB)

@@ -28,7 +28,7 @@ from benchmarks.rows import (
 )
 from benchmarks.targets import MET, MISSED, NEARLY
 from flce.tools.bench.cases import Effort
-from flce.tools.bench.measure import StepMeter
+from flce.tools.bench.measure import BenchMeter
 from flce.tools.bench.results import BenchResult, Entry, Run
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def test_what_comes_before_is_not_timed():
     region = launched(calls)
     for _ in range(2):
         log.clear()
-        with region.turn(StepMeter(CPU)):
+        with region.turn(BenchMeter(CPU)):
             assert log == ["restore", "ahead 0", "ahead 1"]
             region.step()
         assert log[3:] == ["timed 0 0", "timed 1 1"]
@@ -243,7 +243,7 @@ def test_captured_calls_write_what_they_should(task):
         for seed in (1, 2):
             problem.spare.normal_(generator=torch.Generator(device).manual_seed(seed))
             problem.restore()
-            with region.turn(StepMeter(device)):
+            with region.turn(BenchMeter(device)):
                 region.step()
             torch.cuda.synchronize()
             for sums, x in zip(written, problem.spare, strict=True):

@@ -261,26 +261,6 @@ def test_dropout_is_the_kernel_of_a_gpu() -> None:
     assert meter.alive[rehearsal.ACTIVATIONS] == pytest.approx(3 * x.numel(), abs=2 * rehearsal.BLOCK)
 
 
-class AsksForValues(torch.nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.sum().item() > 0 else x
-
-
-def test_values_that_are_not_there() -> None:
-    """Integers that follow from the tokens have values; activations have none, and the error says so."""
-    meter = rehearsal.StepMeter(H200)
-    ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
-    meter.know(ids, torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    meter.hold(ids)
-    with meter:
-        assert int((ids[:, 1:] + 1).sum()) == 20
-        assert bool((torch.arange(3, device="meta") == ids.new_zeros(3)).any())
-        with pytest.raises(rehearsal.ValuesNeededError, match="value of an activation"):
-            AsksForValues()(torch.empty(3, device="meta"))
-        with pytest.raises(rehearsal.ValuesNeededError, match="depends on values of activations"):
-            torch.empty(3, device="meta").nonzero()
-
-
 # -------------------------------------------------------------------------------------------- the longest sequence
 
 

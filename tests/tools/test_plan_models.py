@@ -170,12 +170,31 @@ class AsksForValues(nn.Module):
         return x * 2 if x.sum().item() > 0 else x
 
 
-def test_values_that_are_there() -> None:
-    """Those that follow from the tokens and from constants, until something unknown is written over them."""
+@pytest.fixture
+def known_ids() -> tuple[rehearsal.StepMeter, Tensor]:
+    """A meter, and tokens whose values it knows."""
     meter = rehearsal.StepMeter(H200)
     ids = torch.empty(2, 3, dtype=torch.int64, device="meta")
     meter.know(ids, torch.tensor([[1, 2, 3], [4, 5, 6]]))
     meter.hold(ids)
+    return meter, ids
+
+
+def test_values_that_are_not_there(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
+    """Integers that follow from the tokens have values; activations have none, and the error says so."""
+    meter, ids = known_ids
+    with meter:
+        assert int((ids[:, 1:] + 1).sum()) == 20
+        assert bool((torch.arange(3, device="meta") == ids.new_zeros(3)).any())
+        with pytest.raises(rehearsal.ValuesNeededError, match="value of an activation"):
+            AsksForValues()(torch.empty(3, device="meta"))
+        with pytest.raises(rehearsal.ValuesNeededError, match="depends on values of activations"):
+            torch.empty(3, device="meta").nonzero()
+
+
+def test_values_that_are_there(known_ids: tuple[rehearsal.StepMeter, Tensor]) -> None:
+    """Those that follow from the tokens and from constants, until something unknown is written over them."""
+    meter, ids = known_ids
     with meter, rehearsal.OnGpu():
         assert 4 in ids[:, [-1, 0]]
         mask = torch.ones(3, device="meta")

@@ -13,7 +13,7 @@ from flce.core.sizes import GIB, MIB
 from flce.testing.tolerances import of_one_call
 from flce.tools.bench import tables
 from flce.tools.bench.contenders import OperatorContender, in_budget, sums_in_bfloat16
-from flce.tools.bench.measure import Entrant, Prepared, StepMeter, release
+from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, release
 from flce.tools.bench.plots import Panel, Series, compared, draw, points
 from flce.tools.bench.problem import OperatorCase, OperatorProblem, Shape, exactness, make_oracle
 from flce.tools.bench.results import NO_RESULT, BenchResult, Entry, Run
@@ -37,12 +37,12 @@ OTHERS = (
 )
 
 
-def prepare(case: OperatorCase, device: torch.device, meter: StepMeter | None = None) -> Prepared:
+def prepare(case: OperatorCase, device: torch.device, meter: BenchMeter | None = None) -> Prepared:
     """The operands of the case, and its right answer if errors are asked for. The meter is one of the device's time."""
     release()  # what other cases left in the cache
     problem = OperatorProblem(case, device)
     oracle = make_oracle(problem) if case.errors else None
-    meter = meter or StepMeter(device, head_start=HEAD_START)
+    meter = meter or BenchMeter(device, head_start=HEAD_START)
 
     def enter(contender: OperatorContender, result: BenchResult) -> Entrant:
         step = contender.prepare(problem)

@@ -56,7 +56,7 @@ def first_line(error: Exception) -> str:
 
 
 @dataclass
-class StepMeter:
+class BenchMeter:
     """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter, process_time and the profiler.
 
     `before` is called before every timed call. A GPU is then busy for `head_start` seconds: that is not waited for, and
@@ -126,7 +126,7 @@ class Entrant:
 
 
 # The meter of a case; and what warms a contender up.
-Prepared = tuple[StepMeter, Callable[[Any, BenchResult], Entrant]]
+Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], Entrant]]
 Progress = Callable[[str, float], object]  # what goes on, and the share that is done of all
 
 
@@ -164,7 +164,7 @@ WARM_UP = 0.5  # the share of all that first calls are taken for: kernels are bu
 
 
 def interleave(
-    entrants: list[tuple[BenchResult, Entrant]], meter: StepMeter, effort: Effort, progress: Progress = nothing
+    entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, effort: Effort, progress: Progress = nothing
 ) -> None:
     """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
 
@@ -192,7 +192,7 @@ def done(entrants: list[tuple[BenchResult, Entrant]], effort: Effort) -> float:
     return sum(min(share, 1.0) for share in shares) / len(shares)
 
 
-def take_sample(result: BenchResult, entrant: Entrant, meter: StepMeter) -> None:
+def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> None:
     def measure() -> Sample:
         with entrant.turn():
             gc.collect()  # garbage goes before a timed call, not during it
