@@ -92,8 +92,8 @@ class Dtypes:
     """dW as it leaves the schedule."""
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether logits are wider than their gradients. Then they are made in blocks beside a tile of gradients."""
+    def wider_logits(self) -> bool:
+        """Whether logits take more bytes than their gradients. Then they are made in blocks beside a tile of these."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
     def block_entries(self, rows: int, cols: int) -> int:
@@ -182,7 +182,7 @@ class Case:
     def in_blocks(self) -> bool:
         """Whether exponentials can be made of logits that are in memory a block at a time."""
         spec, known = self.spec, self.backend == "triton" and self.dtype in EXPONENTIAL_SCALE
-        return known and self.dtypes(False).in_blocks and not (spec.softcap is not None and spec.label_smoothing)
+        return known and self.dtypes(False).wider_logits and not (spec.softcap is not None and spec.label_smoothing)
 
     @functools.cached_property
     def unnormalized(self) -> bool:

@@ -155,7 +155,7 @@ class Stage:
     def gradient_tile(self, rows: int, cols: int) -> Tensor:
         """A tile of gradients of logits, or of exponentials. Logits of another dtype are made beside it, in a block
         whose size depends on that of the tile."""
-        if self.dtypes.in_blocks and not self.in_registers:
+        if self.dtypes.wider_logits and not self.in_registers:
             self._block_entries = self.dtypes.block_entries(rows, cols)
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 

@@ -264,9 +264,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.mark_non_differentiable(*rows[1:], *grads, unit, weight_grad)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    *_, needs, _ = ctx.scalars
+    *_, ctx.weighs, needs, _ = ctx.scalars
     ctx.needs = Needs.from_flat(needs)
-    *_, ctx.weighs, _, _ = ctx.scalars
     normalizer = RowOutputs(*rows).normalizer
     _keep(ctx, grads, unit, weight_grad, normalizer, (*of_inputs, *of_weights, *tensors))
 

@@ -65,11 +65,10 @@ def default_plan(c: Case) -> ChunkPlan:
 
 def _chunks(c: Case, rows: int) -> ChunkPlan:
     """The plan of chunks of `rows` tokens."""
-    kinds = (Chunks,) if c.few_logits and rows >= c.num_tokens else (Unnormalized, NormalizedChunks, Chunks)
+    few, dtypes = c.few_logits and rows >= c.num_tokens, c.dtypes(False)
+    kinds = (Chunks,) if few else (Unnormalized, NormalizedChunks, Chunks)
     plan = next(plan_of(c, kind, rows) for kind in (*kinds, DeferredChunks) if rows in kind.sizes(c))
-    dtypes = c.dtypes(False)
-    wide = type(plan.schedule) is Chunks and dtypes.in_blocks
-    if not wide or kinds == (Chunks,) or c.options.chunk_rows is not None or c.device_type == "cpu":
+    if few or type(plan.schedule) is not Chunks or not dtypes.wider_logits or c.options.chunk_rows is not None:
         return plan
     # Float32 logits of a whole chunk take twice what their gradient does. Fewer rows take no more, with sums of dW.
     extra = rows * padded_cols(c.vocab_size) * (dtypes.logits.itemsize - dtypes.logits_grad.itemsize)

@@ -172,9 +172,7 @@ def _cross_entropy(
         or (out is not None and (out.entropy is not None or out.argmax is not None))
     )
     grad_dtype = None if grad is None else grad.dtype
-    # A tile of the engine, whose rows are aligned.
-    aligned = factors is not None or (grad is not None and grad.dtype != logits.dtype)
-    edges = not aligned and (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
+    edges = (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
     launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges)
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
