@@ -48,6 +48,7 @@ def measure(
     dtype: Annotated[list[str] | None, option(help="float32, say.")] = None,
     mode: Annotated[list[str] | None, option(help="operator: what a call does.")] = None,
     model: Annotated[list[str] | None, option(help="model: whose training step.")] = None,
+    feature: Annotated[list[str] | None, option(help="operator: what a call has beside head and labels.")] = None,
     operation: Annotated[list[str] | None, option(help="rows: a loss or a softmax.")] = None,
     # What is changed of the cases.
     contender: Annotated[list[str] | None, option(help="operator, model: only these; a wrong name lists all.")] = None,
@@ -55,6 +56,9 @@ def measure(
     logits_std: Annotated[float | None, option(help="operator: standard deviation of the logits.")] = None,
     errors: Annotated[bool, option("--errors", help="operator: compare with a float64 oracle.")] = False,
     calls: Annotated[bool, option("--calls", help="operator: also time of the host, and in a CUDA graph.")] = False,
+    own_products: Annotated[
+        bool | None, option("--own-products/--no-own-products", help="operator: flce with or without its own products.")
+    ] = None,
     no_time: Annotated[bool, option("--no-time", help="operator: do not measure time.")] = False,
     optimizer: Annotated[str | None, option(help="model: what ends a step: none, sgd or adamw.")] = None,
     budget_mib: Annotated[list[int] | None, option(min=1, help="model: budgets, each a contender.")] = None,
@@ -63,13 +67,14 @@ def measure(
     """Runs the cases, saving after each, and prints their tables; exits with 1 where figures are missing."""
     started, where = time.monotonic(), given("--device", find_device, device, ("cuda", "cpu"))
     benchmark = BENCHMARKS[str(context.info_name)]
-    only = {"dtype": dtype, "mode": mode, "model": model, "operation": operation}
+    only = {"dtype": dtype, "mode": mode, "model": model, "feature": feature, "operation": operation}
     changes = {
         "contenders": tuple(contender or ()),
         "ignored": ignored,
         "logits_std": logits_std,
         "time": False if no_time else None,
         "calls": calls or None,
+        "own_products": own_products,
         "optimizer": optimizer,
         "budgets_mib": tuple(budget_mib or ()),
         "compiled": compiled,

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
@@ -15,6 +18,7 @@ from benchmarks import reports
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.call_meter import CallMeter
 from benchmarks.targets import (
+    EXACT_TARGETS,
     HEADS,
     MAIN,
     NARROW,
@@ -27,12 +31,14 @@ from benchmarks.targets import (
     target_cases,
     target_tables,
 )
+from flce.ops import linear_cross_entropy
+from flce.planning import device_kinds
 from flce.tools.bench import comparison, tables
 from flce.tools.bench.cases import Effort
 from flce.tools.bench.comparison import HEAD_START, error_columns, figure, products_ms
 from flce.tools.bench.contenders import OperatorContender, budget_name, select
-from flce.tools.bench.measure import Entrant, Prepared
-from flce.tools.bench.problem import CALLS, Mode, OperatorCase, Shape
+from flce.tools.bench.measure import BenchMeter, Entrant, Prepared
+from flce.tools.bench.problem import CALLS, FEATURES, Mode, OperatorCase, Shape
 from flce.tools.bench.results import BenchResult, Entry, Run
 from flce.tools.bench.tables import Columns, Table
 
@@ -69,7 +75,10 @@ def tiny() -> Plan:
     names = ("ours-full", "ours-keeping", "ours-skipping")
     skipping = OperatorCase(*TINY, ignored=0.5, contenders=names, errors=True)
     curve = ("ours", budget_name(1), budget_name(1, "bf16"))
-    return planned([*whole, skipping, peer_case(TINY, curve), call_case(TINY)], rounds=3, seconds=1.0)
+    three = ("floor", "ours", "stock")
+    featured = OperatorCase(*TINY, dtype="float32", own_products=False, contenders=three, errors=True)
+    features = [replace(featured, feature=feature) for feature in FEATURES]
+    return planned([*whole, skipping, *features, peer_case(TINY, curve), call_case(TINY)], rounds=3, seconds=1.0)
 
 
 LONG_IN_BUDGETS: list[tuple[Shape, int]] = [
@@ -112,21 +121,33 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-budgets": budgets,
     # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
     "h200-small": lambda: planned(map(call_case, SMALL), 25, 0.5) + planned([call_case(MAIN)], 25, 1.2),
+    # Logits that are never rounded beside rounded ones, and without products of our own. Three minutes.
+    "h200-exact": lambda: planned(target_cases(EXACT_TARGETS), rounds=7, seconds=0.5),
 }
 
 
+@contextlib.contextmanager
+def products(ours: bool) -> Iterator[None]:
+    """Without ours, plans and calls inside are those of a device that has no products of our own."""
+    with contextlib.ExitStack() as stack:
+        for module in () if ours else (linear_cross_entropy, device_kinds):
+            stack.enter_context(mock.patch.object(module, "has_product", return_value=False))
+        yield
+
+
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
-    if not case.calls:
-        return comparison.prepare(case, device)
-    meter = CallMeter(device, head_start=HEAD_START)
+    meter = (CallMeter if case.calls else BenchMeter)(device, head_start=HEAD_START)
     _, enter = comparison.prepare(case, device, meter)
+    turn = functools.partial(products, case.own_products)
 
-    def enter_captured(contender: OperatorContender, result: BenchResult) -> Entrant:
-        entrant = enter(contender, result)
-        result.note = meter.capture(entrant.step)
-        return entrant
+    def enter_turn(contender: OperatorContender, result: BenchResult) -> Entrant:
+        with turn():
+            entrant = enter(contender, result)
+            if isinstance(meter, CallMeter):
+                result.note = meter.capture(entrant.step)
+        return replace(entrant, turn=turn)
 
-    return meter, enter_captured
+    return meter, enter_turn
 
 
 def three_times(entry: Entry, result: BenchResult) -> str:
@@ -212,6 +233,6 @@ OPERATOR = Benchmark(
     tables=whole,
     figure=figure,
     targets=lambda runs, brief: promised(runs) or target_tables(runs)[:1],
-    choices={"mode": CALLS},
+    choices={"mode": CALLS, "feature": FEATURES},
     defaults=({"errors": True},),
 )

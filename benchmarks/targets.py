@@ -19,6 +19,8 @@ from flce.tools.bench.tables import Table
 
 # --- what is promised of calls ---
 
+SAME = ("dtype", "mode", "ignored", "calls", "feature", "own_products", "label")  # fields of a target and of its case
+
 
 @dataclass(frozen=True)
 class Target:
@@ -30,8 +32,12 @@ class Target:
     limit: float | Callable[[float], float] | None = None
     contender: str = "ours"
     reference: str = "floor"
+    dtype: str = "bfloat16"
     mode: Mode = "forward+backward"
     ignored: float = 0.0
+    feature: str = ""
+    own_products: bool = True
+    label: str = ""
     workspace_mib: int | None = None
     beside: tuple[str, ...] = ()  # who is measured with them, for the reader
     calls: bool = False  # as `call_meter` times them
@@ -40,7 +46,11 @@ class Target:
     @property
     def case(self) -> OperatorCase:
         """The problem on which it is measured."""
-        return OperatorCase(*self.shape, mode=self.mode, ignored=self.ignored, calls=self.calls)
+        return OperatorCase(*self.shape, **{name: getattr(self, name) for name in SAME})
+
+    def is_of(self, case: OperatorCase) -> bool:
+        """Whether it is measured on this case, whoever takes part in it."""
+        return case.shape == self.shape and all(getattr(case, name) == getattr(self, name) for name in SAME)
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -110,13 +120,76 @@ def of_calls(shape: Shape) -> list[Target]:
 CALL_TARGETS = [target for shape in SMALL for target in of_calls(shape)]
 CALL_TARGETS.append(Target("alone", MAIN, 1.05, calls=True, figure="alone_ms"))  # where launching was never a matter
 
+# --- logits that are never rounded, beside rounded ones and torch.compile ---
+
+# The last is one of many logits, where neither way has to spare memory.
+EXACT_SHAPES: list[Shape] = [
+    (64, 4096, 128256),
+    (256, 4096, 128256),
+    (512, 2048, 128256),
+    (512, 4096, 128256),
+    (1024, 4096, 128256),
+    (2048, 2048, 128256),
+    (4096, 4096, 32768),
+    (8192, 2048, 32000),
+    (8192, 576, 49152),
+    (2048, 512, 32000),
+    HEADS[1],
+]
+LONG_PRODUCTS = 5e11  # N H V from which the three products take 4 ms
+MANY_LOGITS = 2**28
+ALONE = Target("alone", MAIN, reference="ours-rounded", calls=True, figure="alone_ms", label="exact", beside=("floor",))
+
+
+def of_exact(shape: Shape) -> list[Target]:
+    tokens, hidden, vocab = shape
+    many = 1.02 if tokens * vocab > MANY_LOGITS else 1.05
+    alone = replace(ALONE, shape=shape, limit=many if tokens * hidden * vocab >= LONG_PRODUCTS else 1.15)
+    compiled = replace(alone, reference="torch-compile", limit=1.05 if tokens <= 64 else 1.0)
+    return [alone, compiled, replace(compiled, call="as called", limit=1.1, figure="median_ms")]
+
+
+def of_feature(shape: Shape, feature: str = "", dtype: str = "bfloat16") -> Target:
+    """Calls that our own products cannot make, or not always. All have products of 4 ms and more."""
+    return replace(ALONE, shape=shape, limit=1.15, feature=feature, dtype=dtype)
+
+
+def without_products(shape: Shape, limits: Mapping[str, float]) -> list[Target]:
+    of = replace(ALONE, shape=shape, reference="floor", own_products=False, beside=("ours-rounded",))
+    return [replace(of, call=name, contender=name, limit=limit) for name, limit in limits.items()]
+
+
+NAMES_OFF = ("ours", budget_name(512), budget_name(64))
+SHORTER: Shape = (8192, *NARROW[1:])
+EXACT_TARGETS = [
+    *[target for shape in EXACT_SHAPES for target in of_exact(shape)],
+    replace(ALONE, call="workspace", shape=EXACT_SHAPES[5], limit=None, workspace_mib=300),
+    *[replace(ALONE, shape=EXACT_SHAPES[n], limit=1.05, mode="forward") for n in (0, 5, 9, 10)],
+    of_feature(HEADS[1], "bias"),
+    *[of_feature(shape, what) for what in ("label smoothing", "adapter of rank 16") for shape in (HEADS[1], SHORTER)],
+    *[of_feature(shape, dtype="float16") for shape in (HEADS[1], SHORTER)],
+    of_feature((4096, 4095, 128256)),
+    *without_products(MAIN, dict(zip(NAMES_OFF, (1.10, 1.55, 1.65), strict=True))),
+    *without_products(HEADS[3], dict(zip(NAMES_OFF, (1.15, 1.60, 1.65), strict=True))),
+    *without_products(NARROW, dict(zip(NAMES_OFF, (1.34, 1.65, 2.00), strict=True))),
+    *[
+        replace(target, mode="frozen-head", reference="floor-training", beside=("ours-rounded", "floor", "ours"))
+        for target in without_products(MAIN, {budget_name(512): 0.80})
+    ],
+]
+
 
 def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
     """The cases that the targets need, each with only the contenders that are compared on it."""
     contenders: dict[OperatorCase, list[str]] = {}
     for target in targets:
         contenders.setdefault(target.case, []).extend(target.contenders)
-    return [replace(case, contenders=tuple(dict.fromkeys(names))) for case, names in contenders.items()]
+    # First the floors, then our default.
+    ranked = {
+        case: sorted(names, key=lambda n: (not n.startswith("floor"), n != "ours"))
+        for case, names in contenders.items()
+    }
+    return [replace(case, contenders=tuple(dict.fromkeys(names))) for case, names in ranked.items()]
 
 
 # --- what is promised beside peers ---
@@ -219,13 +292,10 @@ def check(run: Run, target: Target) -> Finding:
     return Finding(target, times, max(asked, key=VERDICTS.index), cells)
 
 
-SAME = ("shape", "dtype", "mode", "ignored", "calls")
-
-
 def find(run: Run, target: Target) -> tuple[BenchResult, BenchResult]:
     """The contender and the reference of a target, of one case: only then did they take turns."""
     for entry in run.cases:
-        if all(getattr(entry.case, name) == getattr(target.case, name) for name in SAME):
+        if target.is_of(entry.case):
             results = [entry.by_name(name) for name in target.contenders]
             if all(result.samples_ms for result in results):
                 return results[-1], results[0]
@@ -238,14 +308,13 @@ def check_targets(runs: Sequence[Run], targets: Sequence[Target] = TARGETS) -> l
 
 
 def target_tables(runs: Sequence[Run]) -> list[Table]:
-    """One of the device and one of calls."""
+    """One of the device, one of calls, and one of logits that are not rounded."""
     found = []
-    for title, targets in (("Targets met", TARGETS), ("Targets of calls met", CALL_TARGETS)):
-        calls = targets is CALL_TARGETS
-        spread = tables.spread_note(
-            [e for run in runs for e in run.cases if not e.case.label and e.case.calls == calls]
-        )
-        found.append(verdict_table(title, check_targets(runs, targets), runs, [spread]))
+    groups = {"Targets": TARGETS, "Targets of calls": CALL_TARGETS, "Targets of logits not rounded": EXACT_TARGETS}
+    for title, targets in groups.items():
+        entries = [entry for run in runs for entry in run.cases]
+        spread = tables.spread_note([e for e in entries if any(target.is_of(e.case) for target in targets)])
+        found.append(verdict_table(f"{title} met", check_targets(runs, targets), runs, [spread]))
     return found
 
 

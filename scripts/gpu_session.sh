@@ -12,6 +12,8 @@
 #     peers         only the last
 #     calls         small calls and a large one, as called from an idle GPU, alone in a CUDA graph, and the time of the
 #                   host; two minutes
+#     exact         logits that are never rounded, beside rounded ones and torch.compile; and without our own products;
+#                   three minutes
 #     model-short   training steps of a whole model, 4 x 8192 tokens
 #     logits        the pass over the logits by itself: losses of rows as long as vocabularies; half a minute
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
@@ -100,7 +102,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" = logits || "$command" = budgets || "$command" = calls ]] && return
+    [[ "$command" =~ ^(logits|budgets|calls|exact)$ ]] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -216,6 +218,7 @@ for name in $parts; do
         budgets) benchmark budgets operator h200-budgets 150 ;;
         peers) benchmark operator operator peers 500 --errors ;;
         calls) benchmark calls operator h200-small 145 ;;
+        exact) benchmark exact operator h200-exact 240 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
@@ -240,6 +243,7 @@ report logits
 report rows --targets --brief
 report budgets --brief
 report calls --brief
+report exact --targets
 report operator --targets
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
@@ -248,7 +252,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model logits rows budgets calls operator; do
+    for command in model logits rows budgets calls exact operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

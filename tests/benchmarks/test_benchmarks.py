@@ -24,6 +24,8 @@ from benchmarks.cli import BENCHMARKS, app
 from benchmarks.operator import OPERATOR, time_table
 from benchmarks.reports import markdown, shortfalls
 from flce.core.sizes import MIB
+from flce.ops import linear_cross_entropy
+from flce.planning import device_kinds
 from flce.testing.problem import IGNORED
 from flce.tools.bench.cases import Effort, StepOutcome, needs_package
 from flce.tools.bench.contenders import CONTENDERS, OperatorContender, budget_name, select
@@ -104,9 +106,7 @@ def test_figures_of_a_small_run(small_run):
     benchmark, path = small_run
     for entry in benchmark.load(path).cases:
         ours, stock = entry.by_name("ours"), entry.by_name("stock")
-        if benchmark.kind == "operator" and entry.case.contenders is None:
-            assert ours.errors is not None
-            assert stock.errors is not None
+        if benchmark.kind == "operator" and ours.errors and stock.errors:
             assert set(ours.errors) == set(stock.errors)
             assert all(error <= 1.05 * stock.errors[name] + 1e-6 for name, error in ours.errors.items())
         elif benchmark.kind == "model":
@@ -201,10 +201,10 @@ def test_a_budget_is_a_contender():
         select(["ours-0MiB"])
 
 
-@pytest.mark.parametrize("mode", CALLS)
-def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
-    """Counted, with their results, which must be the logits and the gradients."""
-    problem = OperatorProblem(OperatorCase(24, 8, 40, dtype="float32", mode=mode), CPU)
+@pytest.mark.parametrize("mode, feature", [*((mode, "") for mode in CALLS), ("frozen-head", "adapter of rank 16")])
+def test_the_floor_is_the_products_of_the_call(mode, feature, monkeypatch):
+    """Counted, with their results, which must be the logits and the gradients, also of adapters."""
+    problem = OperatorProblem(OperatorCase(24, 8, 40, dtype="float32", mode=mode, feature=feature), CPU)
     results = []
     multiply = torch.mm
 
@@ -214,12 +214,12 @@ def test_the_floor_is_the_products_of_the_call(mode, monkeypatch):
     monkeypatch.setattr(torch, "mm", counting)
     (floor,) = select(["floor"])
     floor.prepare(problem)()
-    x, w = problem.input.detach(), problem.weight.detach()
-    expected = [x @ w.T] * {"reduction-none": 2}.get(mode, 1)
+    terms = [(x.detach(), w.detach()) for x, w in ((problem.input, problem.weight), *problem.adapters)]
+    expected = [x @ w.T for x, w in terms] * {"reduction-none": 2}.get(mode, 1)
     if mode != "forward":
-        expected.append(problem.logits_gradient @ w)
+        expected += [problem.logits_gradient @ w for _, w in terms]
     if mode in ("forward+backward", "reduction-none"):
-        expected.append(problem.logits_gradient.T @ x)
+        expected += [problem.logits_gradient.T @ x for x, _ in terms]
     assert len(results) == len(expected)
     for result, truth in zip(results, expected, strict=True):
         torch.testing.assert_close(result, truth)
@@ -264,6 +264,25 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
     save(Run("operator", head | {"device": {"type": "cuda", "name": ""}}, [entry]), tmp_path / "run.json")
     run = OPERATOR.load(tmp_path / "run.json")
     assert "| flce |" in markdown(run, OPERATOR.tables(run, False))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_own_products_can_be_off(own, monkeypatch):
+    """In the first call, in the plan and in every timed call, and not afterwards."""
+    seen: list[bool] = []
+
+    def look(*_):
+        seen.extend(module.has_product(CPU) for module in modules)
+
+    modules = (linear_cross_entropy, device_kinds)
+    for module in modules:
+        monkeypatch.setattr(module, "has_product", lambda device: True)
+    contender = OperatorContender("looks", "", "ours", lambda problem: look, planned_bytes=look)
+    OPERATOR.measure(OperatorCase(8, 4, 16, own_products=own), CPU, Effort(2, 1.0), [contender])
+    assert seen == [own] * len(seen)
+    assert len(seen) >= 2 * 2 * (1 + 1 + 2)  # also of the repeat
+    look()
+    assert seen[-2:] == [True, True]
 
 
 def test_problem_is_as_asked_for():

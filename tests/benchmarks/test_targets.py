@@ -17,12 +17,12 @@ from benchmarks.cli import app
 from benchmarks.operator import CURVE, OPERATOR, PRESETS, SHAPES, call_case, peer_case
 from benchmarks.targets import (
     CALL_TARGETS,
+    EXACT_TARGETS,
     MAIN,
     MET,
     MISSED,
     NEARLY,
     PEERS,
-    SMALL,
     TARGETS,
     UNMEASURED,
     Rule,
@@ -113,7 +113,9 @@ def test_a_target_is_of_one_problem(other):
     assert finding.value == 2.0
 
 
-@pytest.mark.parametrize("preset, targets", [("targets", TARGETS), ("h200-small", CALL_TARGETS)])
+@pytest.mark.parametrize(
+    "preset, targets", [("targets", TARGETS), ("h200-small", CALL_TARGETS), ("h200-exact", EXACT_TARGETS)]
+)
 def test_the_preset_measures_all_targets(preset, targets):
     """Every figure that a target needs is in one case, and all names are known."""
     cases = [case for case, _ in PRESETS[preset]()]
@@ -121,7 +123,7 @@ def test_the_preset_measures_all_targets(preset, targets):
         select(case.contenders)
     run = run_of(*[Entry(case, [measured(name, 1.0, 1.0) for name in case.contenders or ()]) for case in cases])
     assert UNMEASURED not in {finding.verdict for finding in check_targets([run], targets)}
-    assert cases[0].shape == (MAIN if targets is TARGETS else SMALL[0])
+    assert cases[0].shape == targets[0].shape
     assert len(check_targets([run], targets)) == len(targets)
 
 

@@ -71,6 +71,7 @@ class StepOutcome(NamedTuple):
     loss: torch.Tensor | None
     input_grad: torch.Tensor | None = None
     weight_grad: torch.Tensor | None = None
+    others: tuple[torch.Tensor | None, ...] = ()  # those of a bias and of adapters
 
 
 Step = Callable[[], object]  # does the work once

@@ -31,7 +31,7 @@ from flce.tools.bench.cases import (
     needs_cuda,
     needs_package,
 )
-from flce.tools.bench.problem import INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
+from flce.tools.bench.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
@@ -60,6 +60,7 @@ ONLY: dict[str, Condition] = {
 def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Step:
     """Forward, and backward unless the case is without gradients; leaves nothing behind on the operands."""
     x, w, y, call = problem.input, problem.weight, problem.target, problem.case.call
+    others = [t for t in (problem.more["linear_bias"], *sum(problem.adapters, ())) if t is not None]
     plain = problem.case.upstream == 1 and call.reduction != "none"
 
     def step() -> StepOutcome:
@@ -68,9 +69,10 @@ def autograd_step(problem: OperatorProblem, loss_function: LossFunction) -> Step
                 loss = loss_function(x, w, y, call.reduction)
             if call.input_grad:
                 loss.backward(None if plain else problem.upstream.to(loss.dtype))
-            return StepOutcome(loss.detach(), x.grad, w.grad)
+            return StepOutcome(loss.detach(), x.grad, w.grad, tuple(t.grad for t in others))
         finally:
-            x.grad = w.grad = None
+            for leaf in (x, w, *others):
+                leaf.grad = None
 
     return step
 
@@ -92,21 +94,22 @@ def library_loss(module: str, function: str, **options: Any) -> LossFunction:
 def floor_step(problem: OperatorProblem, again: Sequence[str] = ()) -> Step:
     """The products that the call cannot do without; `again` what is made a second time.
 
-    They are made on the operands of the problem, into memory made beforehand, in the layouts that flce has. The
-    gradient of the logits is the true one, since the speed of a matrix product depends on its data.
+    They are made on the operands of the problem, those of adapters as well, into memory made beforehand, in the layouts
+    that flce has. The gradient of the logits is the true one, since the speed of a matrix product depends on its data.
     """
-    x, w, needed = problem.input.detach(), problem.weight.detach(), (*again, *problem.case.call.products)
-    operands: dict[str, Callable[[], tuple[Tensor, Tensor, Tensor]]] = {
-        LOGITS: lambda: (x, w.t(), x.new_empty(len(x), len(w))),
-        INPUT_GRAD: lambda: (problem.logits_gradient, w, torch.empty_like(x)),
-        WEIGHT_GRAD: lambda: (problem.logits_gradient.t(), x, torch.empty_like(w)),
+    needed = (*again, *problem.case.call.products)
+    terms = [(x.detach(), w.detach()) for x, w in ((problem.input, problem.weight), *problem.adapters)]
+    operands: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+        LOGITS: lambda x, w: (x, w.t(), x.new_empty(len(x), len(w))),
+        INPUT_GRAD: lambda x, w: (problem.logits_gradient, w, torch.empty_like(x)),
+        WEIGHT_GRAD: lambda x, w: (problem.logits_gradient.t(), x, torch.empty_like(w)),
     }
-    ready = {product: operands[product]() for product in set(needed)}
+    ready = {product: [operands[product](x, w) for x, w in terms] for product in set(needed)}
 
     def step() -> None:
         for product in needed:
-            a, b, out = ready[product]
-            torch.mm(a, b, out=out)
+            for a, b, out in ready[product]:
+                torch.mm(a, b, out=out)
 
     return step
 
@@ -130,11 +133,13 @@ def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorConte
         call = case.call
         how: dict[str, Any] = {"reduction": call.reduction, "device": device, "options": chunking(case)}
         how |= {"input_grad": call.input_grad, "weight_grad": call.weight_grad}
+        more = dict(FEATURES[case.feature])
+        how |= {"bias_grad": more.pop("bias", False), **more}
         tokens, hidden, classes = case.shape
         return flce.plan(tokens, hidden, classes, case.torch_dtype, **how).workspace_bytes
 
     def prepare(problem: OperatorProblem) -> Step:
-        return autograd_step(problem, our_loss(options=chunking(problem.case)))
+        return autograd_step(problem, our_loss(options=chunking(problem.case), **problem.more))
 
     return OperatorContender(name, title, "ours", prepare, applies=ONLY[only], planned_bytes=planned)
 
@@ -183,13 +188,28 @@ def sums_in_bfloat16(contender: str) -> bool:
 # --- PyTorch ---
 
 
-def stock_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(F.linear(x, w).float(), y, reduction=reduction)
+def stock_loss(
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    reduction: str,
+    linear_bias: Tensor | None = None,
+    adapters: Sequence[tuple[Tensor, Tensor]] = (),
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    logits = F.linear(x, w, linear_bias)
+    for low, up in adapters:
+        logits = logits + F.linear(low, up)
+    return F.cross_entropy(logits.float(), y, reduction=reduction, label_smoothing=label_smoothing)
+
+
+def stock_step(problem: OperatorProblem, loss: Callable[..., Tensor] = stock_loss) -> Step:
+    return autograd_step(problem, functools.partial(loss, **problem.more))
 
 
 def compiled_step(problem: OperatorProblem) -> Step:
     torch.compiler.reset()
-    return autograd_step(problem, torch.compile(stock_loss, dynamic=False))
+    return stock_step(problem, torch.compile(stock_loss, dynamic=False))
 
 
 def torch_chunked_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
@@ -226,8 +246,13 @@ def needs_trl(device: torch.device) -> str | None:
 
 
 def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
+    """Measured without features: not all have them, and each in its own way."""
     prepare = functools.partial(autograd_step, loss_function=loss)
-    return OperatorContender(name, title, "peer", prepare, unavailable=needs, applies=ONLY[only])
+
+    def applies(case: OperatorCase, device: torch.device) -> bool:
+        return not case.feature and ONLY[only](case, device)
+
+    return OperatorContender(name, title, "peer", prepare, unavailable=needs, applies=applies)
 
 
 LIGER, FLA = "liger_kernel.transformers.functional", "fla.modules.fused_linear_cross_entropy"
@@ -244,7 +269,6 @@ fla = library_loss(FLA, "fused_linear_cross_entropy_loss")  # eight chunks and f
 
 # With a small workspace a call has to make the logits twice.
 recomputed_floor_step = functools.partial(floor_step, again=(LOGITS,))
-stock_step = functools.partial(autograd_step, loss_function=stock_loss)
 C = OperatorContender
 BOUNDED = "ours-skipping"  # what is planned for it is an upper bound
 vocab: dict[str, Any] = {"strategy": "vocab", "max_workspace_bytes": lambda case: case.budget_mib * MIB}
@@ -271,12 +295,15 @@ CONTENDERS = [
     peer("fla", "flash-linear-attention", needs_fla, lambda x, w, y, reduction: fla(x, y, w, reduction), "reduced"),
     peer("quack", "QuACK, chunked", needs_quack, quack, "reduced"),
 ]
-# Measured only where a case names it: the logits of all tokens in one piece.
-WHOLE = ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens)
+# Measured only where a case names them: the logits of all tokens in one piece; all three products beside a frozen head.
+NAMED = [
+    ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens),
+    C("floor-training", "bare products of training", "floor", functools.partial(floor_step, again=(WEIGHT_GRAD,))),
+]
 
 
 def select(names: Iterable[str] | None) -> list[OperatorContender]:
     """The contenders of these names, budgets among them, in their order; all that are listed by default."""
     names = list(names or ())
     budgets = [contender for name in names if (contender := in_budget(name)) is not None]
-    return known([*CONTENDERS, WHOLE, *budgets], names) if names else CONTENDERS
+    return known([*CONTENDERS, *NAMED, *budgets], names) if names else CONTENDERS

@@ -43,7 +43,9 @@ class Sample:
 
 
 def gradient_bytes(outcome: object) -> int:
-    gradients = (outcome.input_grad, outcome.weight_grad) if isinstance(outcome, StepOutcome) else ()
+    if not isinstance(outcome, StepOutcome):
+        return 0
+    gradients = (outcome.input_grad, outcome.weight_grad, *outcome.others)
     return sum(g.numel() * g.element_size() for g in gradients if g is not None)
 
 

@@ -41,6 +41,15 @@ CALLS: dict[Mode, BenchCall] = {
 }
 
 
+# What a call has beside hidden states, head and labels: arguments of `make_problem`, by their name in a case.
+FEATURES: dict[str, dict[str, Any]] = {
+    "": {},
+    "bias": {"bias": True},
+    "label smoothing": {"label_smoothing": 0.1},
+    "adapter of rank 16": {"adapter_ranks": (16,)},
+}
+
+
 @dataclass(frozen=True)
 class OperatorCase(BenchCase):
     """`time` and `errors` say what is asked of it."""
@@ -58,6 +67,8 @@ class OperatorCase(BenchCase):
     errors: bool = False  # the distance from a float64 oracle
     contenders: tuple[str, ...] | None = None  # only these; None: all that are listed
     calls: bool = False  # times it also as it is called from an idle device
+    feature: str = ""  # one of `FEATURES`
+    own_products: bool = True  # whether flce has its own products, where the device is one for them
     label: str = ""  # tells apart cases of the same problem with other contenders
 
     @property
@@ -84,7 +95,8 @@ class OperatorCase(BenchCase):
     def title(self) -> str:
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
         upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
-        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, ignored, upstream]
+        parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored, upstream]
+        parts += ["" if self.own_products else "own products off"]
         parts += ["as called" if self.calls else "", self.label]
         return ", ".join(filter(None, parts))
 
@@ -103,10 +115,16 @@ class OperatorProblem:
     def __init__(self, case: OperatorCase, device: torch.device, seed: int = 0) -> None:
         generator = torch.Generator(device).manual_seed(seed)
         sizes = {"dtype": case.torch_dtype, "device": device, "std": case.logits_std}
-        made = make_problem((case.tokens,), case.hidden, case.vocab, **sizes, generator=generator)  # type: ignore[arg-type]
+        more: dict[str, Any] = {**sizes, **FEATURES[case.feature]}
+        made = make_problem((case.tokens,), case.hidden, case.vocab, **more, generator=generator)
         self.case = case
-        self.input = made.input.requires_grad_(case.call.input_grad)
-        self.weight = made.linear_weight.requires_grad_(case.call.weight_grad)
+        # Of adapters and of a bias, too, gradients are wanted.
+        made = made.map(
+            lambda t, which: t.requires_grad_(case.call.weight_grad if which == "w" else case.call.input_grad)
+        )
+        self.input, self.weight, self.adapters = made.input, made.linear_weight, made.adapters
+        # Arguments of `fused_linear_cross_entropy` beside the first three.
+        self.more: dict[str, Any] = {**made.kwargs, "linear_bias": made.linear_bias, "adapters": made.adapters}
         self.full_target = made.target
         self.target = made.target.clone()
         if case.ignored:
@@ -118,7 +136,7 @@ class OperatorProblem:
 
     @functools.cached_property
     def logits_gradient(self) -> torch.Tensor:
-        """softmax - onehot, in the dtype of the problem: an operand of the bare products."""
+        """softmax - onehot of x W^T, in the dtype of the problem: an operand of the bare products."""
         x, w, y = self.input.detach(), self.weight.detach(), self.target
         gradient = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
         # A few tokens at a time: this is work outside the timing, which is not to take much memory.
@@ -133,7 +151,7 @@ class OperatorProblem:
 def make_oracle(problem: OperatorProblem) -> StepOutcome:
     """The right answer, in float64, for an upstream gradient as the problem has it."""
     call = problem.case.call
-    how: dict[str, Any] = {"reduction": call.reduction, "grad_output": problem.upstream}
+    how: dict[str, Any] = {"reduction": call.reduction, "grad_output": problem.upstream, **problem.more}
     right = oracle(problem.input, problem.weight, problem.target, **how)
     return StepOutcome(
         right.loss, right.grad_input if call.input_grad else None, right.grad_weight if call.weight_grad else None
@@ -145,7 +163,8 @@ def exactness(outcome: object, right: StepOutcome) -> dict[str, float] | None:
     if not isinstance(outcome, StepOutcome):
         return None
     errors = {}
-    for name, value, truth in zip(StepOutcome._fields, outcome, right, strict=True):
+    for name in ("loss", "input_grad", "weight_grad"):
+        value, truth = getattr(outcome, name), getattr(right, name)
         if value is not None and truth is not None:
             error = relative_error(value, truth)
             errors[name] = error if math.isfinite(error) else math.inf
