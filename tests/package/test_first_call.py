@@ -37,7 +37,7 @@ SCRIPT = """
     call(4096)
     print("first", time.perf_counter() - start)
 
-    call(8192)  # too many logits for one pass over them: these are exponentials
+    call(2048)  # few logits: one pass over all of them, where more are exponentials
     built = []
     triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: (built.append(repr), print(repr))
     call(4096)
