@@ -21,7 +21,7 @@ from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
 from flce.tools.bench.results import Run
 from flce.tools.bench.tables import absences
-from flce.tools.cli.output import given
+from flce.tools.cli.output import finite, given
 from flce.tools.machine import described_run
 
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS)}
@@ -38,9 +38,12 @@ def measure(
     device: Annotated[str | None, option(help="cpu or cuda; cuda where there is one.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
     seconds: Annotated[
-        float | None, option(help="Timed seconds for each contender and case, after which it sits out.")
+        float | None,
+        option(min=0.0, callback=finite, help="Timed seconds for each contender and case, after which it sits out."),
     ] = None,
-    deadline: Annotated[float | None, option(help="Seconds after which nothing further is begun.")] = None,
+    deadline: Annotated[
+        float | None, option(callback=finite, help="Seconds after which nothing further is begun.")
+    ] = None,
     out: Annotated[
         Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")
     ] = None,
@@ -53,7 +56,9 @@ def measure(
     # What is changed of the cases.
     contender: Annotated[list[str] | None, option(help="operator, model: only these; a wrong name lists all.")] = None,
     ignored: Annotated[float | None, option(min=0, max=1, help="operator: share of the labels ignored.")] = None,
-    logits_std: Annotated[float | None, option(help="operator: standard deviation of the logits.")] = None,
+    logits_std: Annotated[
+        float | None, option(callback=finite, help="operator: standard deviation of the logits.")
+    ] = None,
     errors: Annotated[bool, option("--errors", help="operator: compare with a float64 oracle.")] = False,
     calls: Annotated[bool, option("--calls", help="operator: also time of the host, and in a CUDA graph.")] = False,
     own_products: Annotated[

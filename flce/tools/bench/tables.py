@@ -68,7 +68,12 @@ def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str
 
 # --- what stands beside the figures ---
 
-FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not measured"}
+FAILURES = {
+    "failed": "failed",
+    "oom": "ran out of memory",
+    "skipped": "was not measured",
+    "unplanned": "has no plan",
+}
 
 
 def failure_notes(entry: Entry) -> list[str]:
