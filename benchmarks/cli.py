@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks operator | model | rows | table | plot`."""
+"""The command line: `python -m benchmarks operator | model | rows | table | pages | plot`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from benchmarks.benchmark import Benchmark, Plan, read, save
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
+from benchmarks.pages import filled
 from benchmarks.reports import markdown, shortfalls
 from benchmarks.rows import ROWS
 from flce.core.devices import find_device
@@ -201,6 +202,15 @@ def table(
         out.write_text(text)
     if any(one.failure for tables in shown for one in tables):
         raise typer.Exit(1)
+
+
+@app.command()
+def pages(
+    files: Annotated[list[Path], typer.Argument(help="Pages with marked blocks.", exists=True, dir_okay=False)],
+) -> None:
+    """Writes the tables of pages anew from the result files that are named there."""
+    for file in files:
+        file.write_text(filled(file.read_text()))
 
 
 @app.command()

@@ -15,6 +15,8 @@
 #     exact         logits that are never rounded, beside rounded ones and torch.compile; and without our own products;
 #                   three minutes
 #     curve         time over budget from 1 MiB on, beside the peers, for three sizes; two minutes and a half
+#     pages         what README.md and docs/performance.md quote, in one run: curve, training steps of two models in three
+#                   settings, the picture of memory over a step; seven minutes, for a call of its own
 #     model-short   training steps of a whole model, 4 x 8192 tokens
 #     logits        the pass over the logits by itself: losses of rows as long as vocabularies; half a minute
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
@@ -220,6 +222,12 @@ for name in $parts; do
         peers) benchmark operator operator peers 500 --errors ;;
         calls) benchmark calls operator h200-small 145 ;;
         curve) benchmark curve operator h200-curve 240 --errors ;;
+        pages)
+            benchmark curve operator h200-curve 215 --errors
+            benchmark model model h200-pages 225
+            CUDA_LAUNCH_BLOCKING=1 part memory-h200 "$(within 60)" \
+                "$python" -m benchmarks.memory "$out/memory-h200.png"
+            ;;
         exact) benchmark exact operator h200-exact 240 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
