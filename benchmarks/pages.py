@@ -3,7 +3,7 @@
     python -m benchmarks pages README.md docs/performance.md
 
 writes each block of a page anew. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, where KIND is
-one of `KINDS`, and ends with a line `<!-- end -->`.
+one of `KINDS`, and ends before the next empty line.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from flce.tools.bench.tables import (
 )
 
 ROOT = Path(__file__).parents[1]
-# No block has another comment in it: where an end was forgotten nothing is written over.
-BLOCK = re.compile(r"<!-- (?P<kind>\S+) (?P<file>\S+\.json) -->\n(?:(?!<!-- ).)*<!-- end -->", re.DOTALL)
+BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+) (?P<file>\S+\.json) -->\n)(?:.+\n)*")
 WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
 
 
@@ -127,7 +126,6 @@ def filled(page: str) -> str:
 
     def made(block: re.Match[str]) -> str:
         benchmark, write = KINDS[block["kind"]]
-        first, _ = block[0].split("\n", 1)
-        return f"{first}\n{write(benchmark.load(ROOT / block['file']))}\n<!-- end -->"
+        return f"{block['first']}{write(benchmark.load(ROOT / block['file']))}\n"
 
     return BLOCK.sub(made, page)

@@ -22,7 +22,6 @@ from flce.core.sizes import GIB, MIB
 from flce.tools.bench.results import BenchResult, Entry, Run
 
 SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
-NO_END = "before\n\n<!-- heads operator.json -->\nkept: it has no end"
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
 
 
@@ -33,7 +32,6 @@ def test_the_pages_say_what_the_results_say(page: str, blocks: int) -> None:
     found = [match["kind"] for match in BLOCK.finditer(text)]
     assert len(found) >= blocks
     assert set(found) <= set(KINDS)
-    assert text.count("<!-- ") == 2 * len(found)  # each has its end
 
 
 def result(name: str, title: str, family: str, figures: tuple[float, float] | str, **more: Any) -> BenchResult:
@@ -74,9 +72,9 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 each.peak_bytes = each.workspace_bytes
             steps.append(Entry(replace(QUOTED, model=model, **setting), figures))
     save(run_of("model", *steps), tmp_path / "model.json")
-    blocks = [f"<!-- {kind} {benchmark.kind}.json -->\nold\n<!-- end -->" for kind, (benchmark, _) in KINDS.items()]
+    blocks = [f"<!-- {kind} {benchmark.kind}.json -->\nold\nold" for kind, (benchmark, _) in KINDS.items()]
     path = tmp_path / "page.md"
-    path.write_text("\n\n".join([NO_END, *blocks, "after"]) + "\n")
+    path.write_text("\n\n".join(["before", *blocks, "after"]) + "\n")
     return path
 
 
@@ -85,8 +83,8 @@ def test_blocks_are_made_from_their_files(page: Path) -> None:
         assert CliRunner().invoke(app, ["pages", str(page)]).exit_code == 0
         text = page.read_text()
         assert "old" not in text
-        assert text.startswith(NO_END + "\n\n<!-- heads operator.json -->\n| ")
-        assert text.endswith("\n<!-- end -->\n\nafter\n")
+        assert text.startswith("before\n\n<!-- heads operator.json -->\n| ")
+        assert text.endswith(".\n\nafter\n")
         sizes = "| 4096 x 4096 x 128256, ms | workspace, MiB | 16384 x 1024 x 151936, ms | workspace, MiB |"
         assert text.count(sizes) == 1
         assert "\n| flce | 10.4 | 566 | 10.4 | 566 |\n| flce, 4 MiB budget | 19.0 | 4.00 | no plan | - |\n" in text
