@@ -237,7 +237,7 @@ class LinearLogprobs(nn.Module):
         )
 
     def _fixed(self) -> dict[str, Any]:
-        names = "outputs top_k softcap logit_scale ignore_index shift options".split()
+        names = ["outputs", "top_k", "softcap", "logit_scale", "ignore_index", "shift", "options"]
         return {name: getattr(self, name) for name in names}
 
     def extra_repr(self) -> str:

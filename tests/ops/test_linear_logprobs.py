@@ -14,6 +14,8 @@ from torch import Tensor
 import flce
 from flce.core.problem import OUTPUTS
 from flce.engine import case
+from flce.ops import linear_logprobs as ops
+from flce.planning.plan import ChunkPlan
 from flce.testing.problem import relative_error
 from tests.hopper import as_on_hopper, logits_dtypes_on_a_gpu
 from tests.interpreted_bfloat16 import mend
@@ -93,7 +95,7 @@ def oracle(call: SimpleNamespace) -> tuple[dict[str, Tensor], list[Tensor]]:
     return results, made
 
 
-def run(call: SimpleNamespace, **more: Any) -> flce.LinearLogprobsOutput:
+def run(call: SimpleNamespace, **more: Any) -> Any:
     arguments = {"candidates": call.candidates, "outputs": OUTPUTS, **call.kwargs, **more}
     return flce.linear_logprobs(call.x, call.w, call.y, **arguments)
 
@@ -180,16 +182,12 @@ def test_products_with_an_epilogue(dtype: torch.dtype, feature: str, device: tor
 
 
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-@pytest.mark.parametrize("budget", [4096, 1 << 14, 1 << 16])
+@pytest.mark.parametrize("budget", [24 << 10, 48 << 10, 1 << 20])
 def test_budgets(budget: int, strategy: str, monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
     """Tiles of some tokens and some classes, and logits beside the tile of their gradient."""
     monkeypatch.setattr("flce.backends.eager.CPU_SLAB_BYTES", 1024)
     call = call_of(33, 8, 203, ranks=(2,), linear_bias=True)
-    try:
-        check(call, options=options(max_workspace_bytes=budget, strategy=strategy))
-    except ValueError as refused:
-        assert "too small" in str(refused)
-        check(call, options=options(max_workspace_bytes=8 * budget, strategy=strategy))
+    check(call, options=options(max_workspace_bytes=budget, strategy=strategy))
 
 
 @pytest.mark.parametrize("names", [("logprob",), ("entropy",), ("lse",), ("candidate_logprob",), ("entropy", "lse")])
@@ -250,7 +248,7 @@ def test_shapes() -> None:
     """Leading dimensions, a shift, candidates of all tokens, and what was not asked for."""
     x, w = torch.randn(2, 5, 8), torch.randn(30, 8)
     y, k = torch.randint(30, (2, 5)), torch.tensor([3, 4, -1])
-    out = flce.linear_logprobs(x, w, y, candidates=k, outputs=("logprob",), shift=1, top_k=30)
+    out: Any = flce.linear_logprobs(x, w, y, candidates=k, outputs=("logprob",), shift=1, top_k=30)
     logprob = (x @ w.T).log_softmax(-1)
     assert out.entropy is None
     assert out.argmax is None
@@ -267,7 +265,7 @@ def test_shapes() -> None:
 def test_no_target(backend: str) -> None:
     """Nothing is ignored, whatever `ignore_index` is."""
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8)
-    out = flce.linear_logprobs(x, w, outputs=("entropy", "argmax"), ignore_index=0)
+    out: Any = flce.linear_logprobs(x, w, outputs=("entropy", "argmax"), ignore_index=0)
     logprob = (x @ w.T).log_softmax(-1)
     expected = -(logprob.exp() * logprob).sum(-1)
     torch.testing.assert_close(out.entropy, expected)
@@ -311,7 +309,8 @@ def test_logits_of_minus_infinity(backend: str) -> None:
     bias = torch.zeros(30)
     bias[10:20] = -torch.inf
     kept = torch.cat((torch.arange(10), torch.arange(20, 30)))
-    out = flce.linear_logprobs(x, w, outputs=("entropy", "lse"), linear_bias=bias, candidates=torch.tensor([3, 12]))
+    candidates = torch.tensor([3, 12])
+    out: Any = flce.linear_logprobs(x, w, outputs=("entropy", "lse"), linear_bias=bias, candidates=candidates)
     logprob = (x @ w[kept].T).log_softmax(-1)
     expected = -(logprob.exp() * logprob).sum(-1) + logprob[:, 3]
     got = out.entropy + out.candidate_logprob[:, 0]
@@ -332,8 +331,6 @@ def test_half_precision_under_a_loss_scale(backend: str) -> None:
 
 @pytest.mark.parametrize("feature", ["plain", "both", "bias"])
 def test_opcheck(feature: str, backend: str) -> None:
-    from flce.ops import linear_logprobs as ops
-
     recorded = []
     packet = torch.ops.flce.linear_logprobs.default
     call = call_of(5, dtype=torch.float64, **FEATURES[feature])
@@ -346,7 +343,6 @@ def test_opcheck(feature: str, backend: str) -> None:
 
     with Record():
         run(call, top_k=2)
-    assert ops.Results._fields[0] == "logprob"
     (args,) = recorded
     inputs, weights, *others = args
     fresh = [[t.detach().requires_grad_() for t in tensors] for tensors in (inputs, weights)]
@@ -359,7 +355,7 @@ def test_compiled(torch_backend: str) -> None:
     call = call_of(16, temperature="each")
 
     def step(x: Tensor, y: Tensor, candidates: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
-        out = flce.linear_logprobs(x, call.w, y, candidates=candidates, temperature=temperature, outputs=OUTPUTS)
+        out: Any = flce.linear_logprobs(x, call.w, y, candidates=candidates, temperature=temperature, outputs=OUTPUTS)
         return out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.mean(), out.correct
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -464,11 +460,15 @@ def test_topk_kl(direction: str, tail: bool) -> None:
 @pytest.mark.parametrize("needs", [False, True])
 def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more memory than a budget says, by the count of the plan."""
-    from flce.ops import linear_logprobs as ops
+    budget = 2 << 20
+    taken: list[ChunkPlan] = []
+    before = vars(ops)["plan_of_call"]
 
-    budget, taken = 2 << 20, []
-    before = ops.plan_of_call
-    monkeypatch.setattr(ops, "plan_of_call", lambda *call: taken.append(before(*call)) or taken[-1])
+    def noted(*call: Any) -> ChunkPlan:
+        taken.append(before(*call))
+        return taken[-1]
+
+    monkeypatch.setattr(ops, "plan_of_call", noted)
     call = call_of(512, 16, 2000, k)
     out = run(
         call,
@@ -510,7 +510,7 @@ def test_errors_at_a_large_vocabulary(hidden: int) -> None:
     x = torch.randn(2048, hidden, device="cuda", generator=g).bfloat16()
     w = (torch.randn(128256, hidden, device="cuda", generator=g) * 4 / hidden**0.5).bfloat16()
     y = torch.randint(128256, (2048,), device="cuda", generator=g)
-    out = flce.linear_logprobs(x, w, y)
+    out: Any = flce.linear_logprobs(x, w, y)
     for start in range(0, 2048, 256):
         rows = slice(start, start + 256)
         logprob = (x[rows].double() @ w.double().T).log_softmax(-1)
@@ -528,7 +528,7 @@ def test_memory_is_as_planned(budget: int | None) -> None:
     y, candidates = torch.randint(vocab, (n,), device="cuda"), torch.randint(vocab, (n, k), device="cuda")
 
     def step() -> None:
-        out = flce.linear_logprobs(x, w, y, candidates=candidates, options=options(max_workspace_bytes=budget))
+        out: Any = flce.linear_logprobs(x, w, y, candidates=candidates, options=options(max_workspace_bytes=budget))
         (out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.sum()).backward()
 
     step()
