@@ -354,7 +354,7 @@ def test_compiled(torch_backend: str) -> None:
     """One graph, and one for other numbers of tokens."""
     call = call_of(16, temperature="each")
 
-    def step(x: Tensor, y: Tensor, candidates: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor | None]:
+    def step(x: Tensor, y: Tensor, candidates: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         out: Any = flce.linear_logprobs(x, call.w, y, candidates=candidates, temperature=temperature, outputs=OUTPUTS)
         return out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.mean(), out.correct
 
