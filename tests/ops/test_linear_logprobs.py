@@ -235,6 +235,24 @@ def test_bits_of_a_token(device: torch.device, on_hopper: None) -> None:
         assert torch.equal(run(part, outputs=("logprob", "entropy"), top_k=2).logprob, expected[rows])
 
 
+@pytest.mark.parametrize("kind", ["torch_backend", "triton_backend", "on_hopper"])
+def test_ties(kind: str, request: pytest.FixtureRequest, device: torch.device) -> None:
+    """Of equal logits the first is the argmax, within a block and in several."""
+    request.getfixturevalue(kind)
+    call = call_of(6, 64, 700, dtype=torch.bfloat16 if kind == "on_hopper" else torch.float32, device=device)
+    with torch.no_grad():
+        call.w[[5, 77, 400, 699]] = 4 * call.w[:1]
+        call.x.copy_(call.x * 0.1 + 5 * call.w[:1])
+    assert set(run(call).argmax[call.y != -100].tolist()) == {5}
+
+
+def test_many_candidates(backend: str, device: torch.device) -> None:
+    """More than one program takes, the same ones in several of them."""
+    call = call_of(5, k=75, device=device)
+    call.candidates[:, 40:] = call.candidates[:, :35]
+    check(call)
+
+
 def test_logits_are_never_rounded(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
     """With the dtypes of a GPU: tiles of float32 logits, also where gradients are of half precision."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
