@@ -15,6 +15,8 @@
 #     exact         logits that are never rounded, beside rounded ones and torch.compile; and without our own products;
 #                   three minutes
 #     curve         time over budget from 1 MiB on, beside the peers, for three sizes; two minutes and a half
+#     logprobs      log-probabilities and entropies with gradients, beside the bare products and the kernels of TRL, Liger
+#                   and verl; about two minutes, 200 s at most
 #     pages         what README.md and docs/performance.md quote, in one run: curve, training steps of two models in three
 #                   settings, the picture of memory over a step; seven minutes, for a call of its own
 #     model-short   training steps of a whole model, 4 x 8192 tokens
@@ -105,7 +107,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" =~ ^(logits|budgets|calls|exact)$ ]] && return
+    [[ "$command" =~ ^(logits|budgets|calls|exact|logprobs)$ ]] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -233,6 +235,7 @@ for name in $parts; do
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
         model) benchmark model model h200 500 ${ARGS:-} ;;
+        logprobs) benchmark logprobs logprobs h200 200 ;;
         logits) benchmark logits rows h200-logits 80 ;;
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
@@ -254,6 +257,7 @@ report rows --targets --brief
 report budgets --brief
 report calls --brief
 report exact --targets
+report logprobs --targets
 report curve --brief
 report operator --targets
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
@@ -263,7 +267,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model logits rows budgets calls exact curve operator; do
+    for command in model logits rows budgets calls exact logprobs curve operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"
