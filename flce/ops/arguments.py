@@ -621,7 +621,7 @@ def logprob_output(
     for name in _OF_LOGPROBS:
         value = named.get(name)
         if value is not None:
-            shaped[name] = value.reshape(*tokens, *value.shape[1:])
+            shaped[name] = value.reshape((*tokens, *value.shape[1:]))
     normalizer = made["normalizer"]
     if candidates is not None and not spec.candidates and normalizer is not None:
         shaped["candidate_logprob"] = target.new_empty((*tokens, 0), dtype=normalizer.dtype)
