@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks operator | model | rows | table | plot`."""
+"""The command line: `python -m benchmarks operator | model | rows | table | pages | plot`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import typer
 from benchmarks.benchmark import Benchmark, Plan, read, save
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
+from benchmarks.pages import filled
 from benchmarks.reports import markdown, shortfalls
 from benchmarks.rows import ROWS
 from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
 from flce.tools.bench.results import Run
 from flce.tools.bench.tables import absences
-from flce.tools.cli.output import given
+from flce.tools.cli.output import finite, given
 from flce.tools.machine import described_run
 
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS)}
@@ -38,9 +39,12 @@ def measure(
     device: Annotated[str | None, option(help="cpu or cuda; cuda where there is one.")] = None,
     rounds: Annotated[int | None, option(min=1, help="Rounds over the contenders.")] = None,
     seconds: Annotated[
-        float | None, option(help="Timed seconds for each contender and case, after which it sits out.")
+        float | None,
+        option(min=0.0, callback=finite, help="Timed seconds for each contender and case, after which it sits out."),
     ] = None,
-    deadline: Annotated[float | None, option(help="Seconds after which nothing further is begun.")] = None,
+    deadline: Annotated[
+        float | None, option(callback=finite, help="Seconds after which nothing further is begun.")
+    ] = None,
     out: Annotated[
         Path | None, option(help="Result file, written anew after every case; results/COMMAND.json.")
     ] = None,
@@ -53,7 +57,9 @@ def measure(
     # What is changed of the cases.
     contender: Annotated[list[str] | None, option(help="operator, model: only these; a wrong name lists all.")] = None,
     ignored: Annotated[float | None, option(min=0, max=1, help="operator: share of the labels ignored.")] = None,
-    logits_std: Annotated[float | None, option(help="operator: standard deviation of the logits.")] = None,
+    logits_std: Annotated[
+        float | None, option(callback=finite, help="operator: standard deviation of the logits.")
+    ] = None,
     errors: Annotated[bool, option("--errors", help="operator: compare with a float64 oracle.")] = False,
     calls: Annotated[bool, option("--calls", help="operator: also time of the host, and in a CUDA graph.")] = False,
     own_products: Annotated[
@@ -196,6 +202,15 @@ def table(
         out.write_text(text)
     if any(one.failure for tables in shown for one in tables):
         raise typer.Exit(1)
+
+
+@app.command()
+def pages(
+    files: Annotated[list[Path], typer.Argument(help="Pages with marked blocks.", exists=True, dir_okay=False)],
+) -> None:
+    """Writes the tables of pages anew from the result files that are named there."""
+    for file in files:
+        file.write_text(filled(file.read_text()))
 
 
 @app.command()

@@ -1,9 +1,9 @@
 """The picture of README.md: allocated memory over a training step of a whole model, stock beside patched.
 
-    CUDA_LAUNCH_BLOCKING=1 python -m benchmarks.memory docs/memory-h200.png > benchmarks/results/memory-h200.json
+    CUDA_LAUNCH_BLOCKING=1 python -m benchmarks.memory memory-h200.png      # and memory-h200.json
 
-Llama-3.2-1B's shapes and random weights, 4 x 8192 tokens, bfloat16, gradient checkpointing, no optimizer. The host
-waits for each kernel, so that the times are those of the device.
+Llama-3.2-1B's shapes and random weights, 4 x 8192 tokens, bfloat16, gradient checkpointing, no optimizer; on a CPU a
+tiny model. The host waits for each kernel, so that the times are those of the device.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
 import flce
-from benchmarks.models import SHORT, TrainingStep, build, make_batch, ours
+from benchmarks.models import SHORT, TINY, TrainingStep, build, make_batch, ours
+from flce.core.devices import find_device
 from flce.tools.machine import described_run
 
 
 def main(picture: Path) -> None:
-    device = torch.device("cuda")
-    model, batch = build(SHORT, device), make_batch(SHORT, device)
+    device = find_device(None, ("cuda", "cpu"))
+    case = SHORT if device.type == "cuda" else TINY
+    model, batch = build(case, device), make_batch(case, device)
     profiles = {}
     for name, applied in (("stock", contextlib.nullcontext), ("flce.patch_model(model)", ours)):
         with applied(model):
             step = TrainingStep(model, None, batch)
             step()
             profiles[name] = flce.profile_memory(step)
-    title = f"{SHORT.title}, gradient checkpointing, {torch.cuda.get_device_name()}"
+    head = described_run(device, "python -m benchmarks.memory", sys.argv[1:])
+    title = f"{case.title}, gradient checkpointing, {head['device']['name']}"
     flce.MemoryProfile.plot_side_by_side(profiles, picture, title)
     peaks = {name: profile.peak for name, profile in profiles.items()}
-    head = described_run(device, "python -m benchmarks.memory", sys.argv[1:])
-    print(json.dumps({**head, "case": SHORT.to_dict(), "peak_bytes": peaks}, indent=1))
+    document = {**head, "case": case.to_dict(), "peak_bytes": peaks}
+    picture.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ class ModelCase(BenchCase):
     budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
     contenders: tuple[str, ...] | None = None  # only these; None: all
     warm_up_sequence: int | None = None  # tokens of a sequence while warming up, where whole ones take too long
+    checkpointing: bool = True  # of gradients
+    lora_rank: int = 0  # of adapters of all linear layers but the head, by PEFT; nothing else is trained then
 
     @property
     def tokens(self) -> int:
@@ -82,22 +84,34 @@ class ModelCase(BenchCase):
 
     @property
     def title(self) -> str:
-        optimizer = "" if self.optimizer == "none" else f", {self.optimizer}"
-        return f"{self.model}, {self.batch} x {self.sequence} tokens, {self.dtype}{optimizer}"
+        return f"{self.model}, {self.setting}"
+
+    @property
+    def setting(self) -> str:
+        """All but the model."""
+        parts = [f"{self.batch} x {self.sequence} tokens", self.dtype]
+        parts += [f"LoRA of rank {self.lora_rank}"] * bool(self.lora_rank)
+        parts += ["no checkpointing"] * (not self.checkpointing) + [self.optimizer] * (self.optimizer != "none")
+        return ", ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"config": ARCHITECTURES[self.model]}
 
 
 def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
-    """The model with random weights, made on the device, ready for training with gradient checkpointing."""
+    """The model with random weights, made on the device, ready for training."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**ARCHITECTURES[case.model])
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if case.lora_rank and needs_peft(device) is None:
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=case.lora_rank, lora_alpha=2 * case.lora_rank, target_modules="all-linear"))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     made: nn.Module = model.train()
     return made
 
@@ -162,6 +176,7 @@ def ours_and_ligers_layers(model: nn.Module) -> Iterator[None]:
         yield
 
 
+needs_peft = needs_package("peft", "peft", cuda=False)
 only_the_loss = functools.partial(liger, rope=False, rms_norm=False, swiglu=False)
 needs_liger = needs_package("liger_kernel.transformers.monkey_patch", "liger-kernel")
 
@@ -196,6 +211,8 @@ def entrants(case: ModelCase) -> list[ModelContender]:
         for mib in case.budgets_mib:
             applied = functools.partial(ours, max_workspace_bytes=mib * MIB)
             found.append(ModelContender(f"ours-budget-{mib}", f"flce, {mib} MiB budget", "ours", applied))
+    if case.lora_rank and needs_peft(torch.device("cpu")) is not None:
+        found = [replace(contender, unavailable=needs_peft) for contender in found]
     return found
 
 
@@ -210,10 +227,15 @@ SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
 # A step of these takes some 20 s, nearly all of it attention: memory is what differs there.
 LONG = ModelCase(MODELS[0], 1, 131072, budgets_mib=(1280,), contenders=NAMES, warm_up_sequence=4096)
 FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
+QUOTED = replace(SHORT, budgets_mib=(), contenders=("stock", "ours", "liger-loss", "ours-liger-layers"))
+SETTINGS: list[dict[str, Any]] = [{}, {"lora_rank": 16}, {"checkpointing": False}]  # stock has 118 GiB in the last
+LONGER = replace(TINY, batch=1, sequence=128, warm_up_sequence=32, **SETTINGS[2])
 PRESETS: dict[str, Callable[[], Plan]] = {
-    # Seconds on a CPU, for the tests; half a minute of one large GPU, and six minutes.
-    "tiny": lambda: planned([TINY, replace(TINY, batch=1, sequence=128, warm_up_sequence=32)], rounds=2, seconds=1.0),
+    # Seconds on a CPU, for the tests; half a minute of one large GPU, three minutes, and six.
+    "tiny": lambda: planned([replace(TINY, **SETTINGS[1]), LONGER], rounds=2, seconds=1.0),
     "h200-short": lambda: planned([FEWER], rounds=3, seconds=4.0),
+    # What README.md and docs/performance.md quote.
+    "h200-pages": lambda: planned([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
     "h200": lambda: planned([replace(c, model=m) for c in (SHORT, LONG) for m in MODELS], rounds=4, seconds=6.0),
 }
 

@@ -18,6 +18,7 @@ from benchmarks import reports
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.call_meter import CallMeter
 from benchmarks.targets import (
+    CURVE_SHAPES,
     EXACT_TARGETS,
     HEADS,
     MAIN,
@@ -25,6 +26,7 @@ from benchmarks.targets import (
     PEERS,
     PEERS_LABEL,
     SMALL,
+    curve_case,
     dominance_table,
     figures,
     plan_tables,
@@ -121,6 +123,8 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-budgets": budgets,
     # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
     "h200-small": lambda: planned(map(call_case, SMALL), 25, 0.5) + planned([call_case(MAIN)], 25, 1.2),
+    # Time over budget from 1 MiB on, and the peers at their workspace. Two minutes and a half.
+    "h200-curve": lambda: planned(map(curve_case, CURVE_SHAPES), rounds=7, seconds=0.4),
     # Logits that are never rounded beside rounded ones, and without products of our own. Three minutes.
     "h200-exact": lambda: planned(target_cases(EXACT_TARGETS), rounds=7, seconds=0.5),
 }

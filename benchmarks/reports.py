@@ -11,13 +11,16 @@ from flce.tools.bench.tables import NONE, Table, absences, measured_on, spread_n
 def shortfalls(run: Run) -> list[BenchResult]:
     """Results without figures of contenders that can run anywhere; peers may be missing or fail.
 
-    That stock runs out of memory is a finding. Of flce it would be a shortfall.
+    That stock runs out of memory is a finding, of flce it would be a shortfall; that a budget has no plan is a finding.
     """
     return [
         result
         for entry in run.cases
         for result in entry.results
-        if result.status != "ok" and result.family != "peer" and (result.status, result.family) != ("oom", "stock")
+        if result.status != "ok"
+        and result.status != "unplanned"
+        and result.family != "peer"
+        and (result.status, result.family) != ("oom", "stock")
     ]
 
 

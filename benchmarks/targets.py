@@ -179,6 +179,22 @@ EXACT_TARGETS = [
 ]
 
 
+# --- time over budget, beside peers at theirs ---
+
+CURVE_SHAPES = (HEADS[1], MAIN, NARROW)
+CURVE_MIB = tuple(2**power for power in range(10))
+CURVE_PEERS = (
+    *("torch-compile", "stock", "liger", "liger-float32-8x", "trl", "quack"),
+    *("cce", "cce-flat", "cce-unfiltered", "cce-exact"),
+)
+
+
+def curve_case(shape: Shape) -> OperatorCase:
+    """Errors, where they are asked for, are those of the first shape."""
+    names = ("floor", "ours", *map(budget_name, CURVE_MIB), *CURVE_PEERS)
+    return OperatorCase(*shape, contenders=names, errors=shape == CURVE_SHAPES[0], label="curve")
+
+
 def target_cases(targets: Iterable[Target] = TARGETS) -> list[OperatorCase]:
     """The cases that the targets need, each with only the contenders that are compared on it."""
     contenders: dict[OperatorCase, list[str]] = {}
@@ -369,7 +385,7 @@ def best(entry: Entry, rule: Rule) -> BenchResult:
 def figures(result: BenchResult) -> str:
     """Time and workspace."""
     if not result.samples_ms:
-        return tables.NONE
+        return "no plan" if result.status == "unplanned" else tables.NONE
     workspace = "" if result.workspace_bytes is None else f", {tables.mebibytes(result.workspace_bytes)}"
     return tables.milliseconds(result.median_ms) + workspace
 

@@ -12,11 +12,11 @@ from flce.core import log
 
 if TYPE_CHECKING:
     from flce.core.options import ChunkOptions
-    from flce.core.problem import LinearCrossEntropyOutput
-    from flce.functional import cross_entropy, fused_linear_cross_entropy, plan
+    from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput
+    from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs, plan, topk_kl
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
     from flce.memory.profile import MemoryProfile, profile_memory
-    from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss
+    from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss, LinearLogprobs
     from flce.ops.softmax import log_softmax, softmax
     from flce.planning.plan import ChunkPlan
 
@@ -31,27 +31,31 @@ __all__ = [
     "FusedLinearCrossEntropyLoss",
     "LinearCrossEntropyLoss",
     "LinearCrossEntropyOutput",
+    "LinearLogprobs",
+    "LinearLogprobsOutput",
     "MemoryProfile",
     "cross_entropy",
     "fused_linear_cross_entropy",
     "is_patched",
+    "linear_logprobs",
     "log_softmax",
     "patch_model",
     "plan",
     "profile_memory",
     "report",
     "softmax",
+    "topk_kl",
     "unpatch_model",
 ]
 
 # Where each public name is, as the imports above tell type checkers.
 _MODULES = {
     "core.options": ("ChunkOptions",),
-    "core.problem": ("LinearCrossEntropyOutput",),
-    "functional": ("cross_entropy", "fused_linear_cross_entropy", "plan"),
+    "core.problem": ("LinearCrossEntropyOutput", "LinearLogprobsOutput"),
+    "functional": ("cross_entropy", "fused_linear_cross_entropy", "linear_logprobs", "plan", "topk_kl"),
     "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
     "memory.profile": ("MemoryProfile", "profile_memory"),
-    "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss"),
+    "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss", "LinearLogprobs"),
     "ops.softmax": ("log_softmax", "softmax"),
     "planning.plan": ("ChunkPlan",),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
     LinearCrossEntropyProblem,
+    LinearLogprobsOutput,
     LinearTerm,
     LossSpec,
     Needs,
@@ -22,15 +23,19 @@ from flce.core.problem import (
 )
 from flce.ops import composed
 from flce.ops.arguments import (
+    LinearArguments,
     check_options,
     linear_arguments,
     logits_arguments,
+    logprob_arguments,
+    logprob_output,
     output,
     overridable,
     shifted,
 )
 from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
+from flce.ops.linear_logprobs import linear_logprobs as linear_logprobs_of
 from flce.planning.device_kinds import described, kind_text
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_of_call
@@ -148,15 +153,24 @@ def fused_linear_cross_entropy(
     )
     if args.composed:
         return composed.linear_cross_entropy(args, spec)
+    problem = linear_problem(args, spec)
+    out = linear_cross_entropy(problem, options or _DEFAULT)
+    return output(out, problem.target, args.target.shape, spec)
+
+
+def linear_problem(
+    args: LinearArguments, spec: LossSpec, row_factor: Tensor | None = None
+) -> LinearCrossEntropyProblem:
+    """The problem of checked arguments."""
     grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
     terms = ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
     token_weight_grad = grad and token_weight is not None and token_weight.requires_grad
-    problem = LinearCrossEntropyProblem(
+    return LinearCrossEntropyProblem(
         # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=shifted(target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
+        target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
         class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
         token_weight=None if token_weight is None else token_weight.reshape(-1).to(accum).contiguous(),
@@ -169,9 +183,125 @@ def fused_linear_cross_entropy(
         ),
         shift=args.shift,
         token_weight_grad=token_weight_grad,
+        row_factor=row_factor,
     )
-    out = linear_cross_entropy(problem, options or _DEFAULT)
-    return output(out, problem.target, target.shape, spec)
+
+
+def linear_logprobs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    candidates: Tensor | None = None,
+    top_k: int = 0,
+    outputs: Sequence[str] = ("logprob", "entropy"),
+    linear_bias: Tensor | None = None,
+    adapters: Sequence[tuple[Tensor, Tensor]] = (),
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int | None = -100,
+    shift: int = 0,
+    options: ChunkOptions | None = None,
+) -> LinearLogprobsOutput:
+    """Log-probabilities, entropies and more of each token of ``input @ linear_weight.T``, without the logits.
+
+    Losses for preferences and reinforcement learning are a few lines of PyTorch on these. The logits z are those of
+    `fused_linear_cross_entropy`; logits are float32 here in any case (float64 for float64 inputs). Differentiable once,
+    in `input`, `linear_weight`, `linear_bias` and `adapters`, as often as wanted, for any upstream gradients of the
+    results together. Forward makes one matrix product, or two for `top_k` where logits stay in registers; backward
+    makes three more.
+
+    The same call with and without gradients returns the same bits.
+
+    Args:
+        input: (..., H) hidden states; float16, bfloat16, float32 or float64.
+        linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
+            `torch.nn.functional.linear`).
+        target: (...) class indices in [0, V), int64 or int32. Positions equal to `ignore_index` have no results and no
+            gradients. None: `outputs` has neither "logprob" nor "correct", and no position is ignored.
+        candidates: (..., K) or (K,) class indices, int64 or int32, K up to 256: classes whose log-probabilities are
+            wanted, with gradients. -1 is none; an index may be there several times.
+        top_k: k, up to 256 and up to V: the most probable classes, without gradients.
+        outputs: any of "logprob", "entropy", "lse" (with gradients), "argmax", "correct", "mean_logit" and
+            "log_sum_sq_prob" (without).
+        linear_bias, adapters, softcap, logit_scale: as in `fused_linear_cross_entropy`.
+        temperature: divides the logits after softcap, > 0. A number, or (...) one of each token, in a floating dtype
+            and without a gradient.
+        ignore_index: the target value of tokens that do not count; None means -100.
+        shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. `candidates` and
+            `temperature` belong to the positions of `input`.
+        options: as in `fused_linear_cross_entropy`. With ``skip_ignored=True`` ignored tokens cost nothing.
+
+    Returns:
+        A `LinearLogprobsOutput`.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes do not fit, devices differ, a scalar is out of its range, an output is unknown or named
+            twice, "logprob" or "correct" is asked for without a target, a temperature requires a gradient (or, on a
+            CPU or with ``FLCE_DEBUG=1``, is not positive; otherwise the results of that token are NaN),
+            ``options.logits_dtype`` is of half precision, or no plan keeps ``options.max_workspace_bytes``.
+        IndexError: a target or candidate is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise its
+            log-probability is NaN and nothing is read out of bounds.
+        RuntimeError: in backward, for double backward; in forward, for forward-mode differentiation.
+
+    Examples:
+        >>> h, W = torch.randn(2, 6, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+        >>> y = torch.randint(100, (2, 6))
+        >>> out = linear_logprobs(h, W, y)
+        >>> (out.logprob - 0.01 * out.entropy).mean().backward()
+    """
+    checked = logprob_arguments(
+        input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
+        logit_scale, ignore_index, shift, options,
+    )  # fmt: skip
+    args, spec = checked.linear, checked.spec
+    problem = linear_problem(args, spec, row_factor=checked.row_factor)
+    wanted = checked.candidates if spec.candidates else None
+    made = linear_logprobs_of(problem, wanted, options or _DEFAULT)
+    return logprob_output(made, problem.target, args.input.shape[:-1], spec, candidates)
+
+
+def topk_kl(
+    candidate_logprob: Tensor,
+    teacher_logprob: Tensor,
+    direction: Literal["forward", "reverse"] = "forward",
+    tail: bool = True,
+) -> Tensor:
+    """Kullback-Leibler divergence of a student from a teacher of whom only the top-k log-probabilities are stored.
+
+    Args:
+        candidate_logprob: (..., K) log-probabilities of the student at the teacher's classes, as `linear_logprobs`
+            returns them.
+        teacher_logprob: (..., K) those of the teacher; -inf where there is none.
+        direction: "forward" is KL(teacher || student), "reverse" KL(student || teacher).
+        tail: whether all other classes are one more class, whose probability is what is left of 1. Otherwise what both
+            have of these classes is taken as it is, without normalization.
+
+    Returns:
+        (...) divergences, in nats, in the dtype of `candidate_logprob`. Differentiable in both arguments.
+
+    Raises:
+        ValueError: shapes differ, or `direction` is unknown.
+    """
+    if candidate_logprob.shape != teacher_logprob.shape:
+        raise ValueError(
+            "candidate_logprob and teacher_logprob must have one shape, got "
+            f"{tuple(candidate_logprob.shape)} and {tuple(teacher_logprob.shape)}"
+        )
+    if direction not in ("forward", "reverse"):
+        raise ValueError(f"direction must be 'forward' or 'reverse', got {direction!r}")
+    present = teacher_logprob > -torch.inf
+    student, teacher = (t.masked_fill(~present, 0.0) for t in (candidate_logprob, teacher_logprob))
+    p, q = (teacher, student) if direction == "forward" else (student, teacher)
+    divergence = (p.exp() * (p - q)).masked_fill(~present, 0.0).sum(-1)
+    if not tail:
+        return divergence
+    # log(1 - sum of exp(l)); of probabilities that are rounded the sum may reach 1.
+    least = torch.finfo(candidate_logprob.dtype).eps
+    p_rest, q_rest = (1.0 - t.exp().masked_fill(~present, 0.0).sum(-1).clamp(max=1.0 - least) for t in (p, q))
+    return divergence + p_rest * (p_rest.log() - q_rest.log())
 
 
 @overload

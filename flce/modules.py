@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from flce.core.numbers import check_dtype, integer
 from flce.core.options import ChunkOptions
-from flce.core.problem import LinearCrossEntropyOutput, LossSpec
-from flce.functional import cross_entropy, fused_linear_cross_entropy
-from flce.ops.arguments import check_inplace, check_options, check_shift, check_tensor
+from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput, LogprobSpec, LossSpec
+from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs
+from flce.ops.arguments import check_inplace, check_options, check_outputs, check_shift, check_tensor, check_top_k
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -180,6 +180,68 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
             token_weight=token_weight,
             num_items=num_items,
         )
+
+
+class LinearLogprobs(nn.Module):
+    """`flce.linear_logprobs` with its options fixed; the head stays where it is.
+
+    Args: `outputs`, `top_k`, `softcap`, `logit_scale`, `ignore_index`, `shift` and `options` as those of
+    `flce.linear_logprobs`.
+
+    Shape: ``forward(input, linear_weight, target)`` with (..., H), (V, H) and (...); further tensors and the
+    temperature as those of `flce.linear_logprobs`.
+
+    Raises:
+        TypeError, ValueError: when constructed, for an option out of its range; when called, as the function.
+    """
+
+    def __init__(
+        self,
+        *,
+        outputs: Sequence[str] = ("logprob", "entropy"),
+        top_k: int = 0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        ignore_index: int | None = -100,
+        shift: int = 0,
+        options: ChunkOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.outputs, self.top_k, self.shift = check_outputs(outputs), check_top_k(top_k), check_shift(shift)
+        ignore_index = -100 if ignore_index is None else ignore_index
+        spec = LogprobSpec(softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index)
+        self.softcap, self.logit_scale, self.ignore_index = spec.softcap, spec.logit_scale, spec.ignore_index
+        check_options(options)
+        self.options = options
+
+    def forward(
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor | None = None,
+        *,
+        candidates: Tensor | None = None,
+        linear_bias: Tensor | None = None,
+        adapters: Sequence[tuple[Tensor, Tensor]] = (),
+        temperature: float | Tensor = 1.0,
+    ) -> LinearLogprobsOutput:
+        return linear_logprobs(
+            input,
+            linear_weight,
+            target,
+            candidates=candidates,
+            linear_bias=linear_bias,
+            adapters=adapters,
+            temperature=temperature,
+            **self._fixed(),
+        )
+
+    def _fixed(self) -> dict[str, Any]:
+        names = ["outputs", "top_k", "softcap", "logit_scale", "ignore_index", "shift", "options"]
+        return {name: getattr(self, name) for name in names}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._fixed().items() if value is not None)
 
 
 class CrossEntropyLoss(_Loss):

@@ -14,6 +14,9 @@
 #                   host; two minutes
 #     exact         logits that are never rounded, beside rounded ones and torch.compile; and without our own products;
 #                   three minutes
+#     curve         time over budget from 1 MiB on, beside the peers, for three sizes; two minutes and a half
+#     pages         what README.md and docs/performance.md quote, in one run: curve, training steps of two models in three
+#                   settings, the picture of memory over a step; seven minutes, for a call of its own
 #     model-short   training steps of a whole model, 4 x 8192 tokens
 #     logits        the pass over the logits by itself: losses of rows as long as vocabularies; half a minute
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
@@ -218,6 +221,13 @@ for name in $parts; do
         budgets) benchmark budgets operator h200-budgets 150 ;;
         peers) benchmark operator operator peers 500 --errors ;;
         calls) benchmark calls operator h200-small 145 ;;
+        curve) benchmark curve operator h200-curve 240 --errors ;;
+        pages)
+            benchmark curve operator h200-curve 215 --errors
+            benchmark model model h200-pages 225
+            CUDA_LAUNCH_BLOCKING=1 part memory-h200 "$(within 60)" \
+                "$python" -m benchmarks.memory "$out/memory-h200.png"
+            ;;
         exact) benchmark exact operator h200-exact 240 ;;
         # shellcheck disable=SC2086  # several arguments
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
@@ -244,6 +254,7 @@ report rows --targets --brief
 report budgets --brief
 report calls --brief
 report exact --targets
+report curve --brief
 report operator --targets
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
 
@@ -252,7 +263,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model logits rows budgets calls exact operator; do
+    for command in model logits rows budgets calls exact curve operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

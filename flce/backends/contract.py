@@ -21,8 +21,8 @@ from flce.core.problem import LossSpec
 from flce.core.slices import is_whole, last
 
 # Rows of the running state that statistics keep between the tiles of a row of tiles.
-STATE_SLOTS = 7
-MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX = range(STATE_SLOTS)
+STATE_SLOTS = 9
+MAX, SUM, TARGET_LOGIT, ENTROPY_SUM, REFERENCE, SMOOTH_SUM, ARGMAX, LOGIT_SUM, SQUARE_SUM = range(STATE_SLOTS)
 
 # `Backend.exponentials` keeps two more: the logit that exponentials are relative to, and dz/dlogits of the target.
 EXPONENTIAL_SLOTS = STATE_SLOTS + 2
@@ -36,6 +36,11 @@ EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 # log(sum(exp(z - m))). Slots that an option adds come behind these.
 OFFSET, LOG_SUM = range(2)
 
+# What a row's gradient is made of, see `TileCall.row_gradient`. A log-probability is taken for LEAST_LOGPROB at least:
+# of a class that has none, the product with its probability is 0.
+SOFTMAX, TARGET, ENTROPY = range(3)
+LEAST_LOGPROB = -1e4
+
 
 def normalizer_slots(spec: LossSpec) -> int:
     """The length of a row's normalizer."""
@@ -47,15 +52,30 @@ def log_sum_exp(normalizer: Tensor) -> Tensor:
     return normalizer[OFFSET] + normalizer[LOG_SUM]
 
 
-# Classes of a block. `Backend.product_statistics` keeps two numbers of the accumulation dtype for each row and block,
-# `product_exponentials` one.
+# Classes of a block. `Backend.product_statistics` keeps `product_planes` numbers of the accumulation dtype for each row
+# and block, `product_exponentials` one.
 PRODUCT_BLOCK = 256
 # Bytes for each row that `weight_gradient` and `add_target_terms` take to sort targets.
 SORT_ROW_BYTES = 48
 # Fields and statistics of a LossSpec that these and `Backend.product_gradient` can do. With any other, logits are
 # written to memory.
-PRODUCT_FIELDS = frozenset({"reduction", "ignore_index", "softcap", "logit_scale", "temperature", "z_loss", "stats"})
-PRODUCT_STATS = frozenset({"lse", "logprob"})
+PRODUCT_FIELDS = frozenset(
+    [
+        "reduction",
+        "ignore_index",
+        "softcap",
+        "logit_scale",
+        "temperature",
+        "z_loss",
+        "stats",
+        "candidates",
+        "top_k",
+        "row_temperature",
+    ]
+)
+# Those that `product_exponentials` makes. Where the gradients of each token are made in backward, `product_statistics`
+# makes all.
+EXPONENTIAL_STATS = frozenset({"lse", "logprob"})
 
 
 def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
@@ -66,7 +86,15 @@ def product_scratch_bytes(rows: int, vocab_size: int, numbers: int) -> int:
 def unknown_to_products(spec: LossSpec) -> list[str]:
     """What is asked for, by name, that products with an epilogue do not make."""
     asked = {field.name for field in fields(spec) if getattr(spec, field.name) != field.default}
-    return sorted((asked - PRODUCT_FIELDS) | (set(spec.stats) - PRODUCT_STATS))
+    stats = set() if spec.reduction == "none" else set(spec.stats) - EXPONENTIAL_STATS
+    return sorted((asked - PRODUCT_FIELDS) | stats)
+
+
+def product_planes(spec: LossSpec) -> int:
+    """Numbers that `Backend.product_statistics` keeps for each row and block: its largest logit, the sum of
+    exponentials, and one for each of these statistics."""
+    argmax = "argmax" in spec.stats or "correct" in spec.stats
+    return 2 + argmax + len({"entropy", "mean_logit", "log_sum_sq_prob"}.intersection(spec.stats))
 
 
 class RowProblem(Protocol):
@@ -102,6 +130,7 @@ class RowInputs(NamedTuple):
     class_weight: Tensor | None  # (V,)
     bias: Tensor | None  # (V,)
     scales: Tensor | None  # (3,) of `Backend.loss_scales`; None: statistics of unweighted classes need none
+    row_factor: Tensor | None = None  # (rows,) multiplies the logits z
 
     def tile_bias(self, tile: Tile) -> Tensor | None:
         """(cols,) of the classes of a tile."""
@@ -114,7 +143,8 @@ class RowInputs(NamedTuple):
     def part(self, part: slice) -> RowInputs:
         """Some of the rows."""
         weight = None if self.token_weight is None else self.token_weight[part]
-        return self._replace(target=self.target[part], token_weight=weight)
+        factor = None if self.row_factor is None else self.row_factor[part]
+        return self._replace(target=self.target[part], token_weight=weight, row_factor=factor)
 
 
 class RowOutputs(NamedTuple):
@@ -126,13 +156,16 @@ class RowOutputs(NamedTuple):
     logprob: Tensor | None  # (rows,)
     entropy: Tensor | None  # (rows,)
     argmax: Tensor | None  # (rows,) int64
+    mean_logit: Tensor | None  # (rows,)
+    log_sum_sq_prob: Tensor | None  # (rows,)
 
     @staticmethod
     def asked(spec: LossSpec) -> tuple[bool, ...]:
         """For each field, whether a call asks for it."""
         stats = spec.stats
         argmax = "argmax" in stats or "correct" in stats
-        return True, spec.z_loss != 0.0, True, "logprob" in stats, "entropy" in stats, argmax
+        named = [name in stats for name in ("logprob", "entropy", "mean_logit", "log_sum_sq_prob")]
+        return True, spec.z_loss != 0.0, True, *named[:2], argmax, *named[2:]
 
     @staticmethod
     def of(spec: LossSpec, accum: torch.dtype, new: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> RowOutputs:
@@ -214,6 +247,10 @@ class TileCall(NamedTuple):
     normalizer: Tensor | None = None  # (slots, rows); None: there is `out`
     # (rows,) the gradient of each row's loss, or () of all, or None for 1: it multiplies the scales of the inputs.
     upstream: Tensor | None = None
+    # (3, rows) in the place of scales and upstream, the gradient of a row as a whole. With log-probabilities l and
+    # p = exp(l) it is ``row_gradient[SOFTMAX] * p - row_gradient[ENTROPY] * p * l``, in the target's column less
+    # ``row_gradient[TARGET]``.
+    row_gradient: Tensor | None = None
 
     def part(self, part: slice) -> TileCall:
         """The call for some of the rows."""
@@ -224,6 +261,7 @@ class TileCall(NamedTuple):
             out=None if self.out is None else self.out.part(part),
             normalizer=None if self.normalizer is None else self.normalizer[:, part],
             upstream=self.upstream if self.upstream is None or self.upstream.dim() == 0 else self.upstream[part],
+            row_gradient=None if self.row_gradient is None else self.row_gradient[:, part],
         )
 
 
@@ -330,6 +368,20 @@ class Backend(Protocol):
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
         """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
         some of the last may be missing. Their targets have no part in it."""
+
+    def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
+        """``out[i, k] += x[i] @ weight[ids[i, k]]`` where `ids` is a class.
+
+        x: (rows, H), weight: (V, H), ids: (rows, K) int64, out: (rows, K) of the accumulation dtype.
+
+        The sum is the same for any number of rows.
+        """
+
+    def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
+        """``out[i, k] = sum of values[i, j] over j with ids[i, j] == ids[i, k]``; all (rows, K)."""
+
+    def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
+        """``tile[i, ids[i, k] - start] = values[i, k]`` where that is a column. Equal ids have equal values."""
 
     def loss_scales(self, p: RowProblem) -> Tensor:
         """(3,): what the sums of both `RowOutputs.losses` are multiplied by; sum of the class weights.

@@ -17,16 +17,19 @@ from flce.backends import reduction
 from flce.backends.contract import (
     ARGMAX,
     ENTROPY_SUM,
+    LEAST_LOGPROB,
     LOG_SUM,
+    LOGIT_SUM,
     MAX,
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
+    SQUARE_SUM,
     SUM,
     TARGET_LOGIT,
     TileCall,
 )
-from flce.backends.state import Targets, finish, where
+from flce.backends.state import Targets, finish, is_class, where
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.core.slices import first
 
@@ -78,9 +81,12 @@ class TorchBackend:
             assert slab.normalizer is not None
             z, jacobian = _transform(_piece(logits, piece), slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
-            exps = z.sub_(row_max[:, None]).exp_()
-            _gradient(exps, jacobian, row_max, log_sum, slab, Targets.of(slab), _piece(grad, piece))
-            del z, exps, jacobian  # before the next slab makes its own
+            z.sub_(row_max[:, None])
+            if slab.row_gradient is None:
+                _gradient(z.exp_(), jacobian, row_max, log_sum, slab, Targets.of(slab), _piece(grad, piece))
+            else:
+                _row_gradient(z.sub_(log_sum[:, None]), jacobian, slab, Targets.of(slab), _piece(grad, piece))
+            del z, jacobian  # before the next slab makes its own
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
@@ -98,6 +104,22 @@ class TorchBackend:
     exponentials = gradient_of_exponentials = _unavailable
     product_statistics = product_gradient = product_exponentials = _unavailable
     scale_valid_rows = combine_rows = weight_gradient = add_target_terms = _unavailable
+
+    def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
+        for part in _parts(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
+            rows = weight[ids[part].clamp(0, len(weight) - 1)].to(out.dtype)
+            made = torch.einsum("nkh,nh->nk", rows, x[part].to(out.dtype))
+            out[part] += made.masked_fill_(~is_class(ids[part], len(weight)), 0.0)
+
+    def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
+        for part in _parts(ids, ids.shape[1] ** 2 * values.element_size()):
+            equal = (ids[part, :, None] == ids[part, None, :]).to(values.dtype)
+            out[part] = torch.einsum("nkj,nj->nk", equal, values[part])
+
+    def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
+        column = ids - start
+        row, entry = ((column >= 0) & (column < tile.shape[1])).nonzero(as_tuple=True)
+        tile[row, column[row, entry]] = values[row, entry].to(tile.dtype)
 
     loss_scales = staticmethod(reduction.loss_scales)
     reduce = staticmethod(reduction.reduce)
@@ -157,6 +179,13 @@ def _dense_like(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype).copy_(y)
 
 
+def _parts(ids: Tensor, row_bytes: int) -> Iterator[slice]:
+    """The rows, so many at a time that what takes `row_bytes` for each is no more than a slab."""
+    step = slab_rows(ids.device.type, len(ids), max(1, row_bytes), 1)
+    for start in range(0, len(ids), step):
+        yield slice(start, start + step)
+
+
 def _slabs(tile: Tensor) -> Iterator[tuple[slice | tuple[slice, slice], slice]]:
     """The pieces of (rows, cols) or (outer, inner, cols), each as an index into it and as a slice of all its rows."""
     *outer, rows, cols = tile.shape
@@ -187,13 +216,16 @@ def _transform(logits: Tensor, call: TileCall, want_jacobian: bool) -> tuple[Ten
     bias = call.inputs.tile_bias(call.tile)
     if bias is not None:
         z = z.add_(bias)
+    factor = None if call.inputs.row_factor is None else call.inputs.row_factor[:, None]
+    jacobian: Tensor | float = spec.scale
     if spec.softcap is None:
-        return (z if spec.scale == 1.0 else z.mul_(spec.scale)), spec.scale
-    z = z.mul_(spec.scale).tanh_()
-    jacobian: Tensor | float = 1.0
-    if want_jacobian:
-        jacobian = torch.addcmul(z.new_ones(()), z, z, value=-1.0).mul_(spec.logit_scale / spec.temperature)
-    return z.mul_(spec.cap), jacobian
+        z = z if spec.scale == 1.0 else z.mul_(spec.scale)
+    else:
+        z = z.mul_(spec.scale).tanh_()
+        if want_jacobian:
+            jacobian = torch.addcmul(z.new_ones(()), z, z, value=-1.0).mul_(spec.logit_scale / spec.temperature)
+        z = z.mul_(spec.cap)
+    return (z, jacobian) if factor is None else (z.mul_(factor), factor * jacobian)
 
 
 def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) -> tuple[dict[int, Tensor], Tensor]:
@@ -231,6 +263,8 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
         if before is not None:
             merged[SMOOTH_SUM] += before[SMOOTH_SUM]
 
+    if "mean_logit" in spec.stats:
+        merged[LOGIT_SUM] = z.sum(1)
     # Nothing but -inf so far: exponentials relative to 0, which are 0, instead of -inf - -inf.
     safe_max = row_max if tile.last else torch.where(row_max == -torch.inf, 0.0, row_max)
     z.sub_(safe_max[:, None])
@@ -240,12 +274,18 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     if "entropy" in spec.stats:
         # exp(z) z is 0 where z is -inf
         merged[ENTROPY_SUM] = relative.mul_(exps).nan_to_num_(0.0).sum(1)
+    if "log_sum_sq_prob" in spec.stats:
+        merged[SQUARE_SUM] = torch.linalg.vector_norm(exps, dim=1).square_()
     if before is not None:
         shift = torch.where(before[MAX] == -torch.inf, 0.0, before[MAX] - safe_max)
         decay = torch.where(before[MAX] == -torch.inf, 0.0, shift.exp())
         merged[SUM] += decay * before[SUM]
         if "entropy" in spec.stats:
             merged[ENTROPY_SUM] += decay * (before[ENTROPY_SUM] + shift * before[SUM])
+        if "mean_logit" in spec.stats:
+            merged[LOGIT_SUM] += before[LOGIT_SUM]
+        if "log_sum_sq_prob" in spec.stats:
+            merged[SQUARE_SUM] += decay.square() * before[SQUARE_SUM]
     return merged, exps
 
 
@@ -287,6 +327,27 @@ def _gradient(
         else:
             weight = inputs.class_weight[tile.columns].to(g.dtype)
             g.addcmul_(of_classes, weight, value=-1.0)
+    _write_gradient(g, jacobian, targets, grad)
+
+
+def _row_gradient(logprob: Tensor, jacobian: Tensor | float, call: TileCall, targets: Targets, grad: Tensor) -> None:
+    """Gradient from log-probabilities, which it overwrites, as `TileCall.row_gradient` has it."""
+    assert call.row_gradient is not None
+    of_softmax, of_target, of_entropy = call.row_gradient.unbind()
+    if targets.in_range is not None:  # wrong targets make NaN, not nonsense
+        of_softmax = torch.where(targets.in_range, of_softmax, torch.nan)
+    if "entropy" in call.spec.stats:
+        logprob.clamp_(min=LEAST_LOGPROB)
+        probability = logprob.exp()
+        g = logprob.mul_(-of_entropy[:, None]).add_(of_softmax[:, None]).mul_(probability)
+    else:
+        g = logprob.exp_().mul_(of_softmax[:, None])
+    g.scatter_add_(1, targets.column, where(targets.inside, -of_target, 0.0)[:, None])
+    _write_gradient(g, jacobian, targets, grad)
+
+
+def _write_gradient(g: Tensor, jacobian: Tensor | float, targets: Targets, grad: Tensor) -> None:
+    """The gradient in the logits, from that in z."""
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)
     if targets.valid is not None:

@@ -16,10 +16,12 @@ from flce.backends.contract import (
     ARGMAX,
     ENTROPY_SUM,
     LOG_SUM,
+    LOGIT_SUM,
     MAX,
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
+    SQUARE_SUM,
     STATE_SLOTS,
     SUM,
     TARGET_LOGIT,
@@ -37,6 +39,10 @@ def used_slots(spec: LossSpec) -> list[int]:
         slots += [REFERENCE, SMOOTH_SUM]
     if "argmax" in spec.stats or "correct" in spec.stats:
         slots.append(ARGMAX)
+    if "mean_logit" in spec.stats:
+        slots.append(LOGIT_SUM)
+    if "log_sum_sq_prob" in spec.stats:
+        slots.append(SQUARE_SUM)
     return slots
 
 
@@ -102,6 +108,11 @@ class Targets(NamedTuple):
         return Targets(column[:, None], column == local, in_range, target != ignore_index)
 
 
+def is_class(ids: Tensor, vocab_size: int) -> Tensor:
+    """Whether each is an index of a class."""
+    return (ids >= 0) & (ids < vocab_size)
+
+
 def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
     """`torch.where`, with None for a mask that is True everywhere."""
     return x if mask is None else torch.where(mask, x, other)
@@ -137,4 +148,8 @@ def finish(state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Target
         out.entropy.copy_(where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
     if out.argmax is not None:
         out.argmax.copy_(where(valid, state[ARGMAX].long(), -1))
+    if out.mean_logit is not None:
+        out.mean_logit.copy_(where(valid, state[LOGIT_SUM] / tile.vocab_size, 0.0))
+    if out.log_sum_sq_prob is not None:
+        out.log_sum_sq_prob.copy_(where(valid, state[SQUARE_SUM].log() - 2.0 * log_sum, 0.0))
     return log_sum

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ Reduction = Literal["none", "mean", "sum"]
 Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
 
 STATS: tuple[str, ...] = get_args(Stat)
+
+# Names of results of `flce.linear_logprobs`.
+Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
+OUTPUTS: tuple[str, ...] = get_args(Output)
 
 # See `LossSpec.typical_gradient`.
 TYPICAL_LSE = 32.0
@@ -45,6 +49,8 @@ class LossSpec:
     z_loss: float = 0.0
     stats: tuple[str, ...] = ()
 
+    known_stats: ClassVar[tuple[str, ...]] = STATS
+
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
             raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {self.reduction!r}")
@@ -68,10 +74,10 @@ class LossSpec:
         if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
         if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
-            raise TypeError(f"stats must be a tuple of names out of {STATS}, got {self.stats!r}")
+            raise TypeError(f"stats must be a tuple of names out of {self.known_stats}, got {self.stats!r}")
         for name in self.stats:
-            if name not in STATS:
-                raise ValueError(f"unknown stat {name!r}; expected any of {STATS}")
+            if name not in self.known_stats:
+                raise ValueError(f"unknown stat {name!r}; expected any of {self.known_stats}")
         object.__setattr__(self, "stats", tuple(self.stats))
 
     @property
@@ -85,10 +91,43 @@ class LossSpec:
         """See `scale`; 1 without softcap."""
         return 1.0 if self.softcap is None else self.softcap / self.temperature
 
+    def transform(self, logits: Tensor, row_factor: Tensor | None = None) -> Tensor:
+        """z of some logits a, (rows, K), bias included. `row_factor`: (rows,) one over the temperature of each row."""
+        z = logits * self.scale if self.softcap is None else (logits * self.scale).tanh_() * self.cap
+        return z if row_factor is None else z * row_factor[:, None]
+
+    def jacobian(self, z: Tensor, row_factor: Tensor | None = None) -> Tensor | float:
+        """dz/da, of the same rows."""
+        each: Tensor | float = self.scale
+        if self.softcap is not None:
+            bound = self.cap if row_factor is None else self.cap * row_factor[:, None]
+            tanh = z / bound
+            each = self.scale * self.cap * (1.0 - tanh) * (1.0 + tanh)
+        return each if row_factor is None else each * row_factor[:, None]
+
     @property
     def typical_gradient(self) -> float:
         """How large a gradient in a logit may well be, of a loss with weights of 1 and a log-sum-exp of TYPICAL_LSE."""
         return abs(self.logit_scale) / self.temperature * (1.0 + 2.0 * self.z_loss * TYPICAL_LSE)
+
+
+@dataclass(frozen=True)
+class LogprobSpec(LossSpec):
+    """The scalar arguments of `flce.linear_logprobs`: which results each token has, in the place of a loss.
+
+    Gradients are those of any results, for an upstream gradient of each token: a loss that is not reduced has them so,
+    too.
+    """
+
+    reduction: str = "none"
+    candidates: int = 0
+    """Classes of each token whose log-probabilities are asked for."""
+    top_k: int = 0
+    """Most probable classes of each token that are asked for."""
+    row_temperature: bool = False
+    """Whether each token has a temperature of its own."""
+
+    known_stats: ClassVar[tuple[str, ...]] = OUTPUTS
 
 
 class SpecArguments(TypedDict, total=False):
@@ -171,6 +210,7 @@ class LinearCrossEntropyProblem:
     needs: Needs
     shift: int = 0
     token_weight_grad: bool = False
+    row_factor: Tensor | None = None  # (N,) multiplies z: one over the temperature of each token
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -191,6 +231,36 @@ class LinearCrossEntropyProblem:
     @functools.cached_property
     def device(self) -> torch.device:
         return self.terms[0].input.device
+
+
+@dataclass(frozen=True)
+class LinearLogprobsOutput:
+    """What `flce.linear_logprobs` returns. Fields that were not asked for are None.
+
+    Floating results are float32 (float64 for float64 inputs). Gradients flow through `logprob`, `entropy`, `lse` and
+    `candidate_logprob`. At ignored positions floating results are 0, ids -1 and `correct` is False.
+    """
+
+    logprob: Tensor | None = None
+    """(...) log-probability of the target."""
+    entropy: Tensor | None = None
+    """(...) entropy of the predicted distribution, in nats."""
+    lse: Tensor | None = None
+    """(...) log-sum-exp of the logits."""
+    argmax: Tensor | None = None
+    """(...) int64 index of the largest logit, the lowest index where several are equal."""
+    correct: Tensor | None = None
+    """(...) bool: ``argmax == target``."""
+    mean_logit: Tensor | None = None
+    """(...) mean of the logits."""
+    log_sum_sq_prob: Tensor | None = None
+    """(...) logarithm of the sum of squared probabilities: minus the Renyi entropy of order 2."""
+    candidate_logprob: Tensor | None = None
+    """(..., K) log-probabilities of `candidates`, 0 where a candidate is -1."""
+    top_k_logprob: Tensor | None = None
+    """(..., top_k) log-probabilities of the most probable classes, in descending order."""
+    top_k_ids: Tensor | None = None
+    """(..., top_k) int64 indices of these."""
 
 
 class LinearCrossEntropyOutput(NamedTuple):

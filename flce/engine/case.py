@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, unknown_to_products
+from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, product_planes, unknown_to_products
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
@@ -225,7 +225,7 @@ class Case:
         equal = ceil_div(tokens, ceil_div(tokens, rows))
         return min(rows, ceil_div(equal, ROW_MULTIPLE) * ROW_MULTIPLE)
 
-    def statistics_tile(self, rows: int, cols: int) -> tuple[int, int]:
+    def statistics_tile(self, rows: int, cols: int, in_registers: bool) -> tuple[int, int]:
         """Tokens and classes of a tile for statistics alone, beside tiles of this size for gradients.
 
         It may take as many bytes as these do, or as the gradients that are to be returned, which do not exist yet.
@@ -236,8 +236,8 @@ class Case:
         tile = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
         room = min(limit, max(tile, self.returned_bytes))
         most = rows if self.needs.any or self.options.chunk_rows else max(1, self.num_tokens)
-        if self.in_registers:
-            partial = 8 * ceil_div(self.vocab_size, PRODUCT_BLOCK)  # two float32 numbers a block
+        if in_registers:
+            partial = 4 * product_planes(self.spec) * ceil_div(self.vocab_size, PRODUCT_BLOCK)
             return min(most, PRODUCT_ROWS, max(1, room // partial)), cols
         entries = room // dtypes.logits.itemsize
         rows = min(most, STATISTICS_ROWS, entries)

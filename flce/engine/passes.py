@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,12 +70,18 @@ class Runtime(NamedTuple):
         scales: vectors.LossScales,
         normalizer: Tensor,
         out: RowOutputs | None = None,
-        upstream: Tensor | None = None,
+        **more: Any,
     ) -> Stage:
+        """`more`: other fields of `Stage`."""
         backend, arena, stage, _ = self
         return stage(
-            problem, backend, arena, plan.dtypes, plan.in_registers, selection, scales, normalizer, out, upstream
+            problem, backend, arena, plan.dtypes, plan.in_registers, selection, scales, normalizer, out, **more
         )
+
+
+def runtime_of(plan: Plan, problem: LinearCrossEntropyProblem) -> Runtime:
+    """What a plan of a problem runs with."""
+    return _runtime(plan.case.backend, problem.device)
 
 
 @functools.cache
@@ -95,7 +101,7 @@ def forward(
 ) -> ForwardResult:
     """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
     all_count = vectors.check_targets(problem)
-    runtime, schedule = runtime or _runtime(plan.case.backend, problem.device), plan.schedule
+    runtime, schedule = runtime or runtime_of(plan, problem), plan.schedule
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
@@ -127,7 +133,7 @@ def backward(
         normalizer: (slots, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
-    runtime, accum = runtime or _runtime(plan.case.backend, problem.device), accumulation_dtype(problem.dtype)
+    runtime, accum = runtime or runtime_of(plan, problem), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     of_all = upstream.to(accum) if upstream.dim() == 0 else None
     of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))

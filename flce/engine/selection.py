@@ -84,6 +84,12 @@ class Selection:
         weight = self.problem.token_weight
         return None if weight is None else self.take(weight)
 
+    @functools.cached_property
+    def row_factor(self) -> Tensor | None:
+        """(rows,)"""
+        factor = self.problem.row_factor
+        return None if factor is None else self.take(factor)
+
     def take(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.index is None else x.index_select(dim, self.index)
 
@@ -91,17 +97,20 @@ class Selection:
         """`weighted`: with the tokens' weights, if there are any."""
         p = self.problem
         weight = last(self.token_weight, part) if weighted and self.token_weight is not None else None
-        return RowInputs(last(self.target, part), weight, p.class_weight, p.linear_bias, scales)
+        factor = None if self.row_factor is None else last(self.row_factor, part)
+        return RowInputs(last(self.target, part), weight, p.class_weight, p.linear_bias, scales, factor)
 
     def scatter(self, out: RowOutputs) -> RowOutputs:
         """Results of the selected rows at their places among all N, with those of ignored rows elsewhere."""
         if self.index is None:
             return out
-        index, n = self.index[: self.num_rows], self.problem.num_tokens
-        out = out.part(slice(0, self.num_rows))
+        return out.part(slice(0, self.num_rows)).map(lambda values: self.put(values, -1))
 
-        def put(values: Tensor) -> Tensor:
-            nothing = 0 if values.is_floating_point() else -1  # an index is that of no class
-            return values.new_full((*values.shape[:-1], n), nothing).index_copy_(-1, index, values)
-
-        return out.map(put)
+    def put(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Values of the selected rows at their places among all N along `dim`."""
+        if self.index is None:
+            return values
+        shape, index = list(values.shape), self.index[: self.num_rows]
+        shape[dim] = self.problem.num_tokens
+        nothing = 0 if values.is_floating_point() else -1  # an index is that of no class
+        return values.new_full(shape, nothing).index_copy_(dim, index, values)

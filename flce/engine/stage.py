@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,15 @@ from flce.core.slices import first, last
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
+from flce.engine.top import Top
 from flce.engine.vectors import LossScales
+
+
+class Entries(NamedTuple):
+    """Gradients of some logits of each row. Equal ids of a row have equal values."""
+
+    ids: Tensor  # (rows, K)
+    values: Tensor  # (rows, K)
 
 
 @dataclass
@@ -47,6 +56,9 @@ class Stage:
         normalizer: (slots, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `scales`.
+        row_gradient: (3, rows), see `TileCall.row_gradient`: in the place of scales and upstream.
+        entries: gradients of some logits of each row, which are written over what the others are made of.
+        top: the largest logits of each row, which are collected while statistics are made.
     """
 
     problem: LinearCrossEntropyProblem
@@ -59,6 +71,9 @@ class Stage:
     normalizer: Tensor
     out: RowOutputs | None = None
     upstream: Tensor | None = None
+    row_gradient: Tensor | None = None
+    entries: Entries | None = None
+    top: Top | None = None
 
     def __post_init__(self) -> None:
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
@@ -258,6 +273,7 @@ class Stage:
         for cols in self.blocks(logits.shape[1]):
             block = logits[:, : cols.stop - cols.start]
             self.write_logits(xs, cols, block)
+            self.collect(block, part, cols)
             self.backend.statistics(block, call._replace(tile=self._tile(cols)), state)
 
     def product_statistics(self, x: Tensor, part: slice) -> None:
@@ -270,9 +286,27 @@ class Stage:
             self.backend.product_gradient(
                 xs[0], first(self.terms[0].weight, cols), dlogits, self._gradient_call(part, cols)
             )
-            return
-        for rows, columns, logits, grad in self._logits(xs, part, cols, dlogits):
-            self.backend.gradient(logits, grad, self._gradient_call(rows, columns))
+        else:
+            for rows, columns, logits, grad in self._logits(xs, part, cols, dlogits):
+                self.backend.gradient(logits, grad, self._gradient_call(rows, columns))
+        if self.entries is not None:
+            self.backend.write_entries(dlogits, self.entries.ids[part], self.entries.values[part], cols.start)
+
+    def collect(self, logits: Tensor, part: slice, cols: slice) -> None:
+        """The largest of some logits, (rows, cols), if they are asked for."""
+        if self.top is not None:
+            bias = self.problem.linear_bias
+            self.top.add(logits, None if bias is None else last(bias, cols), part, cols)
+
+    def chosen_logits(self, ids: Tensor) -> Tensor:
+        """z of some classes of each selected row: ids and result are (rows, K). What is no class has any number."""
+        inputs = self._row_inputs(slice(0, len(ids)))
+        logits = self.arena.new(ids.shape, self.normalizer.dtype, zero=True)
+        for term in self.terms:
+            self.backend.row_products(self.selection.take(term.input), term.weight, ids, logits)
+        if inputs.bias is not None:
+            logits += inputs.bias[ids.clamp(0, self.vocab_size - 1)]
+        return self.problem.spec.transform(logits, inputs.row_factor)
 
     # -------------------------------------------------------------------------------- unnormalized exponentials
 
@@ -373,9 +407,9 @@ class Stage:
 
     def _gradient_call(self, part: slice, cols: slice) -> TileCall:
         """The call that makes gradients of some rows and classes, from what statistics left."""
-        upstream = None if self.upstream is None else last(self.upstream, part)
+        upstream, row_gradient = (None if t is None else last(t, part) for t in (self.upstream, self.row_gradient))
         normalizer, inputs = last(self.normalizer, part), self._row_inputs(part)
-        return TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream)
+        return TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream, row_gradient)
 
     @functools.cached_property
     def _weights(self) -> Tensor:

@@ -154,6 +154,19 @@ def looks_at_values(device: torch.device) -> bool:
     return device.type == "cpu" or os.environ.get("FLCE_DEBUG", "0") not in ("", "0")
 
 
+def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
+    """IndexError for a candidate that is no class and not -1, where the host looks at values."""
+    if ids is None or not looks_at_values(ids.device):
+        return
+    wrong = (ids < -1) | (ids >= vocab_size)
+    if bool(wrong.any()):
+        position = tuple(wrong.nonzero()[0].tolist())
+        raise IndexError(
+            f"candidate {int(ids[position])} at {position} of the flattened candidates (tokens, K) is out of range: "
+            f"expected 0 <= candidate < {vocab_size}, or -1 for none"
+        )
+
+
 def check_targets(p: RowProblem) -> bool:
     """IndexError for a target out of range, where the host looks at values. Returns whether it is known that
     none is ignored."""

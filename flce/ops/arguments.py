@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -17,7 +18,15 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from flce.backends.contract import RowOutputs, log_sum_exp
 from flce.core.numbers import integer, real
 from flce.core.options import ChunkOptions
-from flce.core.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+from flce.core.problem import (
+    OUTPUTS,
+    LinearCrossEntropyOutput,
+    LinearLogprobsOutput,
+    LogprobSpec,
+    LossSpec,
+    accumulation_dtype,
+)
+from flce.engine.vectors import looks_at_values
 from flce.ops import vocabulary_parallel
 from flce.torch_ops.frames import is_differentiated_forward
 
@@ -55,8 +64,12 @@ def linear_arguments(
     shift: int,
     options: ChunkOptions | None,
     spec: LossSpec,
+    function: str = "fused_linear_cross_entropy",
 ) -> LinearArguments:
-    """All checks of the arguments of `flce.fused_linear_cross_entropy` but those of `spec`. It documents the errors."""
+    """All checks of the arguments of `flce.fused_linear_cross_entropy` but those of `spec`. It documents the errors.
+
+    `function`: the one that is called.
+    """
     operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target}, optional)
@@ -108,12 +121,150 @@ def linear_arguments(
         _check_composed(spec, probabilities)
     else:
         instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
-        refuse_forward_mode(
-            "fused_linear_cross_entropy", instead, (input, linear_weight, linear_bias, token_weight, *others)
-        )
+        refuse_forward_mode(function, instead, (input, linear_weight, linear_bias, token_weight, *others))
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed
     )
+
+
+class LogprobArguments(NamedTuple):
+    """Checked arguments of `flce.linear_logprobs`, in the dtypes in which they are computed with."""
+
+    linear: LinearArguments
+    spec: LogprobSpec
+    candidates: Tensor | None  # (N, K) int64
+    row_factor: Tensor | None  # (N,) one over the temperature of each token
+
+
+# The most candidates, and the largest `top_k`.
+MOST_ENTRIES = 256
+
+
+def logprob_arguments(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None,
+    candidates: Tensor | None,
+    top_k: int,
+    outputs: Sequence[str],
+    linear_bias: Tensor | None,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    ignore_index: int | None,
+    shift: int,
+    options: ChunkOptions | None,
+) -> LogprobArguments:
+    """All checks of the arguments of `flce.linear_logprobs`, which documents the errors."""
+    outputs = check_outputs(outputs)
+    check_tensor("input", input), check_tensor("linear_weight", linear_weight)
+    if target is None:
+        for name in ("logprob", "correct"):
+            if name in outputs:
+                raise ValueError(f"outputs has {name!r}, which needs a target; got target=None")
+        if shift:
+            raise ValueError(f"shift={shift} needs a target, got target=None")
+        # Any class: nothing that depends on it is asked for. No position is ignored.
+        target, ignore_index = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device), -100
+    elif isinstance(target, Tensor) and target.is_floating_point():
+        raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
+    if linear_weight.dim() > 2:
+        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
+    tokens = tuple(input.shape[:-1])
+    each, of_all = None, 1.0
+    if isinstance(temperature, Tensor) and temperature.dim() > 0:
+        each = _checked_temperature(temperature, input)
+    else:
+        of_all = real("temperature", temperature)
+    top_k = check_top_k(top_k)
+    if top_k > len(linear_weight):
+        raise ValueError(f"top_k must be at most the {len(linear_weight)} classes of linear_weight, got {top_k}")
+    if candidates is not None:
+        candidates = _checked_candidates(candidates, tokens, input)
+    spec = LogprobSpec(
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        temperature=of_all,
+        stats=outputs,
+        candidates=0 if candidates is None else candidates.shape[-1],
+        top_k=top_k,
+        row_temperature=each is not None,
+    )
+    linear = linear_arguments(
+        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, "linear_logprobs"
+    )
+    if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
+            f"got {options.logits_dtype}"
+        )
+    if each is not None:
+        wide = each.detach().to(accumulation_dtype(linear.input.dtype)).reshape(-1)
+        each = torch.where(wide > 0, 1.0 / wide, torch.nan)
+    return LogprobArguments(linear, spec, candidates, each)
+
+
+def check_top_k(top_k: int) -> int:
+    """As an int; TypeError or ValueError for what is none from 0 to `MOST_ENTRIES`."""
+    top_k = integer("top_k", top_k)
+    if not 0 <= top_k <= MOST_ENTRIES:
+        raise ValueError(f"top_k must be from 0 to {MOST_ENTRIES}, got {top_k}")
+    return top_k
+
+
+def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
+    """As a tuple; TypeError or ValueError for what are no names of results, each once."""
+    if isinstance(outputs, str) or not isinstance(outputs, (tuple, list)):
+        raise TypeError(f"outputs must be a tuple of names out of {OUTPUTS}, got {outputs!r}")
+    for number, name in enumerate(outputs):
+        if name not in OUTPUTS:
+            raise ValueError(f"unknown output {name!r}; expected any of {OUTPUTS}")
+        if name in outputs[:number]:
+            raise ValueError(f"outputs has {name!r} twice, got {tuple(outputs)}")
+    return tuple(outputs)
+
+
+def _checked_temperature(temperature: Tensor, input: Tensor) -> Tensor:
+    """One of each token; ValueError for those that are not positive where the host looks at values."""
+    if not temperature.is_floating_point():
+        raise TypeError(f"temperature must be a number or have a floating dtype, got {temperature.dtype}")
+    if temperature.device != input.device:
+        raise ValueError(
+            f"all tensors must be on one device, got input on {input.device} and temperature on {temperature.device}"
+        )
+    if temperature.requires_grad:
+        raise ValueError("temperature gets no gradient, got a tensor that requires grad: give temperature.detach()")
+    if temperature.shape != input.shape[:-1]:
+        raise ValueError(
+            f"temperature must be a number or have shape {tuple(input.shape[:-1])} with input {tuple(input.shape)}, "
+            f"got {tuple(temperature.shape)}"
+        )
+    if looks_at_values(temperature.device) and not torch.compiler.is_compiling() and bool((temperature <= 0).any()):
+        wrong = tuple((temperature <= 0).nonzero()[0].tolist())
+        raise ValueError(f"temperature must be > 0, got {temperature[wrong].item()} at {wrong}")
+    return temperature
+
+
+def _checked_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
+    """(N, K) int64."""
+    check_tensor("candidates", candidates)
+    if candidates.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"candidates must hold class indices in int64 or int32, got {candidates.dtype}")
+    if candidates.device != input.device:
+        raise ValueError(
+            f"all tensors must be on one device, got input on {input.device} and candidates on {candidates.device}"
+        )
+    if candidates.dim() == 0 or candidates.shape[:-1] not in ((), tokens):
+        raise ValueError(
+            f"candidates must have shape (K,) or {(*tokens, 'K')} with input {tuple(input.shape)}, "
+            f"got {tuple(candidates.shape)}"
+        )
+    if candidates.shape[-1] > MOST_ENTRIES:
+        raise ValueError(f"candidates must be at most {MOST_ENTRIES} for a token, got {candidates.shape[-1]}")
+    size = candidates.shape[-1]
+    return candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
 
 
 class LogitsArguments(NamedTuple):
@@ -439,6 +590,42 @@ def output(rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec) 
             made[name] = value.detach().reshape(shape) if value.dim() else value.detach()
     made["loss"] = loss
     return LinearCrossEntropyOutput(**made)
+
+
+# A compiler cannot look at fields.
+_OF_LOGPROBS = tuple(field.name for field in fields(LinearLogprobsOutput))
+
+
+def logprob_output(
+    made: Mapping[str, Tensor | None],
+    target: Tensor,
+    tokens: torch.Size,
+    spec: LogprobSpec,
+    candidates: Tensor | None,
+) -> LinearLogprobsOutput:
+    """The results that were asked for, in the shape of the tokens.
+
+    Args:
+        made: those of N tokens by name; the argmax is there for "correct", too.
+        target: (N,) as the call saw it.
+        candidates: as the user gave them.
+    """
+    named = dict(made)
+    argmax = made["argmax"]
+    if "correct" in spec.stats:
+        assert argmax is not None
+        named["correct"] = (argmax == target) & (target != spec.ignore_index)
+    if "argmax" not in spec.stats:
+        named["argmax"] = None
+    shaped = {}
+    for name in _OF_LOGPROBS:
+        value = named.get(name)
+        if value is not None:
+            shaped[name] = value.reshape(*tokens, *value.shape[1:])
+    normalizer = made["normalizer"]
+    if candidates is not None and not spec.candidates and normalizer is not None:
+        shaped["candidate_logprob"] = target.new_empty((*tokens, 0), dtype=normalizer.dtype)
+    return LinearLogprobsOutput(**shaped)
 
 
 def overridable(function: Callable[P, R]) -> Callable[P, R]:

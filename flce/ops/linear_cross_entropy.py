@@ -107,7 +107,7 @@ def _unpack(
     return LinearCrossEntropyProblem(terms, target, *optional, *others), options, traced
 
 
-def _call(
+def fields_of_case(
     p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool, gpu: Described | None = None
 ) -> tuple[Any, ...]:
     """The fields of a `Case`; with a GPU, as if the tensors were there."""
@@ -150,7 +150,7 @@ def _makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
         return True
 
 
-def _run(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
+def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
     """`run` with the plan of a call; where its memory cannot be had, with a smaller one.
 
     Not with a budget, which says how much there is, nor while a graph is captured, whose memory is its own.
@@ -199,23 +199,23 @@ def _forward(*args: Any) -> tuple[Any, ...]:
 
 
 def _solved(p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool, how: str) -> passes.ForwardResult:
-    call = _call(p, options, traced)
+    call = fields_of_case(p, options, traced)
     plan, gradients = plan_of_call(*call), _makes_gradients(call, traced)
     if log.telling():
         new_shapes.log_new_shape(plan, how)
-    return _run(lambda plan: passes.forward(p, plan, gradients), plan)
+    return run_plan(lambda plan: passes.forward(p, plan, gradients), plan)
 
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
     problem, options, traced = _unpack(*args)
-    return _fake_outputs(problem, _call(problem, options, traced), traced)
+    return _fake_outputs(problem, fields_of_case(problem, options, traced), traced)
 
 
 def _fake_outputs(p: LinearCrossEntropyProblem, call: tuple[Any, ...], traced: bool) -> tuple[Any, ...]:
     gradients = _makes_gradients(call, traced)
     dtypes = Case(*call).dtypes(deferred=not gradients)
     accum, like = accumulation_dtype(p.dtype), p.terms[0].input
-    grads = _fake_grads(p, dtypes.input_grad, dtypes.weight_grad, accum) if gradients else []
+    grads = fake_gradients(p, dtypes.input_grad, dtypes.weight_grad, accum) if gradients else []
     scaled = gradients and dtypes.logits_grad == torch.float16
     unit = like.new_empty(() if scaled else (0,), dtype=accum)
     weight_grad = like.new_empty(p.num_tokens if p.token_weight_grad else 0, dtype=accum)
@@ -231,22 +231,22 @@ def rehearsed(args: tuple[Any, ...], gpu: Described) -> tuple[tuple[Any, ...], C
         gpu: what stands in place of their device.
     """
     problem, options, traced = _unpack(*args)
-    call = _call(problem, options, traced, gpu)
+    call = fields_of_case(problem, options, traced, gpu)
     return _fake_outputs(problem, call, traced), plan_of_call(*call)
 
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     problem, options, traced = _unpack(*args)
-    plan = plan_of_call(*_call(problem, options, traced))
-    return _run(lambda plan: passes.backward(problem, plan, normalizer, upstream), plan)
+    plan = plan_of_call(*fields_of_case(problem, options, traced))
+    return run_plan(lambda plan: passes.backward(problem, plan, normalizer, upstream), plan)
 
 
 def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     p, *_ = _unpack(*args)
-    return _fake_grads(p, p.dtype, p.dtype, accumulation_dtype(p.dtype))
+    return fake_gradients(p, p.dtype, p.dtype, accumulation_dtype(p.dtype))
 
 
-def _fake_grads(
+def fake_gradients(
     p: LinearCrossEntropyProblem, input_dtype: torch.dtype, weight_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> list[Tensor]:
     """The gradients that are needed, in the order of `Needs.flat`."""
@@ -401,16 +401,16 @@ class flce_linear_cross_entropy(torch.autograd.Function):
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
-    logits, gradients = _flops(args)
+    logits, gradients = product_flops(args)
     *_, grads, _, _ = out_val
     return logits + (gradients if grads else 0)
 
 
 def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
-    return sum(_flops(args))
+    return sum(product_flops(args))
 
 
-def _flops(args: tuple[Any, ...]) -> tuple[int, int]:
+def product_flops(args: tuple[Any, ...]) -> tuple[int, int]:
     """Flops of the products for the logits, and of those for the gradients that are needed."""
     inputs, weights, *_, flat, _ = args
     needs = Needs.from_flat(flat)

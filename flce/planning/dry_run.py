@@ -13,8 +13,8 @@ from torch import Tensor
 from flce.backends import contract, eager
 from flce.backends.contract import RowOutputs
 from flce.core import gemm, private
-from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
-from flce.engine import vectors
+from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
+from flce.engine import per_token, vectors
 from flce.engine.arena import Arena, CountingArena
 from flce.engine.case import Case
 from flce.engine.passes import Plan, Runtime, backward, forward
@@ -68,6 +68,8 @@ def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
     if index is not None:
         selection.kept.extend((selection.target, vectors.allocate(problem, n, arena)))
     runtime = runtime._replace(select=lambda *_: selection)
+    if isinstance(c.spec, LogprobSpec):
+        return _rehearse_per_token(problem, plan, runtime, c.spec.candidates)
     result = forward(problem, plan, c.needs.any and not plan.deferred, runtime)
     if plan.deferred:
         upstream = given(*([n] if c.spec.reduction == "none" else []), dtype=accum)
@@ -77,6 +79,25 @@ def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
     selection.kept.clear()
     # They are multiplied by the upstream gradient, and cast.
     return [*grads, *(arena.new(g.shape, c.dtype) for g in grads if g.dim() == 2 and g.dtype != c.dtype)]
+
+
+def _rehearse_per_token(
+    problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime, num_candidates: int
+) -> list[Tensor]:
+    """The pass that the plan is for: forward has no gradients, backward another plan."""
+    n, arena, accum = problem.num_tokens, runtime.arena, accumulation_dtype(problem.dtype)
+    candidates = arena.new((n, num_candidates), torch.int64) if num_candidates else None
+    if not problem.needs.any:
+        per_token.forward(problem, plan, candidates, runtime)
+        return []
+
+    def vector() -> Tensor:
+        return arena.new((n,), accum)
+
+    of_candidates = arena.new((n, num_candidates), accum) if num_candidates else None
+    kept = per_token.Kept(arena.new((contract.normalizer_slots(problem.spec), n), accum), vector(), of_candidates)
+    upstream = per_token.Upstream(vector(), vector(), vector(), of_candidates)
+    return per_token.backward(problem, plan, candidates, kept, upstream, runtime)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +171,7 @@ class Meter:
     def product_statistics(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.product(len(x), len(weight), x.shape[1])
         self.moved(launches=1)
-        self.scratch(contract.product_scratch_bytes(len(x), len(weight), 2))
+        self.scratch(contract.product_scratch_bytes(len(x), len(weight), contract.product_planes(self.case.spec)))
 
     def product_gradient(self, x: Tensor, weight: Tensor, *args: Any) -> None:
         self.product(len(x), len(weight), x.shape[1])
@@ -161,6 +182,25 @@ class Meter:
             self.product(len(x), tile.shape[1], x.shape[1])
         self.moved(launches=10)
         self.scratch(contract.product_scratch_bytes(len(x), len(weight), 1))
+
+    def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
+        """A row of the weight for each of the ids."""
+        self.seconds += ids.numel() * weight.shape[1] * weight.element_size() / self.device.bandwidth
+        self.moved(x)
+        self._entries(ids, 2 * x.shape[1])  # rows of the weight, and the same in another dtype
+
+    def sum_equal(self, ids: Tensor, values: Tensor, out: Tensor) -> None:
+        self.moved(ids, values, out)
+        self._entries(ids, ids.shape[1])
+
+    def _entries(self, ids: Tensor, numbers: int) -> None:
+        """What so many numbers for each of the ids take for a moment."""
+        if self.case.backend == "torch":
+            row_bytes = ids.shape[1] * numbers * accumulation_dtype(self.case.dtype).itemsize
+            self.scratch(row_bytes * eager.slab_rows(self.case.device_type, len(ids), row_bytes, 1))
+
+    def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
+        self.moved(ids, values)
 
     def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
@@ -208,6 +248,10 @@ class CountingStage(Stage):
 
     def add_column_sums(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x)
+
+    def collect(self, logits: Tensor, part: slice, cols: slice) -> None:
+        if self.top is not None:
+            self._meter.moved(logits, launches=5)
 
     def matmul(self, a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
         (m, k), n = a.shape, b.shape[1]

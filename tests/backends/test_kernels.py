@@ -252,7 +252,7 @@ def test_scales_and_sums(
     )
     loss = torch.randn(rows, dtype=torch.float64, device=device)
     z = torch.randn(rows, dtype=torch.float64, device=device) if z_loss else None
-    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None)
+    out = RowOutputs(loss, z, loss.new_empty(2, rows), None, None, None, None, None)
     count = (target != -100).sum().double()
     z_scale = count.reciprocal() if reduction == "mean" else count.new_tensor(1 / 7 if items else 1.0)
     ce_scale = z_scale
@@ -286,7 +286,7 @@ def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
         target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
         p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
         loss = torch.zeros(rows, dtype=torch.float64, device=device)
-        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None, None, None)
         kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
     assert settled == [True, False, False, False]
 
@@ -297,7 +297,7 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     target = torch.randint(-1, 11, (rows,), device="cuda")
     p = Summed(target, LossSpec(ignore_index=-1, reduction="mean"), None, None, dtype=torch.bfloat16)
     loss = torch.rand(rows, device="cuda")
-    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None)
+    out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None, None, None)
     total, _, scales = kernels.TritonBackend().reduce(p, out, None)
     count = int((target != -1).sum())
     if count:

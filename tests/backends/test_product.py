@@ -14,7 +14,7 @@ import torch
 
 import flce
 from flce.backends import contract
-from flce.core.problem import STATS, LossSpec
+from flce.core.problem import STATS, LogprobSpec, LossSpec
 from flce.engine.borrowing import BorrowedBlocks
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
@@ -159,8 +159,8 @@ def test_an_option_that_products_do_not_know(device: torch.device) -> None:
     assert not replace(plain, spec=_WithOption(unheard_of=2.0)).in_registers
     assert not replace(plain, spec=LossSpec(stats=("argmax",))).in_registers
     # What they know is spelled as it is asked for.
-    assert {field.name for field in fields(LossSpec)} > contract.PRODUCT_FIELDS
-    assert set(STATS) > contract.PRODUCT_STATS
+    assert {field.name for field in fields(LogprobSpec)} > contract.PRODUCT_FIELDS
+    assert set(STATS) > contract.EXPONENTIAL_STATS
 
 
 @pytest.mark.gpu

@@ -135,6 +135,8 @@ def test_a_package_that_is_not_there_is_named():
         ("operator", ["--shape", "8,4,16", "--contender", "nobody"], "there are"),
         ("operator", ["--shape", "8,4,16", "--device", "abacus"], "there is no device 'abacus' here"),
         ("operator", ["--shape", "8,4,16", "--no-time"], "nothing to measure"),
+        ("operator", ["--shape", "8,4,16", "--seconds", "inf"], "expected a finite number, got inf"),
+        ("operator", ["--shape", "8,4,16", "--deadline", "nan"], "expected a finite number, got nan"),
         ("operator", ["--shape", "8,4,16", "--mode", "sideways"], "frozen-head"),
         ("model", ["--model", "GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
         ("model", ["--preset", "tiny", "--contender", "nobody"], "there are"),
@@ -199,6 +201,22 @@ def test_a_budget_is_a_contender():
     assert not bfloat16.applies(case, CPU)
     with pytest.raises(ValueError, match="ours-0MiB"):
         select(["ours-0MiB"])
+
+
+def test_a_budget_without_a_plan_is_no_failure():
+    entry = OPERATOR.measure(OperatorCase(400_000, 2, 8, dtype="float32"), CPU, Effort(1, 0.0), select(["ours-1MiB"]))
+    assert [result.status for result in entry.results] == ["unplanned"] * 2
+    assert "max_workspace_bytes=1048576 is too small" in (entry.results[0].reason or "")
+
+
+def test_a_call_of_another_problem_is_timed_and_not_judged():
+    """Its gradients are no workspace either."""
+    case = OperatorCase(64, 32, 500, dtype="float32", ignored=0.5, errors=True)
+    entry = OPERATOR.measure(case, CPU, Effort(1, 0.0), select(["ours", "ours-full"]))
+    ours, full, _ = entry.results
+    assert (ours.errors is None, full.errors) == (False, {})
+    assert full.samples_ms
+    assert full.workspace_bytes == pytest.approx(ours.workspace_bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("mode, feature", [*((mode, "") for mode in CALLS), ("frozen-head", "adapter of rank 16")])

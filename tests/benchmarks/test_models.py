@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 
+from benchmarks import memory
 from benchmarks.benchmark import save
 from benchmarks.models import (
     ARCHITECTURES,
@@ -99,6 +101,36 @@ def test_contenders_find_the_same_weights(optimizer):
     copies = {"adamw": 3}.get(optimizer, 1)
     held = held_bytes(model, None)
     assert stock.peak_bytes - stock.workspace_bytes == pytest.approx(copies * held, rel=0.01)
+
+
+def test_settings_of_a_step():
+    """With LoRA nothing but adapters of the layers is trained, and their head has none."""
+    pytest.importorskip("peft")
+    case = dataclasses.replace(CASE, lora_rank=4, checkpointing=False)
+    model = build(case, CPU)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name and "lm_head" not in name for name in trained)
+    assert not model.is_gradient_checkpointing
+    assert build(CASE, CPU).is_gradient_checkpointing
+    assert case.title == "tiny-llama, 1 x 16 tokens, float32, LoRA of rank 4, no checkpointing"
+
+
+def test_without_peft_its_cases_are_not_measured(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    entry = MODEL.measure(dataclasses.replace(CASE, lora_rank=4, contenders=("ours", "stock")), CPU, Effort(1, 1.0))
+    assert {(result.status, result.reason) for result in entry.results} == {
+        ("unavailable", "not installed (pip install peft)")
+    }
+
+
+def test_the_picture_of_memory(tmp_path):
+    """On a CPU of a tiny model; stock holds logits that flce does not."""
+    memory.main(tmp_path / "memory.png")
+    document = json.loads((tmp_path / "memory.json").read_text())
+    assert document["case"]["model"] == "tiny-llama"
+    assert document["peak_bytes"]["flce.patch_model(model)"] < document["peak_bytes"]["stock"]
+    assert (tmp_path / "memory.png").exists()
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))

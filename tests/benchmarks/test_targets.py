@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,19 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
 
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.operator import CURVE, OPERATOR, PRESETS, SHAPES, call_case, peer_case
+from benchmarks.reports import shortfalls
 from benchmarks.targets import (
     CALL_TARGETS,
+    CURVE_MIB,
+    CURVE_PEERS,
     EXACT_TARGETS,
     MAIN,
     MET,
@@ -35,7 +41,7 @@ from benchmarks.targets import (
 )
 from flce.core.sizes import MIB
 from flce.tools.bench.cases import Effort
-from flce.tools.bench.contenders import select
+from flce.tools.bench.contenders import budget_name, select
 from flce.tools.bench.problem import OperatorCase
 from flce.tools.bench.results import BenchResult, Entry, Run
 
@@ -182,6 +188,27 @@ def test_every_peer_is_in_the_preset():
     assert [case.shape for case in cases] == SHAPES
     for case in cases:
         assert {*PEERS, *CURVE} <= set(case.contenders or ())
+
+
+def test_the_curve_is_drawn_with_every_name_in_a_place_of_its_own():
+    """And a budget without a plan is named so: no figure of it is missing."""
+    case, *_ = (case for case, _ in PRESETS["h200-curve"]())
+    figures = [measured("floor", 10.0, family="floor"), measured("ours", 10.3, 566)]
+    figures += [measured(budget_name(mib), 19 - mib / 64, mib) for mib in CURVE_MIB[1:]]
+    figures += [measured(name, 14.0 + index / 9, 2000 + 9 * index, "peer") for index, name in enumerate(CURVE_PEERS)]
+    least = BenchResult(budget_name(1), "", "ours", "unplanned", "max_workspace_bytes is too small")
+    run = run_of(Entry(case, [*figures, least]))
+    assert shortfalls(run) == []
+    assert "has no plan: max_workspace_bytes is too small" in OPERATOR.tables(run, False)[-2].markdown()
+    picture = OPERATOR.figure(run)
+    assert {*case.contenders} == {result.contender for result in run.cases[0].results}
+    (axis,) = picture.axes
+    assert [text.get_text() for text in axis.texts if text.get_text()] == ["flce, in budgets", "ours", *CURVE_PEERS]
+    assert picture.get_size_inches()[0] * 100 == 700
+    picture.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in axis.texts if text.get_text()]
+    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert all(axis.bbox.containsx(box.x0) and axis.bbox.containsx(box.x1) for box in boxes)
 
 
 def test_times_of_a_call_are_told_from_those_of_the_device():

@@ -344,8 +344,8 @@ def watched(plan: ChunkPlan) -> Watched:
     problem = LinearCrossEntropyProblem((term,), target, None, None, None, None, c.spec, c.needs)
     stages: list[Watched] = []
 
-    def stage(*args: Any) -> Watched:
-        stages.append(Watched(*args))
+    def stage(*args: Any, **more: Any) -> Watched:
+        stages.append(Watched(*args, **more))
         return stages[0]
 
     normalizer, upstream = given_(2, n, dtype=torch.float32), given_(dtype=torch.float32)

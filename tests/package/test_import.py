@@ -119,7 +119,7 @@ def test_works_without_triton_and_transformers() -> None:
 DOCUMENTED = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
 OPERATORS = {
     *("linear_cross_entropy", "linear_cross_entropy_backward", "cross_entropy", "cross_entropy_backward"),
-    *("softmax", "softmax_backward", "scale_", "scale_cast"),
+    *("softmax", "softmax_backward", "scale_", "scale_cast", "linear_logprobs", "linear_logprobs_backward"),
 }
 VARIABLES = {"FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG"}
 

@@ -39,6 +39,8 @@ SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
         ((*SHAPE, "--contender", "nobody"), "unknown contender nobody; there are: floor"),
         ((*BENCH, "1000000000,100000,16"), "operands and gradients take 745,058 GiB, and cpu has"),
         ((*SHAPE, "--seconds", "-1"), "Invalid value for '--seconds'"),
+        ((*SHAPE, "--seconds", "inf"), "'--seconds': expected a finite number, got inf"),
+        ((*SHAPE, "--seconds", "nan"), "Invalid value for '--seconds'"),
         (
             (*SHAPE, "--plot", "picture.txt"),
             "no picture can be drawn as picture.txt: give a name that ends in .png, .pdf, .svg",

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
-from flce.backends.triton import exponentials_launch, product_launch, reduction_launch, softmax_launch
+from flce.backends.triton import entries_launch, exponentials_launch, product_launch, reduction_launch, softmax_launch
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.gradient_of_exponentials import gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
@@ -99,6 +99,8 @@ FEWEST_LANES = 128
 # 72 (10007 columns, gradient). Without edges 20000 columns have 97 in such a block.
 EDGED_LANES = 512
 EDGED_FILLED = 2 / 3
+# Results of rows that take registers.
+EXTRAS = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 SCALE_BLOCK = 4096
 # Programs for each multiprocessor. On an H200:
 #   programs                        2                4               8        2048 in all
@@ -131,6 +133,9 @@ class TritonBackend:
     combine_rows = staticmethod(exponentials_launch.combine_rows)
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
+    row_products = staticmethod(entries_launch.row_products)
+    sum_equal = staticmethod(entries_launch.sum_equal)
+    write_entries = staticmethod(entries_launch.write_entries)
     loss_scales = staticmethod(reduction_launch.loss_scales)
     reduce = staticmethod(reduction_launch.reduce)
 
@@ -169,7 +174,7 @@ def _cross_entropy(
         spec.softcap is not None
         or inputs.bias is not None
         or inputs.class_weight is not None
-        or (out is not None and (out.entropy is not None or out.argmax is not None))
+        or (out is not None and any(getattr(out, name) is not None for name in EXTRAS))
     )
     grad_dtype = None if grad is None else grad.dtype
     edges = (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)

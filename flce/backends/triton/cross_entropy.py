@@ -53,6 +53,7 @@ from flce.backends.triton.math import (
     lane_sum,
     load_columns,
     load_normalizer,
+    load_row_gradient,
     load_scales,
     logit_gradient,
     over_lanes,
@@ -71,6 +72,8 @@ _ENTROPY_SUM = tl.constexpr(contract.ENTROPY_SUM)
 _REFERENCE = tl.constexpr(contract.REFERENCE)
 _SMOOTH_SUM = tl.constexpr(contract.SMOOTH_SUM)
 _ARGMAX = tl.constexpr(contract.ARGMAX)
+_LOGIT_SUM = tl.constexpr(contract.LOGIT_SUM)
+_SQUARE_SUM = tl.constexpr(contract.SQUARE_SUM)
 _BASE = tl.constexpr(contract.BASE)
 _TARGET_JACOBIAN = tl.constexpr(contract.TARGET_JACOBIAN)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
@@ -90,9 +93,13 @@ def _merge(
     entropy_sum,
     smooth_sum,
     argmax,
+    logit_sum,
+    square_sum,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
+    WANT_MEAN_LOGIT: tl.constexpr,
+    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
@@ -106,6 +113,8 @@ def _merge(
         if HAS_CLASS_WEIGHT:
             relative *= load_columns(class_weight_ptr + columns, mask, "").to(z.dtype)
         smooth_sum += lane_sum(relative, LANES, VECTOR)
+    if WANT_MEAN_LOGIT:
+        logit_sum += lane_sum(z if mask is None else tl.where(mask, z, 0.0), LANES, VECTOR)
     old_largest = largest
     old_total = total
     largest, total, exps, zero, decay = softmax_update(largest, total, z, LANES, VECTOR)
@@ -124,7 +133,9 @@ def _merge(
         carried = tl.where(old_total > 0, decay * (entropy_sum + (old_largest - zero) * old_total), 0.0)
         terms = tl.where(z == float("-inf"), 0.0, exps * (z - over_lanes(zero, LANES, VECTOR)))
         entropy_sum = carried + lane_sum(terms, LANES, VECTOR)
-    return largest, total, entropy_sum, smooth_sum, argmax, exps
+    if WANT_LOG_SUM_SQ_PROB:
+        square_sum = square_sum * decay * decay + lane_sum(exps * exps, LANES, VECTOR)
+    return largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum, exps
 
 
 @triton.jit
@@ -151,7 +162,7 @@ def _gradient(
 @triton.jit(
     do_not_specialize=[
         "ignore_index", "column_start", "state_stride", "factors_stride", "normalizer_stride", "upstream_stride",
-        "inner_rows",
+        "inner_rows", "row_gradient_stride",
     ]
 )  # fmt: skip
 def cross_entropy_kernel(
@@ -161,9 +172,11 @@ def cross_entropy_kernel(
     bias_ptr,  # (cols,) of this tile
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
+    row_factor_ptr,  # (rows,)
+    row_gradient_ptr,  # (3, rows), row stride row_gradient_stride
     upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
-    state_ptr,  # (7, rows), row stride state_stride; 9 with EXPONENTIALS
+    state_ptr,  # (9, rows), row stride state_stride; 11 with EXPONENTIALS
     factors_ptr,  # with EXPONENTIALS (2, rows), or 3 with label smoothing, row stride factors_stride
     loss_ptr,  # (rows,)
     z_loss_ptr,  # (rows,)
@@ -171,6 +184,8 @@ def cross_entropy_kernel(
     logprob_ptr,  # (rows,)
     entropy_ptr,  # (rows,)
     argmax_ptr,  # (rows,) int64
+    mean_logit_ptr,  # (rows,)
+    log_sum_sq_prob_ptr,  # (rows,)
     logits_stride,
     grad_stride,
     inner_rows,  # where rows have two levels, (outer, inner_rows): what the outer ones are apart follows
@@ -180,6 +195,7 @@ def cross_entropy_kernel(
     factors_stride,
     normalizer_stride,
     upstream_stride,
+    row_gradient_stride,
     cols,  # classes in this tile
     room,  # columns of a row that may be read and written, cols or more
     column_start,  # the first of them
@@ -206,11 +222,16 @@ def cross_entropy_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_UPSTREAM: tl.constexpr,
+    HAS_ROW_FACTOR: tl.constexpr,
+    HAS_ROW_GRADIENT: tl.constexpr,
+    HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
+    WANT_MEAN_LOGIT: tl.constexpr,
+    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     HEAD_BYTES: tl.constexpr,  # 0: vectors begin where rows do; else, a multiple of 16, where their first one is
     ONE_BLOCK: tl.constexpr,  # BLOCK >= cols
     OVERLAP: tl.constexpr,  # launched while the kernel before may still run, as the one that comes next may be
@@ -270,6 +291,13 @@ def cross_entropy_kernel(
     label_smoothing = tl.full((), label_smoothing, ACCUM)
     z_loss = tl.full((), z_loss, ACCUM)
 
+    if HAS_ROW_FACTOR:
+        row_factor = tl.load(row_factor_ptr + row)
+        if HAS_SOFTCAP:
+            cap *= row_factor
+        else:
+            scale *= row_factor
+
     target = tl.load(target_ptr + row)
     valid = target != ignore_index
     in_range = (target >= 0) & (target < vocab_size)
@@ -280,7 +308,7 @@ def cross_entropy_kernel(
         column_start += head
         cols = inside
     # Loaded here, where nothing waits for them yet.
-    if GRADIENT:
+    if GRADIENT and not HAS_ROW_GRADIENT:
         scales = load_scales(scales_ptr, ACCUM)
     weight_sum = tl.full((), vocab_size, ACCUM)
     if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
@@ -325,6 +353,8 @@ def cross_entropy_kernel(
         entropy_sum = tl.full((LANES,), 0.0, ACCUM)
         smooth_sum = tl.full((LANES,), 0.0, ACCUM)
         argmax = tl.full((LANES,), 0, tl.int64)
+        logit_sum = tl.full((LANES,), 0.0, ACCUM)
+        square_sum = tl.full((LANES,), 0.0, ACCUM)
         reference = tl.full((), 0.0, ACCUM)
         target_logit = tl.where(target_here, target_z, 0.0)
         state_ptr += row
@@ -341,6 +371,10 @@ def cross_entropy_kernel(
                 smooth_sum = tl.where(first, tl.load(state_ptr + _SMOOTH_SUM * state_stride), smooth_sum)
             if WANT_ARGMAX:
                 argmax = tl.where(first, tl.load(state_ptr + _ARGMAX * state_stride).to(tl.int64), argmax)
+            if WANT_MEAN_LOGIT:
+                logit_sum = tl.where(first, tl.load(state_ptr + _LOGIT_SUM * state_stride), logit_sum)
+            if WANT_LOG_SUM_SQ_PROB:
+                square_sum = tl.where(first, tl.load(state_ptr + _SQUARE_SUM * state_stride), square_sum)
         elif HAS_LABEL_SMOOTHING:
             # Sums of logits are taken relative to one of the same row, so that a large common offset does
             # not cancel their digits away.
@@ -363,6 +397,10 @@ def cross_entropy_kernel(
                     smooth_sum *= tl.load(tile_weight_ptr + edge_columns, mask=edge_present, other=0.0).to(ACCUM)
             if WANT_ARGMAX:
                 argmax = tl.where(largest > float("-inf"), column_start + edge_columns, argmax)
+            if WANT_MEAN_LOGIT:
+                logit_sum = tl.where(edge_present, edge_z, 0.0)
+            if WANT_LOG_SUM_SQ_PROB:
+                square_sum = total * total
         if not ONE_BLOCK:
             for start in range(0, full, BLOCK):
                 columns = start + offsets
@@ -370,9 +408,10 @@ def cross_entropy_kernel(
                     tl.load(logits_ptr + columns), bias_ptr, columns, None,
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
-                largest, total, entropy_sum, smooth_sum, argmax, _exps = _merge(
+                largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum, _exps = _merge(
                     z, columns, None, column_start, tile_weight_ptr, reference,
-                    largest, total, entropy_sum, smooth_sum, argmax,
+                    largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum,
+                    WANT_MEAN_LOGIT=WANT_MEAN_LOGIT, WANT_LOG_SUM_SQ_PROB=WANT_LOG_SUM_SQ_PROB,
                     LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
                     HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
                 )  # fmt: skip
@@ -383,9 +422,10 @@ def cross_entropy_kernel(
         last_z, last_jacobian = transform(
             last_a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
         )
-        largest, total, entropy_sum, smooth_sum, argmax, last_exps = _merge(
+        largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum, last_exps = _merge(
             tl.where(present, last_z, float("-inf")), last_columns, present, column_start, tile_weight_ptr, reference,
-            largest, total, entropy_sum, smooth_sum, argmax,
+            largest, total, entropy_sum, smooth_sum, argmax, logit_sum, square_sum,
+            WANT_MEAN_LOGIT=WANT_MEAN_LOGIT, WANT_LOG_SUM_SQ_PROB=WANT_LOG_SUM_SQ_PROB,
             LANES=LANES, VECTOR=VECTOR, WANT_ENTROPY=WANT_ENTROPY, WANT_ARGMAX=WANT_ARGMAX, ASCENDING=not EDGES,
             HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
         )  # fmt: skip
@@ -399,6 +439,12 @@ def cross_entropy_kernel(
             row_smooth_sum = tl.sum(smooth_sum, axis=0)
         if WANT_ARGMAX:
             row_argmax = tl.min(tl.where(largest == row_max, argmax, _NO_COLUMN), axis=0)
+        if WANT_MEAN_LOGIT:
+            row_logit_sum = tl.sum(logit_sum, axis=0)
+        if WANT_LOG_SUM_SQ_PROB:
+            nothing = row_max == float("-inf")
+            squares = square_sum * tl.exp2((largest - tl.where(nothing, 0.0, row_max)) * (2.0 * LOG2_E))
+            row_square_sum = tl.sum(tl.where(total > 0, squares, 0.0), axis=0)
 
         if STORE_STATE:
             tl.store(state_ptr + _MAX * state_stride, row_max)
@@ -412,6 +458,10 @@ def cross_entropy_kernel(
             if WANT_ARGMAX:
                 # Exact: an index below 2^24 is a float32.
                 tl.store(state_ptr + _ARGMAX * state_stride, row_argmax.to(ACCUM))
+            if WANT_MEAN_LOGIT:
+                tl.store(state_ptr + _LOGIT_SUM * state_stride, row_logit_sum)
+            if WANT_LOG_SUM_SQ_PROB:
+                tl.store(state_ptr + _SQUARE_SUM * state_stride, row_square_sum)
 
         if FINISH:
             log_sum = tl.log(tl.where(valid, row_sum, 1.0))
@@ -432,6 +482,11 @@ def cross_entropy_kernel(
                 tl.store(entropy_ptr + row, tl.where(valid, log_sum - row_entropy_sum / row_sum, 0.0))
             if WANT_ARGMAX:
                 tl.store(argmax_ptr + row, tl.where(valid, row_argmax, -1))
+            if WANT_MEAN_LOGIT:
+                tl.store(mean_logit_ptr + row, tl.where(valid, row_logit_sum / vocab_size, 0.0))
+            if WANT_LOG_SUM_SQ_PROB:
+                log_squares = tl.log(tl.where(valid, row_square_sum, 1.0)) - 2.0 * log_sum
+                tl.store(log_sum_sq_prob_ptr + row, tl.where(valid, log_squares, 0.0))
     else:
         row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, None)
 
@@ -458,7 +513,14 @@ def cross_entropy_kernel(
         base = tl.where(base == float("-inf"), 0.0, base)
 
     if GRADIENT:
-        if FINISH or not EXPONENTIALS:
+        of_entropy = tl.full((), 0.0, ACCUM)
+        if HAS_ROW_GRADIENT:
+            tl.static_assert(not EXPONENTIALS and not STATISTICS)
+            of_softmax, of_target, of_entropy = load_row_gradient(
+                row_gradient_ptr, row_gradient_stride, row, None, in_range | (not valid), HAS_ENTROPY_GRADIENT
+            )
+            of_classes = tl.full((), 0.0, ACCUM)
+        elif FINISH or not EXPONENTIALS:
             row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
             # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
             of_softmax, of_target, of_classes = gradient_factors(
@@ -496,7 +558,8 @@ def cross_entropy_kernel(
         tl.debug_barrier()
         if EDGES:
             edge_grad = _gradient(
-                softmax_term(edge_z, row_max, log_sum, of_softmax), tl.where(edge_present, edge_jacobian, 0.0),
+                softmax_term(edge_z, row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT),
+                tl.where(edge_present, edge_jacobian, 0.0),
                 edge_columns, edge_present, tile_weight_ptr, of_classes, 0.0,
                 SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip
@@ -510,7 +573,7 @@ def cross_entropy_kernel(
                     scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP,
                 )  # fmt: skip
                 grad = _gradient(
-                    softmax_term(z, row_max, log_sum, of_softmax), jacobian,
+                    softmax_term(z, row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT), jacobian,
                     columns, None, tile_weight_ptr, of_classes, 0.0,
                     SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
                 )  # fmt: skip
@@ -531,7 +594,9 @@ def cross_entropy_kernel(
             z, jacobian = transform(
                 a, bias_ptr, last_columns, present, scale, cap, ACCUM, HAS_SCALE, HAS_BIAS, HAS_SOFTCAP
             )
-            term = softmax_term(tl.where(present, z, float("-inf")), row_max, log_sum, of_softmax)
+            term = softmax_term(
+                tl.where(present, z, float("-inf")), row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT
+            )
         grad = _gradient(
             term, tl.where(present, jacobian, 0.0), last_columns, present, tile_weight_ptr, of_classes, 0.0,
             SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
@@ -548,7 +613,7 @@ def cross_entropy_kernel(
             target_grad = tl.full((), 0.0, ACCUM)
         else:
             target_grad = _gradient(
-                softmax_term(target_z, row_max, log_sum, of_softmax), target_jacobian,
+                softmax_term(target_z, row_max, log_sum, of_softmax, of_entropy, HAS_ENTROPY_GRADIENT), target_jacobian,
                 target_column, target_here, tile_weight_ptr, of_classes, of_target,
                 SMOOTHED, HAS_CLASS_WEIGHT, HAS_JACOBIAN,
             )  # fmt: skip

@@ -94,7 +94,7 @@ class CallArguments(NamedTuple):
 
 
 def call_arguments(call: TileCall) -> CallArguments:
-    inputs, spec, tile, out, normalizer, upstream = call
+    inputs, spec, tile, out, normalizer, upstream, row_gradient = call
     bias = inputs.tile_bias(tile)
     if out is not None:
         normalizer = out.normalizer
@@ -105,6 +105,9 @@ def call_arguments(call: TileCall) -> CallArguments:
         "bias_ptr": unused if bias is None else bias,
         "class_weight_ptr": unused if inputs.class_weight is None else inputs.class_weight,
         "token_weight_ptr": unused if inputs.token_weight is None else inputs.token_weight,
+        "row_factor_ptr": unused if inputs.row_factor is None else inputs.row_factor,
+        "row_gradient_ptr": unused if row_gradient is None else row_gradient,
+        "row_gradient_stride": 0 if row_gradient is None else row_gradient.stride(0),
         "upstream_ptr": unused if upstream is None else upstream,
         "upstream_stride": 0 if upstream is None or upstream.dim() == 0 else 1,
         "normalizer_stride": 0 if normalizer is None else normalizer.stride(0),
@@ -122,7 +125,10 @@ def call_arguments(call: TileCall) -> CallArguments:
         "HAS_CLASS_WEIGHT": inputs.class_weight is not None,
         "HAS_TOKEN_WEIGHT": inputs.token_weight is not None,
         "HAS_UPSTREAM": upstream is not None,
-        "HAS_SCALE": spec.scale != 1.0,
+        "HAS_SCALE": spec.scale != 1.0 or inputs.row_factor is not None,
+        "HAS_ROW_FACTOR": inputs.row_factor is not None,
+        "HAS_ROW_GRADIENT": row_gradient is not None,
+        "HAS_ENTROPY_GRADIENT": row_gradient is not None and "entropy" in spec.stats,
     }
     for name, pointer, flag in _OUTPUTS:
         tensor = None if out is None else getattr(out, name)

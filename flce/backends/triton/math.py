@@ -10,6 +10,10 @@ from flce.backends import contract
 # A kernel can read no globals but constexpr ones.
 _OFFSET = tl.constexpr(contract.OFFSET)
 _LOG_SUM = tl.constexpr(contract.LOG_SUM)
+_LEAST_LOGPROB = tl.constexpr(contract.LEAST_LOGPROB)
+_SOFTMAX = tl.constexpr(contract.SOFTMAX)
+_TARGET = tl.constexpr(contract.TARGET)
+_ENTROPY = tl.constexpr(contract.ENTROPY)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -220,8 +224,23 @@ def gradient_factors(
 
 
 @triton.jit
-def softmax_term(z, offset, log_sum, of_softmax):
-    """The softmax's term of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset."""
+def load_row_gradient(row_gradient_ptr, stride, row, mask, in_range, HAS_ENTROPY_GRADIENT: tl.constexpr):
+    """The factors of a gradient that is given as a whole, in the place of those of `gradient_factors`: of softmax, of
+    the target's one-hot vector, and of entropy. NaN for wrong targets."""
+    of_softmax = load_columns(row_gradient_ptr + _SOFTMAX * stride + row, mask, "")
+    of_target = load_columns(row_gradient_ptr + _TARGET * stride + row, mask, "")
+    of_entropy = tl.zeros_like(of_softmax)
+    if HAS_ENTROPY_GRADIENT:
+        of_entropy = load_columns(row_gradient_ptr + _ENTROPY * stride + row, mask, "")
+    return tl.where(in_range, of_softmax, float("nan")), of_target, of_entropy
+
+
+@triton.jit
+def softmax_term(z, offset, log_sum, of_softmax, of_entropy=0.0, HAS_ENTROPY_GRADIENT: tl.constexpr = False):
+    """The softmax's term of the gradient: `of_softmax` times exp(z - m) / sum(exp(z - m)), m being the offset. With
+    the gradient of an entropy that, p, is multiplied by ``of_softmax - of_entropy * log(p)``."""
+    if HAS_ENTROPY_GRADIENT:
+        of_softmax = of_softmax - of_entropy * tl.maximum((z - offset) - log_sum, _LEAST_LOGPROB)
     # exp((z - m) - log_sum), its second subtraction and the change of base in one operation
     return of_softmax * tl.exp2((z - offset) * LOG2_E - log_sum * LOG2_E)
 

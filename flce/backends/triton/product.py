@@ -21,12 +21,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from flce.backends.contract import LEAST_LOGPROB
 from flce.backends.triton.math import (
     LOG2_E,
     balanced_group,
     block_in_groups,
     gradient_factors,
     load_normalizer,
+    load_row_gradient,
     load_scales,
     logit_gradient,
     softmax_merge,
@@ -39,14 +41,28 @@ from flce.backends.triton.math import (
 # bfloat16, and so is the inverse of such a sum, divided by a number of tokens, times an input.
 LIMIT = 64.0
 _LIMIT = tl.constexpr(LIMIT)
+_LEAST_LOGPROB = tl.constexpr(LEAST_LOGPROB)
+_NO_COLUMN = tl.constexpr(2**31 - 1)
 
 
-@triton.jit(do_not_specialize=["ignore_index", "column_start", "normalizer_stride", "rows", "cols", "vocab_size"])
+@triton.jit(
+    do_not_specialize=[
+        "ignore_index",
+        "column_start",
+        "normalizer_stride",
+        "row_gradient_stride",
+        "rows",
+        "cols",
+        "vocab_size",
+    ]
+)
 def product_kernel(
     x_desc,  # (rows, hidden)
     weight_desc,  # (cols, hidden)
     out_desc,  # (rows, cols) the gradient or the exponentials; x_desc
-    # statistics (2, blocks of all classes, rows): the largest z of a row in a block, sum of exp(z - that);
+    # statistics (planes, blocks of all classes, rows): the largest z of a row in a block, sum of exp(z - that), and
+    # for each that is wanted, in this order, sum of exp(z - that) (z - that), the argmax, sum of z, sum of squares of
+    # exp(z - that);
     # exponentials (blocks of all classes, rows): their sum or, where one is beyond 2^LIMIT, minus its logarithm
     partial_ptr,
     target_logit_ptr,  # (rows,): written where the target is among the columns
@@ -54,12 +70,15 @@ def product_kernel(
     bias_ptr,  # (cols,) of these columns
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
+    row_factor_ptr,  # (rows,)
+    row_gradient_ptr,  # (3, rows), row stride row_gradient_stride
     upstream_ptr,  # (rows,)
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
     work_ptr,  # () exponentials: 0 if there is nothing to do, else 1 + the blocks of rows to be made
     normalizer_stride,
+    row_gradient_stride,
     rows,
     cols,
     hidden,
@@ -78,7 +97,14 @@ def product_kernel(
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_UPSTREAM: tl.constexpr,
+    HAS_ROW_FACTOR: tl.constexpr,
+    HAS_ROW_GRADIENT: tl.constexpr,
+    HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_ARGMAX: tl.constexpr,
+    WANT_MEAN_LOGIT: tl.constexpr,
+    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     OVERLAP: tl.constexpr,  # what is launched next may begin where this one leaves multiprocessors idle
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -114,7 +140,16 @@ def product_kernel(
             # Not in `transform`: the block would change its layout for these loads, which takes more than there is.
             column = col_start + tl.arange(0, COLS)
             a += tl.load(bias_ptr + column, mask=column < cols, other=0.0).to(tl.float32)[None, :]
-        z, jacobian = transform(a, bias_ptr, columns, present, scale, cap, tl.float32, HAS_SCALE, False, HAS_SOFTCAP)
+        row_scale, row_cap = scale, cap
+        if HAS_ROW_FACTOR:
+            row_factor = tl.load(row_factor_ptr + row, mask=exists, other=1.0)[:, None]
+            if HAS_SOFTCAP:
+                row_cap = cap * row_factor
+            else:
+                row_scale = scale * row_factor
+        z, jacobian = transform(
+            a, bias_ptr, columns, present, row_scale, row_cap, tl.float32, HAS_SCALE, False, HAS_SOFTCAP
+        )
         target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
         valid = target != ignore_index
         target_column = target - column_start
@@ -142,18 +177,27 @@ def product_kernel(
         elif GRADIENT:
             row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
             in_range = (target >= 0) & (target < vocab_size)
-            row_scale, target_weight = load_weights(
-                row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
+            if HAS_ROW_GRADIENT:
+                of_softmax, of_target, of_entropy = load_row_gradient(
+                    row_gradient_ptr, row_gradient_stride, row, exists, in_range, HAS_ENTROPY_GRADIENT
+                )
+            else:
+                row_weight, target_weight = load_weights(
+                    row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT,
+                    HAS_TOKEN_WEIGHT,
+                )  # fmt: skip
+                if HAS_UPSTREAM:
+                    row_weight *= tl.load(upstream_ptr + row, mask=exists, other=0.0).to(tl.float32)
+                row_weight = tl.where(in_range, row_weight, float("nan"))  # wrong targets make NaN, not nonsense
+                scales = load_scales(scales_ptr, tl.float32)
+                of_softmax, of_target, _of_classes = gradient_factors(
+                    ce=row_weight * scales[0], second=row_weight * scales[1], lse=row_max + log_sum,
+                    z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
+                )  # fmt: skip
+                of_entropy = of_softmax
+            term = softmax_term(
+                z, row_max[:, None], log_sum[:, None], of_softmax[:, None], of_entropy[:, None], HAS_ENTROPY_GRADIENT
             )
-            if HAS_UPSTREAM:
-                row_scale *= tl.load(upstream_ptr + row, mask=exists, other=0.0).to(tl.float32)
-            row_scale = tl.where(in_range, row_scale, float("nan"))  # wrong targets make NaN, not nonsense
-            scales = load_scales(scales_ptr, tl.float32)
-            of_softmax, of_target, _of_classes = gradient_factors(
-                ce=row_scale * scales[0], second=row_scale * scales[1], lse=row_max + log_sum,
-                z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
-            )  # fmt: skip
-            term = softmax_term(z, row_max[:, None], log_sum[:, None], of_softmax[:, None])
             is_target = columns == target_column[:, None]
             grad = logit_gradient(term, is_target, of_target[:, None], jacobian, HAS_SCALE or HAS_SOFTCAP)
             grad = tl.where(valid[:, None], grad, 0.0)
@@ -166,10 +210,28 @@ def product_kernel(
             largest = tl.max(z, axis=1)
             # Relative to 0 while there is nothing but -inf, so that -inf - -inf makes no NaN.
             reference = tl.where(largest == float("-inf"), 0.0, largest)
-            total = tl.sum(tl.exp2((z - reference[:, None]) * LOG2_E), axis=1)
+            exps = tl.exp2((z - reference[:, None]) * LOG2_E)
             tl.store(partial_ptr + place, largest, mask=exists)
             plane = tl.cdiv(vocab_size, COLS).to(tl.int64) * rows
-            tl.store(partial_ptr + plane + place, total, mask=exists)
+            place += plane
+            tl.store(partial_ptr + place, tl.sum(exps, axis=1), mask=exists)
+            if WANT_ENTROPY:
+                place += plane
+                terms = exps * tl.maximum(z - reference[:, None], _LEAST_LOGPROB)  # 0 where z is -inf
+                tl.store(partial_ptr + place, tl.sum(terms, axis=1), mask=exists)
+            if WANT_ARGMAX:
+                place += plane
+                # The lowest column wins a tie. Exact: an index below 2^24 is a float32.
+                found = tl.min(tl.where(z == largest[:, None], column_start + columns, _NO_COLUMN), axis=1)
+                tl.store(partial_ptr + place, found.to(tl.float32), mask=exists)
+            if WANT_MEAN_LOGIT:
+                place += plane
+                if HAS_TAIL:
+                    z = tl.where(present, z, 0.0)
+                tl.store(partial_ptr + place, tl.sum(z, axis=1), mask=exists)
+            if WANT_LOG_SUM_SQ_PROB:
+                place += plane
+                tl.store(partial_ptr + place, tl.sum(exps * exps, axis=1), mask=exists)
 
 
 @triton.jit
@@ -195,7 +257,7 @@ def load_weights(
 
 @triton.jit(do_not_specialize=["rows", "blocks", "vocab_size", "ignore_index", "normalizer_stride"])
 def finish_statistics_kernel(
-    partial_ptr,  # (2, blocks, rows) as `product_kernel` left it
+    partial_ptr,  # (planes, blocks, rows) as `product_kernel` left it
     target_logit_ptr,  # (rows,), likewise
     target_ptr,  # (rows,) int64
     class_weight_ptr,  # (V,)
@@ -204,6 +266,10 @@ def finish_statistics_kernel(
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
+    entropy_ptr,  # (rows,)
+    argmax_ptr,  # (rows,) int64
+    mean_logit_ptr,  # (rows,)
+    log_sum_sq_prob_ptr,  # (rows,)
     normalizer_stride,
     rows,
     blocks,
@@ -214,6 +280,10 @@ def finish_statistics_kernel(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr,
+    WANT_ARGMAX: tl.constexpr,
+    WANT_MEAN_LOGIT: tl.constexpr,
+    WANT_LOG_SUM_SQ_PROB: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -247,3 +317,45 @@ def finish_statistics_kernel(
         normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
         z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
     )  # fmt: skip
+    if WANT_ENTROPY or WANT_ARGMAX or WANT_MEAN_LOGIT or WANT_LOG_SUM_SQ_PROB:
+        zero = tl.where(row_max == float("-inf"), 0.0, row_max)[None, :]
+        entropy_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
+        lowest = tl.full((BLOCKS, ROWS), float("inf"), tl.float32)
+        logit_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
+        square_sum = tl.zeros((BLOCKS, ROWS), tl.float32)
+        for start in range(0, blocks, BLOCKS):
+            block = start + tl.arange(0, BLOCKS)[:, None]
+            mask = (block < blocks) & exists[None, :]
+            place = block.to(tl.int64) * rows + row[None, :]
+            of_block = tl.load(partial_ptr + place, mask=mask, other=float("-inf"))
+            shift = of_block - zero
+            decay = tl.exp2(shift * LOG2_E)
+            place += plane
+            if WANT_ENTROPY:
+                sums = tl.load(partial_ptr + place, mask=mask, other=0.0)
+                place += plane
+                terms = tl.load(partial_ptr + place, mask=mask, other=0.0)
+                entropy_sum += decay * (terms + tl.maximum(shift, _LEAST_LOGPROB) * sums)
+            if WANT_ARGMAX:
+                place += plane
+                found = tl.load(partial_ptr + place, mask=mask, other=float("inf"))
+                lowest = tl.minimum(lowest, tl.where(of_block == row_max[None, :], found, float("inf")))
+            if WANT_MEAN_LOGIT:
+                place += plane
+                logit_sum += tl.load(partial_ptr + place, mask=mask, other=0.0)
+            if WANT_LOG_SUM_SQ_PROB:
+                place += plane
+                square_sum += decay * decay * tl.load(partial_ptr + place, mask=mask, other=0.0)
+        if WANT_ENTROPY:
+            entropy = log_sum - tl.sum(entropy_sum, axis=0) / row_sum
+            tl.store(entropy_ptr + row, tl.where(valid, entropy, 0.0), mask=exists)
+        if WANT_ARGMAX:
+            found = tl.min(lowest, axis=0)
+            found = tl.where(found == float("inf"), 0.0, found)  # of a row of NaN
+            tl.store(argmax_ptr + row, tl.where(valid, found.to(tl.int64), -1), mask=exists)
+        if WANT_MEAN_LOGIT:
+            mean = tl.sum(logit_sum, axis=0) / vocab_size
+            tl.store(mean_logit_ptr + row, tl.where(valid, mean, 0.0), mask=exists)
+        if WANT_LOG_SUM_SQ_PROB:
+            log_squares = tl.log(tl.where(valid, tl.sum(square_sum, axis=0), 1.0)) - 2.0 * log_sum
+            tl.store(log_sum_sq_prob_ptr + row, tl.where(valid, log_squares, 0.0), mask=exists)

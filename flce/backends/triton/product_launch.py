@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flce.backends.contract import PRODUCT_BLOCK, Tile, TileCall
+from flce.backends.contract import PRODUCT_BLOCK, Tile, TileCall, product_planes
 from flce.backends.triton.launch import Launch, device_facts, launch_of, overlap
 from flce.backends.triton.product import finish_statistics_kernel, product_kernel
 from flce.backends.triton.replay import run
@@ -63,7 +63,8 @@ def most_classes(weight: Tensor) -> int:
 
 def product_statistics(x: Tensor, weight: Tensor, call: TileCall) -> None:
     assert call.out is not None
-    partial = call.out.loss.new_empty(2, triton.cdiv(len(weight), LAUNCH.cols), len(x))
+    planes, blocks = product_planes(call.spec), triton.cdiv(len(weight), LAUNCH.cols)
+    partial = call.out.loss.new_empty(planes, blocks, len(x))
     target_logit = call.out.loss.new_empty(len(x))
     run(_statistics, described(x), weight, call, partial, target_logit)
 
@@ -72,7 +73,7 @@ def _statistics(
     x: Tensor,
     weight: Tensor,
     call: TileCall,
-    partial: Tensor,  # (2, blocks of classes, rows)
+    partial: Tensor,  # (planes, blocks of classes, rows)
     target_logit: Tensor,  # (rows,)
 ) -> Iterator[Launch]:
     vocab_size, (_, blocks, num_rows) = len(weight), partial.shape

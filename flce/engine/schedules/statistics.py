@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flce.core.problem import LogprobSpec
 from flce.engine.case import Case, ceil_div
 from flce.engine.schedules.schedule import NONE, Schedule, up_to
 from flce.engine.stage import Stage
@@ -11,8 +12,12 @@ from flce.engine.stage import Stage
 
 def statistics(c: Case, rows: int, cols: int) -> Statistics | ProductStatistics:
     """The schedule for statistics alone, beside tiles of this size for gradients."""
-    rows, cols = c.statistics_tile(rows, cols)
-    return ProductStatistics(rows) if c.in_registers else Statistics(rows, cols)
+    if not c.in_registers:
+        return Statistics(*c.statistics_tile(rows, cols, False))
+    # The product with an epilogue does not find the largest logits of a row. They take another product.
+    top = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
+    largest = Largest(*c.statistics_tile(rows, cols, False)) if top else None
+    return ProductStatistics(c.statistics_tile(rows, cols, True)[0], largest)
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,29 @@ class ProductStatistics(Schedule):
     """Logits stay in registers: a product leaves two numbers for each token and 256 classes."""
 
     rows: int
+    largest: Largest | None = None
 
     def forward(self, s: Stage) -> None:
         for part in s.chunks(self.rows):
             s.product_statistics(s.inputs(part)[0], part)
+        if self.largest is not None:
+            self.largest.forward(s)
+
+
+@dataclass(frozen=True)
+class Largest(Schedule):
+    """The largest logits of each token, from logits in memory, beside statistics that leave none there."""
+
+    rows: int
+    cols: int
+
+    def forward(self, s: Stage) -> None:
+        logits = s.new_tile(self.rows, self.cols, s.dtypes.logits)
+        for part in s.chunks(self.rows):
+            for cols in s.blocks(self.cols):
+                block = logits[: part.stop - part.start, : cols.stop - cols.start]
+                s.write_logits(s.inputs(part), cols, block)
+                s.collect(block, part, cols)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from flce.core.sizes import GIB, MIB
 from flce.testing.tolerances import of_one_call
 from flce.tools.bench import tables
 from flce.tools.bench.contenders import OperatorContender, in_budget, sums_in_bfloat16
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, release
+from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
 from flce.tools.bench.plots import Panel, Series, compared, draw, points
 from flce.tools.bench.problem import OperatorCase, OperatorProblem, Shape, exactness, make_oracle
 from flce.tools.bench.results import NO_RESULT, BenchResult, Entry, Run
@@ -37,6 +37,13 @@ OTHERS = (
 )
 
 
+def planned_bytes(contender: OperatorContender, case: OperatorCase, device: torch.device) -> int | None:
+    try:
+        return contender.planned_bytes(case, device)
+    except ValueError as error:
+        raise UnplannedError(str(error)) from None
+
+
 def prepare(case: OperatorCase, device: torch.device, meter: BenchMeter | None = None) -> Prepared:
     """The operands of the case, and its right answer if errors are asked for. The meter is one of the device's time."""
     release()  # what other cases left in the cache
@@ -45,11 +52,11 @@ def prepare(case: OperatorCase, device: torch.device, meter: BenchMeter | None =
     meter = meter or BenchMeter(device, head_start=HEAD_START)
 
     def enter(contender: OperatorContender, result: BenchResult) -> Entrant:
+        result.planned_bytes = planned_bytes(contender, case, device)
         step = contender.prepare(problem)
         outcome, sample = meter.warm_up(step)
         if contender.family != "floor":  # whose buffers are an artefact of how it is measured
             result.workspace_bytes = sample.workspace_bytes
-        result.planned_bytes = contender.planned_bytes(case, device)
         if oracle is not None:
             result.errors = exactness(outcome, oracle)
         return Entrant(step)
@@ -156,24 +163,34 @@ def in_curve(contender: str) -> bool:
 
 def figure(run: Run) -> Figure:
     """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
-    title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "symlog", "yscale": "log"}
-    panels = [panel(entry) for entry in compared(run.cases)]
-    return draw(panels, title, "workspace, MiB", "median ms", scales, columns=2)
+    title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "log", "yscale": "log"}
+    entries = compared(run.cases)
+    multiples = all(map(products_ms, entries))
+    panels = [panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
+    y = "time, of the bare products" if multiples else "median ms"
+    return draw(panels, title, "workspace, MiB", y, scales, columns=1, ticks=(WORKSPACE_TICKS, TIME_TICKS))
 
 
-def panel(entry: Entry) -> Panel:
-    place = {result.contender: (result.workspace_bytes / MIB, result.median_ms) for result in points(entry)}
+# Where figures stand at the axes of the picture, and the workspace as which less is drawn.
+WORKSPACE_TICKS = (0.1, 1, 4, 16, 64, 256, 1024, 4096, 16384)
+TIME_TICKS = tuple(power * step for power in (0.1, 1, 10, 100, 1000) for step in (1, 1.2, 1.5, 2, 3, 5, 7))
+LEAST_MIB = 0.1
+
+
+def panel(entry: Entry, unit_ms: float) -> Panel:
+    place = {r.contender: (max(r.workspace_bytes / MIB, LEAST_MIB), r.median_ms / unit_ms) for r in points(entry)}
     curve = sorted(spot for name, spot in place.items() if name == OURS or in_curve(name))
     found = []
     if len(curve) > 1:
         found.append(Series("flce, in budgets", "ours", [x for x, _ in curve], [y for _, y in curve], "-"))
     for result in entry.results:
+        name, _, _ = result.title.partition(" (")
         if result.family == "repeat":  # a measure of the spread, on top of the first
             continue
         if result.contender in place and not in_curve(result.contender):
             x, y = place[result.contender]
-            found.append(Series(result.title, result.family, [x], [y]))
+            found.append(Series(name, result.family, [x], [y]))
         elif result.family == "floor" and result.median_ms is not None:
-            line = "--" if result.contender == "floor" else ":"
-            found.append(Series(result.title, result.family, [], [result.median_ms], line))
-    return Panel(entry.case.title, found)
+            line = "--" if result.contender in FLOORS else ":"
+            found.append(Series(name, result.family, [], [result.median_ms / unit_ms], line))
+    return Panel(replace(entry.case, label="").title, found)

@@ -224,12 +224,19 @@ def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> Non
         result.workspace_bytes = max(result.workspace_bytes, sample.workspace_bytes)
 
 
+class UnplannedError(Exception):
+    """No plan keeps the budget of a contender: that is a finding, and no failure."""
+
+
 def attempt(result: BenchResult, work: Callable[[], T]) -> T | None:
     """What `work` returns; or None, where an exception of it became part of the result."""
     try:
         return work()
     except Exception as error:
         first = first_line(error)
+        if isinstance(error, UnplannedError):
+            result.status, result.reason = "unplanned", first
+            return None
         if isinstance(error, torch.OutOfMemoryError):
             # What follows of the message are numbers of processes and advice.
             result.status, first = "oom", first.partition(" GPU ")[0]

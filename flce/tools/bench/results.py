@@ -27,7 +27,9 @@ class BenchResult:
     contender: str
     title: str
     family: str
-    status: str = "ok"  # or "unavailable" here, "failed" when tried, "oom" (out of memory), "skipped" for the deadline
+    # Or "unavailable" here, "unplanned" in its budget, "failed" when tried, "oom" (out of memory), "skipped" for the
+    # deadline.
+    status: str = "ok"
     reason: str | None = None  # unless it is "ok"
     samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` of them, in order
     cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU

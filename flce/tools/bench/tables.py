@@ -28,12 +28,16 @@ class Table:
         kept = [i for i, found in enumerate(figures) if found or i == 0 or not self.rows]
         return [[line[i] for i in kept] for line in (self.columns, *self.rows)]
 
-    def markdown(self) -> str:
+    def grid(self) -> str:
+        """Without title and notes."""
         lines = [[cell.replace("|", "\\|") for cell in line] for line in self.lines()]
         head, *body = ["| " + " | ".join(line) + " |" for line in lines]
         rule = "|---|" + "---:|" * (len(lines[0]) - 1)
+        return "\n".join([head, rule, *body])
+
+    def markdown(self) -> str:
         notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        return "\n".join([f"**{self.title}**", "", head, rule, *body, *notes]) + "\n"
+        return "\n".join([f"**{self.title}**", "", self.grid(), *notes]) + "\n"
 
 
 def tabulate(title: str, results: Iterable[BenchResult], columns: Columns, notes: list[str]) -> Table:
@@ -68,7 +72,12 @@ def ratio(value: float | None, base: float | None = 1.0, digits: int = 2) -> str
 
 # --- what stands beside the figures ---
 
-FAILURES = {"failed": "failed", "oom": "ran out of memory", "skipped": "was not measured"}
+FAILURES = {
+    "failed": "failed",
+    "oom": "ran out of memory",
+    "skipped": "was not measured",
+    "unplanned": "has no plan",
+}
 
 
 def failure_notes(entry: Entry) -> list[str]:

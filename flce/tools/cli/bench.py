@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flce.tools.cli.output import Dtype, Json, check_picture, given, print_json, stderr, stdout
+from flce.tools.cli.output import Dtype, Json, check_picture, finite, given, print_json, stderr, stdout
 
 # Which part of a training step a call stands for: the keys of `flce.tools.bench.problem.CALLS`.
 CallMode = Enum(
@@ -44,7 +44,9 @@ def bench(
         bool | None,
         option("--errors/--no-errors", help="Compare with float64. (default: where that takes seconds)"),
     ] = None,
-    seconds: Annotated[float, option(min=0.0, help="Timed seconds for each contender, after its first call.")] = 1.0,
+    seconds: Annotated[
+        float, option(min=0.0, callback=finite, help="Timed seconds for each contender, after its first call.")
+    ] = 1.0,
     plot: Annotated[
         Path | None, option(metavar="FILE", help="Draw time against workspace: a .png, .pdf or .svg.")
     ] = None,

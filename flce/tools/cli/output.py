@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable
 from enum import Enum
@@ -66,6 +67,13 @@ def given(option: str, parse: Callable[..., T], *arguments: Any) -> T:
         return parse(*arguments)
     except ValueError as error:
         raise wrong(option, f"{error}") from None
+
+
+def finite(value: float | None) -> float | None:
+    """The callback of an option: infinity and NaN are refused."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, got {value}")
+    return value
 
 
 def wrong(option: str, message: str) -> typer.BadParameter:

@@ -1,0 +1,131 @@
+"""Tables in README.md and docs/, made from result files, so that pages and results cannot disagree.
+
+    python -m benchmarks pages README.md docs/performance.md
+
+writes each block of a page anew. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, where KIND is
+one of `KINDS`, and ends before the next empty line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.benchmark import Benchmark
+from benchmarks.models import MODEL, speed
+from benchmarks.operator import OPERATOR
+from benchmarks.targets import CURVE_SHAPES
+from flce.core.sizes import GIB
+from flce.tools.bench.comparison import error_columns, products_ms
+from flce.tools.bench.contenders import budget_name, in_budget
+from flce.tools.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.tables import (
+    Columns,
+    Table,
+    absences,
+    measured_on,
+    mebibytes,
+    milliseconds,
+    ratio,
+    tabulate,
+    written,
+)
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+) (?P<file>\S+\.json) -->\n)(?:.+\n)*")
+WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
+
+
+# Budgets of the table of all sizes; the picture has the others.
+BUDGETS = {budget_name(mib) for mib in (4, 16, 64, 256)}
+
+
+def shown(entries: Sequence[Entry]) -> dict[str, str]:
+    """Titles of the contenders that have figures, or a reason for having none that is worth a line, by name."""
+    results = [result for entry in entries for result in entry.results if result.family != "repeat"]
+    return {r.contender: short(r) for r in results if r.samples_ms or r.status in WHY_NOT}
+
+
+def short(result: BenchResult) -> str:
+    title, _, _ = result.title.partition(" (")
+    return "bare products" if result.family == "floor" else title  # older files have another title
+
+
+def head_entries(run: Run) -> list[Entry]:
+    """Those of the picture, in its order: with stock beside ours."""
+    timed = [entry for entry in run.cases if entry.by_name("stock").samples_ms and not entry.case.calls]
+    found = {entry.case.shape: entry for entry in timed}
+    return [found[shape] for shape in CURVE_SHAPES if shape in found]
+
+
+def heads(run: Run) -> Table:
+    """Milliseconds and workspace, a column of each for each size."""
+    entries = head_entries(run)
+    names = [name for entry in entries for name in (f"{' x '.join(map(str, entry.case.shape))}, ms", "workspace, MiB")]
+    rows = [
+        [title, *(cell for entry in entries for cell in head_cells(entry.by_name(name)))]
+        for name, title in shown(entries).items()
+        if in_budget(name) is None or name in BUDGETS
+    ]
+    return Table("", ["", *names], rows)
+
+
+def head_cells(result: BenchResult) -> tuple[str, str]:
+    return WHY_NOT.get(result.status, milliseconds(result.median_ms)), mebibytes(result.workspace_bytes)
+
+
+def head(run: Run) -> Table:
+    """Time, workspace and errors of gradients at the first size, without budgets."""
+    entry = head_entries(run)[0]
+    timed = [result for result in entry.results if result.samples_ms and result.family not in ("repeat", "floor")]
+    columns: Columns = {
+        "": short,
+        "time / the three bare products": lambda r: ratio(r.median_ms, products_ms(entry)),
+        "workspace, MiB": lambda r: mebibytes(r.workspace_bytes),
+        **{f"error of {name}": show for name, show in error_columns().items() if name != "loss"},
+    }
+    return tabulate("", [result for result in timed if in_budget(result.contender) is None], columns, [])
+
+
+def models(run: Run, settings: int | None = None) -> Table:
+    """Tokens a second and peak memory, two columns for each model; of so many of the first settings, or of all."""
+    cases = {(entry.case.setting, entry.case.model): entry for entry in run.cases}
+    names = dict.fromkeys(model for _, model in cases)
+    rows = []
+    for setting in list(dict.fromkeys(setting for setting, _ in cases))[:settings]:
+        entries = [cases[setting, model] for model in names]
+        for index, (name, title) in enumerate(shown(entries).items()):
+            cells = [cell for entry in entries for cell in model_cells(entry, entry.by_name(name))]
+            rows.append(["" if index else setting, title, *cells])
+    return Table("", ["", "", *(name for model in names for name in (f"{model}, tokens/s", "peak, GiB"))], rows)
+
+
+def model_cells(entry: Entry, result: BenchResult) -> tuple[str, str]:
+    tokens = written(lambda rate: f"{rate:,.0f}")(speed(result, entry.case))
+    peak = written(lambda size: f"{size / GIB:.1f}")(result.peak_bytes if result.samples_ms else None)
+    return WHY_NOT.get(result.status, tokens), peak
+
+
+def measured(run: Run) -> str:
+    return "\n".join([f"Measured {run.head['date'][:10]} on {measured_on(run)}", *absences(run)])
+
+
+KINDS: dict[str, tuple[Benchmark, Callable[[Run], str]]] = {
+    "heads": (OPERATOR, lambda run: heads(run).grid()),
+    "head": (OPERATOR, lambda run: head(run).grid()),
+    "heads-measured": (OPERATOR, measured),
+    "models": (MODEL, lambda run: models(run).grid()),
+    "models-first": (MODEL, lambda run: models(run, 1).grid()),
+    "models-measured": (MODEL, measured),
+}
+
+
+def filled(page: str) -> str:
+    """The page with its blocks made from their files."""
+
+    def made(block: re.Match[str]) -> str:
+        benchmark, write = KINDS[block["kind"]]
+        return f"{block['first']}{write(benchmark.load(ROOT / block['file']))}\n"
+
+    return BLOCK.sub(made, page)

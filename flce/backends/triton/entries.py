@@ -1,0 +1,98 @@
+"""Kernels of a few classes of each row, K of them: their logits, and their gradients in a tile of those of all."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["hidden", "vocab_size", "size", "ids_stride", "ids_step", "out_stride"])
+def row_products_kernel(
+    x_ptr,  # (rows, hidden)
+    weight_ptr,  # (vocab_size, hidden)
+    ids_ptr,  # (rows, size) int64
+    out_ptr,  # (rows, size): added to
+    x_stride,
+    x_step,
+    weight_stride,
+    weight_step,
+    ids_stride,
+    ids_step,
+    out_stride,
+    hidden,
+    vocab_size,
+    size,
+    ACCUM: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A program for each row and ENTRIES of its ids. The order of a sum depends on `hidden` alone."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    ids = tl.load(ids_ptr + row * ids_stride + entry * ids_step, mask=entry < size, other=-1)
+    present = (ids >= 0) & (ids < vocab_size)
+    weight_ptr += tl.where(present, ids, 0)[:, None] * weight_stride
+    x_ptr += row * x_stride
+    total = tl.zeros((ENTRIES, DEPTH), ACCUM)
+    for start in range(0, hidden, DEPTH):
+        column = start + tl.arange(0, DEPTH)
+        inside = column < hidden
+        x = tl.load(x_ptr + column * x_step, mask=inside, other=0.0).to(ACCUM)
+        weight = tl.load(weight_ptr + column[None, :] * weight_step, mask=present[:, None] & inside[None, :], other=0.0)
+        total += weight.to(ACCUM) * x[None, :]
+    out_ptr += row * out_stride + entry
+    before = tl.load(out_ptr, mask=present, other=0.0)
+    tl.store(out_ptr, before + tl.sum(total, axis=1), mask=present)
+
+
+@triton.jit(do_not_specialize=["size", "ids_stride", "ids_step", "values_stride", "values_step"])
+def sum_equal_kernel(
+    ids_ptr,  # (rows, size) int64
+    values_ptr,  # (rows, size)
+    out_ptr,  # (rows, size) contiguous
+    ids_stride,
+    ids_step,
+    values_stride,
+    values_step,
+    size,
+    ENTRIES: tl.constexpr,
+):
+    """A program for each row and ENTRIES of its ids."""
+    row = tl.program_id(0).to(tl.int64)
+    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    ids_ptr += row * ids_stride
+    values_ptr += row * values_stride
+    ids = tl.load(ids_ptr + entry * ids_step, mask=entry < size, other=-1)
+    total = tl.zeros((ENTRIES,), out_ptr.dtype.element_ty)
+    for start in range(0, size, ENTRIES):
+        others = start + tl.arange(0, ENTRIES)
+        inside = others < size
+        other_ids = tl.load(ids_ptr + others * ids_step, mask=inside, other=-2)
+        values = tl.load(values_ptr + others * values_step, mask=inside, other=0.0).to(total.dtype)
+        total += tl.sum(tl.where(ids[:, None] == other_ids[None, :], values[None, :], 0.0), axis=1)
+    tl.store(out_ptr + row * size + entry, total, mask=entry < size)
+
+
+@triton.jit(do_not_specialize=["total", "size", "start", "cols", "ids_stride", "ids_step", "values_stride"])
+def write_entries_kernel(
+    tile_ptr,  # (rows, cols)
+    ids_ptr,  # (rows, size) int64
+    values_ptr,  # (rows, size)
+    tile_stride,
+    ids_stride,
+    ids_step,
+    values_stride,
+    total,  # rows * size
+    size,
+    start,  # the class of column 0
+    cols,
+    BLOCK: tl.constexpr,
+):
+    number = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, entry = number // size, number % size
+    exists = number < total
+    column = tl.load(ids_ptr + row * ids_stride + entry * ids_step, mask=exists, other=-1) - start
+    inside = exists & (column >= 0) & (column < cols)
+    value = tl.load(values_ptr + row * values_stride + entry, mask=inside, other=0.0)
+    # Equal ids of a row have equal values, so it does not matter which of them is written last.
+    tl.store(tile_ptr + row * tile_stride + column, value.to(tile_ptr.dtype.element_ty), mask=inside)

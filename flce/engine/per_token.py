@@ -1,0 +1,172 @@
+"""Results of each token in the place of a loss: log-probabilities, entropies and others, and their gradients.
+
+Forward makes statistics of the logits and nothing else, by a plan that does not know which gradients will be asked for:
+a call has the same bits with them and without. Backward makes the logits again. With l the log-probabilities of a row,
+p = exp(l), H its entropy, and upstream gradients of its results, the gradient in its logits z is
+
+    p * (g_lse - g_logprob - sum of g_candidates - g_entropy * (l + H)), and at the target and at candidates what is
+    upstream of them.
+
+(The derivative of H = -sum(p * l) in z is -p * (l + H).)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, RowOutputs, log_sum_exp
+from flce.backends.state import is_class
+from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
+from flce.engine import vectors
+from flce.engine.passes import Plan, Runtime, runtime_of
+from flce.engine.selection import Selection
+from flce.engine.stage import Entries
+from flce.engine.top import Top
+
+
+class Result(NamedTuple):
+    """What forward returns, of all N rows. None for what was not asked for."""
+
+    rows: RowOutputs
+    candidate_logprob: Tensor | None  # (N, K)
+    top_logprob: Tensor | None  # (N, k)
+    top_ids: Tensor | None  # (N, k)
+
+
+class Upstream(NamedTuple):
+    """Gradients of results, 0 for ignored rows. None for what has none."""
+
+    logprob: Tensor | None  # (N,)
+    entropy: Tensor | None  # (N,)
+    lse: Tensor | None  # (N,)
+    candidate_logprob: Tensor | None  # (N, K)
+
+
+class Kept(NamedTuple):
+    """What backward needs to know of forward."""
+
+    normalizer: Tensor  # (slots, N)
+    entropy: Tensor | None  # (N,) where it has a gradient
+    candidate_logprob: Tensor | None  # (N, K) likewise
+
+
+def spec_of(problem: LinearCrossEntropyProblem) -> LogprobSpec:
+    assert isinstance(problem.spec, LogprobSpec)
+    return problem.spec
+
+
+def forward(
+    problem: LinearCrossEntropyProblem, plan: Plan, candidates: Tensor | None, runtime: Runtime | None = None
+) -> Result:
+    """The results of all tokens. candidates: (N, K) int64."""
+    spec, accum = spec_of(problem), accumulation_dtype(problem.dtype)
+    all_count = vectors.check_targets(problem)
+    vectors.check_candidates(candidates, problem.vocab_size)
+    runtime = runtime or runtime_of(plan, problem)
+    selection = runtime.select(problem, plan.case.skip_ignored and not all_count, False)
+    rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
+    top = Top.of(selection.most_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
+    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows, top=top)
+    plan.schedule.forward(stage)
+
+    counts = (selection.target != spec.ignore_index)[:, None]
+    candidate_logprob = top_logprob = top_ids = None
+    if candidates is not None:
+        ids = selection.take(candidates)
+        values = _logprob(stage.chosen_logits(ids), rows.normalizer)
+        values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
+        candidate_logprob = selection.put(values.masked_fill_(~counts | (ids == NO_CANDIDATE), 0.0))
+    if top is not None:
+        values = _logprob(spec.transform(top.logits, selection.row_factor), rows.normalizer)
+        top_logprob = selection.put(values.masked_fill_(~counts, 0.0))
+        top_ids = selection.put(top.ids.masked_fill_(~counts, NO_CANDIDATE))
+    return Result(selection.scatter(rows), candidate_logprob, top_logprob, top_ids)
+
+
+# The id of no class.
+NO_CANDIDATE = -1
+
+
+def _logprob(z: Tensor, normalizer: Tensor) -> Tensor:
+    """Log-probabilities of z, (rows, K)."""
+    # The offset first: exact where all logits share a large one.
+    return z.sub_(normalizer[OFFSET][:, None]).sub_(normalizer[LOG_SUM][:, None])
+
+
+def backward(
+    problem: LinearCrossEntropyProblem,
+    plan: Plan,
+    candidates: Tensor | None,
+    kept: Kept,
+    upstream: Upstream,
+    runtime: Runtime | None = None,
+) -> list[Tensor]:
+    """The gradients, from logits that are made again."""
+    runtime = runtime or runtime_of(plan, problem)
+    selection = runtime.select(problem, plan.case.skip_ignored, False)
+    kept = Kept(*(None if t is None else selection.take(t, dim) for t, dim in zip(kept, (1, 0, 0), strict=True)))  # type: ignore[arg-type]
+    upstream = Upstream(*(None if t is None else selection.take(t) for t in upstream))
+    entries, of_candidates = None, upstream.candidate_logprob
+    if of_candidates is not None:
+        assert candidates is not None
+        ids = selection.take(candidates)
+        of_candidates = of_candidates.where(is_class(ids, problem.vocab_size), 0.0)
+        upstream = upstream._replace(candidate_logprob=of_candidates)
+    of_rows = _row_gradient(runtime, selection, kept, upstream)
+    if of_candidates is not None:
+        entries = _entries(runtime, selection, ids, kept, of_candidates, of_rows)
+    stage = runtime.new_stage(
+        problem,
+        plan,
+        selection,
+        vectors.LossScales(problem, runtime.backend, with_gradients=False),
+        kept.normalizer,
+        row_gradient=of_rows,
+        entries=entries,
+    )
+    plan.schedule.backward(stage)
+    return stage.gradients()
+
+
+def _row_gradient(runtime: Runtime, selection: Selection, kept: Kept, upstream: Upstream) -> Tensor:
+    """(3, rows), see `TileCall.row_gradient`."""
+    made = runtime.arena.new((3, selection.most_rows), kept.normalizer.dtype, zero=True)
+    of_softmax, of_target, of_entropy = made
+    counts = selection.target != selection.problem.spec.ignore_index
+
+    def given(gradient: Tensor) -> Tensor:
+        return gradient.to(made.dtype).where(counts, 0.0)
+
+    if upstream.lse is not None:
+        of_softmax += given(upstream.lse)
+    if upstream.logprob is not None:
+        of_target -= given(upstream.logprob)
+        of_softmax += of_target
+    if upstream.candidate_logprob is not None:
+        of_softmax -= given(upstream.candidate_logprob.sum(1))
+    if upstream.entropy is not None:
+        assert kept.entropy is not None
+        of_entropy += given(upstream.entropy)
+        of_softmax -= of_entropy * kept.entropy
+    return made
+
+
+def _entries(
+    runtime: Runtime, selection: Selection, ids: Tensor, kept: Kept, upstream: Tensor, of_rows: Tensor
+) -> Entries:
+    """The whole gradients of the logits of candidates, once for each of several equal ones."""
+    problem, logprob = selection.problem, kept.candidate_logprob
+    assert logprob is not None
+    spec, (of_softmax, of_target, of_entropy) = problem.spec, of_rows[:, :, None]
+    values = runtime.arena.new(ids.shape, of_rows.dtype)
+    runtime.backend.sum_equal(ids, upstream.to(values.dtype), values)
+    values -= of_target.where(ids == selection.target[:, None], 0.0)
+    z = logprob + log_sum_exp(kept.normalizer)[:, None]
+    values += logprob.exp() * (of_softmax - of_entropy * logprob.clamp(min=LEAST_LOGPROB))
+    values *= spec.jacobian(z, selection.row_factor)
+    counts = (selection.target != spec.ignore_index)[:, None]
+    return Entries(ids, values.where(counts, 0.0))

@@ -1,0 +1,43 @@
+"""The largest logits of each row, collected from blocks of classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flce.engine.arena import Arena
+
+# Logits to which a bias is added at a time: they are copied for that.
+BIASED_ENTRIES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Top:
+    """What has been found so far: logits a, bias included, which become z by an increasing function (or, of a negative
+    scale, a decreasing one: then these are the smallest)."""
+
+    logits: Tensor  # (rows, k)
+    ids: Tensor  # (rows, k) int64
+    largest: bool
+
+    @staticmethod
+    def of(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> Top:
+        """Of no classes."""
+        logits, ids = arena.new((rows, k), dtype), arena.new((rows, k), torch.int64)
+        return Top(logits.fill_(-torch.inf if scale >= 0 else torch.inf), ids.fill_(-1), scale >= 0)
+
+    def add(self, logits: Tensor, bias: Tensor | None, part: slice, cols: slice) -> None:
+        """The logits of some rows and classes, as products left them; bias: (cols,)."""
+        step = len(logits) if bias is None else max(1, BIASED_ENTRIES // logits.shape[1])
+        for start in range(0, len(logits), max(1, step)):
+            block = logits[start : start + step]
+            if bias is not None:
+                block = block + bias
+            best, column = block.topk(min(self.ids.shape[1], block.shape[1]), largest=self.largest)
+            known = slice(part.start + start, part.start + start + len(block))
+            values = torch.cat((self.logits[known], best), 1)
+            ids = torch.cat((self.ids[known], column + cols.start), 1)
+            kept, place = values.topk(self.ids.shape[1], largest=self.largest)
+            self.logits[known], self.ids[known] = kept, ids.gather(1, place)

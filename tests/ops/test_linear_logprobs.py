@@ -1,0 +1,559 @@
+"""`flce.linear_logprobs` against float64: values, gradients, bits, memory, bad input."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flce
+from flce.core.problem import OUTPUTS
+from flce.engine import case
+from flce.ops import linear_logprobs as ops
+from flce.planning.plan import ChunkPlan
+from flce.testing.problem import relative_error
+from tests.hopper import as_on_hopper, logits_dtypes_on_a_gpu
+from tests.interpreted_bfloat16 import mend
+
+WITH_GRADIENTS = ("logprob", "entropy", "lse", "candidate_logprob")
+FLOATING = (*WITH_GRADIENTS, "mean_logit", "log_sum_sq_prob")
+# Relative to the norm, against float64: of results, and of gradients.
+LIMITS = {
+    torch.float64: (1e-13, 1e-13),
+    torch.float32: (2e-6, 3e-6),
+    torch.bfloat16: (2e-6, 4e-3),
+    torch.float16: (2e-6, 6e-4),
+}
+
+
+def call_of(
+    n: int = 12, hidden: int = 24, vocab: int = 101, k: int = 5, *, dtype: torch.dtype = torch.float32, **more: Any
+) -> SimpleNamespace:
+    """Tensors and arguments of a call: ignored tokens, equal candidates, targets among them, and candidates -1."""
+    g = torch.Generator().manual_seed(n + vocab)
+    device = more.pop("device", "cpu")
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=g) * std).to(device, dtype)
+
+    target = torch.randint(vocab, (n,), generator=g)
+    candidates = torch.randint(vocab, (n, k), generator=g)
+    candidates[:, 1:2], candidates[:, 2:3] = candidates[:, :1], target[:, None]
+    candidates[: n // 2, 3:4] = -1
+    target[1::5] = -100
+    kwargs: dict[str, Any] = {"temperature": 1.0, "softcap": None, "logit_scale": 1.0, "linear_bias": None, **more}
+    if kwargs["linear_bias"]:
+        kwargs["linear_bias"] = normal(vocab).requires_grad_()
+    if kwargs["temperature"] == "each":
+        kwargs["temperature"] = (torch.rand(n, generator=g) + 0.5).to(device)
+    ranks = kwargs.pop("ranks", ())
+    kwargs["adapters"] = [
+        (normal(n, r, std=2).requires_grad_(), normal(vocab, r, std=0.3).requires_grad_()) for r in ranks
+    ]
+    x, w = normal(n, hidden, std=2).requires_grad_(), normal(vocab, hidden, std=0.4).requires_grad_()
+    return SimpleNamespace(x=x, w=w, y=target.to(device), candidates=candidates.to(device), kwargs=kwargs)
+
+
+def leaves(call: SimpleNamespace) -> list[Tensor]:
+    bias = call.kwargs["linear_bias"]
+    return [call.x, call.w, *itertools.chain(*call.kwargs["adapters"]), *([] if bias is None else [bias])]
+
+
+def oracle(call: SimpleNamespace) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """All results in float64 from the logits, and the leaves that their gradients are of."""
+    made = [leaf.detach().double().requires_grad_() for leaf in leaves(call)]
+    x, w, *others = made
+    kwargs, pairs = call.kwargs, len(call.kwargs["adapters"])
+    z = x @ w.T + sum(others[2 * k] @ others[2 * k + 1].T for k in range(pairs))
+    if kwargs["linear_bias"] is not None:
+        z = z + others[-1]
+    z = z * kwargs["logit_scale"]
+    if kwargs["softcap"] is not None:
+        z = kwargs["softcap"] * torch.tanh(z / kwargs["softcap"])
+    temperature = kwargs["temperature"]
+    z = z / (temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature)
+    counts = call.y != -100
+    logprob = z.log_softmax(-1)
+    chosen = logprob.gather(1, call.candidates.clamp_min(0)) * (call.candidates >= 0)
+    results = {
+        "logprob": logprob.gather(1, call.y.clamp_min(0)[:, None])[:, 0],
+        "entropy": -(logprob.exp() * logprob).sum(-1),
+        "lse": z.logsumexp(-1),
+        "mean_logit": z.mean(-1),
+        "log_sum_sq_prob": (2 * logprob).logsumexp(-1),
+    }
+    results = {name: value * counts for name, value in results.items()}
+    results["candidate_logprob"] = chosen * counts[:, None]
+    results["argmax"] = z.argmax(-1).where(counts, -1)
+    results["correct"] = (results["argmax"] == call.y) & counts
+    results["sorted"] = logprob.sort(-1, descending=True).values * counts[:, None]
+    return results, made
+
+
+def run(call: SimpleNamespace, **more: Any) -> Any:
+    arguments = {"candidates": call.candidates, "outputs": OUTPUTS, **call.kwargs, **more}
+    return flce.linear_logprobs(call.x, call.w, call.y, **arguments)
+
+
+def weights_of(results: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(7)
+    return {name: torch.randn(getattr(results, name).shape, generator=g) for name in names}
+
+
+def weighted(results: dict[str, Tensor], upstream: dict[str, Tensor]) -> Tensor:
+    terms = [
+        (results[name] * weight.to(results[name].device, results[name].dtype)).sum()
+        for name, weight in upstream.items()
+    ]
+    return torch.stack(terms).sum()
+
+
+def check(call: SimpleNamespace, differentiated: tuple[str, ...] = WITH_GRADIENTS, **more: Any) -> None:
+    """Values and gradients, and a second backward."""
+    of_values, of_gradients = LIMITS[call.x.dtype]
+    out = run(call, top_k=4, **more)
+    expected, made = oracle(call)
+    for name in FLOATING:
+        got = getattr(out, name)
+        assert got.dtype == (torch.float64 if call.x.dtype == torch.float64 else torch.float32), name
+        assert relative_error(got.detach(), expected[name]) <= of_values, name
+    assert torch.equal(out.argmax, expected["argmax"])
+    assert torch.equal(out.correct, expected["correct"])
+    assert relative_error(out.top_k_logprob, expected["sorted"][:, :4]) <= of_values
+    counts = call.y != -100
+    assert torch.equal(out.top_k_ids[:, 0].where(counts, -1), expected["argmax"])
+    assert bool((out.top_k_ids[~counts] == -1).all())
+    for name in ("argmax", "correct", "mean_logit", "log_sum_sq_prob", "top_k_logprob", "top_k_ids"):
+        assert not getattr(out, name).requires_grad, name
+
+    upstream = weights_of(out, differentiated)
+    wanted = torch.autograd.grad(weighted(expected, upstream), made)
+    loss = weighted(vars(out), upstream)
+    grads = torch.autograd.grad(loss, leaves(call), retain_graph=True)
+    for got, want, leaf in zip(grads, wanted, leaves(call), strict=True):
+        assert got.dtype == leaf.dtype
+        assert relative_error(got, want) <= of_gradients
+    again = torch.autograd.grad(loss, leaves(call))
+    assert all(map(torch.equal, grads, again))
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "softcap": {"softcap": 5.0, "logit_scale": 0.8, "temperature": 0.7},
+    "temperature of each": {"temperature": "each"},
+    "both": {"temperature": "each", "softcap": 3.0},
+    "bias": {"linear_bias": True, "logit_scale": -0.5},
+    "adapters": {"ranks": (3, 2), "linear_bias": True},
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch, triton_backend: str) -> Iterator[None]:
+    """Statistics and gradients in the epilogue of a product, in half precision, with its rounding."""
+    if not torch.cuda.is_available():
+        mend(monkeypatch)
+    yield from as_on_hopper(monkeypatch)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_grid(dtype: torch.dtype, feature: str, device: torch.device, torch_backend: str) -> None:
+    for skip in (False, True):
+        check(call_of(37, dtype=dtype, device=device, **FEATURES[feature]), options=options(skip_ignored=skip))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_kernels(feature: str, device: torch.device, triton_backend: str) -> None:
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        check(call_of(11, dtype=dtype, device=device, **FEATURES[feature]))
+
+
+@pytest.mark.parametrize("feature", [name for name in FEATURES if name != "adapters"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_an_epilogue(dtype: torch.dtype, feature: str, device: torch.device, on_hopper: None) -> None:
+    call = call_of(10, 64, 300, dtype=dtype, device=device, **FEATURES[feature])
+    check(call)
+    check(call, options=options(skip_ignored=True))
+
+
+@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
+@pytest.mark.parametrize("budget", [24 << 10, 48 << 10, 1 << 20])
+def test_budgets(budget: int, strategy: str, monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
+    """Tiles of some tokens and some classes, and logits beside the tile of their gradient."""
+    monkeypatch.setattr("flce.backends.eager.CPU_SLAB_BYTES", 1024)
+    call = call_of(33, 8, 203, ranks=(2,), linear_bias=True)
+    check(call, options=options(max_workspace_bytes=budget, strategy=strategy))
+
+
+@pytest.mark.parametrize("names", [("logprob",), ("entropy",), ("lse",), ("candidate_logprob",), ("entropy", "lse")])
+def test_some_upstream_gradients(names: tuple[str, ...], backend: str, device: torch.device) -> None:
+    check(call_of(7, device=device, temperature="each"), names)
+
+
+def options(**more: Any) -> flce.ChunkOptions:
+    return flce.ChunkOptions(**more)
+
+
+def same(a: flce.LinearLogprobsOutput, b: flce.LinearLogprobsOutput) -> bool:
+    pairs = [(getattr(a, name), getattr(b, name)) for name in vars(a)]
+    return all(x is y or torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("how", [{}, {"max_workspace_bytes": 60000}, {"strategy": "vocab"}, {"chunk_rows": 5}], ids=str)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "product"])
+def test_the_ratio_is_one(kind: str, how: dict[str, Any], request: pytest.FixtureRequest, device: torch.device) -> None:
+    """The same bits with and without gradients, whichever of them."""
+    if kind == "product":
+        request.getfixturevalue("on_hopper")
+    else:
+        request.getfixturevalue("torch_backend")
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    call = call_of(24, 32, 600, dtype=dtype, device=device)
+    options = flce.ChunkOptions(**how)
+    everything = run(call, top_k=3, options=options)
+    with torch.no_grad():
+        assert same(everything, run(call, top_k=3, options=options))
+    call.w.requires_grad_(False)
+    assert same(everything, run(call, top_k=3, options=options))
+
+
+def test_bits_of_a_token(device: torch.device, on_hopper: None) -> None:
+    """Of a product with an epilogue they depend on nothing else: outputs, other tokens, how many and in which order."""
+    call = call_of(20, 64, 600, dtype=torch.bfloat16, device=device)
+    expected = run(call).logprob
+    assert torch.equal(run(call, outputs=("logprob",), candidates=None).logprob, expected)
+    order = torch.randperm(20, device=device)
+    for rows in (order, slice(3, 4), slice(0, 13), torch.arange(60, device=device) % 20):
+        part = SimpleNamespace(
+            x=call.x[rows], w=call.w, y=call.y[rows], candidates=call.candidates[rows], kwargs=call.kwargs
+        )
+        assert torch.equal(run(part, outputs=("logprob", "entropy"), top_k=2).logprob, expected[rows])
+
+
+@pytest.mark.parametrize("kind", ["torch_backend", "triton_backend", "on_hopper"])
+def test_ties(kind: str, request: pytest.FixtureRequest, device: torch.device) -> None:
+    """Of equal logits the first is the argmax, within a block and in several."""
+    request.getfixturevalue(kind)
+    call = call_of(6, 64, 700, dtype=torch.bfloat16 if kind == "on_hopper" else torch.float32, device=device)
+    with torch.no_grad():
+        call.w[[5, 77, 400, 699]] = 4 * call.w[:1]
+        call.x.copy_(call.x * 0.1 + 5 * call.w[:1])
+    assert set(run(call).argmax[call.y != -100].tolist()) == {5}
+
+
+def test_many_candidates(backend: str, device: torch.device) -> None:
+    """More than one program takes, the same ones in several of them."""
+    call = call_of(5, k=75, device=device)
+    call.candidates[:, 40:] = call.candidates[:, :35]
+    check(call)
+
+
+def test_logits_are_never_rounded(monkeypatch: pytest.MonkeyPatch, torch_backend: str) -> None:
+    """With the dtypes of a GPU: tiles of float32 logits, also where gradients are of half precision."""
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+    check(call_of(37, dtype=torch.bfloat16, temperature="each"), options=options(max_workspace_bytes=60000))
+    for half in (torch.bfloat16, torch.float16):
+        with pytest.raises(ValueError, match="never rounds logits"):
+            run(call_of(dtype=half), options=options(logits_dtype=half))
+
+
+def test_shapes() -> None:
+    """Leading dimensions, a shift, candidates of all tokens, and what was not asked for."""
+    x, w = torch.randn(2, 5, 8), torch.randn(30, 8)
+    y, k = torch.randint(30, (2, 5)), torch.tensor([3, 4, -1])
+    out: Any = flce.linear_logprobs(x, w, y, candidates=k, outputs=("logprob",), shift=1, top_k=30)
+    logprob = (x @ w.T).log_softmax(-1)
+    assert out.entropy is None
+    assert out.argmax is None
+    assert out.logprob.shape == (2, 5)
+    assert out.candidate_logprob.shape == (2, 5, 3)
+    assert out.top_k_ids.shape == (2, 5, 30)
+    torch.testing.assert_close(out.logprob[:, :-1], logprob[:, :-1].gather(-1, y[:, 1:, None])[..., 0])
+    assert not out.logprob[:, -1].any()
+    torch.testing.assert_close(out.candidate_logprob[:, :-1, :2], logprob[:, :-1, 3:5])
+    assert not out.candidate_logprob[..., 2].any()
+    assert torch.equal(out.top_k_ids[:, :-1].sort(-1).values, torch.arange(30).expand(2, 4, 30))
+
+
+def test_no_target(backend: str) -> None:
+    """Nothing is ignored, whatever `ignore_index` is."""
+    x, w = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8)
+    out: Any = flce.linear_logprobs(x, w, outputs=("entropy", "argmax"), ignore_index=0)
+    logprob = (x @ w.T).log_softmax(-1)
+    expected = -(logprob.exp() * logprob).sum(-1)
+    torch.testing.assert_close(out.entropy, expected)
+    assert torch.equal(out.argmax, logprob.argmax(-1))
+    got, want = (torch.autograd.grad(t.sum(), x)[0] for t in (out.entropy, expected))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("n, k", [(0, 3), (4, 0), (0, 0)])
+def test_nothing(n: int, k: int, backend: str) -> None:
+    call = call_of(n, 8, 20, 0)
+    candidates = torch.zeros(n, k, dtype=torch.int64)
+    out = run(call, candidates=candidates, top_k=2)
+    assert out.candidate_logprob.shape == (n, k)
+    assert out.top_k_ids.shape == (n, 2)
+    (out.logprob.sum() + out.entropy.sum()).backward()
+    assert call.w.grad is not None
+    assert bool(call.w.grad.any()) == (n > 0)
+
+
+def test_all_ignored_and_one_class(backend: str) -> None:
+    call = call_of(5, 8, 20)
+    call.y.fill_(-100)
+    out = run(call, top_k=1)
+    assert not any(bool(getattr(out, name).any()) for name in FLOATING)
+    assert not out.correct.any()
+    assert bool((out.argmax == -1).all())
+    assert bool((out.top_k_ids == -1).all())
+    (out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.sum()).backward()
+    assert not call.x.grad.any()
+    assert not call.w.grad.any()
+
+    one = run(call_of(5, 8, 1, 2))
+    assert not one.entropy.any()
+    assert not one.logprob.any()
+
+
+def test_logits_of_minus_infinity(backend: str) -> None:
+    """Classes that a bias excludes have no part in entropies, and no gradient."""
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(30, 8)
+    bias = torch.zeros(30)
+    bias[10:20] = -torch.inf
+    kept = torch.cat((torch.arange(10), torch.arange(20, 30)))
+    candidates = torch.tensor([3, 12])
+    out: Any = flce.linear_logprobs(x, w, outputs=("entropy", "lse"), linear_bias=bias, candidates=candidates)
+    logprob = (x @ w[kept].T).log_softmax(-1)
+    expected = -(logprob.exp() * logprob).sum(-1) + logprob[:, 3]
+    got = out.entropy + out.candidate_logprob[:, 0]
+    torch.testing.assert_close(got, expected)
+    assert bool((out.candidate_logprob[:, 1] == -torch.inf).all())
+    torch.testing.assert_close(torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_half_precision_under_a_loss_scale(backend: str) -> None:
+    """float16 gradients of a mean over many tokens, times 2^16: neither 0 nor infinite."""
+    call = call_of(40, dtype=torch.float16)
+    expected, made = oracle(call)
+    for scale, n in ((2.0**16, 4096), (1.0, 1)):
+        got = torch.autograd.grad((run(call).logprob.sum() / n) * scale, leaves(call))
+        want = torch.autograd.grad((expected["logprob"].sum() / n) * scale, made, retain_graph=True)
+        assert all(relative_error(a, b) <= 1e-3 for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("feature", ["plain", "both", "bias"])
+def test_opcheck(feature: str, backend: str) -> None:
+    recorded = []
+    packet = torch.ops.flce.linear_logprobs.default
+    call = call_of(5, dtype=torch.float64, **FEATURES[feature])
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is packet:
+                recorded.append(args)
+            return function(*args, **(kwargs or {}))
+
+    with Record():
+        run(call, top_k=2)
+    (args,) = recorded
+    inputs, weights, *others = args
+    fresh = [[t.detach().requires_grad_() for t in tensors] for tensors in (inputs, weights)]
+    torch.library.opcheck(packet, (*fresh, *others))
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_compiled(torch_backend: str) -> None:
+    """One graph, and one for other numbers of tokens."""
+    call = call_of(16, temperature="each")
+
+    def step(x: Tensor, y: Tensor, candidates: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        out: Any = flce.linear_logprobs(x, call.w, y, candidates=candidates, temperature=temperature, outputs=OUTPUTS)
+        return out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.mean(), out.correct
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (16, 9):
+        args = call.x[:n], call.y[:n], call.candidates[:n], call.kwargs["temperature"][:n]
+        (loss, correct), (expected, as_expected) = compiled(*args), step(*args)
+        torch.testing.assert_close(loss, expected)
+        assert torch.equal(correct, as_expected)
+        got, want = (torch.autograd.grad(t, (call.x, call.w)) for t in (loss, expected))
+        torch.testing.assert_close(got, want)
+
+
+def test_compiled_with_gradient_penalties_is_refused() -> None:
+    call = call_of()
+    (grad,) = torch.autograd.grad(run(call).logprob.sum(), call.x)
+    assert not grad.requires_grad
+    with pytest.raises(RuntimeError, match="linear_logprobs cannot be differentiated twice"):
+        torch.autograd.grad(run(call).logprob.sum(), call.x, create_graph=True)
+
+
+def test_the_module() -> None:
+    call = call_of(temperature="each")
+    module = flce.LinearLogprobs(outputs=("logprob", "lse"), top_k=2, softcap=4.0)
+    got = module(call.x, call.w, call.y, candidates=call.candidates, temperature=call.kwargs["temperature"])
+    call.kwargs["softcap"] = 4.0
+    assert same(got, run(call, outputs=("logprob", "lse"), top_k=2))
+    assert "softcap=4.0" in repr(module)
+    with pytest.raises(ValueError, match="unknown output"):
+        flce.LinearLogprobs(outputs=("probability",))
+
+
+BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "output": (ValueError, "unknown output 'probs'", {"outputs": ("probs",)}),
+    "repeated": (ValueError, "'lse' twice", {"outputs": ("lse", "lse")}),
+    "a string": (TypeError, "outputs must be a tuple", {"outputs": "lse"}),
+    "no target": (ValueError, "'logprob', which needs a target", {"target": None, "outputs": ("logprob",)}),
+    "correct": (ValueError, "'correct', which needs a target", {"target": None, "outputs": ("correct",)}),
+    "shift": (ValueError, "shift=1 needs a target", {"target": None, "outputs": ("lse",), "shift": 1}),
+    "probabilities": (TypeError, "int64 or int32", {"target": torch.zeros(4)}),
+    "large": (IndexError, r"candidate 30 at \(2, 1\)", {"candidates": torch.tensor([[0, 1], [2, 3], [4, 30], [0, 0]])}),
+    "negative": (IndexError, r"candidate -2 at \(0, 1\)", {"candidates": torch.tensor([0, -2])}),
+    "shape": (ValueError, r"shape \(K,\) or \(4, 'K'\)", {"candidates": torch.zeros(3, 2, dtype=torch.int64)}),
+    "dtype": (TypeError, "candidates must hold class indices", {"candidates": torch.zeros(4, 2)}),
+    "many": (ValueError, "at most 256", {"candidates": torch.zeros(257, dtype=torch.int64)}),
+    "top": (ValueError, "top_k must be at most the 30 classes", {"top_k": 31}),
+    "below": (ValueError, "top_k must be from 0", {"top_k": -1}),
+    "top of what": (TypeError, "top_k must be an int", {"top_k": 2.0}),
+    "temperatures": (ValueError, r"shape \(4,\)", {"temperature": torch.ones(3)}),
+    "its gradient": (ValueError, "no gradient", {"temperature": torch.ones(4, requires_grad=True)}),
+    "zero": (ValueError, r"temperature must be > 0, got 0.0 at \(1,\)", {"temperature": torch.tensor([1.0, 0, 1, 1])}),
+    "number": (ValueError, "temperature must be a finite number > 0", {"temperature": 0.0}),
+    "its dtype": (TypeError, "floating dtype", {"temperature": torch.ones(4, dtype=torch.int64)}),
+    "head": (ValueError, r"linear_weight must have shape \(V, H\)", {"linear_weight": torch.randn(5, 6, 8)}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    error, message, wrong = BAD[name]
+    arguments = {"input": torch.randn(4, 8), "linear_weight": torch.randn(30, 8), "target": torch.randint(30, (4,))}
+    with pytest.raises(error, match=message):
+        flce.linear_logprobs(**{**arguments, **wrong})
+
+
+def test_bad_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Where the host does not look at them they make NaN where they are, and nothing is read out of bounds."""
+    for module in ("flce.engine.vectors", "flce.ops.arguments"):
+        monkeypatch.setattr(f"{module}.looks_at_values", lambda device: False)
+    call = call_of(4, 8, 30)
+    call.y[:] = torch.tensor([1, 2, 30, 3])
+    call.candidates[0, 0] = 10**9
+    call.candidates[3, 1] = -7
+    call.kwargs["temperature"] = torch.tensor([1.0, -1.0, 1.0, 1.0])
+    out = run(call)
+    assert out.logprob.isnan().tolist() == [False, True, True, False]
+    assert out.candidate_logprob[0].isnan().tolist() == [True] + 4 * [False]
+    assert out.candidate_logprob[3].isnan().tolist() == [False, True] + 3 * [False]
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_topk_kl(direction: str, tail: bool) -> None:
+    student, teacher = (torch.randn(6, 20, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    ids = teacher.topk(5).indices
+    p, q = (t.gather(-1, ids).clone() for t in (student, teacher))
+    q[2, 3:] = -torch.inf  # there are but three
+    for row in range(6):
+        k = 3 if row == 2 else 5
+        lists = [torch.cat((t[:k].exp(), 1 - t[:k].exp().sum()[None])) for t in (p[row], q[row])]
+        a, b = lists[::-1] if direction == "forward" else lists
+        expected = (a * (a / b).log())[: None if tail else k].sum()
+        got = flce.topk_kl(p[row], q[row], direction, tail)  # type: ignore[arg-type]
+        torch.testing.assert_close(got, expected)
+    assert torch.autograd.gradcheck(lambda s: flce.topk_kl(s, q[:2], direction, tail), p[:2].requires_grad_())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="direction must be"):
+        flce.topk_kl(p, q, "sideways")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one shape"):
+        flce.topk_kl(p[:2], q)
+
+
+@pytest.mark.parametrize("k", [0, 32])
+@pytest.mark.parametrize("needs", [False, True])
+def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more memory than a budget says, by the count of the plan."""
+    budget = 2 << 20
+    taken: list[ChunkPlan] = []
+    before = vars(ops)["plan_of_call"]
+
+    def noted(*call: Any) -> ChunkPlan:
+        taken.append(before(*call))
+        return taken[-1]
+
+    monkeypatch.setattr(ops, "plan_of_call", noted)
+    call = call_of(512, 16, 2000, k)
+    out = run(
+        call,
+        outputs=("logprob", "entropy"),
+        candidates=call.candidates if k else None,
+        options=options(max_workspace_bytes=budget),
+    )
+    if needs:
+        out.logprob.sum().backward()
+    assert len(taken) == 1 + needs
+    assert all(plan.workspace_bytes <= budget for plan in taken)
+
+
+@pytest.mark.gpu
+def test_cuda_graph() -> None:
+    call = call_of(64, 64, 1000, dtype=torch.bfloat16, device="cuda", temperature="each")
+
+    def step() -> list[Tensor]:
+        out = run(call)
+        loss = out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.sum()
+        return [loss.detach(), *torch.autograd.grad(loss, leaves(call))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [1024, 4096])
+def test_errors_at_a_large_vocabulary(hidden: int) -> None:
+    """2048 tokens, 128256 classes, logits of standard deviation 4."""
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(2048, hidden, device="cuda", generator=g).bfloat16()
+    w = (torch.randn(128256, hidden, device="cuda", generator=g) * 4 / hidden**0.5).bfloat16()
+    y = torch.randint(128256, (2048,), device="cuda", generator=g)
+    out: Any = flce.linear_logprobs(x, w, y)
+    for start in range(0, 2048, 256):
+        rows = slice(start, start + 256)
+        logprob = (x[rows].double() @ w.double().T).log_softmax(-1)
+        want = logprob.gather(1, y[rows, None])[:, 0]
+        assert relative_error(out.logprob[rows], want) <= 5e-6
+        assert relative_error(out.entropy[rows], -(logprob.exp() * logprob).sum(-1)) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [None, 64 << 20])
+def test_memory_is_as_planned(budget: int | None) -> None:
+    n, hidden, vocab, k = 4096, 1024, 32000, 32
+    x = torch.randn(n, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y, candidates = torch.randint(vocab, (n,), device="cuda"), torch.randint(vocab, (n, k), device="cuda")
+
+    def step() -> None:
+        out: Any = flce.linear_logprobs(x, w, y, candidates=candidates, options=options(max_workspace_bytes=budget))
+        (out.logprob.sum() + out.entropy.sum() + out.candidate_logprob.sum()).backward()
+
+    step()
+    x.grad = w.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    taken = torch.cuda.max_memory_allocated() - before - (x.numel() + w.numel()) * 2
+    assert taken <= (512 << 20 if budget is None else budget) + 12 * n * k * 4
