@@ -17,6 +17,7 @@ pytest.importorskip("typer", reason="the scripts' command line")
 pytest.importorskip("transformers")
 
 import flce
+from compare import is_fused
 from flce.huggingface import FlceCallback
 from flce.testing.models import tiny_model
 
@@ -65,6 +66,7 @@ def test_megatron_s_loss_of_each_token(part: Part) -> None:
     one_rank = SimpleNamespace(tp=None)
     loss = model(pg_collection=one_rank).compute_language_model_loss(labels, F.linear(hidden, weight))
     torch.testing.assert_close(loss, expected)
+    assert (is_fused(expected), is_fused(loss)) == (False, True)
     torch.testing.assert_close(torch.autograd.grad(loss, weight, upstream)[0], gradient)
 
 
