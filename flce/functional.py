@@ -209,10 +209,10 @@ def linear_logprobs(
     """Log-probabilities, entropies and more of each token of ``input @ linear_weight.T``, without the logits.
 
     Losses for preferences and reinforcement learning are a few lines of PyTorch on these. The logits z are those of
-    `fused_linear_cross_entropy`; logits are float32 here in any case (float64 for float64 inputs). Differentiable once,
-    in `input`, `linear_weight`, `linear_bias` and `adapters`, as often as wanted, for any upstream gradients of the
-    results together. Forward makes one matrix product, or two for `top_k` where logits stay in registers; backward
-    makes three more.
+    `fused_linear_cross_entropy`, in float32 in any case (float64 for float64 inputs). Differentiable in `input`,
+    `linear_weight`, `linear_bias` and `adapters`, for any upstream gradients of the results together. A second backward
+    through the same results is right; double backward is refused. Forward makes one matrix product, or two for `top_k`
+    where logits stay in registers; backward makes three more.
 
     The same call with and without gradients returns the same bits.
 
@@ -242,7 +242,7 @@ def linear_logprobs(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes do not fit, devices differ, a scalar is out of its range, an output is unknown or named
             twice, "logprob" or "correct" is asked for without a target, a temperature requires a gradient (or, on a
-            CPU or with ``FLCE_DEBUG=1``, is not positive; otherwise the results of that token are NaN),
+            CPU or with ``FLCE_DEBUG=1``, is no finite number > 0; otherwise the results of that token are NaN),
             ``options.logits_dtype`` is of half precision, or no plan keeps ``options.max_workspace_bytes``.
         IndexError: a target or candidate is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise its
             log-probability is NaN and nothing is read out of bounds.

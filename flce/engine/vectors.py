@@ -177,9 +177,10 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
         return torch.where(right, factor, torch.nan)
     if not bool(right.all()):
         position = int((~right).nonzero()[0, 0])
+        temperature = float(1.0 / factor[position])
         raise ValueError(
-            f"temperature must be a finite number > 0 for each token, got {float(1.0 / factor[position]):g} at position "
-            f"{position} of the flattened temperature"
+            f"temperature must be a finite number > 0 for each token, got {temperature:g} at position {position} of "
+            "the flattened temperature"
         )
     return factor
 
