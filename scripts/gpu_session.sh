@@ -206,14 +206,15 @@ for name in $parts; do
                 # Only these: to import the others takes every process its time.
                 mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -v test_first_call)
             fi
-            # By themselves, because they look at the clock and at the memory that is free.
             checks=tests/tools/test_check.py::test_on_a_gpu
-            part tests-alone "$(within 120)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
-                tests/package/test_first_call.py "$checks"
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 --durations=8 -p no:cacheprovider -n "$workers" \
                 --dist worksteal \
                 "${select[@]}" --ignore tests/package/test_first_call.py --deselect "$checks" "${files[@]}"
+            # By themselves, because they look at the clock and at the memory that is free. After the others: on a new
+            # machine Python compiles the libraries first, which takes half a minute.
+            part tests-alone "$(within 120)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
+                tests/package/test_first_call.py "$checks"
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
         operator) benchmark operator operator h200 260 --errors ;;
