@@ -158,7 +158,9 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
 
 
 def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    return with_entropy(*importlib.import_module(f"{VERL}.linear_cross_entropy").linear_cross_entropy(x, w, y, 1.0, "none", None))
+    return with_entropy(
+        *importlib.import_module(f"{VERL}.linear_cross_entropy").linear_cross_entropy(x, w, y, 1.0, "none", None)
+    )
 
 
 def needs_verl(device: torch.device) -> str | None:
