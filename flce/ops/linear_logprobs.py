@@ -32,7 +32,7 @@ from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_of_call
 from flce.torch_ops import flops
 from flce.torch_ops.registration import as_text, define, from_text
-from flce.torch_ops.vmap import register_loop
+from flce.torch_ops.vmap import for_each, register_loop
 
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? row_factor, Tensor? candidates, "
@@ -137,6 +137,8 @@ def _unpack(
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = _unpack(*args)
     plan, problem = call.plan(False), _without_gradients(call.problem)
+    if call.problem.needs.any:
+        call.plan(True)  # where no plan keeps the budget, the error comes before the work
     if log.telling():
         new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.traced else new_shapes.WATCHED)
     rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
@@ -195,12 +197,16 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     flops.tell_active_counters()
     normalizer, entropy, candidate_logprob, *others = ctx.saved_tensors
     tensors = (others[:terms], others[terms : 2 * terms], *others[2 * terms :])
-    contiguous = [None if t is None else t.contiguous() for t in given]
     *_, needs, _traced = ctx.others
-    grads = torch.ops.flce.linear_logprobs_backward(
-        normalizer, entropy, candidate_logprob, *contiguous, *tensors, *ctx.others
-    )
-    made = iter(grads)
+
+    def gradients(*upstream: Tensor | None) -> list[Tensor]:
+        contiguous = [None if t is None else t.contiguous() for t in upstream]
+        grads: list[Tensor] = torch.ops.flce.linear_logprobs_backward(
+            normalizer, entropy, candidate_logprob, *contiguous, *tensors, *ctx.others
+        )
+        return grads
+
+    made = iter(for_each(gradients, *given))
     *of_terms, of_bias = [next(made) if need else None for need in needs]
     return (of_terms[:terms], of_terms[terms:], None, of_bias, *nothing)
 
