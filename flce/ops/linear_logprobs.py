@@ -76,8 +76,7 @@ def linear_logprobs(
 
 def _asked(spec: LogprobSpec) -> list[bool]:
     """For each of `Results`, whether it is asked for."""
-    rows = RowOutputs._make(RowOutputs.asked(spec))
-    named = rows._asdict() | {
+    named = dict(zip(RowOutputs._fields, RowOutputs.asked(spec), strict=True)) | {
         "lse": "lse" in spec.stats,
         "candidate_logprob": spec.candidates > 0,
         "top_k_logprob": spec.top_k > 0,
@@ -153,14 +152,15 @@ def _results(
     top_ids: Tensor | None,
 ) -> Results:
     spec = per_token.spec_of(p)
-    made = rows._asdict() | {
+    made = dict(zip(RowOutputs._fields, rows, strict=True)) | {
         "lse": log_sum_exp(rows.normalizer) if "lse" in spec.stats else None,
         "candidate_logprob": candidate_logprob,
         "top_k_logprob": top_logprob,
         "top_k_ids": top_ids,
     }
     nothing = rows.normalizer
-    return Results(**{name: nothing.new_empty(0) if made[name] is None else made[name] for name in Results._fields})
+    there = (made[name] for name in Results._fields)
+    return Results._make(nothing.new_empty(0) if t is None else t for t in there)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
