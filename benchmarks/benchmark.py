@@ -62,7 +62,7 @@ class Benchmark:
     tables: Callable[[Run, bool], list[Table]]  # of a whole run; if that is true, without the line-by-line ones
     figure: Callable[[Run], Figure]
     targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # what is promised; the same
-    choices: Mapping[str, Collection[str]] = field(default_factory=dict)  # fields of a case, and what they may be
+    choices: Mapping[str, Collection[Any]] = field(default_factory=dict)  # fields of a case, and what they may be
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
     # What takes long and can be done for all cases at once, within these seconds; says what was done.
     build_ahead: Callable[[Sequence[Any], torch.device, float], str | None] = lambda *ignored: None
@@ -71,7 +71,7 @@ class Benchmark:
         """Raises a ValueError where the case asks for what there is not."""
         for name, known in {"dtype": DTYPES, **self.choices}.items():
             if getattr(case, name) not in known:
-                raise ValueError(f"{name} {getattr(case, name)!r}: one of {', '.join(known)}")
+                raise ValueError(f"{name} {getattr(case, name)!r}: one of {', '.join(map(str, known))}")
         self.contenders(case)
 
     def measure(

@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks operator | model | rows | table | pages | plot`."""
+"""The command line: `python -m benchmarks operator | model | rows | logprobs | table | pages | plot`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.benchmark import Benchmark, Plan, read, save
+from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import filled
@@ -25,7 +26,7 @@ from flce.tools.bench.tables import absences
 from flce.tools.cli.output import finite, given
 from flce.tools.machine import described_run
 
-BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS)}
+BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS, LOGPROBS)}
 
 about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
 app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -39,6 +39,7 @@ class Target:
     own_products: bool = True
     label: str = ""
     workspace_mib: int | None = None
+    workspace_tolerance: float = 0.0
     beside: tuple[str, ...] = ()  # who is measured with them, for the reader
     calls: bool = False  # as `call_meter` times them
     figure: str = "median_ms"  # of a result: its time
@@ -219,6 +220,7 @@ class Rule:
     factor: float = 1.1
     least_mib: int = 64  # workspace that we may take even where the peer takes less
     bfloat16_sums: bool = False  # in ours; float32 otherwise
+    settings: tuple[str, ...] = ()  # only these of ours; all, if empty
 
 
 RULES = [
@@ -295,7 +297,7 @@ def check(run: Run, target: Target) -> Finding:
     limit = target.limit if not callable(target.limit) else target.limit(base) if base else None
     room = None if target.workspace_mib is None else target.workspace_mib * MIB
     asked = [] if target.limit is None else [judge(times, limit)]
-    asked += [] if room is None else [judge(ours.workspace_bytes, room, tolerance=0.0)]
+    asked += [] if room is None else [judge(ours.workspace_bytes, room, tolerance=target.workspace_tolerance)]
     cells = {
         "": target.call,
         "tokens x hidden x vocabulary": " x ".join(map(str, target.shape)),
@@ -334,8 +336,8 @@ def target_tables(runs: Sequence[Run]) -> list[Table]:
     return found
 
 
-def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Finding]:
-    """Every rule on every case of bfloat16 training on which its peer was measured.
+def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES, mode: Mode = "forward+backward") -> list[Finding]:
+    """Every rule on every case of bfloat16, in this mode, on which its peer was measured.
 
     The value is the time of the peer over ours.
     """
@@ -343,7 +345,7 @@ def duels(runs: Sequence[Run], rules: Sequence[Rule] = RULES) -> list[Finding]:
         [
             duel(entry, rule)
             for entry in run.cases
-            if (entry.case.mode, entry.case.dtype, entry.case.calls) == ("forward+backward", "bfloat16", False)
+            if (entry.case.mode, entry.case.dtype, entry.case.calls) == (mode, "bfloat16", False)
             for rule in rules
             if entry.by_name(rule.peer).samples_ms and entry.by_name(rule.peer).workspace_bytes is not None
         ]
@@ -375,6 +377,7 @@ def best(entry: Entry, rule: Rule) -> BenchResult:
         for result in entry.results
         if result.family == "ours"
         and result.samples_ms
+        and (not rule.settings or result.contender in rule.settings)
         and sums_in_bfloat16(result.contender) == rule.bfloat16_sums
         and result.workspace_bytes is not None
         and result.workspace_bytes <= limit
@@ -390,14 +393,19 @@ def figures(result: BenchResult) -> str:
     return tables.milliseconds(result.median_ms) + workspace
 
 
-def dominance_table(runs: Sequence[Run]) -> Table:
+def duel_table(title: str, findings: Sequence[Finding], runs: Sequence[Run], spread: str) -> Table:
     """Every peer on every shape, beside the fastest of our settings that takes no more workspace."""
     notes = [
         "times: of the peer over that of the fastest setting of flce in the workspace that is allowed",
         "wanted: how much that is to be, in the workspace of the peer or the MiB given, whichever is more",
-        tables.spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL]),
+        spread,
     ]
-    return verdict_table("No peer dominates, met", duels(runs), runs, notes)
+    return verdict_table(f"{title}, met", findings, runs, notes)
+
+
+def dominance_table(runs: Sequence[Run]) -> Table:
+    spread = tables.spread_note([entry for run in runs for entry in run.cases if entry.case.label == PEERS_LABEL])
+    return duel_table("No peer dominates", duels(runs), runs, spread)
 
 
 # --- whether a workspace is as planned ---
@@ -419,7 +427,7 @@ def plan_tables(runs: Sequence[Run]) -> list[Table]:
             if expected is None or measured is None:
                 continue
             planned += 1
-            bounded = entry.case.ignored and result.contender.startswith(BOUNDED)
+            bounded = result.contender.startswith(BOUNDED)
             apart = measured - expected if bounded else abs(measured - expected)
             if apart > PLAN_SHARE * expected + PLAN_BYTES:
                 both = tables.mebibytes(expected), tables.mebibytes(measured)

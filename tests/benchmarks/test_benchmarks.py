@@ -44,6 +44,7 @@ SHOWN = {
     "operator": ["| flce |", "median ms", "relative error against float64", "spread: "],
     "model": ["| flce, 1 MiB budget |", "tokens/s", "x stock", "| loss |"],
     "rows": ["GB/s, of copy: softmax forward, float32, 8 rows", "| columns | copy | flce | eager | flce, again |"],
+    "logprobs": ["| flce, no gradient |", "| four bare products |", "planned MiB", "spread: "],
 }
 EVERYWHERE = ("ours", "repeat", "stock")
 

@@ -6,7 +6,6 @@ or their own trainer calls them, and imported inside. Any workspace budget of ou
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import re
@@ -144,11 +143,9 @@ def ours(name: str, title: str, only: str = "", **options: Any) -> OperatorConte
     return OperatorContender(name, title, "ours", prepare, applies=ONLY[only], planned_bytes=planned)
 
 
-def elsewhere(problem: OperatorProblem, loss: LossFunction, **changed: Tensor) -> Step:
+def elsewhere(problem: OperatorProblem, loss: LossFunction, **changed: Any) -> Step:
     """On another problem: time and workspace are told, the results are not compared."""
-    other = copy.copy(problem)
-    vars(other).update(changed)
-    solve = autograd_step(other, loss)
+    solve = autograd_step(problem.changed(**changed), loss)
 
     def step() -> StepOutcome:
         _, *gradients, others = solve()

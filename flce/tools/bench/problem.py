@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from dataclasses import dataclass, replace
@@ -133,6 +134,12 @@ class OperatorProblem:
         self.upstream = torch.tensor(case.upstream, device=device)  # in float32; with reduction "none" for each token
         if case.call.reduction == "none":
             self.upstream = torch.rand(case.tokens, device=device, generator=generator).add_(0.5).mul_(case.upstream)
+
+    def changed(self, **attributes: Any) -> OperatorProblem:
+        """The same tensors, but for these."""
+        other = copy.copy(self)
+        vars(other).update(attributes)
+        return other
 
     @functools.cached_property
     def logits_gradient(self) -> torch.Tensor:

@@ -1,0 +1,306 @@
+"""`flce.linear_logprobs`: time and workspace, beside the bare products and kernels for reinforcement learning.
+
+A case is a shape, on which all calls and all peers take turns. The results of a call that have gradients are added up
+to one number of each token, and the gradients are those of these numbers for an upstream gradient of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import flce
+from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.reports import overview
+from benchmarks.targets import (
+    MAIN,
+    NARROW,
+    TOLERANCE,
+    Rule,
+    Target,
+    check_targets,
+    duel_table,
+    duels,
+    figures,
+    plan_tables,
+    verdict_table,
+)
+from flce.core.sizes import MIB
+from flce.ops import linear_logprobs as ops
+from flce.planning.plan import ChunkPlan
+from flce.planning.search import plan_of_call
+from flce.testing.problem import IGNORED
+from flce.tools.bench import comparison, tables
+from flce.tools.bench.cases import Effort, Step, known, needs_package
+from flce.tools.bench.contenders import (
+    BOUNDED,
+    ONLY,
+    TRL_CHUNK,
+    LossFunction,
+    OperatorContender,
+    budget_name,
+    elsewhere,
+    floor_step,
+    needs_trl,
+)
+from flce.tools.bench.measure import Entrant, Prepared
+from flce.tools.bench.problem import Mode, OperatorCase, OperatorProblem, Shape
+from flce.tools.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.tables import Columns, Table
+
+MODE: Mode = "reduction-none"  # the same four products, and an upstream gradient of each token
+BUDGETS_MIB = (64, 256, 512)
+CANDIDATES = 32
+SEQUENCE = 1024  # tokens, of those who take a batch of sequences
+ENTROPY_WEIGHT = 0.01
+
+Changes = Callable[[OperatorProblem], dict[str, Any]]
+
+
+# --- contenders ---
+
+
+def unchanged(problem: OperatorProblem) -> dict[str, Any]:
+    return {}
+
+
+def without_gradients(problem: OperatorProblem) -> dict[str, Any]:
+    return {"case": replace(problem.case, mode="forward")}
+
+
+def half_ignored(problem: OperatorProblem) -> dict[str, Any]:
+    """Every other label."""
+    target = problem.target.clone()
+    target[::2] = IGNORED
+    return {"target": target}
+
+
+def candidates_and_temperatures(problem: OperatorProblem) -> dict[str, Any]:
+    """Arguments of the call."""
+    tokens, vocab, device = problem.case.tokens, problem.case.vocab, problem.input.device
+    generator = torch.Generator(device).manual_seed(1)
+    candidates = torch.randint(vocab, (tokens, CANDIDATES), device=device, generator=generator)
+    return {
+        "candidates": candidates,
+        "temperature": torch.rand(tokens, device=device, generator=generator) + 0.5,
+    }
+
+
+def with_entropy(logprob: Tensor, entropy: Tensor) -> Tensor:
+    return torch.add(logprob, entropy, alpha=ENTROPY_WEIGHT)
+
+
+def our_number(x: Tensor, w: Tensor, y: Tensor, reduction: str, **arguments: Any) -> Tensor:
+    out: Any = flce.linear_logprobs(x, w, y, **arguments)
+    number: Tensor = out.logprob if out.entropy is None else with_entropy(out.logprob, out.entropy)
+    return number if out.candidate_logprob is None else number + out.candidate_logprob.mean(1)
+
+
+def ours(
+    name: str,
+    title: str,
+    *outputs: str,
+    changed: Changes = unchanged,
+    arguments: Changes = unchanged,
+    **options: Any,
+) -> OperatorContender:
+    def prepare(problem: OperatorProblem) -> Step:
+        how: dict[str, Any] = {"outputs": outputs or ("logprob", "entropy"), "options": flce.ChunkOptions(**options)}
+        return elsewhere(problem, partial(our_number, **how, **arguments(problem)), **changed(problem))
+
+    return OperatorContender(name, title, "ours", prepare)
+
+
+def forward_floor_step(problem: OperatorProblem) -> Step:
+    return floor_step(problem.changed(**without_gradients(problem)))
+
+
+def peer(name: str, title: str, unavailable: Any, number: LossFunction) -> OperatorContender:
+    return OperatorContender(name, title, "peer", partial(elsewhere, loss=number), unavailable=unavailable)
+
+
+def trl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    logprob, entropy, *_ = function.apply(x, w, None, y, 1.0, TRL_CHUNK, None, 1.0, ("entropy",))
+    return with_entropy(logprob, entropy)
+
+
+LIGER, VERL = "liger_kernel.chunked_loss", "verl.utils.kernel"
+
+
+def liger_step(problem: OperatorProblem, **options: Any) -> Step:
+    """Liger's makes its gradients in forward, for the loss that it is: without a divergence from a reference."""
+    make: Any = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
+    of_batch = make(beta=0.0, use_ref_model=False, **options)
+    x, w, y = problem.input, problem.weight, problem.target
+    batch = -1, math.gcd(len(y), SEQUENCE)
+    with torch.no_grad():
+        logprob: Any = flce.linear_logprobs(x, w, y, outputs=("logprob",)).logprob
+    old, labels, mask = logprob.view(batch), y.view(batch), torch.ones_like(y.view(batch))
+    advantages = torch.linspace(-1.0, 1.0, len(labels), device=x.device)
+
+    def loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+        found: Tensor = of_batch(x.view(*labels.shape, -1), w, labels, mask, advantages, old_per_token_logps=old)[0]
+        return found
+
+    return elsewhere(problem, loss, case=replace(problem.case, mode="forward+backward"))
+
+
+def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
+    return with_entropy(
+        *importlib.import_module(f"{VERL}.linear_cross_entropy").linear_cross_entropy(x, w, y, 1.0, "none", None)
+    )
+
+
+def needs_verl(device: torch.device) -> str | None:
+    """Its packages import Ray and more, of which its kernel needs nothing: empty ones are in their place."""
+    with contextlib.suppress(ImportError):
+        for name in ("verl", "verl.utils"):
+            spec = importlib.util.find_spec(name)
+            if spec is not None and name not in sys.modules:
+                sys.modules[name] = importlib.util.module_from_spec(spec)
+    return needs_package(f"{VERL}.kernels", "verl")(device)
+
+
+C = OperatorContender
+everything: dict[str, Any] = {"arguments": candidates_and_temperatures}
+CONTENDERS = [
+    C("floor", "four bare products", "floor", floor_step, applies=ONLY["products"]),
+    C("floor-forward", "one bare product", "floor", forward_floor_step, applies=ONLY["products"]),
+    ours("ours", "flce"),
+    ours("ours-logprob", "flce, logprob only", "logprob"),
+    ours(
+        "ours-all",
+        f"flce, correct, {CANDIDATES} candidates, temperatures",
+        "logprob",
+        "entropy",
+        "correct",
+        **everything,
+    ),
+    ours("ours-forward", "flce, no gradient", changed=without_gradients),
+    ours(BOUNDED, "flce, half of the labels ignored", changed=half_ignored, skip_ignored=True),
+    *[ours(budget_name(mib), f"flce, {mib} MiB budget", max_workspace_bytes=mib * MIB) for mib in BUDGETS_MIB],
+    peer("trl", "TRL's kernel", needs_trl, trl_number),
+    C("liger", "Liger's GRPO loss", "peer", liger_step, unavailable=needs_package(LIGER, "liger-kernel")),
+    peer("verl", "verl's kernel", needs_verl, verl_number),
+]
+
+
+def prepare(case: OperatorCase, device: torch.device) -> Prepared:
+    meter, enter = comparison.prepare(case, device)
+
+    def enter_noting(contender: OperatorContender, result: BenchResult) -> Entrant:
+        """The plans of a call are those that it asks for: one of forward, and one of the gradients."""
+        plans: list[ChunkPlan] = []
+
+        def noted(*call: Any) -> ChunkPlan:
+            plans.append(plan_of_call(*call))
+            return plans[-1]
+
+        with mock.patch.object(ops, "plan_of_call", noted):
+            entrant = enter(contender, result)
+        if contender.family != "peer":
+            result.planned_bytes = max((plan.workspace_bytes for plan in plans), default=None)
+        return entrant
+
+    return meter, enter_noting
+
+
+# --- what is promised ---
+
+
+def promised(shape: Shape, logprob: float, usual: float, all_of_it: float, forward: float) -> list[Target]:
+    """Forward and backward over four products, forward alone over its one; of workspace, too, 2% are tolerated."""
+    of = Target("logprob, entropy", shape, usual, mode=MODE, workspace_mib=512, workspace_tolerance=TOLERANCE)
+    of_budgets = [
+        replace(of, call=f"{mib} MiB budget", limit=None, contender=budget_name(mib), workspace_mib=mib)
+        for mib in BUDGETS_MIB
+    ]
+    return [
+        replace(of, call="logprob", limit=logprob, contender="ours-logprob"),
+        of,
+        replace(of, call="correct, candidates, temperatures too", limit=all_of_it, contender="ours-all"),
+        replace(of, call="no gradient", limit=forward, contender="ours-forward", reference="floor-forward"),
+        replace(of, call="half of the labels ignored", limit=0.55, contender=BOUNDED, reference="ours"),
+        *of_budgets,
+    ]
+
+
+TARGETS = [*promised(MAIN, 1.05, 1.07, 1.10, 1.06), *promised(NARROW, 1.09, 1.14, 1.18, 1.15)]
+SETTINGS = ("ours", *map(budget_name, BUDGETS_MIB))  # that do as much as the peers
+RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "liger", "verl")]
+
+
+def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
+    spread = tables.spread_note([entry for run in runs for entry in run.cases])
+    calls = verdict_table("Targets of log-probabilities met", check_targets(runs, TARGETS), runs, [spread])
+    return [calls, duel_table("Faster than peers", duels(runs, RULES, MODE), runs, spread), *plan_tables(runs)]
+
+
+# --- presets and tables ---
+
+TINY = OperatorCase(96, 64, 500, dtype="float32", mode=MODE)
+PRESETS: dict[str, Callable[[], Plan]] = {
+    "tiny": lambda: planned([TINY], rounds=2, seconds=1.0),
+    # Two to three minutes of one large GPU, most of them to build kernels.
+    "h200": lambda: planned([OperatorCase(*shape, mode=MODE) for shape in (MAIN, NARROW)], rounds=15, seconds=1.5),
+}
+
+
+def time_table(entry: Entry) -> Table:
+    """Beside the products that a call cannot do without."""
+
+    def times(result: BenchResult) -> str:
+        floor = "floor-forward" if result.contender in ("ours-forward", "floor-forward") else "floor"
+        return tables.ratio(result.median_ms, entry.by_name(floor).median_ms, digits=3)
+
+    columns: Columns = {
+        "": lambda r: r.title,
+        "median ms": lambda r: tables.milliseconds(r.median_ms),
+        "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
+        "calls": lambda r: str(len(r.samples_ms)),
+        "x products": times,
+        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
+        "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
+    }
+    return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
+
+
+LOGPROBS = Benchmark(
+    kind="logprobs",
+    about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
+    noun="log-probabilities",
+    case_type=OperatorCase,
+    sizes="tokens,hidden,vocab",
+    presets=PRESETS,
+    effort=Effort(10, 10.0),
+    contenders=lambda case: known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
+    prepare=prepare,
+    case_tables=lambda entry: [time_table(entry)],
+    tables=overview(
+        "Median ms, workspace MiB", "tokens x hidden x vocabulary", lambda entry, result: figures(result), time_table
+    ),
+    figure=comparison.figure,
+    targets=target_tables,
+    # What else a case of the operator can be does not concern these calls.
+    choices={
+        "mode": (MODE,),
+        "feature": ("",),
+        "ignored": (0.0,),
+        "errors": (False,),
+        "calls": (False,),
+        "own_products": (True,),
+    },
+    defaults=({"mode": MODE},),
+)
