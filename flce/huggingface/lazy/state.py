@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core.options import ChunkOptions
-from flce.core.problem import accumulation_dtype
-from flce.functional import LinearLogprobsOutput, fused_linear_cross_entropy, linear_logprobs
+from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
+from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, replay
 from flce.huggingface.lazy.terms import BiasTerm, Product
@@ -231,7 +231,10 @@ class LazyState:
         The same bits with and without gradients, so that the ratio of two policies is 1 as long as they are one.
         """
         options = self.settings.options
-        if isinstance(options, ChunkOptions) and options.logits_dtype in (torch.float16, torch.bfloat16):  # for the loss
+        if isinstance(options, ChunkOptions) and options.logits_dtype in (
+            torch.float16,
+            torch.bfloat16,
+        ):  # for the loss
             options = replace(options, logits_dtype=None)
         candidates = None if candidates is None else candidates.to(self.home)
         with self.weights():
