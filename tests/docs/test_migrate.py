@@ -538,16 +538,16 @@ def test_a_mean_of_nothing_by_cut_cross_entropy(device: torch.device) -> None:
 def test_log_probabilities_of_trl(device: torch.device) -> None:
     """The two results, and gradients of both together."""
     function = original(TRL.removesuffix(".forward"))
-    leaves = [t.detach().to(device, torch.float32).requires_grad_() for t in (INPUT, WEIGHT)]
+    x, w = (t.detach().to(device, torch.float32).requires_grad_() for t in (INPUT, WEIGHT))
     target = TARGET.to(device).clamp(min=0)
-    theirs = function.apply(*leaves, None, target, 0.7, 16, 20.0, 0.5, ("entropy",))
-    ours: Any = flce.linear_logprobs(*leaves, target, temperature=0.7, softcap=20.0, logit_scale=0.5)
+    theirs = function.apply(x, w, None, target, 0.7, 16, 20.0, 0.5, ("entropy",))
+    ours: Any = flce.linear_logprobs(x, w, target, temperature=0.7, softcap=20.0, logit_scale=0.5)
     results = []
     for logprob, entropy in (theirs[:2], (ours.logprob, ours.entropy)):
-        gradients = torch.autograd.grad((logprob * torch.arange(N, device=device) - entropy).sum(), leaves)
+        gradients = torch.autograd.grad((logprob * torch.arange(N, device=device) - entropy).sum(), (x, w))
         names = ("logprob", "entropy", "hidden", "W")
         results.append(dict(zip(names, (logprob.detach(), entropy.detach(), *gradients), strict=True)))
-    assert_same(*results, 1e-5)
+    assert_same(results[0], results[1], 1e-5)
 
 
 # ------------------------------------------------------------------------------------------ before and after
