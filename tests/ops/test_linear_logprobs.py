@@ -599,6 +599,14 @@ def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) 
     assert all(plan.workspace_bytes <= budget for plan in taken)
 
 
+def test_one_token_without_dimensions() -> None:
+    call = call_of(1)
+    several: Any = flce.linear_logprobs(call.x, call.w, call.y, candidates=call.candidates)
+    one: Any = flce.linear_logprobs(call.x[0], call.w, call.y[0], candidates=call.candidates[0])
+    for name in ("logprob", "entropy", "candidate_logprob"):
+        torch.testing.assert_close(getattr(one, name), getattr(several, name)[0])
+
+
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     call = call_of(64, 64, 1000, dtype=torch.bfloat16, device="cuda", temperature="each")
