@@ -158,8 +158,9 @@ def liger_step(problem: OperatorProblem, **options: Any) -> Step:
 
 
 def verl_number(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
-    function = importlib.import_module(f"{VERL}.linear_cross_entropy").linear_cross_entropy
-    return with_entropy(*function(x, w, y, 1.0, "none", None))
+    return with_entropy(
+        *importlib.import_module(f"{VERL}.linear_cross_entropy").linear_cross_entropy(x, w, y, 1.0, "none", None)
+    )
 
 
 def needs_verl(device: torch.device) -> str | None:
@@ -173,6 +174,7 @@ def needs_verl(device: torch.device) -> str | None:
 
 
 C = OperatorContender
+everything: dict[str, Any] = {"arguments": candidates_and_temperatures}
 CONTENDERS = [
     C("floor", "four bare products", "floor", floor_step, applies=ONLY["products"]),
     C("floor-forward", "one bare product", "floor", forward_floor_step, applies=ONLY["products"]),
@@ -181,8 +183,10 @@ CONTENDERS = [
     ours(
         "ours-all",
         f"flce, correct, {CANDIDATES} candidates, temperatures",
-        *("logprob", "entropy", "correct"),
-        arguments=candidates_and_temperatures,
+        "logprob",
+        "entropy",
+        "correct",
+        **everything,
     ),
     ours("ours-forward", "flce, no gradient", changed=without_gradients),
     ours(BOUNDED, "flce, half of the labels ignored", changed=half_ignored, skip_ignored=True),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flce.backends.contract import LEAST_LOGPROB
 from flce.core.numbers import check_dtype, integer
 from flce.core.options import ChunkOptions
 from flce.core.problem import (
@@ -25,6 +26,7 @@ from flce.ops import composed
 from flce.ops.arguments import (
     LinearArguments,
     check_options,
+    check_tensor,
     linear_arguments,
     logits_arguments,
     logprob_arguments,
@@ -207,10 +209,10 @@ def linear_logprobs(
     """Log-probabilities, entropies and more of each token of ``input @ linear_weight.T``, without the logits.
 
     Losses for preferences and reinforcement learning are a few lines of PyTorch on these. The logits z are those of
-    `fused_linear_cross_entropy`; logits are float32 here in any case (float64 for float64 inputs). Differentiable once,
-    in `input`, `linear_weight`, `linear_bias` and `adapters`, as often as wanted, for any upstream gradients of the
-    results together. Forward makes one matrix product, or two for `top_k` where logits stay in registers; backward
-    makes three more.
+    `fused_linear_cross_entropy`, in float32 in any case (float64 for float64 inputs). Differentiable in `input`,
+    `linear_weight`, `linear_bias` and `adapters`, for any upstream gradients of the results together. A second backward
+    through the same results is right; double backward is refused. Forward makes one matrix product, or two for `top_k`
+    where logits stay in registers; backward makes three more.
 
     The same call with and without gradients returns the same bits.
 
@@ -240,7 +242,7 @@ def linear_logprobs(
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes do not fit, devices differ, a scalar is out of its range, an output is unknown or named
             twice, "logprob" or "correct" is asked for without a target, a temperature requires a gradient (or, on a
-            CPU or with ``FLCE_DEBUG=1``, is not positive; otherwise the results of that token are NaN),
+            CPU or with ``FLCE_DEBUG=1``, is no finite number > 0; otherwise the results of that token are NaN),
             ``options.logits_dtype`` is of half precision, or no plan keeps ``options.max_workspace_bytes``.
         IndexError: a target or candidate is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise its
             log-probability is NaN and nothing is read out of bounds.
@@ -274,17 +276,20 @@ def topk_kl(
     Args:
         candidate_logprob: (..., K) log-probabilities of the student at the teacher's classes, as `linear_logprobs`
             returns them.
-        teacher_logprob: (..., K) those of the teacher; -inf where there is none.
+        teacher_logprob: (..., K) those of the teacher, in any floating dtype; -inf where there is none.
         direction: "forward" is KL(teacher || student), "reverse" KL(student || teacher).
         tail: whether all other classes are one more class, whose probability is what is left of 1. Otherwise what both
             have of these classes is taken as it is, without normalization.
 
     Returns:
-        (...) divergences, in nats, in the dtype of `candidate_logprob`. Differentiable in both arguments.
+        (...) divergences, in nats, in the dtype of `candidate_logprob`. Differentiable in both arguments. They mean
+        nothing at positions that `linear_logprobs` ignored, whose log-probabilities are 0: leave these out of a sum.
 
     Raises:
+        TypeError: an argument is not a tensor.
         ValueError: shapes differ, or `direction` is unknown.
     """
+    check_tensor("candidate_logprob", candidate_logprob), check_tensor("teacher_logprob", teacher_logprob)
     if candidate_logprob.shape != teacher_logprob.shape:
         raise ValueError(
             "candidate_logprob and teacher_logprob must have one shape, got "
@@ -293,9 +298,11 @@ def topk_kl(
     if direction not in ("forward", "reverse"):
         raise ValueError(f"direction must be 'forward' or 'reverse', got {direction!r}")
     present = teacher_logprob > -torch.inf
+    teacher_logprob = teacher_logprob.to(candidate_logprob.dtype)
     student, teacher = (t.masked_fill(~present, 0.0) for t in (candidate_logprob, teacher_logprob))
     p, q = (teacher, student) if direction == "forward" else (student, teacher)
-    divergence = (p.exp() * (p - q)).masked_fill(~present, 0.0).sum(-1)
+    # A class that a student excludes has no part in the reverse divergence: 0 * -inf would be NaN.
+    divergence = (p.exp() * (p.clamp(min=LEAST_LOGPROB) - q)).masked_fill(~present, 0.0).sum(-1)
     if not tail:
         return divergence
     # log(1 - sum of exp(l)); of probabilities that are rounded the sum may reach 1.

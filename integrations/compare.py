@@ -5,6 +5,7 @@ What takes seconds to import is imported by the functions that use it, so that t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -12,14 +13,15 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest import mock
 
 import typer
 
-from flce.testing.models import VOCAB_SIZE
+from flce.testing.models import VOCAB_SIZE, tiny_model
 from flce.tools.demo.corpus import byte_level_tokenizer, read_documents, token_batches
 
 if TYPE_CHECKING:
@@ -77,12 +79,13 @@ def excerpts(count: int, tokens: int = 64, seed: int = 0) -> list[str]:
 
 
 def is_fused(loss: Tensor) -> bool:
-    """Whether flce's operator is in the graph that `loss` was computed by."""
+    """Whether an operator of flce is in the graph that `loss` was computed by."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is not None and node not in seen:
-            if "flce" in type(node).__name__:
+            made_by = getattr(type(node), "_forward_cls", None)  # an `autograd.Function`; operators have it in the name
+            if "flce" in type(node).__name__ or (made_by is not None and made_by.__module__.startswith("flce.")):
                 return True
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
@@ -121,6 +124,28 @@ def keeping_losses(trainer: Any) -> Any:
             return result
 
     return CurveTrainer
+
+
+@contextlib.contextmanager
+def losses_of_accelerate() -> Iterator[Curve]:
+    """The loss of each backward by Accelerate, for trainers that make their `Trainer` themselves."""
+    from accelerate import Accelerator
+
+    curve, stock = Curve(), Accelerator.backward
+
+    def backward(self: Accelerator, loss: Tensor, **arguments: Any) -> None:
+        curve.add(loss)
+        stock(self, loss, **arguments)
+
+    with mock.patch.object(Accelerator, "backward", backward):
+        yield curve
+
+
+def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
+    """A folder with the tiny model and its tokenizer, as `from_pretrained` reads it."""
+    tiny_model(architecture, **sizes).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
 
 
 def curve_of(make_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:

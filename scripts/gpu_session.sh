@@ -15,14 +15,13 @@
 #     exact         logits that are never rounded, beside rounded ones and torch.compile; and without our own products;
 #                   three minutes
 #     curve         time over budget from 1 MiB on, beside the peers, for three sizes; two minutes and a half
-#     logprobs      log-probabilities and entropies with gradients, beside the bare products and the kernels of TRL, Liger
-#                   and verl; about two minutes, 200 s at most
 #     pages         what README.md and docs/performance.md quote, in one run: curve, training steps of two models in three
 #                   settings, the picture of memory over a step; seven minutes, for a call of its own
 #     model-short   training steps of a whole model, 4 x 8192 tokens
 #     logits        the pass over the logits by itself: losses of rows as long as vocabularies; half a minute
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
 #     rows          losses and softmaxes of rows in memory, over their length; about three minutes
+#     logprobs      linear_logprobs beside bare products and kernels of TRL, Liger and verl; two minutes and a half
 #     distributed   two GPUs: the tests of several processes under NCCL, FSDP1 and nn.DataParallel, and a model that
 #                   Accelerate shards, stock, patched and with Liger's loss; four minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
@@ -107,7 +106,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" =~ ^(logits|budgets|calls|exact|logprobs)$ ]] && return
+    [[ "$command" =~ ^(logits|budgets|calls|exact)$ ]] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -208,14 +207,15 @@ for name in $parts; do
                 # Only these: to import the others takes every process its time.
                 mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -v test_first_call)
             fi
-            # By themselves, because they look at the clock and at the memory that is free.
             checks=tests/tools/test_check.py::test_on_a_gpu
-            part tests-alone "$(within 120)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
-                tests/package/test_first_call.py "$checks"
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 --durations=8 -p no:cacheprovider -n "$workers" \
                 --dist worksteal \
                 "${select[@]}" --ignore tests/package/test_first_call.py --deselect "$checks" "${files[@]}"
+            # By themselves, because they look at the clock and at the memory that is free. After the others: on a new
+            # machine Python compiles the libraries first, which takes half a minute.
+            part tests-alone "$(within 120)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
+                tests/package/test_first_call.py "$checks"
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
         operator) benchmark operator operator h200 260 --errors ;;
@@ -235,7 +235,6 @@ for name in $parts; do
         model-short) benchmark model model h200-short 100 ${ARGS:-} ;;
         # shellcheck disable=SC2086
         model) benchmark model model h200 500 ${ARGS:-} ;;
-        logprobs) benchmark logprobs logprobs h200 200 ;;
         logits) benchmark logits rows h200-logits 80 ;;
         distributed)
             OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
@@ -244,6 +243,7 @@ for name in $parts; do
                 -m benchmarks.wrapped --out "$out/wrapped.json"
             ;;
         rows) benchmark rows rows h200-rows 180 ;;
+        logprobs) benchmark logprobs logprobs h200 150 ;;
         *)
             lines+=("FAILED  no part is called '$name': see the top of this script")
             failed=1
@@ -254,10 +254,10 @@ done
 report model --brief
 report logits
 report rows --targets --brief
+report logprobs --targets
 report budgets --brief
 report calls --brief
 report exact --targets
-report logprobs --targets
 report curve --brief
 report operator --targets
 for process in "${reports[@]}"; do wait "$process" || failed=1; done
@@ -267,7 +267,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model logits rows budgets calls exact logprobs curve operator; do
+    for command in model logits rows logprobs budgets calls exact curve operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

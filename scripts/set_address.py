@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = ("flce/core/project.py", "pyproject.toml", "CITATION.cff")
+FILES = ("flce/core/project.py", "pyproject.toml", "CITATION.cff", "docs/quick-start.ipynb")
 ADDRESS = re.compile(r'^ADDRESS = "(.*)"$', re.MULTILINE)
 
 

@@ -12,6 +12,7 @@ p = exp(l), H its entropy, and upstream gradients of its results, the gradient i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ def forward(
     spec, accum = spec_of(problem), accumulation_dtype(problem.dtype)
     all_count = vectors.check_targets(problem)
     vectors.check_candidates(candidates, problem.vocab_size)
+    problem = replace(problem, row_factor=vectors.check_row_factor(problem.row_factor))
     runtime = runtime or runtime_of(plan, problem)
     selection = runtime.select(problem, plan.case.skip_ignored and not all_count, False)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)

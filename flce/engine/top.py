@@ -16,7 +16,7 @@ BIASED_ENTRIES = 1 << 20
 @dataclass(frozen=True)
 class Top:
     """What has been found so far: logits a, bias included, which become z by an increasing function (or, of a negative
-    scale, a decreasing one: then these are the smallest)."""
+    scale, a decreasing one: then these are the smallest). Of fewer than k classes the first columns are written."""
 
     logits: Tensor  # (rows, k)
     ids: Tensor  # (rows, k) int64
@@ -24,20 +24,20 @@ class Top:
 
     @staticmethod
     def of(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> Top:
-        """Of no classes."""
-        logits, ids = arena.new((rows, k), dtype), arena.new((rows, k), torch.int64)
-        return Top(logits.fill_(-torch.inf if scale >= 0 else torch.inf), ids.fill_(-1), scale >= 0)
+        return Top(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
 
     def add(self, logits: Tensor, bias: Tensor | None, part: slice, cols: slice) -> None:
-        """The logits of some rows and classes, as products left them; bias: (cols,)."""
+        """The logits of some rows and classes, as products left them, the classes in their order; bias: (cols,)."""
+        k = self.ids.shape[1]
+        before, after = min(k, cols.start), min(k, cols.stop)
         step = len(logits) if bias is None else max(1, BIASED_ENTRIES // logits.shape[1])
         for start in range(0, len(logits), max(1, step)):
             block = logits[start : start + step]
             if bias is not None:
                 block = block + bias
-            best, column = block.topk(min(self.ids.shape[1], block.shape[1]), largest=self.largest)
+            best, column = block.topk(min(k, block.shape[1]), largest=self.largest)
             known = slice(part.start + start, part.start + start + len(block))
-            values = torch.cat((self.logits[known], best), 1)
-            ids = torch.cat((self.ids[known], column + cols.start), 1)
-            kept, place = values.topk(self.ids.shape[1], largest=self.largest)
-            self.logits[known], self.ids[known] = kept, ids.gather(1, place)
+            values = torch.cat((self.logits[known, :before], best), 1)
+            ids = torch.cat((self.ids[known, :before], column + cols.start), 1)
+            kept, place = values.topk(after, largest=self.largest)
+            self.logits[known, :after], self.ids[known, :after] = kept, ids.gather(1, place)

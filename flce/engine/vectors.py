@@ -167,6 +167,24 @@ def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
         )
 
 
+def check_row_factor(factor: Tensor | None) -> Tensor | None:
+    """One over the temperature of each row: NaN where that is no number > 0, or ValueError where the host looks at
+    values."""
+    if factor is None:
+        return None
+    right = (factor > 0) & (factor < torch.inf)
+    if not looks_at_values(factor.device):
+        return torch.where(right, factor, torch.nan)
+    if not bool(right.all()):
+        position = int((~right).nonzero()[0, 0])
+        temperature = float(1.0 / factor[position])
+        raise ValueError(
+            f"temperature must be a finite number > 0 for each token, got {temperature:g} at position {position} of "
+            "the flattened temperature"
+        )
+    return factor
+
+
 def check_targets(p: RowProblem) -> bool:
     """IndexError for a target out of range, where the host looks at values. Returns whether it is known that
     none is ignored."""

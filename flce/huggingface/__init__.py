@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flce.huggingface.lazy import LazyLogits
-from flce.huggingface.patch import is_patched, patch_model, report, unpatch_model
+from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report, unpatch_model
 from flce.huggingface.usage import MaterializedLogitsError, MaterializedLogitsWarning, NotFusedWarning, Report
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ __all__ = [
     "NotFusedWarning",
     "Report",
     "is_patched",
+    "lazy_logits",
     "patch_model",
     "report",
     "unpatch_model",

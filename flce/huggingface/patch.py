@@ -5,7 +5,7 @@ The linear layers that make logits (``find_heads.py``) return lazy ones. The mod
 
 The layers are lazy when labels were given, or when they are in training mode with gradients enabled. So a model that
 is evaluated with labels computes the fused loss, and a training loop that computes its own cross-entropy gets it too.
-``generate()`` and inference run stock code.
+``generate()`` and inference run stock code. Within ``lazy_logits(model)`` all is lazy but ``generate()``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, get_args
 
@@ -55,6 +55,18 @@ class _Patch:
     """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
+    lazy_contexts: int = field(default_factory=int, init=False, repr=False)
+    """How many `lazy_logits` are entered; of any thread, as other threads may run replicas of the model."""
+    generations: int = field(default_factory=int, init=False, repr=False)
+    """How many calls of ``generate()`` are running."""
+
+    @property
+    def always_lazy(self) -> bool:
+        return self.lazy_contexts > 0 and self.generations == 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A model that is saved within a context is in none when it is loaded."""
+        return {**vars(self), "lazy_contexts": 0, "generations": 0}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
         """A model's copy has a patch of its own. A layer that is copied by itself stays with its model: PEFT trains one
@@ -72,9 +84,10 @@ class _Patch:
         if module.training and torch.is_grad_enabled():
             return True
         if torch.compiler.is_compiling():
-            return self.compiled_call_has_labels
+            return self.compiled_call_has_labels or self.always_lazy
         checkpoint = checkpoint_around()
-        expected = id(self) in _running.with_labels or (module.training and is_reentrant(checkpoint))
+        expected = self.always_lazy or id(self) in _running.with_labels
+        expected = expected or (module.training and is_reentrant(checkpoint))
         if checkpoint is None:
             return expected
         # A recomputation does not see the labels, and has to make the same tensors as the first pass.
@@ -135,7 +148,7 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
 
 def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """Run the head as it is, where lazy logits were expected."""
-    if torch.is_grad_enabled() and patch.settings.on_materialize == "raise":
+    if (torch.is_grad_enabled() or patch.always_lazy) and patch.settings.on_materialize == "raise":
         raise MaterializedLogitsError(
             f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
         )
@@ -177,12 +190,31 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         return outputs
 
     # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
-    return {"forward": _outermost(watching_forward, place), "__call__": _outermost(original.__call__, place)}
+    calls = {"forward": _outermost(watching_forward, place), "__call__": _outermost(original.__call__, place)}
+    names = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
+    return calls | {name: _generating(getattr(original, name)) for name in names}
 
 
 def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
     """Methods for a wrapper that was patched together with its model: the wrapper may be compiled as a whole."""
     return {name: _outermost(getattr(original, name), None) for name in ("forward", "__call__")}
+
+
+def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """``generate()``, whose logits are sampled from: real ones, also within `lazy_logits`."""
+
+    @functools.wraps(generate)
+    def stock_generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch: _Patch | None = getattr(self, "_flce", None)
+        if patch is None:
+            return generate(self, *args, **kwargs)
+        patch.generations += 1
+        try:
+            return generate(self, *args, **kwargs)
+        finally:
+            patch.generations -= 1
+
+    return stock_generate
 
 
 def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[..., Any]:
@@ -196,7 +228,8 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
             patch: _Patch | None = None if is_recorded() else getattr(self, "_flce", None)
             if patch is not None and not patch.leaves_graph:
                 labels = place is not None and _has_labels(args, kwargs, place)
-                if (labels or (self.training and torch.is_grad_enabled())) and graph_may_end():
+                expected = labels or patch.always_lazy or (self.training and torch.is_grad_enabled())
+                if expected and graph_may_end():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
         call = _Call(self, args, kwargs, place)
@@ -310,7 +343,8 @@ def patch_model(
         on_materialize: what happens when an operation needs the logits themselves, and all of them are computed.
             "warn": a `flce.huggingface.MaterializedLogitsWarning` names the operation and the line that called
             it. "ignore": nothing. "raise": a `flce.huggingface.MaterializedLogitsError` does instead, and also
-            where the head would run stock code in training. ``outputs.logits.materialize()`` is always allowed.
+            where the head would run stock code in training or within `lazy_logits`.
+            ``outputs.logits.materialize()`` is always allowed.
 
     Returns:
         ``model``. Patching a patched model only replaces its options.
@@ -363,6 +397,44 @@ def unpatch_model(model: ModelT) -> ModelT:
             if isinstance(getattr(hook, "__self__", None), _Patch):
                 del module._forward_pre_hooks[key]
     return model
+
+
+@contextlib.contextmanager
+def lazy_logits(model: nn.Module, *models: nn.Module) -> Iterator[None]:
+    """Within it calls of patched models return lazy logits in ``eval()`` mode and under ``torch.no_grad()`` too.
+
+    Reinforcement learning computes the log-probabilities of the old policy and of a reference there. What is computed
+    from these logits is computed without them, as in training, and has the same bits with and without gradients.
+    ``generate()`` returns what it does elsewhere. All threads are within it; contexts may be nested.
+
+    Args:
+        model, models: patched models, or wrappers of them.
+
+    Raises:
+        TypeError: a model is no module.
+        ValueError: a model is not patched.
+
+    Examples:
+        >>> with flce.huggingface.lazy_logits(model), torch.no_grad():
+        ...     logprob = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    """
+    patches: dict[int, _Patch] = {}
+    for each in (model, *models):
+        _check_model("lazy_logits", each)
+        found = _patches(each).values()
+        if not found:
+            raise ValueError(
+                f"lazy_logits expects models that flce.patch_model was called with, got a {type(each).__name__} that "
+                "is not patched"
+            )
+        patches |= {id(patch): patch for patch in found}
+    for patch in patches.values():
+        patch.lazy_contexts += 1
+    try:
+        yield
+    finally:
+        for patch in patches.values():
+            patch.lazy_contexts -= 1
 
 
 def is_patched(model: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_of_call
 from flce.torch_ops import flops
 from flce.torch_ops.registration import as_text, define, from_text
-from flce.torch_ops.vmap import register_loop
+from flce.torch_ops.vmap import for_each, register_loop
 
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? row_factor, Tensor? candidates, "
@@ -76,8 +76,7 @@ def linear_logprobs(
 
 def _asked(spec: LogprobSpec) -> list[bool]:
     """For each of `Results`, whether it is asked for."""
-    rows = RowOutputs._make(RowOutputs.asked(spec))
-    named = rows._asdict() | {
+    named = dict(zip(RowOutputs._fields, RowOutputs.asked(spec), strict=True)) | {
         "lse": "lse" in spec.stats,
         "candidate_logprob": spec.candidates > 0,
         "top_k_logprob": spec.top_k > 0,
@@ -137,6 +136,8 @@ def _unpack(
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = _unpack(*args)
     plan, problem = call.plan(False), _without_gradients(call.problem)
+    if call.problem.needs.any:
+        call.plan(True)  # where no plan keeps the budget, the error comes before the work
     if log.telling():
         new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.traced else new_shapes.WATCHED)
     rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
@@ -151,14 +152,15 @@ def _results(
     top_ids: Tensor | None,
 ) -> Results:
     spec = per_token.spec_of(p)
-    made = rows._asdict() | {
+    made = dict(zip(RowOutputs._fields, rows, strict=True)) | {
         "lse": log_sum_exp(rows.normalizer) if "lse" in spec.stats else None,
         "candidate_logprob": candidate_logprob,
         "top_k_logprob": top_logprob,
         "top_k_ids": top_ids,
     }
     nothing = rows.normalizer
-    return Results(**{name: nothing.new_empty(0) if made[name] is None else made[name] for name in Results._fields})
+    there = (made[name] for name in Results._fields)
+    return Results._make(nothing.new_empty(0) if t is None else t for t in there)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
@@ -195,12 +197,16 @@ def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     flops.tell_active_counters()
     normalizer, entropy, candidate_logprob, *others = ctx.saved_tensors
     tensors = (others[:terms], others[terms : 2 * terms], *others[2 * terms :])
-    contiguous = [None if t is None else t.contiguous() for t in given]
     *_, needs, _traced = ctx.others
-    grads = torch.ops.flce.linear_logprobs_backward(
-        normalizer, entropy, candidate_logprob, *contiguous, *tensors, *ctx.others
-    )
-    made = iter(grads)
+
+    def gradients(*upstream: Tensor | None) -> list[Tensor]:
+        contiguous = [None if t is None else t.contiguous() for t in upstream]
+        grads: list[Tensor] = torch.ops.flce.linear_logprobs_backward(
+            normalizer, entropy, candidate_logprob, *contiguous, *tensors, *ctx.others
+        )
+        return grads
+
+    made = iter(for_each(gradients, *given))
     *of_terms, of_bias = [next(made) if need else None for need in needs]
     return (of_terms[:terms], of_terms[terms:], None, of_bias, *nothing)
 

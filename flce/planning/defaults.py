@@ -11,16 +11,21 @@
 from __future__ import annotations
 
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
+from flce.core.problem import LogprobSpec
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, STATISTICS_ROWS, Case, ceil_div
 from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import Chunks, DeferredChunks, NormalizedChunks
 from flce.engine.schedules.statistics import Statistics
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
 from flce.planning import cost_model
-from flce.planning.plan import ChunkPlan, plan_of, smallest_near
+from flce.planning.plan import ChunkPlan, fastest_near, plan_of, smallest_near
 
 # What the smallest plan may take of time, times the fastest.
 WITHIN = 1.03
+# Results of tokens take no more than this, if there is such a plan; of those the smallest within WITHIN_SMALL. Larger
+# blocks are no faster in fact: 16384 x 1024 x 151936 takes 1.17 of its products with 1057 MiB, 1.12 with 352 (H200).
+PER_TOKEN_BYTES = 512 << 20
+WITHIN_SMALL = 1.005
 # Classes of a block among which the smallest is chosen.
 LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32768, 65536)
 # N / H, at most, with which exponentials are borrowed. With more tokens there is little to borrow. Borrowing takes no
@@ -54,7 +59,10 @@ def default_plan(c: Case) -> ChunkPlan:
         # which takes more where tokens are very many.
         blocks = [plan_of(c, Blocks, cols) for cols in LADDER_COLS if cols < c.vocab_size]
         plans = [plan, *(other for other in blocks if other.workspace_bytes <= plan.workspace_bytes)]
-        return smallest_near(plans, WITHIN)
+        if not isinstance(c.spec, LogprobSpec):
+            return fastest_near(smallest_near(plans, WITHIN), plans)
+        small = [other for other in plans if other.workspace_bytes <= PER_TOKEN_BYTES]
+        return smallest_near(small, WITHIN_SMALL) if small else min(plans, key=lambda other: other.workspace_bytes)
     at_once = isinstance(plan.schedule, Unnormalized) and plan.schedule.rows >= c.num_tokens
     if not (at_once and Borrowed.sizes(c)) or c.num_tokens > BORROWED_RATIO * c.hidden_sizes[0]:
         return plan

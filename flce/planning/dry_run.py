@@ -84,11 +84,11 @@ def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
 def _rehearse_per_token(
     problem: LinearCrossEntropyProblem, plan: Plan, runtime: Runtime, num_candidates: int
 ) -> list[Tensor]:
-    """The pass that the plan is for: forward has no gradients, backward another plan."""
+    """Forward and, if the plan is of gradients, backward. Forward is that of another plan, which takes as long."""
     n, arena, accum = problem.num_tokens, runtime.arena, accumulation_dtype(problem.dtype)
     candidates = arena.new((n, num_candidates), torch.int64) if num_candidates else None
+    per_token.forward(problem, plan, candidates, runtime)
     if not problem.needs.any:
-        per_token.forward(problem, plan, candidates, runtime)
         return []
 
     def vector() -> Tensor:

@@ -64,6 +64,12 @@ def plan_of(c: Case, kind: type[Schedule], size: int) -> ChunkPlan:
 _known = functools.lru_cache(maxsize=4096)(ChunkPlan)  # each is counted once in a search
 
 
+def fastest_near(chosen: ChunkPlan, plans: Sequence[ChunkPlan]) -> ChunkPlan:
+    """The fastest of the plans that take about the workspace of one of them."""
+    limit = 1.01 * chosen.workspace_bytes
+    return min((plan for plan in plans if plan.workspace_bytes <= limit), key=lambda plan: plan.seconds)
+
+
 def smallest_near(plans: Sequence[ChunkPlan], within: float) -> ChunkPlan:
     """The smallest of the plans that take at most `within` times as long as the fastest."""
     limit = within * min(plan.seconds for plan in plans)

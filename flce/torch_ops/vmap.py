@@ -26,16 +26,19 @@ def is_batched(x: Tensor) -> bool:
     return private.is_batchedtensor(x) or private.is_legacy_batchedtensor(x)
 
 
-def for_each(function: Callable[[Tensor], Sequence[Tensor]], upstream: Tensor) -> Sequence[Tensor]:
-    """``function(upstream)``, where `upstream` may be a batch of the older kind, for which an operator with lists among
-    its arguments can have no rule. For the newer one see `register_loop`."""
-    if not private.is_legacy_batchedtensor(upstream):
-        return function(upstream)
+def for_each(function: Callable[..., Sequence[Tensor]], *upstream: Tensor | None) -> Sequence[Tensor]:
+    """``function(*upstream)``, where some of `upstream` may be batches of the older kind, for which an operator with
+    lists among its arguments can have no rule. For the newer one see `register_loop`."""
+    batched = {k: t for k, t in enumerate(upstream) if t is not None and private.is_legacy_batchedtensor(t)}
+    if not batched:
+        return function(*upstream)
     for level in range(1, _LEVELS + 1):
-        batch = private.remove_batch_dim(upstream, level, 1, 0)
-        if not private.is_legacy_batchedtensor(batch):  # it is a batch of this level, and of no other
-            results = zip(*map(function, batch.unbind()), strict=True)
-            return [private.add_batch_dim(torch.stack(tensors), 0, level) for tensors in results]
+        batches = {k: private.remove_batch_dim(t, level, 1, 0) for k, t in batched.items()}
+        if not any(map(private.is_legacy_batchedtensor, batches.values())):  # of this level, and of no other
+            elements = zip(*(t.unbind() for t in batches.values()), strict=True)
+            calls = [dict(zip(batches, element, strict=True)) for element in elements]
+            made = [function(*(call.get(k, t) for k, t in enumerate(upstream))) for call in calls]
+            return [private.add_batch_dim(torch.stack(tensors), 0, level) for tensors in zip(*made, strict=True)]
     raise RuntimeError(
         "flce takes one batch of upstream gradients at a time, got a batch of batches: call torch.autograd.grad with "
         "is_grads_batched=True outside of vmap"

@@ -25,7 +25,7 @@ SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
 
 
-@pytest.mark.parametrize("page, blocks", [("README.md", 0), ("docs/performance.md", 2)])
+@pytest.mark.parametrize("page, blocks", [("README.md", 2), ("docs/performance.md", 2)])
 def test_the_pages_say_what_the_results_say(page: str, blocks: int) -> None:
     text = (ROOT / page).read_text()
     assert filled(text) == text, "python -m benchmarks pages README.md docs/performance.md"

@@ -37,6 +37,7 @@ LIGER_FORWARD = f"{LIGER}.forward"
 LIGER_MODELS = "liger_kernel.transformers.apply_liger_kernel_to_*"
 CCE = "cut_cross_entropy.linear_cross_entropy"
 CCE_MODELS = "cut_cross_entropy.transformers.cce_patch"
+TRL = "trl.kernels.chunked_logprob.ChunkedLogProbFunction.forward"
 
 Arguments = dict[str, Any]
 needs_gpu = pytest.mark.gpu
@@ -107,7 +108,7 @@ def resolved(path: str) -> Any:
 def parameters(function: Any) -> set[str]:
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     found = inspect.signature(function).parameters.values()
-    return {p.name for p in found if p.kind not in variable} - {"self"}
+    return {p.name for p in found if p.kind not in variable} - {"self", "ctx"}
 
 
 def parameters_of_original(path: str) -> set[str]:
@@ -131,6 +132,7 @@ def test_the_tables_are_found() -> None:
         LIGER_MODELS,
         CCE,
         CCE_MODELS,
+        TRL,
     ]
 
 
@@ -528,6 +530,24 @@ def test_lse_of_cut_cross_entropy(device: torch.device) -> None:
 def test_a_mean_of_nothing_by_cut_cross_entropy(device: torch.device) -> None:
     empty = Case({}, {}, torch.full_like(TARGET, -100), head_bias=None)
     assert outcome(cce, empty, {"impl": "torch_compile"}, device)["loss"].isnan()
+
+
+# --------------------------------------------------------------------------------------------------------- TRL
+
+
+def test_log_probabilities_of_trl(device: torch.device) -> None:
+    """The two results, and gradients of both together."""
+    function = original(TRL.removesuffix(".forward"))
+    x, w = (t.detach().to(device, torch.float32).requires_grad_() for t in (INPUT, WEIGHT))
+    target = TARGET.to(device).clamp(min=0)
+    theirs = function.apply(x, w, None, target, 0.7, 16, 20.0, 0.5, ("entropy",))
+    ours: Any = flce.linear_logprobs(x, w, target, temperature=0.7, softcap=20.0, logit_scale=0.5)
+    results = []
+    for logprob, entropy in (theirs[:2], (ours.logprob, ours.entropy)):
+        gradients = torch.autograd.grad((logprob * torch.arange(N, device=device) - entropy).sum(), (x, w))
+        names = ("logprob", "entropy", "hidden", "W")
+        results.append(dict(zip(names, (logprob.detach(), entropy.detach(), *gradients), strict=True)))
+    assert_same(results[0], results[1], 1e-5)
 
 
 # ------------------------------------------------------------------------------------------ before and after

@@ -27,6 +27,9 @@ from tests.helpers import case_of, upstream_of
 from tests.hopper import logits_dtypes_on_a_gpu
 from tests.interpreted_bfloat16 import mend
 
+# Kernels run on CPU tensors under the interpreter only. A GPU has these dtypes itself.
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for a GPU where there is none")
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Relative to the norms of gradients, against float64. With few tokens the largest errors of a rounding may add up.
 LIMIT = {BF16: 5e-3, F16: 6e-4}

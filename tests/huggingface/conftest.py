@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,14 +61,15 @@ def build() -> Callable[..., Any]:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keyword arguments of every call of the fused function."""
+    """The keyword arguments of every call of the fused functions."""
     calls: list[dict[str, Any]] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(name: str, *args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs)
-        return flce.fused_linear_cross_entropy(*args, **kwargs)
+        return getattr(flce, name)(*args, **kwargs)
 
-    monkeypatch.setattr(lazy_state, "fused_linear_cross_entropy", counted)
+    for name in ("fused_linear_cross_entropy", "linear_logprobs"):
+        monkeypatch.setattr(lazy_state, name, functools.partial(counted, name))
     return calls
 
 

@@ -34,23 +34,39 @@ GPU = pytest.mark.gpu
 SCRIPTS: dict[str, list[str]] = {
     "accelerate_fsdp2": ["accelerate"],
     "accelerate_loop": ["accelerate"],
+    "axolotl_train": ["axolotl"],
     "deepspeed_zero3": ["deepspeed"],
     "liger_layers": ["accelerate", "liger_kernel"],
     "lightning_module": ["lightning"],
+    "llama_factory": ["llamafactory"],
+    "megatron_train": ["megatron"],
     "qlora": ["accelerate", "bitsandbytes", "peft"],
+    "swift_train": ["swift"],
+    "torchtune_recipe": ["torchtune"],
     "trainer": ["accelerate"],
     "trl_dpo": ["trl"],
     "trl_sft": ["trl", "peft"],
     "vision_language": ["PIL"],
 }
 IN_TWO_PROCESSES = ("accelerate_fsdp2", "deepspeed_zero3")
+# Each wants an environment of its own (docs/trainers.md has the versions), and changes Transformers as it is imported.
+ALONE = ("axolotl_train", "llama_factory", "megatron_train", "swift_train", "torchtune_recipe")
 RUNS: list[tuple[str, list[str]]] = [
     ("accelerate_fsdp2", []),
     ("accelerate_loop", ["--gradient-accumulation=2"]),
     ("accelerate_loop", ["--mixed-precision=bf16"]),
+    ("axolotl_train", []),
+    ("axolotl_train", ["--lora"]),
     ("deepspeed_zero3", []),
     ("lightning_module", []),
+    ("llama_factory", []),
+    ("llama_factory", ["--lora"]),
+    ("megatron_train", []),
     ("qlora", ["--adapt-head"]),
+    ("swift_train", []),
+    ("swift_train", ["--lora"]),
+    ("torchtune_recipe", []),
+    ("torchtune_recipe", ["--tied"]),
     ("trainer", ["--gradient-accumulation=2", "--label-smoothing=0.1", "--checkpointing"]),
     ("trl_dpo", []),
     ("trl_sft", []),
@@ -76,7 +92,8 @@ def needs(script: str) -> Any:
     """The module of a script whose libraries are there."""
     for package in SCRIPTS[script]:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: it is in the extra `trainers`")
+            where = "see docs/trainers.md" if script in ALONE else "it is in the extra `trainers`"
+            pytest.skip(f"{package} is not installed: {where}")
     if script == "vision_language":
         pytest.importorskip("transformers", minversion="5.0")
     if script in IN_TWO_PROCESSES and not torch.distributed.is_available():
@@ -117,7 +134,9 @@ def in_two_processes(script: str, *arguments: str) -> str:
 def test_the_script(script: str, options: list[str], run_script: Any) -> None:
     """Losses are stock's, and fused where they can be: else the script ends with status 1."""
     module = needs(script)
-    if script in IN_TWO_PROCESSES:  # they print themselves; the first speaks
+    if script in ALONE:
+        said = run_script(f"{script}.py", f"--steps={STEPS}", *options)
+    elif script in IN_TWO_PROCESSES:  # they print themselves; the first speaks
         if options and torch.cuda.device_count() < 2:
             pytest.skip("needs two CUDA devices")
         if torch.cuda.is_available():
@@ -189,7 +208,8 @@ def test_a_difference_is_found(last: float, fused: bool, status: int, capsys: py
 PROGRAM = """
 import runpy, sys
 
-slow = "accelerate bitsandbytes datasets deepspeed lightning matplotlib numpy peft PIL tokenizers torch trl"
+slow = "accelerate axolotl bitsandbytes datasets deepspeed lightning llamafactory matplotlib megatron numpy omegaconf "
+slow += "peft PIL swift tokenizers torch torchtune trl"
 option, *files = sys.argv[1:]
 for file in files:
     sys.argv[:] = [file, option]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flce
 from flce.core.problem import OUTPUTS
@@ -204,7 +206,7 @@ def same(a: flce.LinearLogprobsOutput, b: flce.LinearLogprobsOutput) -> bool:
     return all(x is y or torch.equal(x, y) for x, y in pairs)
 
 
-@pytest.mark.parametrize("how", [{}, {"max_workspace_bytes": 60000}, {"strategy": "vocab"}, {"chunk_rows": 5}], ids=str)
+@pytest.mark.parametrize("how", [{}, {"max_workspace_bytes": 72000}, {"strategy": "vocab"}, {"chunk_rows": 5}], ids=str)
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "product"])
 def test_the_ratio_is_one(kind: str, how: dict[str, Any], request: pytest.FixtureRequest, device: torch.device) -> None:
     """The same bits with and without gradients, whichever of them."""
@@ -281,6 +283,17 @@ def test_shapes() -> None:
     assert torch.equal(out.top_k_ids[:, :-1].sort(-1).values, torch.arange(30).expand(2, 4, 30))
 
 
+def test_one_token() -> None:
+    """Hidden states of one dimension: results have none, but for the classes."""
+    x, w = torch.randn(8, requires_grad=True), torch.randn(30, 8)
+    out: Any = flce.linear_logprobs(x, w, torch.tensor(3), candidates=torch.tensor([3, 4]), top_k=2)
+    logprob = (x @ w.T).log_softmax(-1)
+    torch.testing.assert_close(out.logprob, logprob[3])
+    torch.testing.assert_close(out.candidate_logprob, logprob[3:5])
+    torch.testing.assert_close(out.top_k_logprob, logprob.topk(2).values)
+    out.logprob.backward()
+
+
 def test_no_target(backend: str) -> None:
     """Nothing is ignored, whatever `ignore_index` is."""
     x, w = torch.randn(6, 8, requires_grad=True), torch.randn(30, 8)
@@ -336,6 +349,22 @@ def test_logits_of_minus_infinity(backend: str) -> None:
     torch.testing.assert_close(got, expected)
     assert bool((out.candidate_logprob[:, 1] == -torch.inf).all())
     torch.testing.assert_close(torch.autograd.grad(got.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
+
+
+@pytest.mark.parametrize("budget", [None, 6400])
+def test_most_probable_classes_among_those_of_minus_infinity(budget: int | None) -> None:
+    """Where there are fewer than k others, ids are those of classes, each once; in one block and in several, of fewer
+    than k."""
+    x, w, bias = torch.randn(4, 8), torch.randn(300, 8), torch.full((300,), -torch.inf)
+    bias[10:13] = 0
+    out: Any = flce.linear_logprobs(
+        x, w, outputs=(), linear_bias=bias, top_k=100, options=options(strategy="vocab", max_workspace_bytes=budget)
+    )
+    assert torch.equal(out.top_k_ids[:, :3].sort().values, torch.tensor([10, 11, 12]).expand(4, 3))
+    assert bool((out.top_k_logprob[:, 3:] == -torch.inf).all())
+    for ids in out.top_k_ids.tolist():
+        assert len(set(ids)) == 100
+        assert min(ids) >= 0
 
 
 def test_half_precision_under_a_loss_scale(backend: str) -> None:
@@ -395,6 +424,43 @@ def test_compiled_with_gradient_penalties_is_refused() -> None:
         torch.autograd.grad(run(call).logprob.sum(), call.x, create_graph=True)
 
 
+class _Constant(torch.autograd.Function):
+    """Whose gradient is 1, whatever is upstream: in a batch of gradients it has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return torch.ones(4)
+
+
+def test_several_upstream_gradients_at_once() -> None:
+    """Both ways in which PyTorch batches them, of several results, of which some have no batch."""
+    call, upstream = call_of(4), torch.eye(4)
+    out = run(call)
+
+    def gradient(of_logprob: Tensor, of_entropy: Tensor, **how: Any) -> Tensor:
+        results = out.logprob, out.entropy
+        return torch.autograd.grad(results, call.x, (of_logprob, of_entropy), retain_graph=True, **how)[0]
+
+    expected = torch.stack([gradient(each, 2 * each) for each in upstream])
+    assert torch.equal(gradient(upstream, 2 * upstream, is_grads_batched=True), expected)
+    assert torch.equal(torch.vmap(lambda each: gradient(each, 2 * each))(upstream), expected)
+    expected = torch.stack([gradient(each, torch.ones(4)) for each in upstream])
+    results = out.logprob, _Constant.apply(out.entropy)
+    assert torch.equal(torch.autograd.grad(results, call.x, (upstream, upstream), is_grads_batched=True)[0], expected)
+
+
+def test_no_values(torch_backend: str) -> None:
+    """Tensors without values have results: nothing asks for those of a temperature, or of ids."""
+    with FakeTensorMode():
+        out = run(call_of(6, temperature="each"), top_k=2)
+        assert out.top_k_ids.shape == (6, 2)
+        out.logprob.sum().backward()
+
+
 def test_the_module() -> None:
     call = call_of(temperature="each")
     module = flce.LinearLogprobs(outputs=("logprob", "lse"), top_k=2, softcap=4.0)
@@ -424,7 +490,13 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "top of what": (TypeError, "top_k must be an int", {"top_k": 2.0}),
     "temperatures": (ValueError, r"shape \(4,\)", {"temperature": torch.ones(3)}),
     "its gradient": (ValueError, "no gradient", {"temperature": torch.ones(4, requires_grad=True)}),
-    "zero": (ValueError, r"temperature must be > 0, got 0.0 at \(1,\)", {"temperature": torch.tensor([1.0, 0, 1, 1])}),
+    "zero": (
+        ValueError,
+        "number > 0 for each token, got 0 at position 1",
+        {"temperature": torch.tensor([1.0, 0, 1, 1])},
+    ),
+    "infinite": (ValueError, "got inf at position 0", {"temperature": torch.tensor([torch.inf, 1, 1, 1])}),
+    "below zero": (ValueError, "got -2 at position 3", {"temperature": torch.tensor([1.0, 1, 1, -2])}),
     "number": (ValueError, "temperature must be a finite number > 0", {"temperature": 0.0}),
     "its dtype": (TypeError, "floating dtype", {"temperature": torch.ones(4, dtype=torch.int64)}),
     "head": (ValueError, r"linear_weight must have shape \(V, H\)", {"linear_weight": torch.randn(5, 6, 8)}),
@@ -441,8 +513,7 @@ def test_bad_input(name: str) -> None:
 
 def test_bad_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Where the host does not look at them they make NaN where they are, and nothing is read out of bounds."""
-    for module in ("flce.engine.vectors", "flce.ops.arguments"):
-        monkeypatch.setattr(f"{module}.looks_at_values", lambda device: False)
+    monkeypatch.setattr("flce.engine.vectors.looks_at_values", lambda device: False)
     call = call_of(4, 8, 30)
     call.y[:] = torch.tensor([1, 2, 30, 3])
     call.candidates[0, 0] = 10**9
@@ -475,6 +546,33 @@ def test_topk_kl(direction: str, tail: bool) -> None:
         flce.topk_kl(p[:2], q)
 
 
+def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:
+    logprob = torch.randn(40, 5).log_softmax(-1)
+    stored = torch.randn(40, 5).log_softmax(-1).bfloat16()  # the sum of probabilities is about 1
+    got = flce.topk_kl(logprob, stored)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, flce.topk_kl(logprob, stored.float()))
+    assert bool(got.isfinite().all())
+
+    student = torch.tensor([0.9, 0.0]).log().requires_grad_()
+    teacher = torch.tensor([0.5, 0.3]).log()
+    reverse = flce.topk_kl(student, teacher, "reverse")
+    torch.testing.assert_close(reverse, torch.tensor(0.9 * math.log(0.9 / 0.5) + 0.1 * math.log(0.1 / 0.2)))
+    assert bool(torch.autograd.grad(reverse, student)[0].isfinite().all())
+    assert flce.topk_kl(student, teacher, "forward") == torch.inf
+    with pytest.raises(TypeError, match="teacher_logprob must be a Tensor, got list"):
+        flce.topk_kl(student, [0.0, 0.0])  # type: ignore[arg-type]
+
+
+def test_a_budget_that_backward_cannot_keep_is_an_error_of_forward() -> None:
+    call = call_of(256, 64, 2000, 0)
+    small = options(max_workspace_bytes=20000)
+    with pytest.raises(ValueError, match="max_workspace_bytes=20000 is too small"):
+        run(call, outputs=("logprob",), options=small)
+    with torch.no_grad():
+        run(call, outputs=("logprob",), options=small)
+
+
 @pytest.mark.parametrize("k", [0, 32])
 @pytest.mark.parametrize("needs", [False, True])
 def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,8 +595,16 @@ def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) 
     )
     if needs:
         out.logprob.sum().backward()
-    assert len(taken) == 1 + needs
+    assert len(taken) == 2 + needs  # forward looks for that of backward, too
     assert all(plan.workspace_bytes <= budget for plan in taken)
+
+
+def test_one_token_without_dimensions() -> None:
+    call = call_of(1)
+    several: Any = flce.linear_logprobs(call.x, call.w, call.y, candidates=call.candidates)
+    one: Any = flce.linear_logprobs(call.x[0], call.w, call.y[0], candidates=call.candidates[0])
+    for name in ("logprob", "entropy", "candidate_logprob"):
+        torch.testing.assert_close(getattr(one, name), getattr(several, name)[0])
 
 
 @pytest.mark.gpu

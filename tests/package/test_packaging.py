@@ -142,7 +142,9 @@ def test_the_address(tmp_path: Path) -> None:
         set_address = importlib.import_module("set_address")
     finally:
         sys.path.pop(0)
-    there = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md")]
+    there = [
+        file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md", ".ipynb")
+    ]
     there += [file for file in ROOT.iterdir() if file.suffix in (".toml", ".cff", ".md", ".yml")]
     named = {str(file.relative_to(ROOT)) for file in there if project.ADDRESS in file.read_text()}
     assert named == set(set_address.FILES)

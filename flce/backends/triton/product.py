@@ -140,16 +140,18 @@ def product_kernel(
             # Not in `transform`: the block would change its layout for these loads, which takes more than there is.
             column = col_start + tl.arange(0, COLS)
             a += tl.load(bias_ptr + column, mask=column < cols, other=0.0).to(tl.float32)[None, :]
-        row_scale, row_cap = scale, cap
+        row_scale = tl.full((ROWS,), scale, tl.float32)
+        row_cap = tl.full((ROWS,), cap, tl.float32)
         if HAS_ROW_FACTOR:
-            row_factor = tl.load(row_factor_ptr + row, mask=exists, other=1.0)[:, None]
+            row_factor = tl.load(row_factor_ptr + row, mask=exists, other=1.0)
             if HAS_SOFTCAP:
-                row_cap = cap * row_factor
+                row_cap *= row_factor
             else:
-                row_scale = scale * row_factor
+                row_scale *= row_factor
         z, jacobian = transform(
-            a, bias_ptr, columns, present, row_scale, row_cap, tl.float32, HAS_SCALE, False, HAS_SOFTCAP
-        )
+            a, bias_ptr, columns, present, row_scale[:, None], row_cap[:, None], tl.float32,
+            HAS_SCALE, False, HAS_SOFTCAP,
+        )  # fmt: skip
         target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
         valid = target != ignore_index
         target_column = target - column_start
@@ -195,11 +197,15 @@ def product_kernel(
                     z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
                 )  # fmt: skip
                 of_entropy = of_softmax
+            if HAS_SCALE and not HAS_SOFTCAP:  # the derivative is the same for all columns of a row
+                of_softmax *= row_scale
+                of_target *= row_scale
+                of_entropy *= row_scale
             term = softmax_term(
                 z, row_max[:, None], log_sum[:, None], of_softmax[:, None], of_entropy[:, None], HAS_ENTROPY_GRADIENT
             )
             is_target = columns == target_column[:, None]
-            grad = logit_gradient(term, is_target, of_target[:, None], jacobian, HAS_SCALE or HAS_SOFTCAP)
+            grad = logit_gradient(term, is_target, of_target[:, None], jacobian, HAS_SOFTCAP)
             grad = tl.where(valid[:, None], grad, 0.0)
             out_desc.store([row_start, col_start], grad.to(out_desc.dtype))
         else:

@@ -204,7 +204,10 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
     """
     needs(3 * index.numel() < state.vocab_size)
     needs(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
-    values = values_of(state, lambda logits: logits.columns(index.flatten())).movedim(-1, state.class_dim).contiguous()
+    columns = index.flatten()
+    positive = columns.where(columns >= 0, columns + state.vocab_size)
+    values = values_of(state, positive, lambda logits: logits.columns(columns))
+    values = values.movedim(-1, state.class_dim).contiguous()
     return values.reshape((*values.shape[: state.class_dim], *index.shape, *values.shape[state.class_dim + 1 :]))
 
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core.options import ChunkOptions
-from flce.core.problem import accumulation_dtype
-from flce.functional import fused_linear_cross_entropy
+from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
+from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, replay
 from flce.huggingface.lazy.terms import BiasTerm, Product
@@ -220,6 +220,33 @@ class LazyState:
 
     def fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`."""
+        weight = None if weight is None else weight.to(self.home)
+        return self._operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
+
+    def per_token(
+        self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None
+    ) -> LinearLogprobsOutput:
+        """What :func:`flce.linear_logprobs` returns for these logits, with gradients.
+
+        The same bits with and without gradients, so that the ratio of two policies is 1 as long as they are one.
+        """
+        options = self.settings.options
+        if isinstance(options, ChunkOptions) and options.logits_dtype in (
+            torch.float16,
+            torch.bfloat16,
+        ):  # for the loss
+            options = replace(options, logits_dtype=None)
+        candidates = None if candidates is None else candidates.to(self.home)
+        with self.weights():
+            made: LinearLogprobsOutput = self._operator(
+                linear_logprobs, target, options, outputs=outputs, candidates=candidates
+            )
+        return made
+
+    def _operator(
+        self, function: Callable[..., Any], target: Tensor | None, options: ChunkOptions | None, **spec: Any
+    ) -> Any:
+        """One of flce's functions of a head and its input."""
         products, biases = [], []
         dtype = self.head.weight.dtype
         requires_grad = torch.is_grad_enabled() and self.requires_grad
@@ -242,14 +269,13 @@ class LazyState:
             call.usage.used |= call.passed_by
         folded = self.folded
         return self._in_head_autocast(
-            fused_linear_cross_entropy,
+            function,
             *products[0],
-            target.to(self.home),
+            None if target is None else target.to(self.home),
             linear_bias=sum(biases[1:], biases[0]) if biases else None,
-            weight=None if weight is None else weight.to(self.home),
             logit_scale=folded.logit_scale,
             softcap=folded.softcap,
-            options=self.settings.options,
+            options=options,
             **spec,
         )
 

@@ -13,19 +13,36 @@ from flce.core import private
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import needs, replay
 from flce.huggingface.lazy.state import LazyState, dimension
-from flce.ops.arguments import widened
+from flce.ops.arguments import MOST_ENTRIES, widened
 
 
-def values_of(state: LazyState, take: Callable[[LazyState], Tensor]) -> Tensor:
-    """What ``take`` makes of logits, classes last. Log-probabilities are those less their logsumexp."""
+def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tensor]) -> Tensor:
+    """The logits of some classes, classes last, with ``take``; or their log-probabilities.
+
+    Args:
+        state: of the logits.
+        index: in [0, V): ``(..., K)``, of the tokens' shape, or ``(K,)``.
+        take: computes logits of these classes.
+    """
     names = [name for name, _ in state.ops]
     if "log_softmax" not in names:
         return take(state.copied())
     at = names.index("log_softmax")
-    logits = replace(state, ops=state.ops[:at])
+    logits, count = replace(state, ops=state.ops[:at]), index.shape[-1]
     with logits.weights():
-        values = (take(logits) - logsumexp_of(logits).unsqueeze(-1)).to(logits.dtype)
-    # They are normalised already, and not over these few classes.
+        if count == 1 and index.dim() == state.ndim:
+            made = logits.per_token("logprob", target=index.squeeze(-1)).logprob
+            assert made is not None
+            values = made.unsqueeze(-1)
+        elif 0 < count <= MOST_ENTRIES:
+            made = logits.per_token(candidates=index).candidate_logprob
+            assert made is not None
+            values = made
+        else:
+            values = take(logits) - logsumexp_of(logits).unsqueeze(-1)
+    # They are normalised already, and not over these few classes. A log-probability of 0 is a positive zero, as
+    # stock's: 1 / x tells them apart.
+    values = (values + 0.0).to(state.device, logits.dtype)
     return replay(values, tuple(op for op in state.ops[at:] if op[0] != "log_softmax"))
 
 
@@ -42,15 +59,9 @@ def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
 
 
 def logsumexp_of(state: LazyState) -> Tensor:
-    """Its gradient is that of ``(lse - z_k) + z_k``, a fused loss and one logit of each token: the largest."""
-    with state.weights():
-        lse, largest = state.statistics("lse", "argmax")
-        if torch.is_grad_enabled() and state.requires_grad:
-            picked = state.picked(largest.unsqueeze(-1)).squeeze(-1)
-            for part in (state.cross_entropy(largest, reduction="none"), picked):
-                # Nothing but a gradient: the values are rounded in other places than the sum that they make.
-                lse = lse + (part - part.detach()).to(lse.dtype)
-    return lse
+    lse = state.per_token("lse").lse
+    assert lse is not None
+    return lse.to(state.device)
 
 
 def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
@@ -59,21 +70,18 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     needs((index.dtype, index.device, index.dim()) == (torch.int64, state.device, state.ndim))
     sizes = list(state.shape)
     sizes[state.class_dim] = count = index.shape[state.class_dim]
-    # Each token's rows of the head are copied for it: more than its logits, if they are many.
-    needs(list(index.shape) == sizes and (count <= 1 or count * state.head.weight.shape[1] < state.vocab_size))
+    needs(list(index.shape) == sizes)
+    # Each token's rows of the head are copied for its logits: more than those, if they are many.
+    few = count <= (MOST_ENTRIES if state.folded.normalised else 1)
+    needs(few or count * state.head.weight.shape[1] < state.vocab_size)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         # Else an error that is PyTorch's to raise; -100 would mean "ignore" below.
         needs(not bool(((index < 0) | (index >= state.vocab_size)).any()))
-    if count != 1 or not state.folded.normalised:
-        index = index.movedim(state.class_dim, -1)
-        values = values_of(state, lambda logits: logits.picked(index))
-        if count == 1:
-            return _tokens(state, values.squeeze(-1), keepdim=True)
-        return _of_its_own(values.movedim(-1, state.class_dim).contiguous())
-    target = index.squeeze(state.class_dim)
-    loss = state.cross_entropy(target, reduction="none")
-    # A log-probability of 0 is a positive zero, as stock's: 1 / x tells them apart.
-    return _tokens(state, (loss * -state.folded.factor + 0.0).to(state.dtype), keepdim=True)
+    index = index.movedim(state.class_dim, -1)
+    values = values_of(state, index, lambda logits: logits.picked(index))
+    if count == 1:
+        return _tokens(state, values.squeeze(-1), keepdim=True)
+    return _of_its_own(values.movedim(-1, state.class_dim).contiguous())
 
 
 def take_along_dim(state: LazyState, indices: Tensor, dim: int | None = None) -> Any:

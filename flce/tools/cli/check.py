@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def check(
     quick: Annotated[
-        bool, typer.Option("--quick", help="The most telling checks only: some 10 s in place of up to a minute.")
+        bool, typer.Option("--quick", help="The most telling checks only: some 20 s in place of up to two minutes.")
     ] = False,
     device: Annotated[
         str | None,

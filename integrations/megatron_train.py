@@ -1,0 +1,106 @@
+"""Megatron-Core with flce: a subclass of `GPTModel` computes the loss of its logits. In two processes, of one model.
+
+    python integrations/megatron_train.py
+
+Logits exist here: the head is divided over the processes by classes, and flce takes their slices as they are. What is
+saved is the tensor of gradients, and the copies in float32.
+
+It trains the same small model with Megatron's loss and with flce, and ends with status 1 if the losses differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+from unittest import mock
+
+import typer
+
+from compare import Curve, compare, examples, has_gpu, need
+from flce.testing.models import SIZES
+from processes import in_two_processes, of_all_processes
+
+
+@contextlib.contextmanager
+def on_this_device() -> Iterator[Any]:
+    """The device; without a GPU, Megatron asks CUDA for it and for the state of its generator all the same."""
+    import torch
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
+
+    if has_gpu():
+        model_parallel_cuda_manual_seed(1)
+        yield torch.device("cuda", torch.cuda.current_device())
+    else:
+        fork = mock.patch.object(CudaRNGStatesTracker, "fork", return_value=contextlib.nullcontext())
+        with mock.patch("torch.cuda.current_device", return_value="cpu"), fork:
+            yield torch.device("cpu")
+
+
+def train(patched: bool, steps: int) -> Curve:
+    # These take seconds to import: here, so that --help does not wait for them.
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_model import FlceGPTModel
+
+    curve = Curve()
+    with on_this_device() as device:
+        torch.manual_seed(0)
+        model = (FlceGPTModel if patched else GPTModel)(  # all that is different
+            config=TransformerConfig(
+                num_layers=SIZES["num_hidden_layers"],
+                hidden_size=SIZES["hidden_size"],
+                num_attention_heads=SIZES["num_attention_heads"],
+                tensor_model_parallel_size=torch.distributed.get_world_size(),
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                use_cpu_initialization=True,
+                gradient_accumulation_fusion=False,
+            ),
+            transformer_layer_spec=get_gpt_layer_local_spec(),
+            vocab_size=SIZES["vocab_size"],
+            max_sequence_length=64,
+        ).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        rows = examples(4 * steps)
+        masked = torch.ones(1, 1, 64, 64, dtype=torch.bool, device=device).triu(1)
+        positions = torch.arange(64, device=device).expand(4, 64)
+        for step in range(steps):
+            ids = torch.stack([row["input_ids"] for row in rows[4 * step : 4 * step + 4]]).to(device)
+            per_token = model(ids, positions, masked, labels=ids.roll(-1, 1))
+            loss = per_token[:, :-1].mean()
+            curve.add(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return of_all_processes(curve)
+
+
+def in_each_process(steps: int) -> int:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group("nccl" if has_gpu() else "gloo")
+    if has_gpu():
+        import torch
+
+        torch.cuda.set_device(dist.get_rank())
+    parallel_state.initialize_model_parallel(dist.get_world_size())
+    name = f"Megatron-Core, {dist.get_world_size()} tensor-parallel processes"
+    status = compare(name, lambda patched: train(patched, steps))
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return status
+
+
+def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:
+    """Train with Megatron-Core in two processes, with its loss and with flce's, and compare the losses."""
+    need("megatron-core")
+    raise typer.Exit(in_two_processes(in_each_process, steps))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,72 @@
+"""docs/quick-start.ipynb: its cells, run one after the other as a notebook service runs them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flce.core import project
+
+plt = pytest.importorskip("matplotlib.pyplot")
+pytest.importorskip("transformers", minversion="4.56")
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = json.loads((ROOT / "docs" / "quick-start.ipynb").read_text())
+CODE = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that the notebook would have run."""
+    run: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: run.append(command))
+    return run
+
+
+def test_the_notebook_trains_and_draws(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLCE_BACKEND", "torch")  # Triton's interpreter is too slow to train with
+    monkeypatch.setattr(plt, "show", lambda: None)
+    plt.switch_backend("Agg")
+    names: dict[str, Any] = {}
+    for number, text in enumerate(CODE):
+        exec(compile(text, f"cell {number}", "exec"), names)
+    assert commands == []  # flce is here
+    assert names["stock_losses"] == pytest.approx(names["flce_losses"], abs=1e-4)
+    assert names["flce_losses"][-1] < names["flce_losses"][0] - 1
+    assert names["flce_memory"].peak < 0.6 * names["stock_memory"].peak
+    assert names["report"].fused == len(names["batches"]) + 1
+    assert [len(axes.lines) for axes in names["figure"].axes] == [2, 2]
+    plt.close(names["figure"])
+
+
+def test_the_notebook_installs_flce_where_it_is_not(commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(CODE[0], {})
+    ((*pip, package),) = commands
+    assert pip[1:4] == ["-m", "pip", "install"]
+    extras, _, address = package.partition(" @ git+")
+    assert address == project.ADDRESS
+    for extra in re.findall(r"\w+", extras.removeprefix("flce")):
+        assert re.search(rf"^{extra} = ", (ROOT / "pyproject.toml").read_text(), re.MULTILINE), extra
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    """Cells have names, and neither results nor numbers of an execution, so a change shows what was changed."""
+    cells = NOTEBOOK["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+
+
+@pytest.mark.parametrize(
+    "page, target", [("README.md", "docs/quick-start.ipynb"), ("docs/quick-start.md", "quick-start.ipynb")]
+)
+def test_pages_link_to_the_notebook(page: str, target: str) -> None:
+    assert f"]({target})" in (ROOT / page).read_text()

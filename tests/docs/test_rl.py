@@ -1,0 +1,310 @@
+"""docs/rl.md: each of its losses, on results of flce, is that of its paper, written here with all logits in float64."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flce
+from flce.core.problem import OUTPUTS
+
+TEXT = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S)
+LOSSES = {re.findall(r"def (\w+)", block)[0]: block for block in BLOCKS if block.startswith("def ")}
+B, T, H, V, K = 4, 9, 16, 50, 5
+TEMPERATURE = 0.7
+
+
+@dataclass
+class Data:
+    """A batch, and the heads of those who judge it."""
+
+    x: Tensor
+    heads: dict[str, Tensor]
+    labels: Tensor
+    of_rows: Tensor  # (B,) advantages
+    of_tokens: Tensor  # (B, T) advantages
+    good: Tensor  # (B,)
+
+
+def data_of(dtype: torch.dtype) -> Data:
+    g = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+
+    w = normal(V, H)
+    heads = {"new": w, **{name: w + 0.1 * normal(V, H) for name in ("old", "ref", "teacher")}}
+    labels = torch.randint(V, (B, T), generator=g)
+    for row, prompt in enumerate((2, 3, 5, 1)):
+        labels[row, :prompt] = -100
+    labels[1, 7:] = -100  # the end of an answer
+    of_rows, of_tokens = torch.tensor([-1.0, -1.5, 0.5, 1.3]), normal(B, T)
+    x = normal(B, T, H).requires_grad_()
+    heads["new"].requires_grad_()
+    return Data(x, heads, labels, of_rows.to(dtype), of_tokens, torch.tensor([True, False, True, False]))
+
+
+# What is expected: sequences of rows of log-probabilities, token after token.
+
+
+@dataclass
+class Sequence:
+    """The tokens of an answer."""
+
+    places: list[int]  # of the hidden states that predict them
+    logprobs: list[Tensor]  # (V,) each
+    classes: list[int]
+
+    @property
+    def chosen(self) -> list[Tensor]:
+        return [row[label] for row, label in zip(self.logprobs, self.classes, strict=True)]
+
+
+def answers(x: Tensor, w: Tensor, labels: Tensor, temperature: float = TEMPERATURE) -> list[Sequence]:
+    logits = x @ w.T / temperature
+    made = []
+    for row, ids in zip(logits, labels.tolist(), strict=True):
+        places = [t for t in range(len(ids) - 1) if ids[t + 1] >= 0]
+        logprobs = [row[t] - row[t].exp().sum().log() for t in places]
+        made.append(Sequence(places, logprobs, [ids[t + 1] for t in places]))
+    return made
+
+
+def mean(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).sum() / len(values)
+
+
+def clipped_gain(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    """The pessimistic one of the two gains, by cases."""
+    if advantage >= 0:
+        return advantage * (ratio if ratio < 1 + high else ratio.detach() * 0 + 1 + high)
+    return advantage * (ratio if ratio > 1 - low else ratio.detach() * 0 + 1 - low)
+
+
+def ratios(new: Sequence, old: Sequence) -> list[Tensor]:
+    return [p.exp() / q.exp() for p, q in zip(new.chosen, old.chosen, strict=True)]
+
+
+Dense = dict[str, list[Sequence]]
+
+
+def expected_grpo(d: Dense, data: Data) -> Tensor:
+    rows = []
+    for new, old, ref, a in zip(d["new"], d["old"], d["ref"], data.of_rows.tolist(), strict=True):
+        divergences = [r - r.log() - 1 for r in ratios(ref, new)]
+        gains = [clipped_gain(r, a, 0.2, 0.2) for r in ratios(new, old)]
+        rows.append(mean([gain - 0.04 * kl for gain, kl in zip(gains, divergences, strict=True)]))
+    return -mean(rows)
+
+
+def expected_dapo(d: Dense, data: Data) -> Tensor:
+    each = zip(d["new"], d["old"], data.of_rows.tolist(), strict=True)
+    return -mean([clipped_gain(r, a, 0.2, 0.28) for new, old, a in each for r in ratios(new, old)])
+
+
+def expected_cispo(d: Dense, data: Data) -> Tensor:
+    tokens = []
+    for new, old, a in zip(d["new"], d["old"], data.of_rows.tolist(), strict=True):
+        for logprob, ratio in zip(new.chosen, ratios(new, old), strict=True):
+            tokens.append(min(ratio.item(), 3.0) * a * logprob)
+    return -mean(tokens)
+
+
+def expected_gspo(d: Dense, data: Data) -> Tensor:
+    rows = []
+    for new, old, a in zip(d["new"], d["old"], data.of_rows.tolist(), strict=True):
+        product = torch.stack(ratios(new, old)).prod()
+        rows.append(clipped_gain(product ** (1 / len(new.places)), a, 3e-4, 4e-4))
+    return -mean(rows)
+
+
+def expected_ppo(estimate: str) -> Callable[[Dense, Data], Tensor]:
+    def loss(d: Dense, data: Data) -> Tensor:
+        tokens = []
+        for new, old, ref, advantages in zip(d["new"], d["old"], d["ref"], data.of_tokens.tolist(), strict=True):
+            both = zip(new.places, new.logprobs, ratios(new, old), ratios(ref, new), strict=True)
+            for place, row, ratio, r in both:
+                kl = {"k1": -r.log(), "k2": 0.5 * r.log() ** 2, "k3": r - 1 - r.log()}[estimate]
+                entropy = -sum(p * p.log() for p in row.exp())
+                tokens.append(clipped_gain(ratio, advantages[place], 0.2, 0.2) - 0.05 * kl + 0.01 * entropy)
+        return -mean(tokens)
+
+    return loss
+
+
+def log_ratio(p: Sequence, q: Sequence) -> Tensor:
+    return torch.stack(p.chosen).sum() - torch.stack(q.chosen).sum()
+
+
+def expected_dpo(d: Dense, data: Data) -> Tensor:
+    r = [log_ratio(new, ref) for new, ref in zip(d["new"], d["ref"], strict=True)]
+    return mean([(1 + (-0.1 * (r[i] - r[i + B // 2])).exp()).log() for i in range(B // 2)])
+
+
+def expected_kto(d: Dense, data: Data, p: str = "teacher", q: str = "old") -> Tensor:
+    z = max(0.0, mean([log_ratio(a, b) for a, b in zip(d[p], d[q], strict=True)]).item())
+    rows = []
+    for new, ref, good in zip(d["new"], d["ref"], data.good.tolist(), strict=True):
+        r = log_ratio(new, ref)
+        rows.append(2.0 - 2.0 / (1 + (-0.1 * (r - z)).exp()) if good else 1.5 - 1.5 / (1 + (-0.1 * (z - r)).exp()))
+    return mean(rows)
+
+
+def expected_sampled(d: Dense, data: Data) -> Tensor:
+    tokens = []
+    for new, old, teacher in zip(d["new"], d["old"], d["teacher"], strict=True):
+        tokens += [r * t.log() for r, t in zip(ratios(new, old), ratios(old, teacher), strict=True)]
+    return mean(tokens)
+
+
+def expected_top_k(direction: str) -> Callable[[Dense, Data], Tensor]:
+    def loss(d: Dense, data: Data) -> Tensor:
+        tokens = []
+        for new, teacher in zip(d["new"], d["teacher"], strict=True):
+            for student_row, teacher_row in zip(new.logprobs, teacher.logprobs, strict=True):
+                best = teacher_row.argsort(descending=True)
+                p, q = (
+                    torch.cat((row[best[:K]].exp(), row[best[K:]].exp().sum()[None]))
+                    for row in (student_row, teacher_row)
+                )
+                p, q = (q, p) if direction == "forward" else (p, q)
+                tokens.append((p * (p / q).log()).sum())
+        return mean(tokens)
+
+    return loss
+
+
+# What the functions of the page are given beside log-probabilities of the policy, from its data.
+
+
+def by(data: Data, head: str) -> Tensor:
+    with torch.no_grad():
+        return outputs(data, head).logprob
+
+
+def outputs(data: Data, head: str) -> Any:
+    return flce.linear_logprobs(data.x, data.heads[head], data.labels, shift=1, temperature=TEMPERATURE)
+
+
+def kto(p: str, q: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+        others = {"other": by(data, p), "other_ref": by(data, q)}
+        return {
+            "logprob": out.logprob,
+            "ref": by(data, "ref"),
+            **others,
+            "good": data.good,
+            "of_good": 2.0,
+            "of_bad": 1.5,
+        }
+
+    return given
+
+
+def named(*names: str, **more: Any) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+        known = {
+            "logprob": out.logprob,
+            "entropy": out.entropy,
+            "mask": mask,
+            "advantage": data.of_rows,
+            **{name: by(data, name) for name in ("old", "ref", "teacher")},
+        }
+        return {name: known[name] for name in ("logprob", *names)} | more
+
+    return given
+
+
+def ppo(estimate: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+        known = named("entropy", "old", "ref", "mask", estimate=estimate)(out, data, mask)
+        return known | {"advantage": data.of_tokens}
+
+    return given
+
+
+def top_k(direction: str) -> Callable[[Any, Data, Tensor], dict[str, Any]]:
+    def given(out: Any, data: Data, mask: Tensor) -> dict[str, Any]:
+        teacher: Any = flce.linear_logprobs(data.x.detach(), data.heads["teacher"], outputs=(), top_k=K)
+        stored = {"ids": teacher.top_k_ids, "teacher": teacher.top_k_logprob, "direction": direction}
+        return {"hidden": data.x, "W": data.heads["new"], "labels": data.labels, "mask": mask, **stored}
+
+    return given
+
+
+CASES: dict[str, tuple[str, Any, Any]] = {
+    "GRPO": ("grpo", named("old", "ref", "advantage", "mask"), expected_grpo),
+    "DAPO": ("dapo", named("old", "advantage", "mask"), expected_dapo),
+    "CISPO": ("cispo", named("old", "advantage", "mask"), expected_cispo),
+    "GSPO": ("gspo", named("old", "advantage", "mask"), expected_gspo),
+    **{f"PPO {k}": ("ppo", ppo(k), expected_ppo(k)) for k in ("k1", "k2", "k3")},
+    "DPO": ("dpo", named("ref"), expected_dpo),
+    "KTO": ("kto", kto("teacher", "old"), expected_kto),
+    "KTO, the other sign": ("kto", kto("old", "teacher"), lambda d, data: expected_kto(d, data, "old", "teacher")),
+    "sampled": ("distill_sampled", named("old", "teacher", "mask"), expected_sampled),
+    **{f"top-k {way}": ("distill_top_k", top_k(way), expected_top_k(way)) for way in ("forward", "reverse")},
+}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-4)], ids=["float64", "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_loss_is_that_of_its_paper(case: str, dtype: torch.dtype, tolerance: float, torch_backend: str) -> None:
+    name, given, expected = CASES[case]
+    data, names = data_of(dtype), {"flce": flce, "torch": torch}
+    exec(LOSSES[name], names)
+    mask = torch.nn.functional.pad(data.labels[:, 1:] != -100, (0, 1))
+    function: Any = names[name]
+    ours = function(**given(outputs(data, "new"), data, mask))
+
+    x, w = (t.detach().double().requires_grad_() for t in (data.x, data.heads["new"]))
+    temperature = 1.0 if name == "distill_top_k" else TEMPERATURE
+    dense = {k: answers(x.detach(), head.detach().double(), data.labels, temperature) for k, head in data.heads.items()}
+    dense["new"] = answers(x, w, data.labels, temperature)
+    wanted = expected(dense, data)
+
+    torch.testing.assert_close(ours.double(), wanted, rtol=tolerance, atol=tolerance)
+    got = torch.autograd.grad(ours, (data.x, data.heads["new"]))
+    for gradient, right in zip(got, torch.autograd.grad(wanted, (x, w)), strict=True):
+        assert right.norm() > 0
+        assert (gradient.double() - right).norm() <= tolerance * right.norm()
+
+
+def test_the_data_are_clipped_and_are_not() -> None:
+    """On both sides: else a bound that is left out would not be found."""
+    data = data_of(torch.float64)
+    with torch.no_grad():
+        ratio = (outputs(data, "new").logprob - by(data, "old")).exp()
+    for advantage in (data.of_rows[:, None].expand(B, T), data.of_tokens):
+        for bound in ((ratio > 1.28) & (advantage > 0), (ratio < 0.8) & (advantage < 0), (ratio - 1).abs() < 0.2):
+            assert bound.any()
+    assert (ratio > 3).any()  # CISPO
+    counts = data.labels[:, 1:] >= 0
+    of_rows = ((ratio[:, :-1].log() * counts).sum(1) / counts.sum(1)).exp()  # GSPO
+    bounds = ((of_rows > 1.0004) & (data.of_rows > 0), (of_rows < 0.9997) & (data.of_rows < 0))
+    assert bounds[0].any()
+    assert bounds[1].any()
+    assert not (bounds[0] | bounds[1]).all()
+
+
+def test_each_has_at_most_twelve_lines() -> None:
+    assert {*LOSSES} == {name for name, _, _ in CASES.values()}
+    assert max(len(block.splitlines()) for block in LOSSES.values()) <= 12
+
+
+def test_all_results_are_in_the_table() -> None:
+    rows = dict(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|.* (yes|no) \|$", TEXT, re.M))
+    differentiable = {
+        name for names, gradient in rows.items() if gradient == "yes" for name in re.findall(r"\w+", names)
+    }
+    assert {name for names in rows for name in re.findall(r"\w+", names)} == {*vars(flce.LinearLogprobsOutput())}
+    x, w, y = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4), torch.tensor([1, 2, 3])
+    out = flce.linear_logprobs(x, w, y, candidates=y[:2], top_k=2, outputs=OUTPUTS)
+    assert {name for name, value in vars(out).items() if value.requires_grad} == differentiable
