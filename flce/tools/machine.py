@@ -24,7 +24,7 @@ PACKAGES = (
     *("torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes", "lightning"),
     *("pytorch-lightning", "numpy"),
 )
-PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels")
+PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels", "verl")
 VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 # --- devices ---

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks.logprobs import CONTENDERS, LOGPROBS, RULES, TARGETS, TINY, half_ignored
+import flce
+from benchmarks import logprobs
+from benchmarks.logprobs import CONTENDERS, LOGPROBS, RULES, TARGETS, TINY
 from benchmarks.targets import MET, MISSED, check_targets, duels
 from flce.core.sizes import MIB
-from flce.testing.problem import IGNORED
+from flce.testing.problem import relative_error
+from flce.tools.bench import cases, contenders
+from flce.tools.bench.cases import Effort, known
 from flce.tools.bench.problem import OperatorProblem
 from flce.tools.bench.results import BenchResult, Entry, Run
 
+CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {"device": {"type": "cuda", "name": "made up"}}
 OVER_THE_FLOOR = {"floor-forward": 0.25, "ours-forward": 0.25, "ours-skipping": 0.5, "trl": 1.1, "liger": 1.1}
 
@@ -47,8 +55,93 @@ def test_every_peer_is_compared():
     assert sorted(found) == sorted([MET, MET, MISSED] * len(LOGPROBS.presets["h200"]()))
 
 
-def test_half_of_the_labels_are_ignored():
-    problem = OperatorProblem(TINY, torch.device("cpu"))
-    changed = problem.changed(**half_ignored(problem))
-    assert (changed.target == IGNORED).sum() == TINY.tokens // 2
-    assert not (problem.target == IGNORED).any()
+def step_of(name: str, problem: OperatorProblem) -> Any:
+    (contender,) = known(CONTENDERS, [name])
+    return contender.prepare(problem)
+
+
+@pytest.mark.parametrize("name, count", [("floor", 4), ("floor-forward", 1)])
+def test_the_floors_are_products(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, results, multiply = step_of(name, OperatorProblem(TINY, CPU)), [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: results.append(multiply(a, b, out=out)))
+    step()
+    tokens, hidden, vocab = TINY.shape
+    shapes = [(tokens, vocab), (tokens, vocab), (tokens, hidden), (vocab, hidden)]
+    assert [tuple(t.shape) for t in results] == shapes[:count]
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "ours": {"outputs": ("logprob", "entropy")},
+    "ours-logprob": {"outputs": ("logprob",)},
+    "ours-all": {"outputs": ("logprob", "entropy", "correct"), "candidates": (96, 32), "temperature": (96,)},
+    "ours-forward": {"outputs": ("logprob", "entropy"), "gradients": False},
+    "ours-skipping": {"outputs": ("logprob", "entropy"), "ignored": 48, "skip_ignored": True},
+    "ours-64MiB": {"outputs": ("logprob", "entropy"), "budget": 64 * MIB},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_our_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients of the input and the weight, unless it says otherwise."""
+    seen, compute = [], flce.linear_logprobs
+
+    def looking(x: Tensor, w: Tensor, y: Tensor, **arguments: Any) -> Any:
+        options = arguments["options"]
+        shapes = {key: tuple(arguments[key].shape) for key in ("candidates", "temperature") if key in arguments}
+        seen.append(
+            {"outputs": arguments["outputs"], "gradients": torch.is_grad_enabled(), "ignored": int((y < 0).sum())}
+            | {"skip_ignored": options.skip_ignored, "budget": options.max_workspace_bytes}
+            | shapes
+        )
+        return compute(x, w, y, **arguments)
+
+    monkeypatch.setattr(flce, "linear_logprobs", looking)
+    outcome = step_of(name, OperatorProblem(TINY, CPU))()
+    default = {"gradients": True, "ignored": 0, "skip_ignored": "auto", "budget": None}
+    assert seen == [default | CALLS[name]]
+    assert all((gradient is not None) == seen[0]["gradients"] for gradient in outcome.others)
+
+
+def test_the_plans_are_noted() -> None:
+    """The larger of those of forward and of backward, of flce alone."""
+    names = ("floor", "ours", "ours-all", "ours-forward")
+    entry = LOGPROBS.measure(TINY, CPU, Effort(1, 1.0), known(CONTENDERS, names))
+    sizes = {result.contender: result.planned_bytes or 0 for result in entry.results}
+    assert sizes["floor"] == 0
+    assert sizes["ours-all"] > sizes["ours"] == sizes["ours-again"] >= sizes["ours-forward"] > 0
+
+
+def test_trls_gradients_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its utilities cannot be imported, which a stand-in has to do."""
+    pytest.importorskip("trl.kernels.chunked_logprob")
+    monkeypatch.setattr(contenders, "needs_cuda", lambda device: None)
+    monkeypatch.setattr(cases, "needs_cuda", lambda device: None)
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
+    assert contenders.needs_trl(CPU) is None
+    problem = OperatorProblem(TINY, CPU)
+    for expected, got in zip(*(step_of(name, problem)().others for name in ("ours", "trl")), strict=True):
+        assert relative_error(got, expected) < 1e-6
+
+
+def test_verls_kernel_is_loaded_without_its_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel = tmp_path / "verl" / "utils" / "kernel"
+    kernel.mkdir(parents=True)
+    for folder in (kernel.parents[1], kernel.parent):
+        (folder / "__init__.py").write_text("import ray_is_not_there\n")
+    for name in ("__init__", "kernels"):
+        (kernel / f"{name}.py").write_text("")
+    (kernel / "linear_cross_entropy.py").write_text(
+        "def linear_cross_entropy(x, w, y, temperature, reduction, group):\n"
+        "    assert (temperature, reduction, group) == (1.0, 'none', None)\n"
+        "    z = (x @ w.T).log_softmax(-1)\n"
+        "    return z.gather(1, y[:, None])[:, 0], -(z.exp() * z).sum(-1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert logprobs.needs_verl(CPU) == "needs a CUDA device"  # after it was imported
+        problem = OperatorProblem(TINY, CPU)
+        for expected, got in zip(*(step_of(name, problem)().others for name in ("ours", "verl")), strict=True):
+            assert relative_error(got, expected) < 1e-5
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+            del sys.modules[name]

@@ -6,9 +6,12 @@ or their own trainer calls them, and imported inside. Any workspace budget of ou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
+import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -243,8 +246,16 @@ def trl_loss(x: Tensor, w: Tensor, y: Tensor, reduction: str) -> Tensor:
 
 
 def needs_trl(device: torch.device) -> str | None:
-    """In backward its kernel asks TRL's utilities, which import much: last, and only where it is of use."""
-    return needs_cuda(device) or needs_package("trl.trainer.utils", "trl")(device)
+    """In backward its kernel asks TRL's utilities for a context that does nothing without DeepSpeed.
+
+    They import much: last, and only where it is of use. Where that fails, this context alone is in their place.
+    """
+    utilities = "trl.trainer.utils"
+    reason = needs_cuda(device) or needs_package("trl.kernels.chunked_logprob", "trl")(device)
+    if reason is None and needs_package(utilities, "trl")(device) is not None:
+        sys.modules[utilities] = types.ModuleType(utilities)
+        vars(sys.modules[utilities])["maybe_gather_lm_head_ctx"] = lambda *parameters: contextlib.nullcontext()
+    return reason
 
 
 def peer(name: str, title: str, needs: Unavailable, loss: LossFunction, only: str = "") -> OperatorContender:
