@@ -141,7 +141,7 @@ LIGER, VERL = "liger_kernel.chunked_loss", "verl.utils.kernel"
 
 def liger_step(problem: OperatorProblem, **options: Any) -> Step:
     """Liger's makes its gradients in forward, for the loss that it is: without a divergence from a reference."""
-    torch.compiler.reset()  # its compiled code of one shape fails at the next
+    torch.compiler.reset()  # with PyTorch 2.11 compiling it failed at the second shape of a run
     make: Any = importlib.import_module(LIGER).LigerFusedLinearGRPOLoss
     of_batch = make(beta=0.0, use_ref_model=False, **options)
     x, w, y = problem.input, problem.weight, problem.target

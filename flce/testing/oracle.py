@@ -1,4 +1,4 @@
-"""What ``flce.fused_linear_cross_entropy`` has to return, computed the plain way in float64.
+"""What the fused functions have to return, computed the plain way: the loss in float64, and results of tokens.
 
 Nothing here is shared with the rest of the package: the logits are materialised, every formula is the one of the
 documentation, and the gradients come from PyTorch's own autograd. ``tests/testing/test_oracle.py`` compares the oracle
@@ -57,7 +57,7 @@ def dense_logits(
     adapters: Sequence[tuple[Tensor, Tensor]] = (),
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """``z`` for every position and class. Without a weight ``input`` are logits before their scale and cap."""
     z = input if linear_weight is None else input @ linear_weight.transpose(0, 1)
@@ -69,6 +69,22 @@ def dense_logits(
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     return z / temperature
+
+
+def token_results(z: Tensor, target: Tensor, candidates: Tensor, ignore_index: int = -100) -> dict[str, Tensor]:
+    """Results of `flce.linear_logprobs` that have gradients, of logits (N, V), in their dtype and differentiable.
+
+    Args:
+        candidates: (N, K) classes; -1 for none.
+    """
+    valid = target != ignore_index
+    logprob = z.log_softmax(-1)
+    return {
+        "logprob": logprob.gather(1, target.where(valid, 0)[:, None])[:, 0] * valid,
+        "entropy": -(logprob.exp() * logprob).sum(-1) * valid,
+        "lse": z.logsumexp(-1) * valid,
+        "candidate_logprob": logprob.gather(1, candidates.clamp(min=0)) * (candidates >= 0) * valid[:, None],
+    }
 
 
 def oracle(

@@ -18,6 +18,7 @@ from flce.core.problem import OUTPUTS
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
 from flce.planning.plan import ChunkPlan
+from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import relative_error
 from tests.hopper import as_on_hopper, logits_dtypes_on_a_gpu
 from tests.interpreted_bfloat16 import mend
@@ -71,26 +72,21 @@ def oracle(call: SimpleNamespace) -> tuple[dict[str, Tensor], list[Tensor]]:
     made = [leaf.detach().double().requires_grad_() for leaf in leaves(call)]
     x, w, *others = made
     kwargs, pairs = call.kwargs, len(call.kwargs["adapters"])
-    z = x @ w.T + sum(others[2 * k] @ others[2 * k + 1].T for k in range(pairs))
-    if kwargs["linear_bias"] is not None:
-        z = z + others[-1]
-    z = z * kwargs["logit_scale"]
-    if kwargs["softcap"] is not None:
-        z = kwargs["softcap"] * torch.tanh(z / kwargs["softcap"])
     temperature = kwargs["temperature"]
-    z = z / (temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature)
+    z = dense_logits(
+        x,
+        w,
+        None if kwargs["linear_bias"] is None else others[-1],
+        adapters=[(others[2 * k], others[2 * k + 1]) for k in range(pairs)],
+        softcap=kwargs["softcap"],
+        logit_scale=kwargs["logit_scale"],
+        temperature=temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature,
+    )
     counts = call.y != -100
     logprob = z.log_softmax(-1)
-    chosen = logprob.gather(1, call.candidates.clamp_min(0)) * (call.candidates >= 0)
-    results = {
-        "logprob": logprob.gather(1, call.y.clamp_min(0)[:, None])[:, 0],
-        "entropy": -(logprob.exp() * logprob).sum(-1),
-        "lse": z.logsumexp(-1),
-        "mean_logit": z.mean(-1),
-        "log_sum_sq_prob": (2 * logprob).logsumexp(-1),
-    }
-    results = {name: value * counts for name, value in results.items()}
-    results["candidate_logprob"] = chosen * counts[:, None]
+    results = token_results(z, call.y, call.candidates)
+    results["mean_logit"] = z.mean(-1) * counts
+    results["log_sum_sq_prob"] = (2 * logprob).logsumexp(-1) * counts
     results["argmax"] = z.argmax(-1).where(counts, -1)
     results["correct"] = (results["argmax"] == call.y) & counts
     results["sorted"] = logprob.sort(-1, descending=True).values * counts[:, None]

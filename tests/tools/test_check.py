@@ -28,7 +28,7 @@ from flce.backends.eager import TorchBackend
 from flce.testing.problem import relative_error
 from flce.testing.tolerances import RESULTS
 from flce.tools import machine
-from flce.tools.check import run, suite
+from flce.tools.check import logprobs, run, suite
 from flce.tools.check.figures import Figure, compared
 from flce.tools.check.inputs import stock, truth
 from flce.tools.cli.check import check
@@ -67,7 +67,7 @@ def test_quick_is_right_on_a_cpu() -> None:
     said = invoke("--quick", "--device", "cpu")
     assert said.exit_code == 0, said.output
     assert time.perf_counter() - started < 60  # some 5 s on a machine that does nothing else
-    for title in ("default", "small budget", "adapters", "cross_entropy in place", "log_softmax"):
+    for title in ("default", "small budget", "adapters", "linear_logprobs", "cross_entropy in place", "log_softmax"):
         assert re.search(rf"^{title} +\S+ \(\S+\) +\S+ \(\S+\) +\S+ \(\S+\) +\S+ \(\S+\)", said.stdout, re.M), title
     assert "flce is exact here" in said.stdout
     assert "not checked: cpu, triton backend: the kernels are for NVIDIA GPUs" in said.stdout
@@ -196,6 +196,7 @@ def test_a_gradient_that_is_off_by_a_percent(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("gradient", "reduction none"),
         ("gradient", "blocks of classes"),
+        ("gradient", "linear_logprobs"),
         ("loss_and_gradient", "cross_entropy in place"),
     ],
 )
@@ -268,6 +269,17 @@ def test_stock_in_float64_is_the_truth(regime: suite.Regime) -> None:
     assert beside.keys() == right.keys()
     for name, value in beside.items():
         assert relative_error(value, right[name]) < 1e-12, name
+
+
+@pytest.mark.parametrize("title", ["linear_logprobs", "linear_logprobs and more"])
+def test_results_of_tokens_a_few_at_a_time(title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The truth of many logits; it is that of all at once."""
+    monkeypatch.setattr(logprobs, "MOST_LOGITS", 7 * suite.TINY.vocab)
+    checks = suite._of_logprobs(suite.TINY, [torch.float32], CPU, "torch")
+    beside, right = next(check for check in checks if check.title == title).references()
+    assert beside.keys() == right.keys()
+    for name, value in beside.items():
+        assert relative_error(value, right[name]) < 2e-6, name
 
 
 def test_the_full_suite_has_more() -> None:

@@ -58,7 +58,7 @@ class ExactnessCheck(Protocol):
 
 Results = Mapping[str, Tensor]
 """What was computed, by name."""
-STATISTICS = ("lse", "logprob", "entropy")
+STATISTICS = ("lse", "logprob", "entropy", "candidate_logprob")
 
 
 def named(result: CallResult | OracleResult) -> Results:

@@ -16,6 +16,7 @@ from flce.engine.case import dtype_text
 from flce.tools.check.figures import ExactnessCheck
 from flce.tools.check.inputs import PLAIN, Inputs, Shape
 from flce.tools.check.logits import LogitsCheck, SoftmaxCheck
+from flce.tools.check.logprobs import LogprobsCheck
 from flce.tools.check.model import ModelCheck
 from flce.tools.check.operator import OperatorCheck
 from flce.tools.machine import BACKENDS, DTYPES, interpreted, why_no_backend, why_no_dtype
@@ -80,13 +81,14 @@ LARGE_REGIMES = (
     IGNORED,
 )
 ROW_LOSS = LossSpec(label_smoothing=0.1, softcap=6.0, z_loss=1e-3)
+CAPPED = LossSpec(softcap=6.0, logit_scale=2.0)
 ARCHITECTURES = ("Llama", "Qwen3")
 
 # What the quick checks take of the Triton backend, which needs up to a second to compile a kernel, beside the default.
 QUICK = {BF16: ("reduction none", "small budget", "softcap and more", "cross_entropy", "softmax")}
 # What is checked in Triton's interpreter, which takes a second for a call.
 INTERPRETED = {
-    F32: ("default", "reduction none", "softcap and more", "cross_entropy", "softmax"),
+    F32: ("default", "reduction none", "softcap and more", "linear_logprobs", "cross_entropy", "softmax"),
     BF16: ("default",),
 }
 QUICK_INTERPRETED = {F32: ("default", "softmax")}
@@ -119,7 +121,11 @@ def suite(device: torch.device, backend: str, quick: bool) -> Suite:
     if interpreted(device, backend):
         why = "in Triton's interpreter the order of sums depends on where memory begins"
         missing.append(Missing(f"{device}, {backend} backend, a second run", why))
-        every = (*_of_regimes(TINY, REGIMES, dtypes, device, backend), *_of_rows(TINY_ROWS, dtypes, device, backend))
+        every = (
+            *_of_regimes(TINY, REGIMES, dtypes, device, backend),
+            *_of_logprobs(TINY, dtypes, device, backend),
+            *_of_rows(TINY_ROWS, dtypes, device, backend),
+        )
         return Suite(_only(every, QUICK_INTERPRETED if quick else INTERPRETED), tuple(missing))
     compiled = backend == "triton"
     small = SMALLER if quick and not compiled else SMALL
@@ -135,7 +141,11 @@ def suite(device: torch.device, backend: str, quick: bool) -> Suite:
             first += _of_large(device, backend, quick)
         else:
             missing.append(Missing(f"{device}, large shapes", why))
-    rest = (*_of_regimes(small, REGIMES[1:], dtypes, device, backend), *_of_rows(ROWS, dtypes, device, backend))
+    rest = (
+        *_of_regimes(small, REGIMES[1:], dtypes, device, backend),
+        *_of_logprobs(small, dtypes, device, backend),
+        *_of_rows(ROWS, dtypes, device, backend),
+    )
     return Suite((*first, *(_only(rest, QUICK) if quick and compiled else rest)), tuple(missing))
 
 
@@ -151,6 +161,18 @@ def _of_regimes(
     for regime, dtype in itertools.product(regimes, dtypes):
         if dtype in regime.dtypes:
             yield regime.check(shape, dtype, device, backend)
+
+
+def _of_logprobs(
+    shape: Shape, dtypes: Sequence[torch.dtype], device: torch.device, backend: str, prefix: str = ""
+) -> Iterator[LogprobsCheck]:
+    for dtype in dtypes:
+        plain = Inputs(shape, dtype, device, ignored=0.2)
+        yield LogprobsCheck(prefix + "linear_logprobs", plain, backend)
+        if dtype in (BF16, F32):  # every kernel has to be compiled
+            more, skipping = replace(plain, loss=CAPPED, bias=True), ChunkOptions(skip_ignored=True)
+            title = prefix + "linear_logprobs and more"
+            yield LogprobsCheck(title, more, backend, temperatures=True, options=skipping)
 
 
 def _of_rows(
@@ -182,6 +204,7 @@ def _of_large(device: torch.device, backend: str, quick: bool) -> Iterator[Exact
         yield regime.check(LARGE, BF16, device, backend, "large: ")
     if not quick:
         yield DEFAULT.check(LARGE, F16, device, backend, "large: ")
+        yield from _of_logprobs(LARGE, [BF16], device, backend, "large: ")
         yield from _of_rows(LONG_ROWS, [BF16, F32], device, backend, "long: ")
 
 
