@@ -41,6 +41,8 @@ from flce.torch_ops.frames import graph_may_end, mark_frames, never_compiled, no
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
+_counting = threading.Lock()
+
 
 @dataclass
 class _Patch:
@@ -59,14 +61,19 @@ class _Patch:
     """How many `lazy_logits` are entered; of any thread, as other threads may run replicas of the model."""
     generations: int = field(default_factory=int, init=False, repr=False)
     """How many calls of ``generate()`` are running."""
+    always_lazy: bool = field(default_factory=bool, init=False, repr=False)
+    """Whether these two make logits lazy. A bool of its own: the compiler makes code for each value that it sees."""
 
-    @property
-    def always_lazy(self) -> bool:
-        return self.lazy_contexts > 0 and self.generations == 0
+    def count(self, *, lazy_contexts: int = 0, generations: int = 0) -> None:
+        """Change the two counts."""
+        with _counting:
+            self.lazy_contexts += lazy_contexts
+            self.generations += generations
+            self.always_lazy = self.lazy_contexts > 0 and self.generations == 0
 
     def __getstate__(self) -> dict[str, Any]:
         """A model that is saved within a context is in none when it is loaded."""
-        return {**vars(self), "lazy_contexts": 0, "generations": 0}
+        return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
         """A model's copy has a patch of its own. A layer that is copied by itself stays with its model: PEFT trains one
@@ -191,13 +198,18 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
 
     # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
     calls = {"forward": _outermost(watching_forward, place), "__call__": _outermost(original.__call__, place)}
-    names = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
-    return calls | {name: _generating(getattr(original, name)) for name in names}
+    return calls | _generation(original)
 
 
 def _wrapper_methods(original: Any) -> dict[str, Callable[..., Any]]:
     """Methods for a wrapper that was patched together with its model: the wrapper may be compiled as a whole."""
-    return {name: _outermost(getattr(original, name), None) for name in ("forward", "__call__")}
+    return {name: _outermost(getattr(original, name), None) for name in ("forward", "__call__")} | _generation(original)
+
+
+def _generation(original: Any) -> dict[str, Callable[..., Any]]:
+    """Those methods of a class that generate."""
+    names = [name for name in ("generate", "generate_batch") if callable(getattr(original, name, None))]
+    return {name: _generating(getattr(original, name)) for name in names}
 
 
 def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,11 +220,11 @@ def _generating(generate: Callable[..., Any]) -> Callable[..., Any]:
         patch: _Patch | None = getattr(self, "_flce", None)
         if patch is None:
             return generate(self, *args, **kwargs)
-        patch.generations += 1
+        patch.count(generations=1)
         try:
             return generate(self, *args, **kwargs)
         finally:
-            patch.generations -= 1
+            patch.count(generations=-1)
 
     return stock_generate
 
@@ -429,12 +441,12 @@ def lazy_logits(model: nn.Module, *models: nn.Module) -> Iterator[None]:
             )
         patches |= {id(patch): patch for patch in found}
     for patch in patches.values():
-        patch.lazy_contexts += 1
+        patch.count(lazy_contexts=1)
     try:
         yield
     finally:
         for patch in patches.values():
-            patch.lazy_contexts -= 1
+            patch.count(lazy_contexts=-1)
 
 
 def is_patched(model: nn.Module) -> bool:
