@@ -1,9 +1,11 @@
-"""What `flce.linear_logprobs` promises on Hopper only, measured on a CPU: the tables of docs/rl.md and docs/numerics.md.
+"""What `flce.linear_logprobs` promises on Hopper only, on a CPU: the tables of docs/rl.md and docs/numerics.md.
 
-    python scripts/logprob_differences.py
+python scripts/logprob_differences.py
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +21,9 @@ def differences(x: Tensor, w: Tensor, y: Tensor) -> dict[str, float]:
     """The largest difference of a `logprob` from that of the whole batch."""
 
     def of(rows: Tensor, candidates: Tensor | None = None, **more: object) -> Tensor:
-        out = flce.linear_logprobs(x[rows], w, y[rows], candidates=candidates, **{"outputs": ("logprob",), **more})  # type: ignore[arg-type]
-        result = out.logprob if candidates is None else out.candidate_logprob[:, 0]  # type: ignore[index]
+        named: Any = {"outputs": ("logprob",), **more}
+        out = flce.linear_logprobs(x[rows], w, y[rows], candidates=candidates, **named)
+        result = out.logprob if out.candidate_logprob is None else out.candidate_logprob[:, 0]
         assert result is not None
         return result
 
@@ -52,8 +55,9 @@ def main() -> None:
     for n, h, v in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             p = make_problem((n,), h, v, dtype=dtype, std=4.0)
+            tensors = p.input, p.linear_weight, p.target
             with torch.no_grad():
-                figures = {**differences(p.input, p.linear_weight, p.target), **errors(p.input, p.linear_weight, p.target)}
+                figures = {**differences(*tensors), **errors(*tensors)}
             print(f"{n} x {h} x {v}, {str(dtype)[6:]}:", ", ".join(f"{k} {f:.1e}" for k, f in figures.items()))
 
 

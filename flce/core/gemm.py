@@ -16,8 +16,8 @@ from torch import Tensor
 # | 4096 x 768 x 50257  | 3.4 |
 # | 4096 x 768 x 50256  | 0.5 |
 ALIGNMENT = 8
-# cuBLAS divides the inner dimension of a product whose result has few blocks among programs, and leaves its end out if a
-# part, rounded down, is a multiple of 64. Of 38 x 173064 x 512 it leaves out the last 8: 16 parts of 10816 (cuBLAS 13.0,
+# cuBLAS divides the inner dimension of a product whose result has few blocks among programs, and leaves its end out
+# where a part, rounded down, is a multiple of 64: of 38 x 173064 x 512 the last 8, for 16 parts of 10816 (cuBLAS 13.0,
 # H100, halves). Inner dimensions that are multiples of 64 have no such end. DIVIDED_ENTRIES: of the result, at most.
 INNER_MULTIPLE = 64
 DIVIDED_INNER = 1024

@@ -71,8 +71,8 @@ FEW_LOGITS_BYTES = 512 << 20
 # | 4096, 64  | 1.35  | 1.4       |
 BLOCK_BYTES = 64 << 20
 BLOCK_ROWS = 2048
-# A tile of no more bytes has a block of all its logits. Then forward and backward make them by products of one shape, and
-# where rows are large (logits of thousands) they agree in the last bits, too.
+# A tile of no more bytes has a block of all its logits. Then forward and backward make them by products of one shape,
+# and agree in the last bits, too. Where logits are thousands the last bits are a thousandth of a probability.
 WHOLE_BYTES = 256 << 10
 # The share of a tile that a block beside it takes where the tile is narrower than the rows of its memory. Only plans of
 # the least memory have such tiles.
