@@ -412,7 +412,7 @@ def test_compiled(torch_backend: str) -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_compiled_with_gradient_penalties_is_refused() -> None:
+def test_second_derivatives_are_refused() -> None:
     call = call_of()
     (grad,) = torch.autograd.grad(run(call).logprob.sum(), call.x)
     assert not grad.requires_grad

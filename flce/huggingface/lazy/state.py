@@ -21,7 +21,7 @@ from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, replay
-from flce.huggingface.lazy.terms import BiasTerm, Product
+from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -137,6 +137,11 @@ class LazyState:
     def detach(self) -> LazyState:
         return replace(self, terms=tuple(term.detach() for term in self.terms))
 
+    def in_float32(self) -> LazyState:
+        """The state of logits that are made in float32, outside of autocast."""
+        terms = tuple(term.changed(Tensor.float, *TENSORS) for term in self.terms)
+        return replace(self, terms=terms, autocast_dtype=None)
+
     def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
         """The state as it is now: later changes of ``requires_grad`` do not reach it, and others are noticed."""
         return replace(self, terms=tuple([term.recorded() for term in self.terms]), calls=calls)
@@ -224,7 +229,7 @@ class LazyState:
         return self._operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
 
     def per_token(
-        self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None
+        self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None, **spec: Any
     ) -> LinearLogprobsOutput:
         """What :func:`flce.linear_logprobs` returns for these logits, with gradients.
 
@@ -239,7 +244,7 @@ class LazyState:
         candidates = None if candidates is None else candidates.to(self.home)
         with self.weights():
             made: LinearLogprobsOutput = self._operator(
-                linear_logprobs, target, options, outputs=outputs, candidates=candidates
+                linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
             )
         return made
 
