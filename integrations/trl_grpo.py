@@ -30,7 +30,8 @@ SETTINGS: dict[str, Any] = {
     "max_completion_length": 16,
     "beta": 0.01,
     "temperature": 0.7,
-    "learning_rate": 1e-2,
+    "learning_rate": 5e-3,
+    "adam_epsilon": 1e-4,  # with Adam's own the last bits of small gradients would grow to other losses
     "logging_steps": 1,
 }
 
@@ -73,9 +74,16 @@ def make_trainer(patched: bool, folder: str, *, steps: int, kept: list[Tensor]) 
 
 
 def train(patched: bool, *, steps: int, kept: list[Tensor]) -> Curve:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(patched, folder, steps=steps, kept=kept)
-        trainer.train()
+    from flce.huggingface.trl import install, uninstall
+
+    if patched:
+        install()  # all that is different
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = make_trainer(patched, folder, steps=steps, kept=kept)
+            trainer.train()
+    finally:
+        uninstall()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
     say(f"Rewards of the first and the last completions: {rewards[0]:.3f} and {rewards[-1]:.3f}")
     curve: Curve = trainer.curve
