@@ -31,10 +31,12 @@ def times(state: LazyState, other: Any) -> Any:
     """A factor, or probabilities times what they weigh."""
     if not isinstance(other, LazyState):
         return scale("mul")(state, other)
+    if state.requires_grad != other.requires_grad and not torch.is_grad_enabled():  # it was when one of them was made
+        state, other = state.detach(), other.detach()
     needs(same_sum(state.terms, other.terms) and (state.class_dim, state.device) == (other.class_dim, other.device))
     needs(state.autocast_dtype == other.autocast_dtype)
     shorter, rows = sorted((state.rows, other.rows), key=len)
-    needs(all([same(*both) for both in zip(shorter, rows, strict=False)]))
+    needs(all(same(*both) for both in zip(shorter, rows, strict=False)))
     return replace(state, rows=rows).with_op("times", other.ops)
 
 
@@ -44,9 +46,9 @@ def _by_row(state: LazyState, name: str, other: Tensor) -> Any:
     sizes[state.class_dim] = 1
     missing = state.ndim - other.dim()
     needs(other.dim() > 0 and missing >= 0 and other.device == state.device == state.home)
-    needs(all([size in (1, wanted) for size, wanted in zip(other.shape, sizes[missing:], strict=True)]))
+    needs(all(size in (1, wanted) for size, wanted in zip(other.shape, sizes[missing:], strict=True)))
     needs(other.dtype != torch.float64 or state.head.dtype == torch.float64)  # else wider than flce computes
-    copy = other.expand(sizes).clone()  # it may be written to later
+    copy = other.expand(sizes).clone()  # the vector may be written to later
     sizes[state.class_dim] = 2
     state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
     return replace(state, rows=(*state.rows, copy.expand(sizes))).with_op(name, len(state.rows))

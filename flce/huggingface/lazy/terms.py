@@ -142,7 +142,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 def same_sum(terms: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
     """Whether two sums of terms are one, or recorded or detached from one."""
-    return len(terms) == len(others) and all([_same_term(*both) for both in zip(terms, others, strict=True)])
+    return len(terms) == len(others) and all(_same_term(*both) for both in zip(terms, others, strict=True))
 
 
 def _same_term(term: Term, other: Term) -> bool:
@@ -150,7 +150,7 @@ def _same_term(term: Term, other: Term) -> bool:
         return False
     if isinstance(term, Product) and isinstance(other, Product) and not same(term.filled, other.filled):
         return False
-    return all([same(*both) for both in zip(term.tensors, other.tensors, strict=True)])
+    return all(same(*both) for both in zip(term.tensors, other.tensors, strict=True))
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

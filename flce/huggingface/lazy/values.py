@@ -44,11 +44,14 @@ def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tenso
     # They are normalised already, and not over these few classes. A log-probability of 0 is a positive zero, as
     # stock's: 1 / x tells them apart.
     values = (values + 0.0).to(state.device, logits.dtype)
-    return state.replayed(values, tuple([op for before in state.ops[at:] for op in _NORMALISING.get(before[0], (before,))]))
+    return state.replayed(
+        values, tuple([op for before in state.ops[at:] for op in _NORMALISING.get(before[0], (before,))])
+    )
 
 
-# What is left of these where log-probabilities are known.
-_NORMALISING: dict[str, tuple[Op, ...]] = {"log_softmax": (), "softmax": (("exp", None),)}
+# What is left of these where log-probabilities are known. Autograd keeps what `exp` returns: see `LazyState.copied`.
+_EXP: tuple[Op, ...] = (("exp", None), ("clone", None))
+_NORMALISING = {"log_softmax": (), "softmax": _EXP, "exp": _EXP}
 
 
 def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -71,7 +74,7 @@ def logsumexp_of(state: LazyState) -> Tensor:
 
 
 def equals_itself(state: LazyState, other: Any) -> Any:
-    """``x == x``, by which ``torch.distributions`` validates logits that it has normalised: all True, unless one is NaN.
+    """``x == x``, by which ``torch.distributions`` validates logits that it has normalised: True, unless one is NaN.
 
     The result has no memory of its own.
     """
