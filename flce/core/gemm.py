@@ -16,6 +16,12 @@ from torch import Tensor
 # | 4096 x 768 x 50257  | 3.4 |
 # | 4096 x 768 x 50256  | 0.5 |
 ALIGNMENT = 8
+# cuBLAS divides the inner dimension of a product whose result has few blocks among programs, and leaves its end out
+# where a part, rounded down, is a multiple of 64: of 38 x 173064 x 512 the last 8, for 16 parts of 10816 (cuBLAS 13.0,
+# H100, halves). Inner dimensions that are multiples of 64 have no such end. DIVIDED_ENTRIES: of the result, at most.
+INNER_MULTIPLE = 64
+DIVIDED_INNER = 1024
+DIVIDED_ENTRIES = 1 << 22
 # Row stride of a buffer for logits, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
 # Bytes of a float32 piece of an operand that is cast on the way. Large enough for a product at full speed,
@@ -66,14 +72,15 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
 
     One of m, n and k is the vocabulary, and strides are aligned: W has rows of H, logits have padded rows. The
     end is less than ALIGNMENT classes, whose product costs next to nothing. Where k is a hidden size or the rank of
-    an adapter instead, the operands are left whole: logits must not have a float32 copy.
+    an adapter instead, the operands are left whole: logits must not have a float32 copy. The end of an inner dimension
+    that may be divided (`_loses_its_end`) is taken off whatever it is.
     """
     (m, k), n = a.shape, b.shape[1]
-    m_end, n_end, k_end = (size // ALIGNMENT * ALIGNMENT for size in (m, n, k))
-    half = out.dtype.itemsize < 4
-    if k > k_end > 0 and a.stride(1) == b.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0 and not (half and accumulate):
-        if half:
-            _matmul_in_float32(a, b, out, accumulate=False)  # a sum of two products must not be rounded in between
+    m_end, n_end = (size // ALIGNMENT * ALIGNMENT for size in (m, n))
+    k_end = _inner_end(a, b, out.dtype, accumulate)
+    if k > k_end:
+        if out.dtype.itemsize < 4:
+            _matmul_in_float32(a, b, out, accumulate)  # a sum of two products must not be rounded in between
             return
         _vendor_matmul(a[:, :k_end], b[:k_end], out, accumulate)
         _vendor_matmul(a[:, k_end:], b[k_end:], out, True)
@@ -85,6 +92,20 @@ def _aligned_matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None
         _vendor_matmul(a[m_end:], b, out[m_end:], accumulate)
     else:
         _vendor_matmul(a, b, out, accumulate)
+
+
+def _loses_its_end(m: int, n: int, k: int) -> bool:
+    """Whether the vendor may divide the inner dimension, and leave its end out."""
+    return k % INNER_MULTIPLE != 0 and k >= DIVIDED_INNER and m * n <= DIVIDED_ENTRIES
+
+
+def _inner_end(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -> int:
+    """Where the inner dimension of a product of halves on CUDA ends: what follows is a product of its own."""
+    (m, k), n = a.shape, b.shape[1]
+    if _loses_its_end(m, n, k):
+        return k // INNER_MULTIPLE * INNER_MULTIPLE
+    rows = a.stride(1) == b.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0
+    return k // ALIGNMENT * ALIGNMENT or k if rows and not (out_dtype.itemsize < 4 and accumulate) else k
 
 
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -120,8 +141,7 @@ def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_ty
     if a.element_size() >= 4 and a.dtype == b.dtype == out.dtype:
         return 0
     if device_type == "cuda" and (out.dtype == a.dtype or has_float32_results(out.dtype)):
-        unaligned = k > ALIGNMENT and k % ALIGNMENT != 0 and a.stride(1) == b.stride(1) == 1
-        return 4 * m * n if unaligned and out.element_size() < 4 and not accumulate else 0
+        return 4 * m * n if out.element_size() < 4 and _inner_end(a, b, out.dtype, accumulate) < k else 0
     rounded = 0
     if out.element_size() < 4:  # `_matmul_in_float32`
         m = min(m, max(1, CAST_BYTES // (4 * n)))

@@ -71,6 +71,9 @@ FEW_LOGITS_BYTES = 512 << 20
 # | 4096, 64  | 1.35  | 1.4       |
 BLOCK_BYTES = 64 << 20
 BLOCK_ROWS = 2048
+# A tile of no more bytes has a block of all its logits. Then forward and backward make them by products of one shape,
+# and agree in the last bits, too. Where logits are thousands the last bits are a thousandth of a probability.
+WHOLE_BYTES = 256 << 10
 # The share of a tile that a block beside it takes where the tile is narrower than the rows of its memory. Only plans of
 # the least memory have such tiles.
 NARROW_SHARE = 32
@@ -99,7 +102,10 @@ class Dtypes:
     def block_entries(self, rows: int, cols: int) -> int:
         """Logits of a block beside a tile of this size: half its memory at most, and little of it where it is so narrow
         that memory is all that counts."""
-        tile = rows * padded_cols(cols) * self.logits_grad.itemsize
+        entries = rows * padded_cols(cols)
+        tile = entries * self.logits_grad.itemsize
+        if tile <= WHOLE_BYTES:
+            return entries
         share = 2 if cols >= COLUMN_MULTIPLE else NARROW_SHARE
         return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile // share) // self.logits.itemsize)
 

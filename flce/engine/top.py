@@ -16,7 +16,8 @@ BIASED_ENTRIES = 1 << 20
 @dataclass(frozen=True)
 class Top:
     """What has been found so far: logits a, bias included, which become z by an increasing function (or, of a negative
-    scale, a decreasing one: then these are the smallest). Of fewer than k classes the first columns are written."""
+    scale, a decreasing one: then these are the smallest). While fewer than k classes have been seen, only as many
+    columns are written."""
 
     logits: Tensor  # (rows, k)
     ids: Tensor  # (rows, k) int64
@@ -24,6 +25,7 @@ class Top:
 
     @staticmethod
     def of(rows: int, k: int, dtype: torch.dtype, scale: float, arena: Arena) -> Top:
+        """Room for the results. `scale`: what z is a multiple of."""
         return Top(arena.new((rows, k), dtype), arena.new((rows, k), torch.int64), scale >= 0)
 
     def add(self, logits: Tensor, bias: Tensor | None, part: slice, cols: slice) -> None:

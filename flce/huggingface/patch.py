@@ -456,7 +456,7 @@ def is_patched(model: nn.Module) -> bool:
         TypeError: ``model`` is no module.
     """
     _check_model("is_patched", model)
-    return bool(_patches(model))
+    return any("_flce" in module.__dict__ for module in model.modules())
 
 
 def report(model: nn.Module) -> Report:

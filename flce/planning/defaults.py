@@ -4,7 +4,8 @@
   More are cut into chunks of `Defaults.chunk`, so that the workspace does not grow with their number. Where tokens are
   not too many, exponentials are borrowed from the weight gradient.
 * Where no gradient of a weight is summed, a large chunk gains little. A frozen head takes the chunks of
-  `_frozen_rows`, and ``reduction="none"`` the smallest blocks of classes that are nearly as fast as the fastest.
+  `_frozen_rows`. ``reduction="none"`` takes the smallest blocks of classes that are nearly as fast as the fastest, and
+  of plans that take no more than these the fastest. Results of tokens keep `PER_TOKEN_BYTES`.
 * ``strategy="vocab"`` takes blocks of a quarter of `Defaults.chunk`.
 """
 

@@ -55,6 +55,46 @@ def test_ends_of_unaligned_extents() -> None:
         assert_product(a, b, before, out, accumulate)
 
 
+def divided(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
+    """A product of halves in 16 parts, which leaves an end of the inner dimension out as cuBLAS does."""
+    k = a.shape[1]
+    if a.dtype.itemsize < 4 and k >= 1024:
+        k = min(k, -(-(k // 16) // 64) * 64 * 16)
+    out.copy_((out if accumulate else 0) + a[:, :k].to(FLOAT) @ b[:k].to(FLOAT))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out_dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_end_of_a_divided_inner_dimension_is_lost(
+    out_dtype: torch.dtype, accumulate: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k = 16 * 64 * 2 + 8
+    a, b = torch.zeros(3, k, dtype=HALF), torch.zeros(k, 5, dtype=HALF)
+    if transposed:
+        a, b = a.t().contiguous().t(), b.t().contiguous().t()
+    a[:, -8:], b[-8:], out = 1, 1, torch.ones(3, 5, dtype=out_dtype)
+    monkeypatch.setattr(gemm, "_vendor_matmul", divided)
+    divided(a, b, lost := out.clone(), accumulate)
+    assert lost.max() == accumulate, "what cuBLAS does"
+    gemm._aligned_matmul(a, b, out, accumulate)
+    assert out.tolist() == [[8 + accumulate] * 5] * 3
+    assert gemm.scratch_bytes(a, b, out, accumulate, "cuda") == (4 * 15 if out_dtype == HALF else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k", [173064, 322568, 80648, 16 * 64 + 8, 1023 * 17])
+def test_products_of_all_of_a_long_inner_dimension(k: int, dtype: torch.dtype) -> None:
+    """Sums of ones are exact. cuBLAS 13.0 leaves the last 8 of 173064 out on an H100."""
+    for m, n, out_dtype in itertools.product((1, 38, 512, 4096), (512, 1024, 4096), (FLOAT, dtype)):
+        a = torch.zeros(m, k + 64 - k % 64, device="cuda", dtype=dtype)[:, :k]
+        b, out = torch.zeros(k, n, device="cuda", dtype=dtype), torch.empty(m, n, device="cuda", dtype=out_dtype)
+        a[:, -63:], b[-63:] = 1, 1
+        gemm.matmul(a, b, out)
+        assert (out == 63).all(), (m, n, out_dtype, out.min(), out.max())
+
+
 @pytest.mark.parametrize("refused", ["float16 sums", "ROCm"])
 def test_where_pytorch_has_no_float32_results_of_halves(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands are cast in pieces, and these are counted."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flce.huggingface.head_call import HeadCall, watch_gradient
-from flce.huggingface.lazy.state import State
+from flce.huggingface.lazy.state import LazyState, State
 from flce.huggingface.staleness import StaleLogitsError, versions_of
 from flce.huggingface.usage import ASKED_FOR, forbid_materialized, say_materialized
 from flce.huggingface.wrappers import outside_of_checkpoint
@@ -329,6 +329,20 @@ def note_passing(calls: Sequence[HeadCall], value: Any) -> None:
     """Note that gradients will pass by the logits, if ``value`` has some."""
     for call in calls:
         call.passed_by |= value.requires_grad
+
+
+def state_of(logits: Any) -> LazyState | None:
+    """What logits would be computed from; None where they are real, or stand for several heads."""
+    lazy = isinstance(logits, LazyBase) and logits._existing() is None
+    return logits._state if lazy and isinstance(logits._state, LazyState) else None
+
+
+def made_of(state: State, values: Iterable[Any]) -> None:
+    """Say that ``values`` were made without the logits: wrappers wait for gradients, which come to these instead."""
+    for value in values:
+        if isinstance(value, Tensor):
+            note_passing(state.calls, value)
+            watch_gradient(value, state.calls)
 
 
 def told(state: State, func: Any, compute: Callable[[], Tensor]) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flce.core import private
 from flce.core.callers import caller
-from flce.huggingface.head_call import add_hook, watch_gradient
+from flce.huggingface.head_call import add_hook
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import LazyBase, Source, grad_mode, is_lazy, make_lazy, note_passing, told
+from flce.huggingface.lazy.base import LazyBase, Source, grad_mode, is_lazy, made_of, make_lazy, note_passing, told
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import NoLazyFormError
 from flce.huggingface.lazy.state import LazyState, StackState, State
@@ -213,10 +213,7 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
 
         return tuple(_view(lazy, part, piece(i)) for i, part in enumerate(result))
     if not isinstance(result, (LazyState, StackState)):
-        for value in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple) else ():
-            if isinstance(value, Tensor):
-                note_passing(lazy._state.calls, value)
-                watch_gradient(value, lazy._state.calls)
+        made_of(lazy._state, result if isinstance(result, tuple) else (result,))
         return result
     if (
         operation.kind == "view"

@@ -21,7 +21,7 @@ from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, needs, replay
-from flce.huggingface.lazy.terms import BiasTerm, Product
+from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -148,6 +148,11 @@ class LazyState:
         terms = tuple(term.detach() for term in self.terms)
         return replace(self, terms=terms, rows=tuple(row.detach() for row in self.rows))
 
+    def in_float32(self) -> LazyState:
+        """The state of logits that are made in float32, outside of autocast."""
+        terms = tuple(term.changed(Tensor.float, *TENSORS) for term in self.terms)
+        return replace(self, terms=terms, autocast_dtype=None)
+
     def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
         """The state as it is now: later changes of ``requires_grad`` do not reach it, and others are noticed."""
         return replace(self, terms=tuple([term.recorded() for term in self.terms]), calls=calls)
@@ -250,7 +255,7 @@ class LazyState:
         return self._operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
 
     def per_token(
-        self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None
+        self, *outputs: str, target: Tensor | None = None, candidates: Tensor | None = None, **spec: Any
     ) -> LinearLogprobsOutput:
         """What :func:`flce.linear_logprobs` returns for these logits, with gradients.
 
@@ -262,9 +267,9 @@ class LazyState:
             torch.bfloat16,
         ):  # for the loss
             options = replace(options, logits_dtype=None)
-        place, spec = self.folded.divisor, {}
+        place = self.folded.divisor
         if place is not None:
-            spec["temperature"] = self._row(place)
+            spec["temperature"] = self._row(place) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.home)
         with self.weights():
             made: LinearLogprobsOutput = self._operator(

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from flce.huggingface.lazy.fold import Op, fold
 from flce.huggingface.staleness import Watched
 
-_TENSORS = ("hidden", "weight", "bias")
+TENSORS = ("hidden", "weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Term:
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
         """The term on the next of other tensors, which are not changed in place."""
-        return self.changed(lambda _: next(tensors), *_TENSORS, watched=None)
+        return self.changed(lambda _: next(tensors), *TENSORS, watched=None)
 
     def detach(self) -> Self:
-        return self.changed(Tensor.detach, *_TENSORS)
+        return self.changed(Tensor.detach, *TENSORS)
 
     def recorded(self) -> Self:
         """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
         now = [recorded(tensor) for tensor in self.tensors]
         rest = iter(now)
-        return self.changed(lambda _: next(rest), *_TENSORS, watched=Watched(now[0], self.what))
+        return self.changed(lambda _: next(rest), *TENSORS, watched=Watched(now[0], self.what))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from flce.tools.check.suite import Missing, suite
 from flce.tools.machine import BACKENDS, chosen, devices_of_a_kind, threads
 
 # For the checks of a device, and for the quick ones. What is not begun by then is not checked.
-SECONDS, QUICK_SECONDS = 100.0, 30.0
+SECONDS, QUICK_SECONDS = 240.0, 60.0
 Status = Literal["right", "off", "failed"]
 
 

@@ -1,0 +1,242 @@
+"""TRL's trainers with flce: `install` puts flce in the place of TRL's kernel.
+
+TRL gives each of its models another ``forward``. Called with ``fused_lm_head=True`` that one runs the model without its
+head, and multiplies by the head's weight in a kernel of TRL's. Here the model's own forward runs, with lazy logits, and
+these know what the model does between its hidden states and its logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flce.core.callers import caller
+from flce.core.options import ChunkOptions
+from flce.huggingface.lazy import made_of, state_of
+from flce.huggingface.lazy.state import LazyState
+from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
+from flce.huggingface.usage import NotFusedWarning
+from flce.ops.arguments import check_options
+
+__all__ = ["install", "uninstall"]
+
+_TRAINERS = ("sft", "dpo", "kto", "grpo", "rloo")
+_FUNCTION, _METHOD = "add_fused_lm_head", "compute_loss"
+
+_FIELDS = {
+    "log_probs": "logprob",
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_prob",
+    "mean_logits": "mean_logit",
+    "is_top1": "correct",
+}
+"""Fields of TRL's output, and what `flce.linear_logprobs` calls them."""
+
+_stock: dict[tuple[Any, str], Any] = {}
+"""What was replaced: a module or class and a name in it, to TRL's own."""
+
+
+def install(*, options: ChunkOptions | None = None) -> None:
+    """Have TRL's `SFTTrainer`, `DPOTrainer`, `KTOTrainer`, `GRPOTrainer` and `RLOOTrainer` compute with flce.
+
+    Call it before a trainer is made. Losses, metrics and gradients are TRL's, without logits in memory. `SFTTrainer`
+    with ``loss_type="nll"`` takes three matrix products in the place of four. A trainer's model is patched, as by
+    `flce.patch_model`. Calling it again only replaces the options, for trainers that are made from then on.
+
+    Where a head cannot be fused (DeepSpeed ZeRO-3, a quantised head) TRL's own kernel runs, with a `NotFusedWarning`.
+
+    Args:
+        options: ``flce.ChunkOptions``. Ignored tokens are dropped, unless ``skip_ignored=False``.
+
+    Raises:
+        ImportError: TRL is not installed, is older than 1.16, or has functions with other arguments than flce's.
+        TypeError: ``options`` are no `flce.ChunkOptions`.
+    """
+    check_options(options)
+    mine: dict[tuple[Any, str], Callable[[Any], Any]] = {}
+    for name in _TRAINERS:
+        module = importlib.import_module(f"trl.trainer.{name}_trainer")
+        mine[module, _FUNCTION] = functools.partial(_adding_head, options=options)
+    mine[importlib.import_module("trl.trainer.sft_trainer").SFTTrainer, _METHOD] = _summing
+    found = {place: _stock.get(place) or getattr(*place, None) for place in mine}
+    made = {place: mine[place](stock) for place, stock in found.items()}
+    for place, stock in found.items():
+        _check_signature(place, stock, made[place])
+    _stock.update(found)
+    for (owner, name), function in made.items():
+        setattr(owner, name, function)
+
+
+def uninstall() -> None:
+    """Undo `install`, for trainers that are made from then on. Without it nothing happens."""
+    while _stock:
+        (owner, name), stock = _stock.popitem()
+        setattr(owner, name, stock)
+
+
+def _check_signature(place: tuple[Any, str], stock: Any, mine: Any) -> None:
+    """ImportError where TRL's function takes other arguments than the one that is to replace it."""
+    trl = importlib.import_module("trl")
+    name = f"{place[0].__name__}.{place[1]}"
+    if stock is None:
+        raise ImportError(f"flce needs TRL 1.16 or newer: TRL {trl.__version__} has no {name}")
+    theirs, ours = (
+        inspect.Signature([p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()])
+        for function in (stock, mine)
+    )
+    if theirs != ours:
+        raise ImportError(f"flce replaces {name}{ours}, but TRL {trl.__version__} has {name}{theirs}")
+
+
+# ------------------------------------------------------------------------------------------------- the model's forward
+
+
+def _adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]:
+    def add_fused_lm_head(
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: tuple[str, ...] = ("log_probs",),
+    ) -> None:
+        """TRL's function of this name, with flce's kernels."""
+        reason = _why_stock(model, options)
+        stock(model, temperature, cast_lm_head_to_fp32, outputs)
+        if reason is not None:
+            _say_stock(reason)
+            return
+        head = _Head(model.forward, temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options)
+
+        @functools.wraps(type(model).forward)  # `generate` looks at its arguments
+        def forward(self: Any, *args: Any, summed: bool = False, **kwargs: Any) -> Any:
+            if kwargs.get("fused_lm_head"):
+                return head.run(self, args, kwargs, summed)
+            if summed:  # an argument of the loss
+                kwargs.pop("num_items_in_batch")
+            return head.stock(*args, **kwargs)
+
+        model.forward = MethodType(forward, model)
+        model._flce_sums = True
+
+    return add_fused_lm_head
+
+
+def _why_stock(model: nn.Module, options: ChunkOptions | None) -> str | None:
+    """Patches a model. Where that is not to be done: why."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    if is_deepspeed_zero3_enabled():
+        return "DeepSpeed ZeRO-3 takes the head's weight away before flce could use it; use ZeRO-2, or FSDP2"
+    try:
+        if not is_patched(model):
+            patch_model(model, options=options)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def _say_stock(reason: str) -> None:
+    caller().warn(f"TRL's own kernel computes the loss of this model, not flce: {reason}", NotFusedWarning)
+
+
+@dataclass
+class _Head:
+    """How a model runs with ``fused_lm_head=True``.
+
+    Attributes:
+        stock: TRL's forward.
+        temperature, in_float32, outputs: what TRL has asked for.
+        options: of `install`.
+        fits: whether flce can stand for the head, as far as is known.
+    """
+
+    stock: Callable[..., Any]
+    temperature: float
+    in_float32: bool
+    outputs: tuple[str, ...]
+    options: ChunkOptions | None
+    fits: bool = True
+
+    def run(self, model: Any, args: Any, kwargs: dict[str, Any], summed: bool) -> Any:
+        """TRL's ``FusedCausalLMOutput``.
+
+        Args:
+            model: whose forward is called.
+            args, kwargs: of that call.
+            summed: whether of the log-probabilities only the sum is wanted, in their place.
+        """
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        inputs = {**kwargs, "fused_lm_head": False, "use_cache": False}
+        labels, shifted, num_items = (inputs.pop(n, None) for n in ("labels", "shift_labels", "num_items_in_batch"))
+        config = model.config.get_text_config()
+        if getattr(config, "output_router_logits", False):
+            inputs.setdefault("output_router_logits", True)
+        if not self.fits or not is_patched(model):
+            return self.stock(*args, **kwargs)
+        with lazy_logits(model):
+            made = self.stock(*args, **inputs)
+        state = state_of(made.logits)
+        if state is None:
+            self.fits = False
+            _say_stock("; ".join(report(model).stock) or "its head has made real logits")
+            return self.stock(*args, **kwargs)
+        shift = 1 if shifted is None else 0
+        labels = (labels if shifted is None else shifted).to(state.home)
+        mask = labels[:, shift:] != -100
+        count = torch.as_tensor(mask.sum() if num_items is None else num_items, device=mask.device).clamp(min=1)
+        fields = (self._sums if summed else self._results)(self._as_wanted(state), labels, shift, count)
+        loss = -fields["log_probs"].sum() / count
+        aux_loss = made.get("aux_loss")
+        if aux_loss is not None:
+            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+        return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
+
+    def _as_wanted(self, state: LazyState) -> LazyState:
+        options = self.options or state.settings.options or ChunkOptions()
+        if options.skip_ignored == "auto":
+            options = replace(options, skip_ignored=True)
+        state = replace(state, settings=replace(state.settings, options=options))
+        return state.in_float32() if self.in_float32 else state
+
+    def _results(self, state: LazyState, labels: Tensor, shift: int, count: Tensor) -> dict[str, Tensor]:
+        """The fields of tokens."""
+        names = {name: _FIELDS[name] for name in self.outputs}
+        with state.weights():
+            made = state.per_token(*names.values(), target=labels, shift=shift, temperature=self.temperature)
+        fields = {name: getattr(made, ours)[:, : labels.shape[1] - shift] for name, ours in names.items()}
+        made_of(state, fields.values())
+        return fields
+
+    def _sums(self, state: LazyState, labels: Tensor, shift: int, count: Tensor) -> dict[str, Tensor]:
+        """The same where log-probabilities are only summed, and gradients pass through nothing else."""
+        spec: dict[str, Any] = {"reduction": "sum", "num_items": count, "shift": shift, "temperature": self.temperature}
+        with state.weights():
+            made = state.fused(labels, stats=("entropy", "correct"), **spec)
+        # Divided by `count` once more, by TRL, the gradients stay as they are.
+        fields = {"log_probs": -made.loss * count, "entropy": made.entropy, "is_top1": made.correct}
+        made_of(state, fields.values())
+        return fields
+
+
+# ------------------------------------------------------------------------------------------------- SFTTrainer's loss
+
+
+def _summing(stock: Any) -> Callable[..., Any]:
+    def compute_loss(
+        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's method, with a model that sums the log-probabilities where TRL does nothing else with them."""
+        own = self.args.loss_type == "nll" and self.compute_loss_func is None and self.label_smoother is None
+        if own and getattr(self.model, "_flce_sums", False):
+            model = functools.partial(model, summed=True, num_items_in_batch=num_items_in_batch)
+        return stock(self, model, inputs, return_outputs, num_items_in_batch)
+
+    return compute_loss
