@@ -22,6 +22,11 @@ from trl_dpo import preferences
 disable_progress_bars()
 
 
+@functools.cache
+def _texts() -> list[str]:
+    return excerpts(80)
+
+
 @dataclass
 class Run:
     """What a training leaves behind: of each step the logged metrics and the gradients; the completions."""
@@ -76,8 +81,8 @@ def settings_of(folder: str, steps: int, **more: Any) -> dict[str, Any]:
 def sft(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.SFTTrainer(
         args=trl.SFTConfig(max_length=32, **settings_of(folder, steps, **more)),
-        train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
-        eval_dataset=Dataset.from_dict({"text": excerpts(4, seed=1)}),
+        train_dataset=Dataset.from_dict({"text": _texts()[: 4 * steps]}),
+        eval_dataset=Dataset.from_dict({"text": _texts()[-4:]}),
         **common,
     )
 
@@ -86,8 +91,7 @@ def dpo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.DPOTrainer(
         args=trl.DPOConfig(max_length=32, **settings_of(folder, steps, **more)),
         train_dataset=preferences(4 * steps),
-        ref_model=model_of(seed=1),
-        **common,
+        **{"ref_model": None if "peft_config" in common else model_of(seed=1), **common},
     )
 
 
@@ -97,8 +101,7 @@ def kto(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.KTOTrainer(
         args=trl.KTOConfig(max_length=32, **settings_of(folder, steps, **more)),
         train_dataset=data,
-        ref_model=model_of(seed=1),
-        **common,
+        **{"ref_model": None if "peft_config" in common else model_of(seed=1), **common},
     )
 
 
@@ -106,7 +109,7 @@ def _rewarded(trainer: Any, config: Any, folder: str, steps: int, common: dict[s
     given = {"max_completion_length": 8, "num_generations": 2, "beta": 0.0, **more}
     return replaying(trainer)(
         args=config(**settings_of(folder, steps, **given)),
-        train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in excerpts(4 * steps)]}),
+        train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in _texts()[: 4 * steps]]}),
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
         **common,
     )
