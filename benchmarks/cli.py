@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks operator | model | rows | logprobs | table | pages | plot`."""
+"""The command line: `python -m benchmarks operator | model | rows | logprobs | grpo | table | pages | plot`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.benchmark import Benchmark, Plan, read, save
+from benchmarks.grpo import GRPO
 from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
@@ -26,7 +27,7 @@ from flce.tools.bench.tables import absences
 from flce.tools.cli.output import finite, given
 from flce.tools.machine import described_run
 
-BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS, LOGPROBS)}
+BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO)}
 
 about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
 app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -52,7 +53,7 @@ def measure(
     # Only these cases: several times for several, and a wrong name lists all.
     dtype: Annotated[list[str] | None, option(help="float32, say.")] = None,
     mode: Annotated[list[str] | None, option(help="operator: what a call does.")] = None,
-    model: Annotated[list[str] | None, option(help="model: whose training step.")] = None,
+    model: Annotated[list[str] | None, option(help="model, grpo: whose training step.")] = None,
     feature: Annotated[list[str] | None, option(help="operator: what a call has beside head and labels.")] = None,
     operation: Annotated[list[str] | None, option(help="rows: a loss or a softmax.")] = None,
     # What is changed of the cases.

@@ -268,15 +268,21 @@ class TrainingStep:
             self.model.zero_grad(set_to_none=True)
 
 
+def take_memory(held: int, result: BenchResult, sample: Sample) -> None:
+    """What a step took beside what it found, which is `held` where that cannot be read."""
+    if sample.workspace_bytes is not None:
+        found = held if sample.held_bytes is None else sample.held_bytes
+        result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
+        result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
+
+
 def take(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
     """Loss and memory of a step."""
     if step.loss is not None:
         result.loss = float(step.loss)
+    take_memory(held_bytes(step.model, step.optimizer), result, sample)
     if sample.workspace_bytes is None:
         return
-    held = held_bytes(step.model, step.optimizer) if sample.held_bytes is None else sample.held_bytes
-    result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
-    result.peak_bytes = max(result.peak_bytes or 0, held + sample.workspace_bytes)
     if step.forward_peak_bytes is not None:
         result.forward_peak_bytes = max(result.forward_peak_bytes or 0, step.forward_peak_bytes)
     if result.reserved_bytes is None:  # of the first whole step, which found an empty cache

@@ -22,6 +22,8 @@
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
 #     rows          losses and softmaxes of rows in memory, over their length; about three minutes
 #     logprobs      linear_logprobs beside bare products and kernels of TRL, Liger and verl; two minutes and a half
+#     grpo          a step of GRPO of a whole model, 8 x 4096 tokens: flce.huggingface.trl, TRL's kernel, Liger's loss, all
+#                   logits; less than two minutes
 #     distributed   two GPUs: the tests of several processes under NCCL, FSDP1 and nn.DataParallel, and a model that
 #                   Accelerate shards, stock, patched and with Liger's loss; four minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
@@ -244,6 +246,7 @@ for name in $parts; do
             ;;
         rows) benchmark rows rows h200-rows 180 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
+        grpo) benchmark grpo grpo h200 150 ;;
         *)
             lines+=("FAILED  no part is called '$name': see the top of this script")
             failed=1
@@ -252,6 +255,7 @@ for name in $parts; do
 done
 
 report model --brief
+report grpo --brief
 report logits
 report rows --targets --brief
 report logprobs --targets
@@ -267,7 +271,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model logits rows logprobs budgets calls exact curve operator; do
+    for command in model grpo logits rows logprobs budgets calls exact curve operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

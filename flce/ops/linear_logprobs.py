@@ -106,9 +106,9 @@ class _Call(NamedTuple):
     traced: bool
 
     def plan(self, gradients: bool) -> ChunkPlan:
-        """Of forward, or of the gradients."""
+        """Of forward, or of the gradients. A call in a graph has the plan of any other: results have the same bits."""
         problem = self.problem if gradients else _without_gradients(self.problem)
-        return plan_of_call(*fields_of_case(problem, self.options, self.traced))
+        return plan_of_call(*fields_of_case(problem, self.options, traced=False))
 
 
 def _without_gradients(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:

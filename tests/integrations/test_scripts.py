@@ -45,6 +45,7 @@ SCRIPTS: dict[str, list[str]] = {
     "torchtune_recipe": ["torchtune"],
     "trainer": ["accelerate"],
     "trl_dpo": ["trl"],
+    "trl_grpo": ["trl"],
     "trl_sft": ["trl", "peft"],
     "vision_language": ["PIL"],
 }
@@ -69,6 +70,7 @@ RUNS: list[tuple[str, list[str]]] = [
     ("torchtune_recipe", ["--tied"]),
     ("trainer", ["--gradient-accumulation=2", "--label-smoothing=0.1", "--checkpointing"]),
     ("trl_dpo", []),
+    ("trl_grpo", []),
     ("trl_sft", []),
     ("trl_sft", ["--lora"]),
     ("trl_sft", ["--trl-kernel"]),

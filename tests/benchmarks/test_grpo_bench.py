@@ -1,0 +1,168 @@
+"""The benchmark of a step of GRPO: all contenders make the same losses and gradients, and leave the model as it was."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("typer")
+pytest.importorskip("transformers")
+pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
+
+import flce
+from benchmarks import grpo
+from benchmarks.benchmark import save
+from benchmarks.grpo import CONTENDERS, GRPO, OLD, PARTS, PRESETS, TRAINING, Completions, GrpoStep
+from benchmarks.models import build
+from flce.testing.problem import relative_error
+from flce.tools.bench.cases import Effort, known
+from flce.tools.bench.results import Run
+
+CPU = torch.device("cpu")
+CASE = PRESETS["tiny"]()[1][0]
+HERE = [c.name for c in CONTENDERS if c.name != "liger" or importlib.util.find_spec("liger_kernel") is not None]
+
+
+@pytest.fixture(scope="module")
+def problem() -> tuple[Any, Completions]:
+    model = build(CASE.of_model, CPU)
+    return model, grpo.make_completions(CASE, model, CPU)
+
+
+def step_of(name: str, problem: tuple[Any, Completions], part: str) -> GrpoStep:
+    (contender,) = known(CONTENDERS, [name])
+    return GrpoStep(*problem, part, contender)
+
+
+def exact(model: Any, batch: Completions) -> tuple[Tensor, Tensor]:
+    """Mean log-probability and loss, from all logits in float64."""
+    logits = model(input_ids=batch.ids, use_cache=False).logits.double()[:, CASE.prompt - 1 : -1]
+    logprob = torch.log_softmax(logits / grpo.TEMPERATURE, -1).gather(2, batch.ids[:, CASE.prompt :, None])[..., 0]
+    gains = []
+    for row, advantage in enumerate(batch.advantages.double()):
+        ratio = torch.exp(logprob[row] - batch.old[row].double())
+        clipped = torch.minimum(ratio, 1.2 + 0 * ratio) if advantage > 0 else torch.maximum(ratio, 0.8 + 0 * ratio)
+        gains.append(advantage * clipped)
+    return logprob.detach().mean(), -torch.cat(gains).mean()
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("name", HERE)
+def test_passes_are_exact(
+    name: str, part: str, problem: tuple[Any, Completions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their values, and the gradients of the training step."""
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # Liger compiles
+    model, batch = problem
+    logprob, loss = exact(model, batch)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    monkeypatch.setattr(type(model), "zero_grad", lambda self, **how: None)  # which ends a step
+    step = step_of(name, problem, part)
+    with step.contender.applied(model):
+        step()
+    monkeypatch.undo()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    assert step.value is not None
+    assert float(step.value) == pytest.approx(float(logprob if part == OLD else loss.detach()), abs=1e-6)
+    assert len(gradients) == (len(expected) if part == TRAINING else 0)
+    for found, wanted in zip(gradients, expected, strict=part == TRAINING):
+        assert relative_error(found, wanted) < 1e-5
+
+
+def test_what_is_changed_is_put_back(problem: tuple[Any, Completions]) -> None:
+    from trl.trainer import grpo_trainer
+
+    model, _ = problem
+    before, stock = dict(vars(model)), grpo_trainer.add_fused_lm_head
+    for name in ("ours", "trl"):
+        with step_of(name, problem, OLD).contender.applied(model):
+            assert "forward" in vars(model)
+            assert flce.is_patched(model) == (name == "ours")
+            assert (grpo_trainer.add_fused_lm_head is not stock) == (name == "ours")
+        assert vars(model) == before
+        assert not flce.is_patched(model)
+        assert grpo_trainer.add_fused_lm_head is stock
+
+
+def test_ours_is_not_trls_kernel(problem: tuple[Any, Completions], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a model cannot be patched there are no figures."""
+    from trl.trainer import utils
+
+    import flce.huggingface.trl as integration
+
+    monkeypatch.setattr(utils._ChunkedLogProbFunction, "forward", lambda *call: pytest.fail("TRL's kernel has run"))
+    step = step_of("ours", problem, TRAINING)
+    with step.contender.applied(problem[0]):
+        step()
+
+    def refuse(model: Any, options: Any) -> None:
+        raise TypeError("a head of another kind")
+
+    monkeypatch.setattr(integration, "patch_model", refuse)
+    (result,) = GRPO.measure(CASE, CPU, Effort(1, 1.0), known(CONTENDERS, ["ours"])).results[:1]
+    assert result.status == "failed"
+    assert "NotFusedWarning: TRL's own kernel computes" in str(result.reason)
+
+
+def test_trl_is_imported_without_packages_that_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are there are left alone; of those that are not, nothing stays."""
+    find, names = importlib.util.find_spec, ("pandas", "pyarrow")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in names else find(name))
+    there = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
+    for name in there:
+        monkeypatch.delitem(sys.modules, name)
+    with grpo.stand_ins():
+        pandas, compute = (importlib.import_module(name) for name in ("pandas", "pyarrow.compute"))
+        assert isinstance(pandas, grpo.StandIn)
+        assert isinstance(compute, grpo.StandIn)
+        assert isinstance(pandas.DataFrame, type)
+        assert not hasattr(pandas, "__version__")
+        assert not isinstance(sys.modules.get("datasets"), grpo.StandIn)
+    assert not any(name.partition(".")[0] in names for name in sys.modules)
+
+
+def test_a_run(tmp_path: Any) -> None:
+    """Its tables and its picture; and what is measured on a GPU."""
+    entries = [GRPO.measure(case, CPU, Effort(2, 1.0), known(CONTENDERS, ["ours", "trl", "stock"])) for case, _ in
+               PRESETS["tiny"]()]  # fmt: skip
+    head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
+    save(Run("grpo", head, entries), tmp_path / "run.json")
+    run = GRPO.load(tmp_path / "run.json")
+    for entry in run.cases:
+        assert {result.status for result in entry.results} == {"ok"}, [result.reason for result in entry.results]
+        assert all(len(result.samples_ms) == 2 and result.peak_bytes for result in entry.results)
+        text = grpo.table(entry).markdown()
+        assert ("mean logprob" in text) == (entry.case.part == OLD)
+    assert "Median ms, peak GiB" in "".join(table.markdown() for table in GRPO.tables(run, True))
+    GRPO.figure(run).savefig(tmp_path / "run.png")
+    for case, _ in PRESETS["h200"]():
+        assert case.prompt * 2 == case.sequence == 4096
+        assert case.tokens == 8 * 4096
+        GRPO.check(case)
+
+
+def test_checks() -> None:
+    with pytest.raises(ValueError, match="part 'both'"):
+        GRPO.check(replace(CASE, part="both"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", PARTS)
+def test_contenders_agree_on_cuda(part: str) -> None:
+    """Peers that are installed may fail."""
+    case = replace(CASE, part=part, dtype="bfloat16", sequence=128, prompt=64)
+    entry = GRPO.measure(case, torch.device("cuda"), Effort(2, 5.0))
+    stock = entry.by_name("stock")
+    for result in entry.results:
+        if result.status == "ok" or result.family != "peer":
+            assert result.status == "ok", (result.contender, result.reason)
+            assert result.peak_bytes is not None
+            assert result.loss == pytest.approx(stock.loss, abs=2e-3)
