@@ -68,7 +68,7 @@ def install(*, options: ChunkOptions | None = None) -> None:
     mine: dict[tuple[Any, str], Callable[[Any], Any]] = {}
     for name in _TRAINERS:
         module = importlib.import_module(f"trl.trainer.{name}_trainer")
-        mine[module, _FUNCTION] = functools.partial(_adding_head, options=options)
+        mine[module, _FUNCTION] = functools.partial(adding_head, options=options)
     mine[importlib.import_module("trl.trainer.sft_trainer").SFTTrainer, _METHOD] = _summing
     found = {place: _stock.get(place) or getattr(*place, None) for place in mine}
     made = {place: mine[place](stock) for place, stock in found.items()}
@@ -103,7 +103,7 @@ def _check_signature(place: tuple[Any, str], stock: Any, mine: Any) -> None:
 # ------------------------------------------------------------------------------------------------- the model's forward
 
 
-def _adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]:
+def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]:
     def add_fused_lm_head(
         model: Any,
         temperature: float = 1.0,

@@ -16,11 +16,11 @@ pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `traine
 pytest.importorskip("typer", reason="the scripts' command line")
 
 import flce
-from compare import tiny_tokenizer
+from compare import tiny_tokenizer, trl_installed
 from flce.huggingface import FlceCallback
 from flce.huggingface.lazy import state as lazy_state
 from tests.integrations import trl_trainers as trainers
-from tests.integrations.trl_trainers import Run, installed, model_of, train
+from tests.integrations.trl_trainers import Run, model_of, train
 
 STEPS = min(20, int(os.environ.get("RECIPE_STEPS", "3")))
 DIVERGENCE = {"beta": 0.1, "temperature": 0.7, "num_iterations": 2}
@@ -170,10 +170,10 @@ def test_the_function_of_a_step(
 
     for name in ("fused_linear_cross_entropy", "linear_logprobs"):
         monkeypatch.setattr(lazy_state, name, functools.partial(counted, name, getattr(lazy_state, name)))
-    with installed(not before):
+    with trl_installed(not before):
         common = {"model": model_of(), "processing_class": tiny_tokenizer()}
         trainer = trainers.sft(str(tmp_path), 1, common, loss_type=loss_type)
-    with installed():
+    with trl_installed(True):
         trainer.train()
     assert called == ([] if calls is None else [calls])
 

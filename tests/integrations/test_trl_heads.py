@@ -20,8 +20,9 @@ import trl.trainer.sft_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 import flce.huggingface.trl
+from compare import trl_installed
 from flce.huggingface import LazyLogits, NotFusedWarning
-from tests.integrations.trl_trainers import installed, model_of
+from tests.integrations.trl_trainers import model_of
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 T = 12
@@ -51,7 +52,7 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
 @pytest.fixture
 def ours() -> Iterator[Callable[..., None]]:
     """What trainers find while flce is installed."""
-    with installed():
+    with trl_installed(True):
         yield trl.trainer.sft_trainer.add_fused_lm_head
 
 
@@ -216,7 +217,7 @@ def test_no_tensor_is_as_large_as_the_logits(how: str, summed: bool) -> None:
     largest = []
     for fused in (True, False):
         model = build().train(how == "training")
-        with installed(fused):
+        with trl_installed(fused):
             if fused:
                 flce.huggingface.trl.install(options=options)
             trl.trainer.sft_trainer.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,8 +13,7 @@ from datasets import Dataset, disable_progress_bars
 from torch import Tensor
 from transformers import TrainerCallback
 
-import flce.huggingface.trl
-from compare import excerpts, tiny_tokenizer, trainer_settings
+from compare import excerpts, tiny_tokenizer, trainer_settings, trl_installed
 from flce.testing.models import tiny_model
 from trl_dpo import preferences
 
@@ -123,16 +121,6 @@ def rloo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return _rewarded(trl.RLOOTrainer, trl.RLOOConfig, folder, steps, common, **more)
 
 
-@contextlib.contextmanager
-def installed(wanted: bool = True) -> Iterator[None]:
-    if wanted:
-        flce.huggingface.trl.install()
-    try:
-        yield
-    finally:
-        flce.huggingface.trl.uninstall()
-
-
 def train(
     make: Callable[..., Any],
     folder: str,
@@ -146,7 +134,7 @@ def train(
 ) -> tuple[Any, Run]:
     """Train a model with TRL's kernel, or with flce; with the completions of another run if there is one."""
     run = Run()
-    with installed(fused):
+    with trl_installed(fused):
         trainer = make(
             folder,
             steps,
