@@ -70,7 +70,7 @@ def test_adapters_frozen_meanwhile(pair: World, adapters: str) -> None:
 
 
 @pytest.mark.parametrize("summed", [False, True])
-@pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "DDP"])
+@pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "head", "head, resharded", "DDP"])
 def test_a_head_of_trl(pair: World, wrapping: str, summed: bool) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
