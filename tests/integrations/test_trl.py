@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "GRPO, entropies": (trainers.grpo, {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5}),
     "GRPO, DAPO": (trainers.grpo, {**DIVERGENCE, "loss_type": "dapo"}),
     "GRPO, CISPO": (trainers.grpo, {"loss_type": "cispo", "epsilon_high": 2.0, "num_iterations": 2}),
-    "RLOO": (trainers.rloo, {"beta": 0.1, "temperature": 0.7, "learning_rate": 1e-3}),
+    "RLOO": (trainers.rloo, {"beta": 0.1, "temperature": 0.7, "learning_rate": 2e-4}),
 }
 
 
@@ -173,9 +173,13 @@ def test_the_function_of_a_step(
     with trl_installed(not before):
         common = {"model": model_of(), "processing_class": tiny_tokenizer()}
         trainer = trainers.sft(str(tmp_path), 1, common, loss_type=loss_type)
+    names: set[str] = set()
+    trainer.model.model.register_forward_pre_hook(lambda _, args, kwargs: names.update(kwargs), with_kwargs=True)
     with trl_installed(True):
         trainer.train()
     assert called == ([] if calls is None else [calls])
+    assert "attention_mask" in names
+    assert not names & {"summed", "labels", "num_items_in_batch", "fused_lm_head"}
 
 
 def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:

@@ -208,22 +208,19 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("labels", ["labels", "shift_labels"])
 @pytest.mark.parametrize("how", ["training", "no_grad", "eval"])
-def test_no_tensor_is_as_large_as_the_logits(how: str, summed: bool) -> None:
+def test_no_tensor_is_as_large_as_the_logits(how: str, labels: str, summed: bool) -> None:
     """Of the old policy, of a reference and in evaluation neither."""
     ids = torch.randint(3, 1000, (8, 128), generator=torch.Generator().manual_seed(0))
-    inputs = {"input_ids": ids, "labels": ids}
-    options = flce.ChunkOptions(max_workspace_bytes=200_000)
+    fused, stock = (build().train(how != "eval") for _ in range(2))
+    with trl_installed(True):
+        flce.huggingface.trl.install(options=flce.ChunkOptions(max_workspace_bytes=200_000))
+        trl.trainer.sft_trainer.add_fused_lm_head(fused, outputs=("log_probs", "entropy", "is_top1"))
     largest = []
-    for fused in (True, False):
-        model = build().train(how == "training")
-        with trl_installed(fused):
-            if fused:
-                flce.huggingface.trl.install(options=options)
-            trl.trainer.sft_trainer.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-        more = {"summed": summed, "fused_lm_head": True} if fused else {}
+    for model, inputs in ((fused, {labels: ids, "fused_lm_head": True, "summed": summed}), (stock, {"labels": ids})):
         with torch.set_grad_enabled(how == "training"), Largest() as mode:
-            outputs = model(**inputs, **more)
+            outputs = model(input_ids=ids, **inputs)
             if how == "training":
                 outputs.loss.backward()
         largest.append(mode.elements)

@@ -104,7 +104,7 @@ def kto(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
 
 
 def _rewarded(trainer: Any, config: Any, folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
-    given = {"max_completion_length": 8, "num_generations": 2, "beta": 0.0, **more}
+    given = {"max_completion_length": 8, "num_generations": 2, "beta": 0.0, "learning_rate": 2e-3, **more}
     return replaying(trainer)(
         args=config(**settings_of(folder, steps, **given)),
         train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in _texts()[: 4 * steps]]}),
