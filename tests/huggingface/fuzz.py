@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributions import Categorical
 
 import flce
 from tests.huggingface.operations import OPERATIONS
@@ -448,6 +449,11 @@ def picked(x: Tensor) -> Tensor:
     return x.log_softmax(-1).gather(-1, chosen(x)).squeeze(-1)
 
 
+def entropy(x: Tensor) -> Tensor:
+    logprob = torch.log_softmax(x, dim=-1)
+    return -(logprob.exp() * logprob).sum(-1)
+
+
 TOOLS: dict[str, Any] = {
     "torch": torch,
     "F": F,
@@ -465,6 +471,8 @@ TOOLS: dict[str, Any] = {
     "labels": labels,
     "chosen": chosen,
     "picked": picked,
+    "entropy": entropy,
+    "Categorical": Categorical,
     "loss_of": loss_of,
     "tangent": tangent,
     "few": few,

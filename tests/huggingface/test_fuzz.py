@@ -29,6 +29,17 @@ FIXED = {
         ("lg",),
         read_first=True,
     ),
+    "picked probabilities that are changed in place": fuzz.Program(
+        fuzz.Setup(bias=False),
+        (
+            "t1 = lg.softmax(-1).gather(-1, few(lg))",
+            "t1[..., 0] = 0.5",
+            "t2 = lg.log_softmax(-1).exp()[..., [7, 2]]",
+            "t2[..., 0] = 0.5",
+        ),
+        ("t1", "t2"),
+        read_first=True,
+    ),
 }
 
 

@@ -19,7 +19,7 @@ STALE = "no longer be computed: the output embedding was changed .* since the mo
 
 READS: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": lambda logits: logits.argmax(-1),
-    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": lambda logits: logits.sigmoid(),
     "view": lambda logits: logits[:, -1].topk(3).indices,
     "loss": lambda logits: F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()),
     "logsumexp": lambda logits: logits.logsumexp(-1),
@@ -57,10 +57,10 @@ def test_without_the_memory_for_logits(build: Callable[..., Any], monkeypatch: p
     logits = trained(patch_model(build("Llama")))
     monkeypatch.setattr(LazyLogits, "_compute", lambda self: torch.empty(1 << 60))
     with (
-        pytest.warns(MaterializedLogitsWarning, match=r"softmax at .*test_late_reads"),
+        pytest.warns(MaterializedLogitsWarning, match=r"sigmoid at .*test_late_reads"),
         pytest.raises(RuntimeError, match=r"memory|allocate"),
     ):
-        logits.softmax(-1)
+        logits.sigmoid()
 
 
 def test_after_a_step_that_changes_no_sampled_value(build: Callable[..., Any]) -> None:
@@ -100,7 +100,7 @@ CHANGES = [exchange, copy_over, without_gradients, halve]
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
-@pytest.mark.parametrize("read", ["argmax", "softmax", "loss"])
+@pytest.mark.parametrize("read", ["argmax", "sigmoid", "loss"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_weights_were_exchanged(build: Callable[..., Any], change: Callable[[Any], None], read: str) -> None:
     model = patch_model(build("Llama"))
@@ -211,7 +211,7 @@ def test_reading_before_the_step_is_as_ever(build: Callable[..., Any]) -> None:
     stock = build("Llama")
     logits = trained(patch_model(copy.deepcopy(stock)))
     with pytest.warns(MaterializedLogitsWarning):
-        torch.testing.assert_close(logits.softmax(-1), forward(stock).softmax(-1))
+        torch.testing.assert_close(logits.sigmoid(), forward(stock).sigmoid())
 
 
 # ------------------------------------------------------------------------------- hidden states, changed after the call
@@ -253,8 +253,8 @@ def test_after_hidden_states_were_changed(
         with pytest.raises(RuntimeError, match=HIDDEN_STALE):
             READS[read](outputs.logits)
         with pytest.raises(RuntimeError, match=HIDDEN_STALE):
-            outputs.logits[torch.tensor([1])].softmax(-1)  # of a copy of what has changed
-        torch.testing.assert_close(copied.softmax(-1), want.softmax(-1))
+            outputs.logits[torch.tensor([1])].sigmoid()  # of a copy of what has changed
+        torch.testing.assert_close(copied.sigmoid(), want.sigmoid())
 
 
 def test_other_memory_in_hidden_states_changes_nothing(build: Callable[..., Any]) -> None:
@@ -294,7 +294,7 @@ def distilled_from_the_base(model: Any) -> Tensor:
     with model.disable_adapter():
         with torch.no_grad():
             base = forward(model)
-        return F.kl_div(logits.log_softmax(-1), base.softmax(-1), reduction="batchmean")
+        return F.kl_div(logits.log_softmax(-1), base.sigmoid(), reduction="batchmean")
 
 
 def made_with_adapters_disabled(model: Any) -> Tensor:
@@ -426,7 +426,7 @@ def test_hidden_states_on_a_gpu(build: Callable[..., Any], monkeypatch: Any, cha
     """Reading values waits for the device in any case, and compares."""
     monkeypatch.delenv("FLCE_BACKEND")
     model = patch_model(build("Llama").cuda()).eval()
-    for read in ("argmax", "softmax"):
+    for read in ("argmax", "sigmoid"):
         with torch.inference_mode():
             outputs = model(input_ids=IDS.cuda(), labels=IDS.cuda(), output_hidden_states=True)
             change(outputs.hidden_states[-1])

@@ -150,15 +150,15 @@ def test_one_warning_names_operation_and_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         line = sys._getframe().f_lineno + 1
-        pair.lazy.softmax(-1)
-        F.softmax(pair.lazy, -1)
+        pair.lazy.sigmoid()
+        torch.sigmoid(pair.lazy)
         pair.lazy.view(-1, V).sum()
     (warning,) = [w for w in caught if w.category is MaterializedLogitsWarning]
-    assert "torch.Tensor.softmax" in str(warning.message)
+    assert "torch.Tensor.sigmoid" in str(warning.message)
     assert f"{__file__}:{line}" in str(warning.message)
     assert (warning.filename, warning.lineno) == (__file__, line)
     for call, name in (
-        (lambda x: F.softmax(x, -1), "torch.nn.functional.softmax"),
+        (lambda x: F.softmin(x, -1), "torch.nn.functional.softmin"),
         (lambda x: x.mH, "torch.Tensor.mH"),
         (lambda x: torch.sin(x), "torch.sin"),
     ):
@@ -170,7 +170,7 @@ def test_a_training_loop_warns_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
-            Pair().lazy.softmax(-1)
+            Pair().lazy.sigmoid()
     assert len([w for w in caught if w.category is MaterializedLogitsWarning]) == 1
 
 
@@ -180,14 +180,14 @@ def test_materialize_does_not_warn() -> None:
     real = pair.lazy.materialize()
     assert type(real) is Tensor
     assert pair.lazy.materialize() is real
-    assert pair.lazy.softmax(-1).shape == real.shape  # already real: nothing to warn of
+    assert pair.lazy.sigmoid().shape == real.shape  # already real: nothing to warn of
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
 def test_real_logits_have_a_graph_even_when_first_read_without_gradients() -> None:
     pair = Pair()
     with torch.no_grad():
-        assert not pair.lazy.softmax(-1).requires_grad
+        assert not pair.lazy.sigmoid().requires_grad
     loss = F.cross_entropy(pair.lazy.view(-1, V), pair.target.view(-1))
     pair.check_gradients(F.cross_entropy(pair.stock.view(-1, V), pair.target.view(-1)), loss)
 
@@ -216,14 +216,14 @@ def test_on_materialize(on_materialize: Any) -> None:
         warnings.simplefilter("always")
         if on_materialize == "raise":
             line = sys._getframe().f_lineno + 2
-            with pytest.raises(MaterializedLogitsError, match=f"torch.Tensor.softmax at {__file__}:{line}"):
-                (lazy * 2).softmax(-1)
+            with pytest.raises(MaterializedLogitsError, match=f"torch.Tensor.sigmoid at {__file__}:{line}"):
+                (lazy * 2).sigmoid()
             assert not lazy.is_materialized
         else:
-            lazy.softmax(-1)
+            lazy.sigmoid()
     assert len(caught) == (on_materialize == "warn")
     assert lazy.materialize().shape == (3, V)
-    torch.testing.assert_close(lazy.softmax(-1), (hidden @ weight.T).softmax(-1))
+    torch.testing.assert_close(lazy.sigmoid(), (hidden @ weight.T).sigmoid())
 
 
 @pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
@@ -311,7 +311,7 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
         hidden = torch.randn(3, H, requires_grad=True) * 1
         lazy: Any = make_lazy(head_state(hidden, torch.randn(V, H, requires_grad=True), None))
         F.cross_entropy((lazy[:2] * 2.0).view(-1, V), torch.zeros(2, dtype=torch.int64)).backward()
-        lazy.softmax(-1)
+        lazy.sigmoid()
         lazy[0].mul_(2.0)
         return [weakref.ref(hidden), weakref.ref(lazy), weakref.ref(lazy.materialize())]
 
@@ -335,6 +335,7 @@ def test_memory_is_freed_without_the_garbage_collector() -> None:
         (("mul", 2.0), ("tanh", None)),
         (("tanh", None), ("mul", 0.0)),
         (("mul", 0),),
+        (("clamp", -4.0), ("mul", 3.0)),
     ],
 )
 def test_fold(ops: tuple[tuple[str, Any], ...]) -> None:
@@ -366,6 +367,47 @@ def test_fold_refuses() -> None:
     assert fold((("tanh", None), ("mul", math.nan))) is None
     assert fold((("log_softmax", None), ("mul", 2.0), ("log_softmax", None))) is None
     assert fold((("log_softmax", None), ("tanh", None))) is None
+    assert fold((("softmax", None), ("log_softmax", None))) is None
+    assert fold((("exp", None),)) is None
+    assert fold((("div_row", 0), ("tanh", None))) is None
+    assert fold((("sub_row", 0), ("div_row", 1))) is None
+
+
+P, LOGP = ("softmax", None), ("log_softmax", None)
+CAPPED = (("div", 3.0), ("tanh", None), ("mul", 3.0))
+PRODUCTS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], Folded | None]] = {
+    "entropy": ((P,), (LOGP,), Folded(1.0, None, "weighted log-probabilities")),
+    "of a multiple": ((P,), (("mul", -2.0),), Folded(1.0, None, "weighted logits", -2.0)),
+    "capped": (
+        (*CAPPED, ("div", 0.5), P),
+        CAPPED,
+        Folded(2.0, 6.0, "weighted logits", 0.5),
+    ),
+    "shifted": (
+        (("sub_row", 0), P, ("mul", 3.0)),
+        (("sub_row", 0), ("clamp", -1.0)),
+        Folded(1.0, None, "weighted logits", 3.0, None, ((0, -3.0),), True),
+    ),
+    "divided": (
+        (("div_row", 0), P),
+        (("div_row", 0), LOGP, ("mul", -1.0)),
+        Folded(1.0, None, "weighted log-probabilities", -1.0, 0),
+    ),
+    "of other temperatures": ((("div", 2.0), P), (LOGP,), None),
+    "of one that is divided": ((("div_row", 0), P), (), None),
+    "of another cap": ((*CAPPED, P), (), None),
+    "of two probabilities": ((P,), (P,), None),
+    "of none": ((), (LOGP,), None),
+    "of equal ones": ((("mul", 0.0), P), (), None),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_fold_of_products(name: str) -> None:
+    left, right, want = PRODUCTS[name]
+    assert fold((*left, ("times", right))) == want
+    assert fold((*right, ("times", left))) == want
+    assert want is None or fold((*left, ("times", right), ("tanh", None))) is None
 
 
 def test_state_is_immutable() -> None:

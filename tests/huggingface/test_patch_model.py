@@ -386,19 +386,19 @@ def test_generate(name: str, training: bool, compare: Compare) -> None:
 def test_reading_the_logits_warns_once_and_is_right(build: Build) -> None:
     outputs = patch_model(build("Granite"))(**batch())
     with pytest.warns(MaterializedLogitsWarning, match="topk") as caught:
-        predictions, _ = outputs.logits.topk(3).indices, outputs["logits"].softmax(-1)
+        predictions, _ = outputs.logits.topk(3).indices, outputs["logits"].sigmoid()
     assert len(caught) == 1
     assert torch.equal(predictions, build("Granite")(**batch()).logits.topk(3).indices)
 
 
 def test_on_materialize(build: Build) -> None:
     model = patch_model(build("Llama"), on_materialize="raise")
-    with pytest.raises(MaterializedLogitsError, match="softmax"):
-        model(**batch()).logits.softmax(-1)
+    with pytest.raises(MaterializedLogitsError, match="sigmoid"):
+        model(**batch()).logits.sigmoid()
     outputs = patch_model(model, on_materialize="ignore")(**batch())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        outputs.logits.softmax(-1)
+        outputs.logits.sigmoid()
     with pytest.raises(ValueError, match="'warn', 'ignore' or 'raise', got 'print'"):
         patch_model(model, on_materialize="print")  # type: ignore[arg-type]
 

@@ -324,7 +324,7 @@ def test_a_copy_of_a_patched_head_is_the_models(build: Build) -> None:
     assert patched.get_base_model()._flce.watch_products is False
     patch_model(patched, on_materialize="raise")
     with pytest.raises(flce.huggingface.MaterializedLogitsError):
-        patched(**batch()).logits.softmax(-1)
+        patched(**batch()).logits.sigmoid()
 
 
 # --------------------------------------------------------------------------------------------- precision

@@ -27,12 +27,16 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args and is_lazy(kwargs.get("input")):
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
+    if torch.compiler.is_compiling() and func.__name__ in tables.REFLECTED and not is_lazy(args[0]):
+        func, args = tables.REFLECTED[func.__name__], args[::-1]
     if is_transformed() and not torch.compiler.is_compiling():
         with private.clear_interpreter_stack():  # real logits are no part of the transform
             args, kwargs = realise(args, func), realise(kwargs, func)
         return func(*args, **kwargs)
     operation = None if is_differentiated_forward() else tables.OPERATIONS.get(func)
-    if operation is not None and operation.kind == "join":
+    if func in tables.BROADCAST:
+        result = _broadcast(*args, **kwargs)
+    elif operation is not None and operation.kind == "join":
         result = _join(operation, *args, **kwargs)
     elif args and is_lazy(args[0]):
         result = _of_lazy(args[0], func, operation, args[1:], kwargs)
@@ -110,6 +114,18 @@ def _join(operation: Operation, several: Any = None, *args: Any, **kwargs: Any) 
     if not isinstance(several, Sequence):
         return NotImplemented
     return _of_several(_attempt(operation.of_logits, _states(several), *args, **kwargs))
+
+
+def _broadcast(*tensors: Any) -> Any:
+    """Lazy logits and tensors that are broadcast to their shape."""
+    lazy = [tensor for tensor in tensors if is_lazy(tensor)]
+    if len(lazy) != 1 or lazy[0]._existing() is not None:
+        return NotImplemented
+    shape = lazy[0].shape
+    others = [tensor.shape for tensor in tensors if tensor is not lazy[0]]
+    if any(len(other) > len(shape) for other in others) or torch.broadcast_shapes(shape, *others) != shape:
+        return NotImplemented
+    return tuple([tensor if tensor is lazy[0] else tensor.expand(shape) for tensor in tensors])
 
 
 def _of_several(state: Any, shadow: Tensor | None = None) -> Any:

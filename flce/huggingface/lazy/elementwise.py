@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce.huggingface.lazy.fold import needs
 from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
-from flce.huggingface.lazy.terms import BiasTerm, Product
+from flce.huggingface.lazy.terms import BiasTerm, Product, same, same_sum
 from flce.ops.arguments import FLOATING, widened
 
 _STATES = (LazyState, StackState)
@@ -27,9 +27,47 @@ def scale(name: str) -> Callable[..., Any]:
     return handler
 
 
+def times(state: LazyState, other: Any) -> Any:
+    """A factor, or probabilities times what they weigh."""
+    if not isinstance(other, LazyState):
+        return scale("mul")(state, other)
+    if state.requires_grad != other.requires_grad and not torch.is_grad_enabled():  # it was when one of them was made
+        state, other = state.detach(), other.detach()
+    needs(same_sum(state.terms, other.terms) and (state.class_dim, state.device) == (other.class_dim, other.device))
+    needs(state.autocast_dtype == other.autocast_dtype)
+    shorter, rows = sorted((state.rows, other.rows), key=len)
+    needs(all(same(*both) for both in zip(shorter, rows, strict=False)))
+    return replace(state, rows=rows).with_op("times", other.ops)
+
+
+def _by_row(state: LazyState, name: str, other: Tensor) -> Any:
+    """An operation with one number for each token, broadcast over its classes."""
+    sizes = list(state.shape)
+    sizes[state.class_dim] = 1
+    missing = state.ndim - other.dim()
+    needs(other.dim() > 0 and missing >= 0 and other.device == state.device == state.home)
+    needs(all(size in (1, wanted) for size, wanted in zip(other.shape, sizes[missing:], strict=True)))
+    needs(other.dtype != torch.float64 or state.head.dtype == torch.float64)  # else wider than flce computes
+    copy = other.expand(sizes).clone()  # the vector may be written to later
+    sizes[state.class_dim] = 2
+    state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
+    return replace(state, rows=(*state.rows, copy.expand(sizes))).with_op(name, len(state.rows))
+
+
+def _divide_by_row(state: LazyState, other: Tensor) -> Any:
+    """A temperature for each token. Such a temperature gets no gradient."""
+    needs(not (other.requires_grad and torch.is_grad_enabled()))
+    if other.device.type == "cpu" and not torch.compiler.is_compiling():
+        needs(bool((other > 0.0).all()))  # else no temperature; a GPU does not wait for that, and gives NaN
+    return _by_row(state, "div_row", other.detach())
+
+
 def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
     """A 0-d factor goes onto the products' inputs: reading it synchronises, and it may need a gradient."""
-    needs(other.dim() == 0 and other.is_floating_point() and state.folded.linear)
+    needs(other.is_floating_point())
+    if name == "div" and other.dim() > 0:
+        return _divide_by_row(state, other)
+    needs(other.dim() == 0 and state.folded.linear)
     scale = torch.mul if name == "mul" else torch.div
     terms: list[Product | BiasTerm] = []
     with state.weights():
@@ -46,7 +84,9 @@ def add(sign: int) -> Callable[..., Any]:
         if isinstance(other, LazyState):
             return _add_terms(state, other, sign)
         needs(isinstance(other, Tensor) and other.is_floating_point())
-        return _add_bias(state, other, sign)
+        if same_for_every_token(state, other):
+            return _add_bias(state, other, sign)
+        return _by_row(state, "add_row" if sign == 1 else "sub_row", other)
 
     return handler
 
@@ -61,7 +101,7 @@ def _add_terms(state: LazyState, other: LazyState, sign: int) -> Any:
 
 def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
     """A tensor that is the same for every token."""
-    needs(same_for_every_token(state, other) and other.device == state.device)
+    needs(other.device == state.device)
     needs(other.dtype != torch.float64 or state.head.dtype == torch.float64)  # else wider than the loss is computed in
     bias = other.reshape(-1)
     term = BiasTerm(bias, ops=() if sign == 1 else (("mul", sign),))
@@ -86,15 +126,41 @@ def same_for_every_token(state: LazyState, vector: Tensor) -> bool:
     return state.vocab_last and fits and vector.device == state.home
 
 
-def log_softmax(
-    state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Any:
-    needs(dim is not None and dimension(state, dim) == state.class_dim)
+def normalised(name: str) -> Callable[..., Any]:
+    """``log_softmax`` or ``softmax``."""
+
+    def handler(
+        state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+    ) -> Any:
+        needs(dim is not None and dimension(state, dim) == state.class_dim)
+        if name == "softmax":
+            _needs_its_own_pass(state)
+        return (_autocast(state) if dtype is None else to_dtype(state, dtype)).with_op(name)
+
+    return handler
+
+
+def exp(state: LazyState) -> Any:
+    _needs_its_own_pass(state)
+    return _autocast(state).with_op("exp")
+
+
+def _needs_its_own_pass(state: LazyState) -> None:
+    """Probabilities may be computed after all. Within a checkpoint that logits come to from outside, its recomputation
+    finds the logits that another read has made: it would save these in another order than the first pass."""
+    needs(not any(call.is_outside for call in state.calls))
+
+
+def _autocast(state: LazyState) -> LazyState:
+    """In the dtype in which autocast computes a softmax, or an exponential."""
     kind = state.device.type
-    if dtype is None and kind != "cpu":  # there autocast leaves it as it is
-        dtype = widened(state.dtype, kind)
-    state = state if dtype is None else to_dtype(state, dtype)
-    return state.with_op("log_softmax")
+    return state if kind == "cpu" else to_dtype(state, widened(state.dtype, kind))  # it leaves those of a CPU alone
+
+
+def clamp(state: LazyState, min: Any = None, max: Any = None) -> Any:
+    """By the least number of the dtype, as ``torch.distributions`` does it: only -inf is changed."""
+    needs(max is None and isinstance(min, (int, float)) and min <= torch.finfo(state.dtype).min)
+    return state.with_op("clamp", min)
 
 
 def recorded(name: str, value: Any = None) -> Callable[..., Any]:

@@ -1,16 +1,19 @@
-"""Elementwise operations on logits, recorded: their normal form, which the fused loss computes, and their replay."""
+"""Operations on logits, recorded: their normal form, which flce's functions compute, and their replay."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-# One recorded operation: ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), or ("log_softmax",
-# None), over the vocabulary.
+# One recorded operation, without tensors:
+#   ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), ("clamp", the least number)
+#   ("log_softmax" | "softmax", None), over the vocabulary; ("exp", None), of log-probabilities
+#   ("div_row" | "add_row" | "sub_row", place), by the vector of one number a token that the state has at that place
+#   ("times", operations): the product with what these would make of the same sum
 Op = tuple[str, Any]
 
 
@@ -24,62 +27,80 @@ def needs(condition: bool) -> None:
         raise NoLazyFormError
 
 
+Form = Literal["logits", "log-probabilities", "probabilities", "weighted logits", "weighted log-probabilities"]
+"""Weighted: by their probabilities, for a sum over the vocabulary."""
+
+
 class Folded(NamedTuple):
-    """``softcap * tanh(logit_scale * x / softcap)``, then perhaps ``factor * log_softmax(...)``."""
+    """``z = softcap * tanh(logit_scale * x / softcap) / divisor``, and what was made of it.
+
+    Attributes:
+        logit_scale: of x, the sum of the terms.
+        softcap: None: no tanh.
+        form: what was made of z.
+        factor: times that; of the logits themselves it is in `logit_scale`.
+        divisor: the place of a vector of one number a token; None: none.
+        shifts: what was added in the end: places of such vectors, each times a number.
+        clamped: no class is -inf.
+    """
 
     logit_scale: float
-    softcap: float | None  # None: no tanh
-    normalised: bool = False
+    softcap: float | None
+    form: Form = "logits"
     factor: float = 1.0
+    divisor: int | None = None
+    shifts: tuple[tuple[int, float], ...] = ()
+    clamped: bool = False
 
     @property
     def linear(self) -> bool:
-        return self.softcap is None and not self.normalised
+        plain = self.softcap is None and self.divisor is None and not self.shifts
+        return plain and self.form == "logits" and not self.clamped
+
+    @property
+    def is_logprob(self) -> bool:
+        """Whether these are log-probabilities, and no multiple of them."""
+        return self.form == "log-probabilities" and self.factor == 1.0 and not self.shifts
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss of these is one of z, which has no divisor."""
+        plain = self.divisor is None and not self.shifts and not self.clamped
+        return plain and self.form in ("logits", "log-probabilities")
+
+
+_UNCHANGED = Folded(1.0, None)
 
 
 def fold(ops: tuple[Op, ...]) -> Folded | None:
-    """Bring elementwise operations into the operator's form.
+    """Bring recorded operations into the normal form.
 
-    Casts and copies are skipped: the operator computes in float32 (or float64) whatever the model rounds to. So is a
+    Casts and copies are skipped: flce computes in float32 (or float64) whatever the model rounds to. So is a
     log-softmax of log-probabilities, which are normalised already.
 
     Returns:
         None where the operations do not fit (two tanh, a factor that is not finite).
     """
-    if not ops:
-        return _UNCHANGED
-    inner, outer = 1.0, None  # outer * tanh(inner * x), or inner * x while outer is None
-    normalised, behind = False, 1.0
+    folded: Folded | None = _UNCHANGED
     for name, value in ops:
-        if name == "log_softmax":
-            if normalised and behind != 1.0:
-                return None
-            normalised = True
-        elif name == "tanh":
-            if outer is not None or normalised:
-                return None
-            outer = 1.0
-        elif name not in ("to", "clone"):
-            if name == "div" and value == 0:
-                return None
-            factor = float(value) if name == "mul" else 1.0 / float(value)
-            if normalised:
-                behind *= factor
-            elif outer is None:
-                inner *= factor
-            else:
-                outer *= factor
-    if not (math.isfinite(inner) and math.isfinite(outer or 0.0) and math.isfinite(behind)):
+        if name in _STEPS and folded is not None:
+            folded = _STEPS[name](folded, value)
+    return folded
+
+
+def _multiplied(f: Folded, number: Any) -> Folded | None:
+    factor = float(number)
+    if not math.isfinite(factor):
         return None
-    if outer is None:
-        return Folded(_snap(inner), None, normalised, behind)
-    if outer == 0.0:
-        return Folded(0.0, None, normalised, behind)
-    # |outer| is the softcap, whose division of the argument is undone; tanh is odd, so a sign can go inside.
-    return Folded(_snap(inner * outer), abs(outer), normalised, behind)
-
-
-_UNCHANGED = Folded(1.0, None)
+    shifts = tuple([(place, weight * factor) for place, weight in f.shifts])
+    if f.form != "logits":
+        made = f._replace(factor=f.factor * factor, shifts=shifts, clamped=False)
+    else:
+        cap = None if f.softcap is None else f.softcap * abs(factor)  # tanh is odd: a sign goes inside
+        # A softcap of nothing leaves nothing.
+        scale, cap = (0.0, None) if cap == 0.0 else (_snap(f.logit_scale * factor), cap)
+        made = f._replace(logit_scale=scale, softcap=cap, shifts=shifts, clamped=False)
+    return made if math.isfinite(made.logit_scale) and math.isfinite(made.softcap or made.factor) else None
 
 
 def _snap(scale: float) -> float:
@@ -87,25 +108,126 @@ def _snap(scale: float) -> float:
     return 1.0 if abs(scale - 1.0) < 1e-14 else scale
 
 
+def _divided(f: Folded, number: Any) -> Folded | None:
+    return None if number == 0 else _multiplied(f, 1.0 / float(number))
+
+
+def _tanh(f: Folded, _: Any) -> Folded | None:
+    return f._replace(softcap=1.0) if f.linear else None
+
+
+def _log_softmax(f: Folded, _: Any) -> Folded | None:
+    if f.form == "logits" or (f.form == "log-probabilities" and f.factor == 1.0):
+        return f._replace(form="log-probabilities", shifts=(), clamped=False)
+    return None
+
+
+def _softmax(f: Folded, _: Any) -> Folded | None:
+    normalised = _log_softmax(f, None)
+    return None if normalised is None else normalised._replace(form="probabilities")
+
+
+def _exp(f: Folded, _: Any) -> Folded | None:
+    return f._replace(form="probabilities", clamped=False) if f.is_logprob else None
+
+
+def _clamp(f: Folded, _: Any) -> Folded | None:
+    return f._replace(clamped=True) if f.form in ("logits", "log-probabilities") else None
+
+
+def _divided_by_row(f: Folded, place: int) -> Folded | None:
+    fits = f.form == "logits" and f.divisor is None and not f.shifts
+    return f._replace(divisor=place, clamped=False) if fits else None
+
+
+def _shifted(sign: float) -> Callable[[Folded, int], Folded | None]:
+    def step(f: Folded, place: int) -> Folded | None:
+        if f.form not in ("logits", "log-probabilities"):
+            return None
+        return f._replace(shifts=(*f.shifts, (place, sign)), clamped=False)
+
+    return step
+
+
+def _times(f: Folded, ops: tuple[Op, ...]) -> Folded | None:
+    """Probabilities times the logits that they are of, or a multiple of those, or their logarithms."""
+    other = fold(ops)
+    if other is None:
+        return None
+    p, x = (f, other) if f.form == "probabilities" else (other, f)
+    if p.form != "probabilities" or p.divisor != x.divisor or p.logit_scale == 0.0:
+        return None
+    ratio = x.logit_scale / p.logit_scale
+    cap = None if p.softcap is None else p.softcap * abs(ratio)
+    if (cap is None) != (x.softcap is None) or not math.isclose(cap or 1.0, x.softcap or 1.0, rel_tol=1e-12):
+        return None
+    factor, shifts = p.factor * x.factor, tuple([(place, weight * p.factor) for place, weight in x.shifts])
+    if x.form == "logits":
+        made = p._replace(form="weighted logits", factor=factor * ratio)
+    elif x.form == "log-probabilities" and math.isclose(ratio, 1.0, rel_tol=1e-12):
+        made = p._replace(form="weighted log-probabilities", factor=factor)
+    else:
+        return None
+    return made._replace(shifts=shifts, clamped=x.clamped)
+
+
+_STEPS: dict[str, Callable[[Folded, Any], Folded | None]] = {
+    "mul": _multiplied,
+    "div": _divided,
+    "tanh": _tanh,
+    "log_softmax": _log_softmax,
+    "softmax": _softmax,
+    "exp": _exp,
+    "clamp": _clamp,
+    "div_row": _divided_by_row,
+    "add_row": _shifted(1.0),
+    "sub_row": _shifted(-1.0),
+    "times": _times,
+}
+
+
 _REPLAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "mul": torch.mul,
     "div": torch.div,
     "tanh": lambda z, _: torch.tanh(z),
     "log_softmax": lambda z, _: torch.log_softmax(z, -1),
+    "softmax": lambda z, _: torch.softmax(z, -1),
+    "exp": lambda z, _: torch.exp(z),
+    "clamp": lambda z, least: torch.clamp(z, min=least),
     "clone": lambda z, _: z.clone(),
     "to": Tensor.to,
 }
+_ROW_REPLAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "div_row": torch.div,
+    "add_row": torch.add,
+    "sub_row": torch.sub,
+}
 
 
-def replay(z: Tensor, ops: tuple[Op, ...]) -> Tensor:
-    """Do to real logits, vocabulary last, what was recorded."""
+def replay(z: Tensor, ops: tuple[Op, ...], rows: Sequence[Tensor] = ()) -> Tensor:
+    """Do to real logits, vocabulary last, what was recorded.
+
+    Args:
+        z: the logits.
+        ops: what was recorded.
+        rows: ``(..., 1)``, the vectors of one number a token.
+    """
+    start = z
     for name, value in ops:
-        z = _REPLAYS[name](z, value)
+        if name == "times":
+            z = z * replay(start, value, rows)
+        elif name in _ROW_REPLAYS:
+            z = _ROW_REPLAYS[name](z, rows[value])
+        else:
+            z = _REPLAYS[name](z, value)
     return z
 
 
 def dtype_after(ops: tuple[Op, ...], before: torch.dtype) -> torch.dtype:
+    dtype = before
     for name, value in ops:
         if name == "to":
-            before = value
-    return before
+            dtype = value
+        elif name == "times":
+            dtype = torch.promote_types(dtype, dtype_after(value, before))
+    return dtype

@@ -79,6 +79,9 @@ class TracedLazyLogits(LazyBase):
     def dim(self) -> int:
         return self._state.ndim
 
+    def ndimension(self) -> int:
+        return self._state.ndim
+
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -133,8 +133,7 @@ def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]
     """Tokens cut apart along `dim`, which the pieces may have `lost`."""
     needs(dimension(state, dim) != state.class_dim)
     class_dim = state.class_dim - (lost if dimension(state, dim) < state.class_dim else 0)
-    hidden = [cut(term.hidden) for term in state.terms if isinstance(term, Product)]
-    pieces = [iter(together) for together in zip(*hidden, strict=True)]
+    pieces = [iter(together) for together in zip(*[cut(tensor) for tensor in state.of_tokens], strict=True)]
     return tuple(state.with_hidden(lambda _, rest=rest: next(rest), class_dim) for rest in pieces)  # type: ignore[misc]
 
 
@@ -182,7 +181,7 @@ def getitem(state: LazyState, index: Any) -> Any:
 
 
 def _slice_classes(state: LazyState, classes: slice) -> Any:
-    needs(not state.folded.normalised)  # over the whole vocabulary
+    needs(state.folded.form == "logits")  # over the whole vocabulary
     names = ("weight", "bias", "filled")
     sliced = replace(state, terms=tuple([term.changed(lambda t: t[classes], *names) for term in state.terms]))
     needs(sliced.vocab_size > 0)

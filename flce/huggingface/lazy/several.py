@@ -13,7 +13,7 @@ from torch import Tensor
 from flce.huggingface.lazy.fold import needs
 from flce.huggingface.lazy.indexing import expand_index, getitem
 from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
-from flce.huggingface.lazy.terms import Product
+from flce.huggingface.lazy.terms import Product, same
 
 
 def stack(parts: Sequence[Any], dim: int = 0) -> Any:
@@ -29,7 +29,7 @@ def cat(parts: Sequence[Any], dim: int = 0) -> Any:
     The latter costs a copy of the heads.
     """
     first = parts[0]
-    needs(all(isinstance(part, LazyState) and len(part.terms) == 1 for part in parts))
+    needs(all(isinstance(part, LazyState) and len(part.terms) == 1 and not part.rows for part in parts))
     needs(all(replace(p, terms=first.terms) == first and p.head.ops == first.head.ops for p in parts))
     terms = [part.head for part in parts]
     first = replace(first, terms=tuple(terms), calls=merged_calls(*parts))
@@ -39,9 +39,9 @@ def cat(parts: Sequence[Any], dim: int = 0) -> Any:
 
 def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
     if dimension(first, dim) != first.class_dim:
-        needs(all(_same(term.weight, terms[0].weight) and _same(term.bias, terms[0].bias) for term in terms))
+        needs(all(same(term.weight, terms[0].weight) and same(term.bias, terms[0].bias) for term in terms))
         return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
-    needs(not first.folded.normalised and all(_same(term.hidden, terms[0].hidden) for term in terms))
+    needs(first.folded.form == "logits" and all(same(term.hidden, terms[0].hidden) for term in terms))
     vectors: list[Tensor | None] = []
     for name, dtype in (("bias", terms[0].weight.dtype), ("filled", torch.bool)):
         pieces = [getattr(term, name) for term in terms]
@@ -53,18 +53,6 @@ def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
     bias, filled = vectors
     weight = torch.cat([term.weight for term in terms])
     return replace(first, terms=(replace(terms[0], weight=weight, bias=bias, filled=filled),))
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors are one, or recorded or detached from one."""
-    if a is b or a is None or b is None or torch.compiler.is_compiling():
-        return a is b
-    if a.requires_grad or b.requires_grad:  # their gradients have to go to the same place, too
-        leaf = a._base
-        if leaf is None or leaf is not b._base or not leaf.is_leaf or a.requires_grad != b.requires_grad:
-            return False
-    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b)]
-    return places[0] == places[1]
 
 
 def stack_getitem(state: StackState, index: Any) -> Any:

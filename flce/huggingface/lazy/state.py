@@ -20,7 +20,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, replay
+from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, needs, replay
 from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
@@ -47,6 +47,8 @@ class LazyState:
         autocast_dtype: what the head ran under, None for no autocast.
         device: where the logits are wanted.
         calls: the calls of the head and its adapters that made the terms; none under the compiler.
+        rows: vectors of one number a token, which operations refer to by their place here. Of the logits' shape, with
+            two equal classes, so that operations on the token dimensions are done to them as to the logits.
     """
 
     terms: tuple[Product | BiasTerm, ...]
@@ -56,6 +58,7 @@ class LazyState:
     settings: Settings
     ops: tuple[Op, ...] = ()
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
+    rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
 
     # -- what it looks like
 
@@ -105,7 +108,12 @@ class LazyState:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple([tensor for term in self.terms for tensor in term.tensors])
+        return (*[tensor for term in self.terms for tensor in term.tensors], *self.rows)
+
+    @property
+    def of_tokens(self) -> list[Tensor]:
+        """What operations on the token dimensions are done to."""
+        return [*[term.hidden for term in self.terms if isinstance(term, Product)], *self.rows]
 
     @property
     def requires_grad(self) -> bool:
@@ -122,20 +130,23 @@ class LazyState:
 
     def copied(self) -> LazyState:
         """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""
-        kept = self.ops and self.ops[-1][0] in ("tanh", "log_softmax")
+        kept = self.ops and self.ops[-1][0] in ("tanh", "log_softmax", "softmax", "exp")
         return replace(self, ops=(*self.ops, ("clone", None))) if kept else self
 
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
-        return replace(self, terms=terms, class_dim=self.class_dim if class_dim is None else class_dim)
+        rows = tuple([function(row) for row in self.rows])
+        return replace(self, terms=terms, rows=rows, class_dim=self.class_dim if class_dim is None else class_dim)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
-        return replace(self, terms=tuple(term.with_tensors(tensors) for term in self.terms))
+        terms = tuple(term.with_tensors(tensors) for term in self.terms)
+        return replace(self, terms=terms, rows=tuple(next(tensors) for _ in self.rows))
 
     def detach(self) -> LazyState:
-        return replace(self, terms=tuple(term.detach() for term in self.terms))
+        terms = tuple(term.detach() for term in self.terms)
+        return replace(self, terms=terms, rows=tuple(row.detach() for row in self.rows))
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
@@ -205,7 +216,18 @@ class LazyState:
             z = replay(z, term.ops)
             total = z if total is None else total + z
         assert total is not None
-        return replay(total, self.ops)
+        return self.replayed(total, self.ops)
+
+    def replayed(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
+        """Logits or results of all tokens, with the classes last, after some operations."""
+        return replay(z, ops, [self._classes_last(row)[..., :1].to(z.device) for row in self.rows])
+
+    def shift(self) -> Tensor | float:
+        """What was added to each token's logits or results in the end, of the tokens' shape."""
+        return sum(self._row(place) * weight for place, weight in self.folded.shifts)
+
+    def _row(self, place: int) -> Tensor:
+        return self.rows[place].select(self.class_dim, 0)
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
         """The loss without the logits. ``target``: class indices, of the tokens' shape."""
@@ -224,7 +246,11 @@ class LazyState:
         return tuple(getattr(output, name).to(self.device) for name in names)
 
     def fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
-        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`."""
+        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`.
+
+        Not of tokens with a divisor each.
+        """
+        needs(self.folded.divisor is None)
         weight = None if weight is None else weight.to(self.home)
         return self._operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
 
@@ -241,6 +267,9 @@ class LazyState:
             torch.bfloat16,
         ):  # for the loss
             options = replace(options, logits_dtype=None)
+        place = self.folded.divisor
+        if place is not None:
+            spec["temperature"] = self._row(place) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.home)
         with self.weights():
             made: LinearLogprobsOutput = self._operator(

@@ -60,14 +60,18 @@ _TABLE: dict[str, Operation] = {
     "double": Operation(elementwise.cast(torch.float64), None, "elementwise"),
     "half": Operation(elementwise.cast(torch.float16), None, "elementwise"),
     "bfloat16": Operation(elementwise.cast(torch.bfloat16), None, "elementwise"),
-    "mul multiply __mul__ __rmul__": Operation(elementwise.scale("mul"), None, "elementwise"),
+    "mul multiply __mul__ __rmul__": Operation(elementwise.times, None, "elementwise"),
     "div divide true_divide __truediv__": Operation(elementwise.scale("div"), None, "elementwise"),
     "add __add__ __radd__": Operation(elementwise.add(1), None, "elementwise"),
     "sub subtract __sub__": Operation(elementwise.add(-1), None, "elementwise"),
     "neg negative __neg__": Operation(elementwise.recorded("mul", -1), None, "elementwise"),
     "tanh": Operation(elementwise.recorded("tanh"), None, "elementwise"),
-    "log_softmax": Operation(elementwise.log_softmax),
+    "log_softmax": Operation(elementwise.normalised("log_softmax")),
+    "softmax": Operation(elementwise.normalised("softmax")),
+    "exp": Operation(elementwise.exp, None, "elementwise"),
+    "clamp clip": Operation(elementwise.clamp, None, "elementwise"),
     "masked_fill": Operation(indexing.masked_fill, None, "elementwise"),
+    "__eq__ eq": Operation(values.equals_itself),
     "argmax": Operation(values.argmax),
     "logsumexp": Operation(values.logsumexp),
     "gather": Operation(values.gather),
@@ -94,7 +98,13 @@ OPERATIONS = {function: operation for names, operation in _TABLE.items() for fun
 
 OPERATIONS[cross_entropy] = Operation(values.own_cross_entropy)
 
+# Give views of their arguments that have one shape.
+BROADCAST = frozenset(functions("broadcast_tensors"))
+
 COMMUTES = frozenset(functions("mul multiply __mul__ add __add__"))
+
+# What the compiler takes `logits - tensor` for, with the tensor first. It cannot compare these functions.
+REFLECTED: dict[str, Callable[..., Any]] = {"__rsub__": Tensor.__sub__, "__rdiv__": Tensor.__truediv__}
 
 # Answered by lazy logits themselves, which know their shape, dtype and device.
 METADATA = frozenset(

@@ -128,5 +128,30 @@ def recorded(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
 
 
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors are one, or recorded or detached from one."""
+    if a is b or a is None or b is None or torch.compiler.is_compiling():
+        return a is b
+    if a.requires_grad or b.requires_grad:  # their gradients have to go to the same place, too
+        base = a._base
+        if base is None or base is not b._base or a.requires_grad != b.requires_grad:
+            return False
+    places = [(x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype) for x in (a, b)]
+    return places[0] == places[1]
+
+
+def same_sum(terms: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
+    """Whether two sums of terms are one, or recorded or detached from one."""
+    return len(terms) == len(others) and all(_same_term(*both) for both in zip(terms, others, strict=True))
+
+
+def _same_term(term: Term, other: Term) -> bool:
+    if type(term) is not type(other) or term.ops != other.ops or len(term.tensors) != len(other.tensors):
+        return False
+    if isinstance(term, Product) and isinstance(other, Product) and not same(term.filled, other.filled):
+        return False
+    return all(same(*both) for both in zip(term.tensors, other.tensors, strict=True))
+
+
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata

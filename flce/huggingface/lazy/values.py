@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flce.core import private
 from flce.huggingface.lazy.elementwise import to_dtype
-from flce.huggingface.lazy.fold import needs, replay
+from flce.huggingface.lazy.fold import Op, needs
 from flce.huggingface.lazy.state import LazyState, dimension
+from flce.huggingface.lazy.terms import Product
 from flce.ops.arguments import MOST_ENTRIES, widened
 
 
@@ -24,10 +25,10 @@ def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tenso
         index: in [0, V): ``(..., K)``, of the tokens' shape, or ``(K,)``.
         take: computes logits of these classes.
     """
-    names = [name for name, _ in state.ops]
-    if "log_softmax" not in names:
+    if state.folded.form == "logits":
         return take(state.copied())
-    at = names.index("log_softmax")
+    needs(not state.folded.form.startswith("weighted"))
+    at = next(at for at, (name, _) in enumerate(state.ops) if name in _NORMALISING)
     logits, count = replace(state, ops=state.ops[:at]), index.shape[-1]
     with logits.weights():
         if count == 1 and index.dim() == state.ndim:
@@ -43,25 +44,43 @@ def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tenso
     # They are normalised already, and not over these few classes. A log-probability of 0 is a positive zero, as
     # stock's: 1 / x tells them apart.
     values = (values + 0.0).to(state.device, logits.dtype)
-    return replay(values, tuple(op for op in state.ops[at:] if op[0] != "log_softmax"))
+    return state.replayed(
+        values, tuple([op for before in state.ops[at:] for op in _NORMALISING.get(before[0], (before,))])
+    )
+
+
+# What is left of these where log-probabilities are known. Autograd keeps what `exp` returns: see `LazyState.copied`.
+_EXP: tuple[Op, ...] = (("exp", None), ("clone", None))
+_NORMALISING = {"log_softmax": (), "softmax": _EXP, "exp": _EXP}
 
 
 def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
     folded = state.folded
     needs(dim is not None and dimension(state, dim) == state.class_dim and folded.factor > 0.0)
+    needs(not folded.form.startswith("weighted"))
     (largest,) = state.statistics("argmax")
     return _tokens(state, largest, keepdim)
 
 
 def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
-    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and not state.folded.normalised)
+    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and state.folded.form == "logits")
     return _tokens(state, logsumexp_of(state).to(state.dtype), keepdim)
 
 
 def logsumexp_of(state: LazyState) -> Tensor:
     lse = state.per_token("lse").lse
     assert lse is not None
-    return lse.to(state.device)
+    return (lse + state.shift()).to(state.device)
+
+
+def equals_itself(state: LazyState, other: Any) -> Any:
+    """``x == x``, by which ``torch.distributions`` validates logits that it has normalised: True, unless one is NaN.
+
+    The result has no memory of its own.
+    """
+    needs(other is state and bool(state.folded.shifts) and not torch.compiler.is_compiling())
+    needs(state.folded.form == "logits" and not bool(logsumexp_of(state.detach()).isnan().any()))
+    return torch.ones((), dtype=torch.bool, device=state.device).expand(state.shape)
 
 
 def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
@@ -72,7 +91,7 @@ def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = Fal
     sizes[state.class_dim] = count = index.shape[state.class_dim]
     needs(list(index.shape) == sizes)
     # Each token's rows of the head are copied for its logits: more than those, if they are many.
-    few = count <= (MOST_ENTRIES if state.folded.normalised else 1)
+    few = count <= (1 if state.folded.form == "logits" else MOST_ENTRIES)
     needs(few or count * state.head.weight.shape[1] < state.vocab_size)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         # Else an error that is PyTorch's to raise; -100 would mean "ignore" below.
@@ -94,16 +113,50 @@ def take_along_dim(state: LazyState, indices: Tensor, dim: int | None = None) ->
 
 
 def total(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """The sum of log-probabilities over the vocabulary: the cross entropy with a uniform distribution, times -V."""
+    """The sum over the vocabulary of log-probabilities, or of what is weighted by probabilities."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and state.folded.normalised)
+    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and state.folded.form in _SUMS)
     state = state if dtype is None else to_dtype(state, dtype)
+    value = _SUMS[state.folded.form](state) * state.folded.factor + state.shift()
+    return _tokens(state, value.to(state.device, state.dtype), keepdim)
+
+
+def _sum_of_logprobs(state: LazyState) -> Tensor:
+    """The cross entropy with a uniform distribution, times -V."""
+    needs(state.folded.has_loss)
     # Any target would do, but for one whose logit is -inf.
     with state.weights():
         (target,) = state.statistics("argmax")
-        loss = state.cross_entropy(target, reduction="none", label_smoothing=1.0)
-    return _tokens(state, (loss * (-state.folded.factor * state.vocab_size)).to(state.dtype), keepdim)
+        return state.cross_entropy(target, reduction="none", label_smoothing=1.0) * -state.vocab_size
+
+
+def _expected_logprob(state: LazyState) -> Tensor:
+    _needs_no_infinity(state)
+    entropy = state.per_token("entropy").entropy
+    assert entropy is not None
+    return -entropy
+
+
+def _expected_logit(state: LazyState) -> Tensor:
+    _needs_no_infinity(state)
+    made = state.per_token("lse", "entropy")
+    assert made.lse is not None
+    assert made.entropy is not None
+    return made.lse - made.entropy
+
+
+def _needs_no_infinity(state: LazyState) -> None:
+    """Stock's product of a probability of 0 and a logarithm of -inf is NaN."""
+    filled = any([term.filled is not None for term in state.terms if isinstance(term, Product)])  # noqa: C419 - faster
+    needs(state.folded.clamped or not filled)
+
+
+_SUMS: dict[str, Callable[[LazyState], Tensor]] = {
+    "log-probabilities": _sum_of_logprobs,
+    "weighted log-probabilities": _expected_logprob,
+    "weighted logits": _expected_logit,
+}
 
 
 def _tokens(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
@@ -140,6 +193,7 @@ def cross_entropy(
         and list(target.shape) == sizes
         and state.class_dim == min(1, len(sizes))
         and state.folded.factor == 1.0
+        and state.folded.has_loss
     )
     return state.cross_entropy(
         target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
@@ -156,7 +210,7 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """``torch.nn.functional.nll_loss`` of log-probabilities."""
-    needs(state.folded.normalised)
+    needs(state.folded.form == "log-probabilities")
     return cross_entropy(state, target, weight, size_average, ignore_index, reduce, reduction)
 
 
@@ -177,8 +231,9 @@ def own_cross_entropy(
     scaled = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
     if softcap is not None:
         scaled = scaled.with_op("div", softcap).with_op("tanh").with_op("mul", softcap)
-    needs(scaled.folded.factor == 1.0 and scaled.vocab_last and not target.is_floating_point())
-    if scaled.folded.normalised:  # what is fused are the logits before that, whose logsumexp is not 0
+    needs(scaled.folded.factor == 1.0 and scaled.folded.has_loss)
+    needs(scaled.vocab_last and not target.is_floating_point())
+    if scaled.folded.form == "log-probabilities":  # what is fused are the logits before that, whose logsumexp is not 0
         stats = spec.get("stats")
         needs(not spec.get("z_loss") and not (isinstance(stats, (tuple, list)) and "lse" in stats))
     with scaled.weights():

@@ -1,0 +1,217 @@
+"""Entropies and log-probabilities of lazy logits, as libraries write them: no tensor of logits is made."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Categorical
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import flce
+from flce.huggingface import lazy_logits
+from tests.huggingface.conftest import SIZES
+from tests.huggingface.scripts import IDS, Build, V
+
+pytestmark = pytest.mark.usefixtures("nothing_materialises")
+
+TEXT = (Path(__file__).parents[2] / "docs" / "rl.md").read_text()
+BLOCKS = [block for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.M | re.S) if "import torch\n\ndef" in block]
+DOCUMENTED: dict[str, Any] = {}
+for _block in BLOCKS:
+    exec(_block, DOCUMENTED)
+TEMPERATURES = torch.linspace(0.4, 1.9, IDS.numel()).view(IDS.shape)
+SINGLE_ROWS = flce.ChunkOptions(chunk_rows=1, strategy="tokens")  # tiles of one token are no logits of several
+
+
+class Logits(TorchDispatchMode):
+    """Tensors in memory that have the logits of more tokens than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.device.type != "meta" and V in made.shape:
+                rows = made.untyped_storage().nbytes() // made.element_size() // V
+                if rows not in (0, 1, SIZES["hidden_size"]):
+                    self.found.append(f"{func} {tuple(made.shape)}")
+        return result
+
+
+def openrlhf(logits: Any, temperature: float) -> tuple[Tensor, Tensor]:
+    logprob = DOCUMENTED["log_probs_from_logits"](logits, IDS, temperature, size=5)
+    return logprob, DOCUMENTED["compute_entropy"](logits)
+
+
+CALLS: dict[str, Callable[[Any], tuple[Tensor, ...]]] = {
+    "OpenRLHF": lambda logits: openrlhf(logits.to(torch.float32), 1.0),
+    "OpenRLHF, a temperature": lambda logits: openrlhf(logits, 0.7),
+    "OpenRLHF, bfloat16": lambda logits: openrlhf(logits.bfloat16(), 0.7),
+    "prime-rl": lambda logits: DOCUMENTED["logprob_and_entropy"](logits, IDS, TEMPERATURES, size=4),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_of_the_page_make_no_logits(name: str, architecture: str, training: bool, build: Build) -> None:
+    tolerance = 3e-2 if "bfloat16" in name else 1e-5
+
+    def run(model: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
+        within = lazy_logits(model) if flce.is_patched(model) and not training else contextlib.nullcontext()
+        with within, torch.set_grad_enabled(training):
+            logits = model(input_ids=IDS).logits
+            with Logits() as made:
+                values = CALLS[name](logits)
+                loss = torch.stack([value.float().square().sum() for value in values]).sum()
+                gradients = torch.autograd.grad(loss, [*model.parameters()]) if training else []
+        return [*values], [*gradients], made.found
+
+    want, right, there = run(build(architecture, num_hidden_layers=1).train(training))
+    got, gradients, found = run(
+        flce.patch_model(
+            build(architecture, num_hidden_layers=1).train(training), options=SINGLE_ROWS, on_materialize="raise"
+        )
+    )
+    assert there
+    assert not found
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    for gradient, other in zip(gradients, right, strict=True):
+        assert (gradient - other).norm() <= tolerance * other.norm() + 1e-12
+
+
+# With the number of calls of `flce.linear_logprobs` that the page tells.
+FORMULAS: dict[str, tuple[Callable[[Any], Tensor], int]] = {
+    "softmax, log_softmax": (lambda z: -(F.softmax(z, -1) * F.log_softmax(z, -1)).sum(-1), 1),
+    "exp": (lambda z: (lambda logp: -(logp.exp() * logp).sum(-1))(z.log_softmax(-1)), 1),
+    "exp second, keepdim": (
+        lambda z: (lambda logp: -torch.sum(logp * torch.exp(logp), dim=-1, keepdim=True))(
+            torch.log_softmax(z.float() / 0.7, dim=-1)
+        ),
+        1,
+    ),
+    "logsumexp": (lambda z: z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1), 2),
+    "logits first": (lambda z: torch.logsumexp(z, dim=-1) - torch.sum(z * torch.softmax(z, dim=-1), dim=-1), 2),
+    "a temperature for each token": (
+        lambda z: (lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1))(z / TEMPERATURES.unsqueeze(-1)),
+        1,
+    ),
+    "Categorical": (lambda z: Categorical(logits=z, validate_args=False).entropy(), 2),
+    "log_prob": (lambda z: Categorical(logits=z / 0.7, validate_args=False).log_prob(IDS), 1),
+    "a slice, twice": (lambda z: -(z[:, :-1].softmax(-1) * z[:, :-1].log_softmax(-1)).sum(-1), 1),
+}
+
+
+def check_formulas(formulas: list[Callable[[Any], Tensor]], build: Build, wrap: Callable[[Any], Any]) -> None:
+    """Values and gradients are stock's, in training and without gradients; ``wrap`` is done to the patched model's."""
+    for training in (True, False):
+        stock, model = (build("Gemma2", num_hidden_layers=1).train(training) for _ in range(2))
+        flce.patch_model(model, on_materialize="raise")
+
+        def run(model: Any) -> list[Tensor]:
+            logits = model(input_ids=IDS, use_cache=False).logits
+            return [formula(logits) for formula in formulas]
+
+        with lazy_logits(model), torch.set_grad_enabled(training):
+            got, want = wrap(run)(model), run(stock)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        for values, of in ((got, model), (want, stock)) if training else ():
+            weighted = [(x.square() * torch.linspace(-1, 1, x.numel()).view(x.shape)).sum() for x in values]
+            torch.autograd.backward(torch.stack(weighted).sum(), inputs=[*of.parameters()])
+        for (name, ours), right in zip(model.named_parameters(), stock.parameters(), strict=True) if training else ():
+            assert ours.grad is not None, name
+            assert right.grad is not None, name
+            assert (ours.grad - right.grad).norm() <= 1e-5 * right.grad.norm() + 1e-12, name
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formula(name: str, build: Build, fused_calls: list[Any]) -> None:
+    formula, calls = FORMULAS[name]
+    check_formulas([formula], build, lambda run: run)
+    assert len(fused_calls) == 2 * calls
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_formulas_in_a_graph(build: Build) -> None:
+    """But for slices that are taken twice: these are compared by their memory, of which a graph knows nothing."""
+    calls, logits = 0, []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal calls
+        for node in graph.graph.nodes:
+            made = node.meta.get("example_value")
+            calls += "linear_logprobs" in str(node.target)
+            if isinstance(made, Tensor) and made.is_floating_point() and made.shape[-1:] == (V,):
+                logits.append(node)
+        return graph.forward
+
+    check_formulas(
+        [formula for name, (formula, _) in FORMULAS.items() if name != "a slice, twice"],
+        build,
+        lambda run: torch.compile(run, backend=backend, fullgraph=True),
+    )
+    assert calls == 2 * sum(number for name, (_, number) in FORMULAS.items() if name != "a slice, twice")
+    assert not logits
+
+
+def test_categorical_validates_its_logits(build: Build) -> None:
+    model = flce.patch_model(build("Llama", num_hidden_layers=1), options=SINGLE_ROWS, on_materialize="raise")
+    logits = model(input_ids=IDS).logits
+    with Logits() as made:
+        policy = Categorical(logits=logits, validate_args=True)
+        value = policy.log_prob(IDS) + policy.entropy()
+    assert not made.found
+    stock = Categorical(logits=build("Llama", num_hidden_layers=1)(input_ids=IDS).logits)
+    torch.testing.assert_close(value, stock.log_prob(IDS) + stock.entropy())
+    with pytest.raises(ValueError, match="value"):
+        policy.log_prob(IDS + V)
+    flce.patch_model(model, on_materialize="ignore").model.norm.weight.data[:] = float("nan")
+    with pytest.raises(ValueError, match="invalid values"):
+        Categorical(logits=model(input_ids=IDS).logits, validate_args=True)
+
+
+def test_masked_classes_as_stock(build: Build) -> None:
+    """Classes of -inf: `Categorical` clamps them; a product with them is NaN."""
+    made = []
+    for patch in (flce.patch_model, lambda model, **options: model):
+        model = patch(build("Llama", num_hidden_layers=1), on_materialize="ignore")
+        logits = model(input_ids=IDS).logits
+        logits[..., 90:] = float("-inf")
+        entropy = Categorical(logits=logits, validate_args=False).entropy()
+        (gradient,) = torch.autograd.grad(entropy.sum(), model.lm_head.weight, retain_graph=True)
+        made.append([entropy, gradient, -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)])
+    torch.testing.assert_close(*made, equal_nan=True)
+    assert made[0][1].isfinite().all()
+    assert made[0][2].isnan().all()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_reflected_operations_of_a_graph(build: Build, fused_calls: list[Any]) -> None:
+    """The compiler gives the operands of `logits - tensor` the other way round."""
+    model = flce.patch_model(build("Llama", num_hidden_layers=1), on_materialize="raise")
+    bias, scale = torch.linspace(-1, 1, V), torch.tensor(1.7)
+    for function in (lambda z: (z - bias).logsumexp(-1), lambda z: (z / scale).logsumexp(-1)):
+
+        def run(model: Any, function: Callable[[Any], Tensor] = function) -> Tensor:
+            return function(model(input_ids=IDS, use_cache=False).logits)
+
+        got = torch.compile(run, backend="eager", fullgraph=True)(model)
+        torch.testing.assert_close(got, run(build("Llama", num_hidden_layers=1)))
