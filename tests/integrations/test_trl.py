@@ -191,16 +191,15 @@ def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
 @pytest.mark.filterwarnings("error::flce.huggingface.NotFusedWarning")
-@pytest.mark.parametrize("make, graphs", [(trainers.sft, 1), (trainers.dpo, 2)])
-def test_compiled(make: Callable[..., Any], graphs: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss_type, graphs", [("nll", 1), ("dft", 2)])
+def test_compiled(loss_type: str, graphs: int, tmp_path: Path) -> None:
     runs = []
     for fused in (False, True):
         model = model_of()
         if graphs == 2:
             model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-        trainer, run = train(
-            make, str(tmp_path), 2, fused=fused, model=model, torch_compile=True, torch_compile_backend="eager"
-        )
+        compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager", "loss_type": loss_type}
+        trainer, run = train(trainers.sft, str(tmp_path), 2, fused=fused, model=model, **compiled)
         runs.append(run)
     assert_alike(*runs)
     report = flce.report(trainer.model)
