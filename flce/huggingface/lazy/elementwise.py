@@ -133,6 +133,9 @@ def normalised(name: str) -> Callable[..., Any]:
         state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Any:
         needs(dim is not None and dimension(state, dim) == state.class_dim)
+        if name == "softmax":
+            # A recomputation may find real logits, whose softmax it saves: the first pass has to save it at this place.
+            needs(not any(call.is_outside for call in state.calls))
         return (_autocast(state) if dtype is None else to_dtype(state, dtype)).with_op(name)
 
     return handler

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -136,17 +137,17 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
-        rows = tuple([function(row) for row in self.rows])
+        rows = tuple(map(function, self.rows))
         return replace(self, terms=terms, rows=rows, class_dim=self.class_dim if class_dim is None else class_dim)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
         terms = tuple(term.with_tensors(tensors) for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(next(tensors) for _ in self.rows))
+        return replace(self, terms=terms, rows=tuple(islice(tensors, len(self.rows))))
 
     def detach(self) -> LazyState:
         terms = tuple(term.detach() for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(row.detach() for row in self.rows))
+        return replace(self, terms=terms, rows=tuple(map(Tensor.detach, self.rows)))
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
@@ -246,11 +247,7 @@ class LazyState:
         return tuple(getattr(output, name).to(self.device) for name in names)
 
     def fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
-        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`.
-
-        Not of tokens with a divisor each.
-        """
-        needs(self.folded.divisor is None)
+        """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`."""
         weight = None if weight is None else weight.to(self.home)
         return self._operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
 
@@ -302,6 +299,7 @@ class LazyState:
             call.passed_by |= requires_grad
             call.usage.used |= call.passed_by
         folded = self.folded
+        needs(folded.divisor is None or "temperature" in spec)  # the loss has no temperature for each token
         return self._in_head_autocast(
             function,
             *products[0],
