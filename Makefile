@@ -50,7 +50,8 @@ demo: $(READY)
 
 # The scripts that train with other libraries, stock and patched, in full; a few minutes.
 recipes: $(READY)
-	RECIPE_STEPS=50 OMP_NUM_THREADS=1 $(RUN) -m pytest -rPs tests/integrations/test_scripts.py -k test_the_script $(ARGS)
+	RECIPE_STEPS=50 OMP_NUM_THREADS=1 $(RUN) -m pytest -rPs -k "test_the_script or test_trains_alike" \
+	    tests/integrations/test_scripts.py tests/integrations/test_trl.py $(ARGS)
 
 # What README.md calls its quick start, as it stands there, in a copy of this repository.
 quick-start: $(READY)

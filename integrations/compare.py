@@ -127,6 +127,19 @@ def keeping_losses(trainer: Any) -> Any:
 
 
 @contextlib.contextmanager
+def trl_installed(patched: bool) -> Iterator[None]:
+    """TRL's trainers compute with flce within it, if they are to."""
+    from flce.huggingface import trl
+
+    if patched:
+        trl.install()
+    try:
+        yield
+    finally:
+        trl.uninstall()
+
+
+@contextlib.contextmanager
 def losses_of_accelerate() -> Iterator[Curve]:
     """The loss of each backward by Accelerate, for trainers that make their `Trainer` themselves."""
     from accelerate import Accelerator

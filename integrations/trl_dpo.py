@@ -1,12 +1,11 @@
-"""TRL's `DPOTrainer` with a patched model: the losses are stock's, by TRL's own kernel.
+"""TRL's `DPOTrainer` with flce.
 
     python integrations/trl_dpo.py
 
-DPO needs the log-probability of every token. TRL (1.16) does not call the output embedding for them, which is what
-flce patches: it runs the model without it, and multiplies by its weight in a kernel of its own that does not hold the
-logits either, and that takes as long as flce's. So there is nothing to take over, and a model may be patched or not.
+DPO needs the log-probability of every token, by the model and by a reference. `flce.huggingface.trl.install()` has
+`flce.linear_logprobs` compute them, in the place of TRL's kernel.
 
-It trains the same small model with and without the callback, and ends with status 1 if the losses differ.
+It trains the same small model with TRL's kernel and with flce, and ends with status 1 if the losses differ.
 """
 
 from __future__ import annotations
@@ -15,7 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import Curve, compare, curve_of, excerpts, keeping_losses, need, tiny_tokenizer, trainer_settings
+from compare import (
+    Curve,
+    compare,
+    curve_of,
+    excerpts,
+    keeping_losses,
+    need,
+    tiny_tokenizer,
+    trainer_settings,
+    trl_installed,
+)
 from flce.testing.models import tiny_model
 
 if TYPE_CHECKING:
@@ -37,8 +46,6 @@ def make_trainer(patched: bool, folder: str, *, steps: int, **arguments: Any) ->
     from datasets import disable_progress_bars
     from trl import DPOConfig, DPOTrainer
 
-    from flce.huggingface import FlceCallback
-
     disable_progress_bars()
     return keeping_losses(DPOTrainer)(
         model=tiny_model(),
@@ -46,18 +53,18 @@ def make_trainer(patched: bool, folder: str, *, steps: int, **arguments: Any) ->
         args=DPOConfig(max_length=64, **{**trainer_settings(folder, steps), "learning_rate": 1e-4, **arguments}),
         train_dataset=preferences(4 * steps),
         processing_class=tiny_tokenizer(),
-        callbacks=[FlceCallback()] if patched else [],
     )
 
 
 def train(patched: bool, **arguments: Any) -> Curve:
-    return curve_of(make_trainer, patched, **arguments)
+    with trl_installed(patched):  # all that is different
+        return curve_of(make_trainer, patched, **arguments)
 
 
 def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:
-    """Train with TRL's DPOTrainer, stock and patched by flce, and compare the losses."""
+    """Train with TRL's DPOTrainer, stock and with flce, and compare the losses."""
     need("trl")
-    raise typer.Exit(compare("DPOTrainer", lambda patched: train(patched, steps=steps), fused=False))
+    raise typer.Exit(compare("DPOTrainer", lambda patched: train(patched, steps=steps)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, keeping_losses, need, save_model, say, tiny_tokenizer, trainer_settings
+from compare import (
+    Curve,
+    compare,
+    excerpts,
+    keeping_losses,
+    need,
+    save_model,
+    say,
+    tiny_tokenizer,
+    trainer_settings,
+    trl_installed,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,16 +85,10 @@ def make_trainer(patched: bool, folder: str, *, steps: int, kept: list[Tensor]) 
 
 
 def train(patched: bool, *, steps: int, kept: list[Tensor]) -> Curve:
-    from flce.huggingface.trl import install, uninstall
-
-    if patched:
-        install()  # all that is different
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = make_trainer(patched, folder, steps=steps, kept=kept)
-            trainer.train()
-    finally:
-        uninstall()
+    # Whether it is installed is all that is different.
+    with trl_installed(patched), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(patched, folder, steps=steps, kept=kept)
+        trainer.train()
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
     say(f"Rewards of the first and the last completions: {rewards[0]:.3f} and {rewards[-1]:.3f}")
     curve: Curve = trainer.curve

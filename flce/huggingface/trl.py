@@ -25,6 +25,7 @@ from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.patch import is_patched, lazy_logits, patch_model, report
 from flce.huggingface.usage import NotFusedWarning
 from flce.ops.arguments import check_options
+from flce.torch_ops.frames import mark_frames, never_compiled, not_compiled
 
 __all__ = ["install", "uninstall"]
 
@@ -39,6 +40,9 @@ _FIELDS = {
     "is_top1": "correct",
 }
 """Fields of TRL's output, and what `flce.linear_logprobs` calls them."""
+
+_OF_THE_LOSS = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
+"""Arguments that the model's own forward is not to see."""
 
 _stock: dict[tuple[Any, str], Any] = {}
 """What was replaced: a module or class and a name in it, to TRL's own."""
@@ -64,7 +68,7 @@ def install(*, options: ChunkOptions | None = None) -> None:
     mine: dict[tuple[Any, str], Callable[[Any], Any]] = {}
     for name in _TRAINERS:
         module = importlib.import_module(f"trl.trainer.{name}_trainer")
-        mine[module, _FUNCTION] = functools.partial(_adding_head, options=options)
+        mine[module, _FUNCTION] = functools.partial(adding_head, options=options)
     mine[importlib.import_module("trl.trainer.sft_trainer").SFTTrainer, _METHOD] = _summing
     found = {place: _stock.get(place) or getattr(*place, None) for place in mine}
     made = {place: mine[place](stock) for place, stock in found.items()}
@@ -99,7 +103,7 @@ def _check_signature(place: tuple[Any, str], stock: Any, mine: Any) -> None:
 # ------------------------------------------------------------------------------------------------- the model's forward
 
 
-def _adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]:
+def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]:
     def add_fused_lm_head(
         model: Any,
         temperature: float = 1.0,
@@ -114,6 +118,7 @@ def _adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None
             return
         head = _Head(model.forward, temperature, cast_lm_head_to_fp32, ("log_probs", *outputs), options)
 
+        @not_compiled
         @functools.wraps(type(model).forward)  # `generate` looks at its arguments
         def forward(self: Any, *args: Any, summed: bool = False, **kwargs: Any) -> Any:
             if kwargs.get("fused_lm_head"):
@@ -122,6 +127,7 @@ def _adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None
                 kwargs.pop("num_items_in_batch")
             return head.stock(*args, **kwargs)
 
+        mark_frames()
         model.forward = MethodType(forward, model)
         model._flce_sums = True
 
@@ -164,6 +170,7 @@ class _Head:
     options: ChunkOptions | None
     fits: bool = True
 
+    @not_compiled
     def run(self, model: Any, args: Any, kwargs: dict[str, Any], summed: bool) -> Any:
         """TRL's ``FusedCausalLMOutput``.
 
@@ -172,31 +179,37 @@ class _Head:
             args, kwargs: of that call.
             summed: whether of the log-probabilities only the sum is wanted, in their place.
         """
-        from trl.trainer.utils import FusedCausalLMOutput
-
-        inputs = {**kwargs, "fused_lm_head": False, "use_cache": False}
-        labels, shifted, num_items = (inputs.pop(n, None) for n in ("labels", "shift_labels", "num_items_in_batch"))
-        config = model.config.get_text_config()
-        if getattr(config, "output_router_logits", False):
-            inputs.setdefault("output_router_logits", True)
         if not self.fits or not is_patched(model):
             return self.stock(*args, **kwargs)
+        inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_LOSS}
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            inputs.setdefault("output_router_logits", True)
         with lazy_logits(model):
-            made = self.stock(*args, **inputs)
+            made = self.stock(*args, **{**inputs, "use_cache": False})
+        output = self._output(model, made, summed, **{name: kwargs.get(name) for name in _OF_THE_LOSS[1:]})
+        return self.stock(*args, **kwargs) if output is None else output
+
+    @never_compiled
+    def _output(
+        self, model: Any, made: Any, summed: bool, labels: Any, shift_labels: Any, num_items_in_batch: Any
+    ) -> Any:
+        """Made of the model's own output; None where its logits are real."""
+        from trl.trainer.utils import FusedCausalLMOutput
+
         state = state_of(made.logits)
         if state is None:
             self.fits = False
             _say_stock("; ".join(report(model).stock) or "its head has made real logits")
-            return self.stock(*args, **kwargs)
-        shift = 1 if shifted is None else 0
-        labels = (labels if shifted is None else shifted).to(state.home)
+            return None
+        shift = 1 if shift_labels is None else 0
+        labels = (labels if shift_labels is None else shift_labels).to(state.home)
         mask = labels[:, shift:] != -100
-        count = torch.as_tensor(mask.sum() if num_items is None else num_items, device=mask.device).clamp(min=1)
-        fields = (self._sums if summed else self._results)(self._as_wanted(state), labels, shift, count)
-        loss = -fields["log_probs"].sum() / count
+        count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=mask.device)
+        fields = (self._sums if summed else self._results)(self._as_wanted(state), labels, shift, count.clamp(min=1))
+        loss = -fields["log_probs"].sum() / count.clamp(min=1)
         aux_loss = made.get("aux_loss")
         if aux_loss is not None:
-            loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+            loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux_loss, **fields)
 
     def _as_wanted(self, state: LazyState) -> LazyState:

@@ -22,7 +22,8 @@ EVALUATION = (
 )
 _UNUSED = (
     "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
-    f"do since version 1.16 ({where('trainers.md')} says what to do there), or the loss may come from hidden states"
+    "do since version 1.16 (flce.huggingface.trl.install(), called before such a trainer is made, takes its place; see "
+    f"{where('trainers.md')}), or the loss may come from hidden states"
 )
 
 

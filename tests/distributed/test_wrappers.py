@@ -69,6 +69,14 @@ def test_adapters_frozen_meanwhile(pair: World, adapters: str) -> None:
     pair.run(training.with_adapters, "frozen meanwhile", adapters, "tail, resharded")
 
 
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "head", "head, resharded", "DDP"])
+def test_a_head_of_trl(pair: World, wrapping: str, summed: bool) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
+    pair.run(training.of_trl, summed, wrapping)
+
+
 @pytest.mark.parametrize("loss", CALLS)
 def test_accumulation_without_gradient_sync(pair: World, loss: str) -> None:
     pair.run(training.accumulated, loss)

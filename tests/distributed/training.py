@@ -309,6 +309,43 @@ def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
     compare_wrapped(wrap[wrapping], loss, prepare)
 
 
+def _saved_head(model: Any) -> nn.Module:
+    saved: nn.Module = model.get_base_model().lm_head.modules_to_save["default"]
+    return saved
+
+
+def of_trl(summed: bool, wrapping: str) -> None:
+    """TRL's loss with flce's head, which is trained beside adapters. TRL adds its own after the adapters."""
+    from peft import LoraConfig, get_peft_model
+    from trl.trainer import utils
+
+    import flce.huggingface.trl
+
+    def prepare(model: Any) -> Any:
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], modules_to_save=["lm_head"])
+        return get_peft_model(model, config)
+
+    def loss(model: Any, ids: Tensor) -> Tensor:
+        made = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=summed)
+        value: Tensor = -made.log_probs.sum() / made.label_mask.sum()
+        return value
+
+    stock, patched = prepare(tiny_llama()), prepare(tiny_llama())
+    flce.huggingface.trl.adding_head(utils.add_fused_lm_head, None)(patched.get_base_model(), outputs=("entropy",))
+    wrap = {
+        "root": _fsdp2,
+        "tail, resharded": lambda model: _tail(model, True),
+        "head": lambda model: _fsdp2(model, [_saved_head(model)]),  # as PEFT's policy for Accelerate has it
+        "head, resharded": lambda model: _fsdp2(model, [_saved_head(model)], reshard=True),
+        "DDP": _ddp,
+    }
+    check_same(train(wrap[wrapping](patched), loss), reference(stock, with_labels))
+    report = flce.report(patched)
+    assert report.fused == STEPS, report
+    assert not report.stock, report
+
+
 def accumulated(loss: str) -> None:
     """Four micro-batches a step, three of them without communication."""
     stock = tiny_llama()

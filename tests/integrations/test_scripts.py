@@ -73,7 +73,6 @@ RUNS: list[tuple[str, list[str]]] = [
     ("trl_grpo", []),
     ("trl_sft", []),
     ("trl_sft", ["--lora"]),
-    ("trl_sft", ["--trl-kernel"]),
     ("vision_language", []),
 ]
 RUNS_ON_GPUS: list[tuple[str, list[str]]] = [
@@ -187,7 +186,7 @@ def test_a_missing_package_is_why_a_script_cannot_run(capsys: pytest.CaptureFixt
         ("lightning_module", {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_epochs": 1}, {}),
         ("lightning_module", {"precision": "bf16-mixed"}, {"tolerance": 1e-2}),
         pytest.param("lightning_module", {"precision": "16-mixed"}, {"tolerance": 1e-2}, marks=GPU),
-        ("trl_dpo", {"precompute_ref_log_probs": True}, {"fused": False}),
+        ("trl_dpo", {"precompute_ref_log_probs": True}, {}),
         ("trl_sft", {"gradient_accumulation_steps": 2}, {}),
         ("trl_sft", {"packing": True, "packing_strategy": "wrapped"}, {}),
         ("trl_sft", {"gradient_checkpointing": True}, {}),

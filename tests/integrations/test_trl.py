@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `traine
 pytest.importorskip("typer", reason="the scripts' command line")
 
 import flce
+from compare import tiny_tokenizer, trl_installed
+from flce.huggingface import FlceCallback
+from flce.huggingface.lazy import state as lazy_state
 from tests.integrations import trl_trainers as trainers
 from tests.integrations.trl_trainers import Run, model_of, train
 
@@ -30,7 +34,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "GRPO, entropies": (trainers.grpo, {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5}),
     "GRPO, DAPO": (trainers.grpo, {**DIVERGENCE, "loss_type": "dapo"}),
     "GRPO, CISPO": (trainers.grpo, {"loss_type": "cispo", "epsilon_high": 2.0, "num_iterations": 2}),
-    "RLOO": (trainers.rloo, {"beta": 0.1, "temperature": 0.7, "learning_rate": 1e-3}),
+    "RLOO": (trainers.rloo, {"beta": 0.1, "temperature": 0.7, "learning_rate": 2e-4}),
 }
 
 
@@ -71,3 +75,134 @@ def test_trains_alike(case: str, tmp_path: Path) -> None:
     assert not report.materialized
     assert not report.stock
     assert any(torch.count_nonzero(gradient) for gradient in runs[0].gradients[-1].values())
+
+
+# ----------------------------------------------------------------------------------------------- what else trainers do
+
+
+def smoothed_sum(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss of the user's."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", label_smoothing=0.2)
+    return loss / num_items_in_batch
+
+
+def lora(**more: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="it is in the extra `trainers`")
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **more)
+
+
+def mixture() -> Any:
+    return model_of(architecture="Mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
+OTHERS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
+    "label smoothing": (trainers.sft, lambda: {"label_smoothing_factor": 0.1}),
+    "a loss of the user's": (trainers.sft, lambda: {"common": {"compute_loss_func": smoothed_sum}}),
+    "experts": (
+        trainers.sft,
+        lambda: {"model": mixture(), "router_aux_loss_coef": 0.3, "gradient_accumulation_steps": 2},
+    ),
+    "an adapter": (trainers.sft, lambda: {"common": {"peft_config": lora()}}),
+    "a saved head": (trainers.sft, lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}}),
+    "a saved head, DPO": (
+        trainers.dpo,
+        lambda: {"common": {"peft_config": lora(modules_to_save=["lm_head"])}},
+    ),
+    "checkpointing": (trainers.sft, lambda: {"gradient_checkpointing": True}),
+    "padding-free": (trainers.sft, lambda: {"packing": True, "packing_strategy": "wrapped"}),
+    "a head in float32": (trainers.grpo, lambda: {"cast_lm_head_to_fp32": True}),
+}
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_options(case: str, tmp_path: Path) -> None:
+    make, more = OTHERS[case]
+    runs: list[Run] = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        trainer, run = train(make, str(tmp_path), 2, fused=fused, replay=runs[0] if runs else None, **more())
+        runs.append(run)
+    assert_alike(*runs)
+    report = flce.report(trainer.model)
+    assert report.fused >= 2
+    assert not report.stock
+    heads = [name for name in runs[1].gradients[0] if "lm_head" in name]
+    assert len(heads) == (case != "an adapter")
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
+def test_evaluation(tmp_path: Path) -> None:
+    """With TRL's losses, entropies and accuracies; also where the callback has patched the model before."""
+    said = []
+    for callbacks in ([], [FlceCallback()], [FlceCallback(unpatch=True)]):
+        trainer, _ = train(
+            trainers.sft, str(tmp_path), 1, fused=bool(callbacks), eval_strategy="steps", eval_steps=1,
+            common={"callbacks": callbacks},
+        )  # fmt: skip
+        logs = trainer.state.log_history
+        said.append(
+            [{k: v for k, v in log.items() if "loss" in k or "entropy" in k or "accuracy" in k} for log in logs]
+        )
+    for ours in said[1:]:
+        for log, theirs in zip(ours, said[0], strict=True):
+            assert log == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    assert any("eval_entropy" in log for log in said[0])
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+@pytest.mark.parametrize(
+    "loss_type, before, calls",
+    [("nll", False, "fused_linear_cross_entropy"), ("dft", False, "linear_logprobs"), ("nll", True, None)],
+    ids=str,
+)
+def test_the_function_of_a_step(
+    loss_type: str, before: bool, calls: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three products for the loss alone, four where each token's is wanted. A trainer of before has TRL's head."""
+    called = []
+
+    def counted(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(name)
+        return function(*args, **kwargs)
+
+    for name in ("fused_linear_cross_entropy", "linear_logprobs"):
+        monkeypatch.setattr(lazy_state, name, functools.partial(counted, name, getattr(lazy_state, name)))
+    with trl_installed(not before):
+        common = {"model": model_of(), "processing_class": tiny_tokenizer()}
+        trainer = trainers.sft(str(tmp_path), 1, common, loss_type=loss_type)
+    names: set[str] = set()
+    trainer.model.model.register_forward_pre_hook(lambda _, args, kwargs: names.update(kwargs), with_kwargs=True)
+    with trl_installed(True):
+        trainer.train()
+    assert called == ([] if calls is None else [calls])
+    assert "attention_mask" in names
+    assert not names & {"summed", "labels", "num_items_in_batch", "fused_lm_head"}
+
+
+def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path: Path) -> None:
+    config = lora()
+    config.target_modules = {"q_proj", "lm_head"}
+    with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
+        train(trainers.sft, str(tmp_path), 1, fused=True, common={"peft_config": config})
+
+
+@pytest.mark.usefixtures("fresh_accelerator", "nothing_materialises")
+@pytest.mark.filterwarnings("error::flce.huggingface.NotFusedWarning")
+@pytest.mark.parametrize("make, graphs", [(trainers.sft, 1), (trainers.dpo, 2)])
+def test_compiled(make: Callable[..., Any], graphs: int, tmp_path: Path) -> None:
+    runs = []
+    for fused in (False, True):
+        model = model_of()
+        if graphs == 2:
+            model.model.norm.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+        trainer, run = train(
+            make, str(tmp_path), 2, fused=fused, model=model, torch_compile=True, torch_compile_backend="eager"
+        )
+        runs.append(run)
+    assert_alike(*runs)
+    report = flce.report(trainer.model)
+    assert not report.stock
+    assert not report.materialized

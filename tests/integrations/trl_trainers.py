@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,12 +13,16 @@ from datasets import Dataset, disable_progress_bars
 from torch import Tensor
 from transformers import TrainerCallback
 
-import flce.huggingface.trl
-from compare import excerpts, tiny_tokenizer, trainer_settings
+from compare import excerpts, tiny_tokenizer, trainer_settings, trl_installed
 from flce.testing.models import tiny_model
 from trl_dpo import preferences
 
 disable_progress_bars()
+
+
+@functools.cache
+def _texts() -> list[str]:
+    return excerpts(80)
 
 
 @dataclass
@@ -76,8 +79,8 @@ def settings_of(folder: str, steps: int, **more: Any) -> dict[str, Any]:
 def sft(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.SFTTrainer(
         args=trl.SFTConfig(max_length=32, **settings_of(folder, steps, **more)),
-        train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
-        eval_dataset=Dataset.from_dict({"text": excerpts(4, seed=1)}),
+        train_dataset=Dataset.from_dict({"text": _texts()[: 4 * steps]}),
+        eval_dataset=Dataset.from_dict({"text": _texts()[-4:]}),
         **common,
     )
 
@@ -86,8 +89,7 @@ def dpo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.DPOTrainer(
         args=trl.DPOConfig(max_length=32, **settings_of(folder, steps, **more)),
         train_dataset=preferences(4 * steps),
-        ref_model=model_of(seed=1),
-        **common,
+        **{"ref_model": None if "peft_config" in common else model_of(seed=1), **common},
     )
 
 
@@ -97,16 +99,15 @@ def kto(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return trl.KTOTrainer(
         args=trl.KTOConfig(max_length=32, **settings_of(folder, steps, **more)),
         train_dataset=data,
-        ref_model=model_of(seed=1),
-        **common,
+        **{"ref_model": None if "peft_config" in common else model_of(seed=1), **common},
     )
 
 
 def _rewarded(trainer: Any, config: Any, folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
-    given = {"max_completion_length": 8, "num_generations": 2, "beta": 0.0, **more}
+    given = {"max_completion_length": 8, "num_generations": 2, "beta": 0.0, "learning_rate": 2e-3, **more}
     return replaying(trainer)(
         args=config(**settings_of(folder, steps, **given)),
-        train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in excerpts(4 * steps)]}),
+        train_dataset=Dataset.from_dict({"prompt": [text[:20] for text in _texts()[: 4 * steps]]}),
         reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
         **common,
     )
@@ -118,16 +119,6 @@ def grpo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
 
 def rloo(folder: str, steps: int, common: dict[str, Any], **more: Any) -> Any:
     return _rewarded(trl.RLOOTrainer, trl.RLOOConfig, folder, steps, common, **more)
-
-
-@contextlib.contextmanager
-def installed(wanted: bool = True) -> Iterator[None]:
-    if wanted:
-        flce.huggingface.trl.install()
-    try:
-        yield
-    finally:
-        flce.huggingface.trl.uninstall()
 
 
 def train(
@@ -143,7 +134,7 @@ def train(
 ) -> tuple[Any, Run]:
     """Train a model with TRL's kernel, or with flce; with the completions of another run if there is one."""
     run = Run()
-    with installed(fused):
+    with trl_installed(fused):
         trainer = make(
             folder,
             steps,

@@ -126,9 +126,11 @@ VARIABLES = {"FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG"}
 
 def test_public_names_are_the_documented_ones() -> None:
     from flce import huggingface
+    from flce.huggingface import trl
 
     of_models = set(huggingface.__all__) - set(flce.__all__)  # what both have is documented once
     public = [f"flce.{name}" for name in flce.__all__] + [f"flce.huggingface.{name}" for name in of_models]
+    public += [f"flce.huggingface.trl.{name}" for name in trl.__all__]
     assert sorted(DOCUMENTED) == sorted(public)
     assert {"is_patched", "patch_model", "report", "unpatch_model"} <= set(huggingface.__all__)
     assert set(flce.__all__) <= set(dir(flce))

@@ -134,15 +134,21 @@ def normalised(name: str) -> Callable[..., Any]:
     ) -> Any:
         needs(dim is not None and dimension(state, dim) == state.class_dim)
         if name == "softmax":
-            # A recomputation may find real logits, whose softmax it saves: the first pass has to save it at this place.
-            needs(not any(call.is_outside for call in state.calls))
+            _needs_its_own_pass(state)
         return (_autocast(state) if dtype is None else to_dtype(state, dtype)).with_op(name)
 
     return handler
 
 
 def exp(state: LazyState) -> Any:
+    _needs_its_own_pass(state)
     return _autocast(state).with_op("exp")
+
+
+def _needs_its_own_pass(state: LazyState) -> None:
+    """Probabilities may be computed after all. Within a checkpoint that logits come to from outside, its recomputation
+    finds the logits that another read has made: it would save these in another order than the first pass."""
+    needs(not any(call.is_outside for call in state.calls))
 
 
 def _autocast(state: LazyState) -> LazyState:

@@ -1,0 +1,369 @@
+"""What `flce.huggingface.trl.install()` puts in the place of TRL's `add_fused_lm_head`, called as TRL's trainers do."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
+pytest.importorskip("typer", reason="the scripts' command line")
+
+import trl.trainer.sft_trainer
+from trl.trainer.utils import add_fused_lm_head
+
+import flce.huggingface.trl
+from compare import trl_installed
+from flce.huggingface import LazyLogits, NotFusedWarning
+from tests.integrations.trl_trainers import model_of
+
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+T = 12
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Gemma2": {"final_logit_softcapping": 2.0},
+    "Cohere": {"logit_scale": 0.5},
+    "Granite": {"logits_scaling": 3.0},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.3},
+}
+
+
+def build(name: str = "Llama", **sizes: Any) -> Any:
+    return model_of(architecture=name, **{**MODELS[name], **sizes}).train()
+
+
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    """Two sequences, the second padded. A third of the labels are ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 1000, (2, T), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    labels = ids.masked_fill((torch.arange(T) < 4) | (mask == 0), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture
+def ours() -> Iterator[Callable[..., None]]:
+    """What trainers find while flce is installed."""
+    with trl_installed(True):
+        yield trl.trainer.sft_trainer.add_fused_lm_head
+
+
+def weighted(outputs: Any) -> Tensor:
+    """Something with another gradient in each token."""
+    weights = torch.linspace(-1.0, 2.0, outputs.log_probs.numel()).view_as(outputs.log_probs)
+    value: Tensor = (weights * outputs.log_probs).sum() + (weights.flip(0) * outputs.entropy).sum() + outputs.loss
+    return value
+
+
+def gradients(model: Any, value: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    value.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert list(ours.keys()) == list(theirs.keys())
+    for name, value in theirs.items():
+        torch.testing.assert_close({name: ours[name]}, {name: value}, rtol=1e-4, atol=1e-5)
+
+
+def assert_same_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"num_items_in_batch": torch.tensor(37)},
+        {"num_items_in_batch": 37, "output_router_logits": True},
+        {"shift_labels": batch(1)["labels"]},
+    ],
+    ids=["labels", "number of items", "router", "shifted labels"],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_field_is_trls(name: str, given: dict[str, Any], ours: Callable[..., None]) -> None:
+    if name != "Mixtral":
+        given = {key: value for key, value in given.items() if key != "output_router_logits"}
+    results = []
+    for add in (add_fused_lm_head, ours):
+        model = build(name)
+        add(model, temperature=0.7, outputs=OUTPUTS)
+        inputs = {**batch(), **given}
+        if "shift_labels" in given:
+            del inputs["labels"]
+        outputs = model(**inputs, fused_lm_head=True)
+        results.append((outputs, gradients(model, weighted(outputs))))
+    assert_same(results[1][0], results[0][0])
+    assert_same_gradients(results[1][1], results[0][1])
+    assert (results[1][0].aux_loss is None) == ("output_router_logits" not in given)
+
+
+def in_float64(model: Any, temperature: float, labels: Tensor) -> dict[str, Tensor]:
+    """The fields from all logits."""
+    z = model(**{**batch(), "labels": None}).logits[:, :-1].double() / temperature
+    logprob, mask, target = z.log_softmax(-1), labels[:, 1:] != -100, labels[:, 1:].clamp(min=0)
+    fields = {
+        "log_probs": logprob.gather(-1, target[..., None]).squeeze(-1),
+        "entropy": -(logprob.exp() * logprob).sum(-1),
+        "log_sum_sq_probs": (2 * logprob).logsumexp(-1),
+        "mean_logits": z.mean(-1),
+        "is_top1": z.argmax(-1) == target,
+    }
+    return {**{name: value.masked_fill(~mask, 0) for name, value in fields.items()}, "label_mask": mask}
+
+
+def scaled(model: Any) -> Any:
+    """The model with another forward, which multiplies the logits by a number under a name of its own."""
+    kind: Any = type(model)
+
+    class OfItsOwn(kind):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = outputs.logits * 1.7
+            return outputs
+
+    model.__class__ = OfItsOwn
+    return model
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_a_scale_without_a_name(ours: Callable[..., None]) -> None:
+    """TRL reads scales from the configuration, by the names that it knows."""
+    model = scaled(build())
+    ours(model, temperature=0.7, outputs=OUTPUTS)
+    made = model(**batch(), fused_lm_head=True)
+    assert flce.report(model).stock == {}
+    expected = in_float64(flce.unpatch_model(model).eval(), 0.7, batch()["labels"])
+    for name, value in expected.items():
+        torch.testing.assert_close(made[name], value, check_dtype=False, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("nothing_materialises")
+def test_a_head_in_float32_under_autocast(ours: Callable[..., None]) -> None:
+    """As GRPO casts it: the layer has another forward, and is to run in float32 whatever autocast says."""
+
+    def cast(model: Any) -> Any:
+        head = model.to(torch.bfloat16).lm_head.float()
+        head.forward = lambda hidden: nn.functional.linear(hidden.float(), head.weight.float())
+        return model
+
+    results = []
+    for add in (add_fused_lm_head, ours):
+        model = cast(build())
+        add(model, cast_lm_head_to_fp32=True, outputs=OUTPUTS)
+        for _ in range(2):  # in the second call it is known where the logits are made
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(**batch(), fused_lm_head=True)
+        results.append((outputs, gradients(model, weighted(outputs))))
+    assert_same(results[1][0], results[0][0])
+    head = [of["lm_head.weight"] for _, of in results]
+    assert (head[1] - head[0]).norm() <= 1e-5 * head[0].norm()
+    assert flce.report(model).fused == 2
+
+
+@pytest.mark.parametrize("how", ["autocast", "bfloat16"])
+def test_half_precision_is_closer_than_trls(how: str, ours: Callable[..., None]) -> None:
+    """TRL rounds logits to bfloat16, and flce does not: from the same hidden states."""
+    errors = []
+    for add in (add_fused_lm_head, ours):
+        model = build()
+        if how == "bfloat16":
+            model.to(torch.bfloat16)
+        add(model, outputs=OUTPUTS)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            hidden = model.model(**{**batch(), "labels": None}).last_hidden_state[:, :-1].to(torch.bfloat16)
+            made = model(**batch(), fused_lm_head=True)
+        z = hidden.double() @ model.lm_head.weight.to(torch.bfloat16).double().T
+        target, mask = batch()["labels"][:, 1:].clamp(min=0), made.label_mask
+        exact = z.log_softmax(-1).gather(-1, target[..., None]).squeeze(-1)
+        errors.append((made.log_probs - exact)[mask].abs().max().item())
+    assert errors[1] < 1e-4 < errors[0]
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor has which an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (tuple, list)) else (result,)
+        sizes = [value.untyped_storage().nbytes() // 4 for value in made if type(value) is Tensor and not value.is_meta]
+        self.elements = max(self.elements, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("labels", ["labels", "shift_labels"])
+@pytest.mark.parametrize("how", ["training", "no_grad", "eval"])
+def test_no_tensor_is_as_large_as_the_logits(how: str, labels: str, summed: bool) -> None:
+    """Of the old policy, of a reference and in evaluation neither."""
+    ids = torch.randint(3, 1000, (8, 128), generator=torch.Generator().manual_seed(0))
+    fused, stock = (build().train(how != "eval") for _ in range(2))
+    with trl_installed(True):
+        flce.huggingface.trl.install(options=flce.ChunkOptions(max_workspace_bytes=200_000))
+        trl.trainer.sft_trainer.add_fused_lm_head(fused, outputs=("log_probs", "entropy", "is_top1"))
+    largest = []
+    for model, inputs in ((fused, {labels: ids, "fused_lm_head": True, "summed": summed}), (stock, {"labels": ids})):
+        with torch.set_grad_enabled(how == "training"), Largest() as mode:
+            outputs = model(input_ids=ids, **inputs)
+            if how == "training":
+                outputs.loss.backward()
+        largest.append(mode.elements)
+    assert largest[0] < 8 * 128 * 1000 / 4
+    assert largest[1] >= 8 * 128 * 1000  # the model's own logits are seen
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_all_labels_ignored(summed: bool, ours: Callable[..., None]) -> None:
+    model = build()
+    ours(model, outputs=("log_probs", "entropy", "is_top1"))
+    inputs = {**batch(), "labels": torch.full((2, T), -100)}
+    outputs = model(**inputs, fused_lm_head=True, summed=summed)
+    assert outputs.loss.item() == 0
+    assert not any(gradient.any() for gradient in gradients(model, outputs.loss).values())
+
+
+def test_the_plain_forward_is_the_models(ours: Callable[..., None]) -> None:
+    stock, model = build(), build()
+    ours(model)
+    assert inspect.signature(model.forward) == inspect.signature(type(stock).forward.__get__(stock))
+    torch.testing.assert_close(model(**batch()).loss, stock(**batch()).loss)
+    assert isinstance(model(**batch()).logits, LazyLogits)
+    with torch.no_grad():
+        ids = batch()["input_ids"]
+        for kind in (stock, model):
+            kind.generation_config.update(do_sample=False, max_new_tokens=4, pad_token_id=0)
+        assert torch.equal(model.eval().generate(ids), stock.eval().generate(ids))
+
+
+# ------------------------------------------------------------------------------------------------- installed, or not
+
+
+def places() -> dict[str, Any]:
+    names = ("sft", "dpo", "kto", "grpo", "rloo")
+    found = {name: getattr(trl.trainer, f"{name}_trainer").add_fused_lm_head for name in names}
+    return {**found, "compute_loss": trl.SFTTrainer.compute_loss, "utils": trl.trainer.utils.add_fused_lm_head}
+
+
+def test_uninstall_restores_exactly() -> None:
+    before = places()
+    for times in (1, 2):
+        for _ in range(times):
+            flce.huggingface.trl.install()
+        assert [name for name, value in places().items() if value is before[name]] == ["utils"]
+        flce.huggingface.trl.uninstall()
+        assert places() == before
+        flce.huggingface.trl.uninstall()  # nothing is left to do
+        assert places() == before
+
+
+def test_another_signature_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_fused_lm_head(model: Any, temperature: float = 1.0) -> None: ...
+
+    monkeypatch.setattr(trl.trainer.kto_trainer, "add_fused_lm_head", add_fused_lm_head)
+    before = places()
+    theirs, name = r"\(model, temperature=1.0\)", "trl.trainer.kto_trainer.add_fused_lm_head"
+    mine = r"\(model, temperature=1.0, cast_lm_head_to_fp32=False, outputs=\('log_probs',\)\)"
+    with pytest.raises(ImportError, match=f"flce replaces {name}{mine}, but TRL .* has {name}{theirs}"):
+        flce.huggingface.trl.install()
+    assert places() == before
+
+
+def test_another_method_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl.SFTTrainer, "compute_loss", lambda self, model, inputs: None)
+    with pytest.raises(ImportError, match=r"SFTTrainer.compute_loss\(self, model, inputs, return_outputs=False"):
+        flce.huggingface.trl.install()
+    monkeypatch.delattr(trl.trainer.dpo_trainer, "add_fused_lm_head")
+    with pytest.raises(ImportError, match=r"flce needs TRL 1.16 or newer: TRL .* has no trl.trainer.dpo_trainer.add"):
+        flce.huggingface.trl.install()
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(TypeError, match="ChunkOptions"):
+        flce.huggingface.trl.install(options={"chunk_rows": 8})  # type: ignore[arg-type]
+    assert places()["sft"] is add_fused_lm_head
+
+
+# ------------------------------------------------------------------------------------------- heads that are TRL's own
+
+
+def said(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in caught if w.category is NotFusedWarning]
+
+
+def test_under_zero_3_trls_function_is_left_alone(ours: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    with monkeypatch.context() as zero_3:
+        zero_3.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
+        (message,) = said(lambda: ours(model, outputs=OUTPUTS))
+    assert "DeepSpeed ZeRO-3" in message
+    assert not flce.huggingface.is_patched(model)
+    stock = build()
+    add_fused_lm_head(stock, outputs=OUTPUTS)
+    assert_same(model(**batch(), fused_lm_head=True), stock(**batch(), fused_lm_head=True))
+
+
+def test_a_head_that_cannot_be_patched(ours: Callable[..., None]) -> None:
+    model = build()
+    model.lm_head = Wide(model.lm_head.weight)
+    (message,) = said(lambda: ours(model, outputs=OUTPUTS))
+    assert "TRL's own kernel" in message
+    stock = build()
+    add_fused_lm_head(stock, outputs=OUTPUTS)
+    assert_same(model(**batch(), fused_lm_head=True), stock(**batch(), fused_lm_head=True))
+
+
+class Wide(nn.Module):
+    """A head that is no linear layer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.T
+
+
+def test_a_head_that_makes_real_logits(ours: Callable[..., None]) -> None:
+    """Found out in the first forward: TRL's kernel runs from then on, which is said once."""
+    stock, model = build(), build()
+    add_fused_lm_head(stock, outputs=OUTPUTS)
+    ours(model, outputs=OUTPUTS)
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: own(hidden).materialize().exp().log()
+
+    def twice() -> None:
+        for _ in range(2):
+            for summed in (False, True):
+                made = model(**batch(), fused_lm_head=True, summed=summed, num_items_in_batch=None)
+                assert_same(made, stock(**batch(), fused_lm_head=True))
+
+    (message,) = said(twice)
+    assert "TRL's own kernel computes the loss of this model" in message
+
+
+def test_an_unpatched_model(ours: Callable[..., None]) -> None:
+    """As `FlceCallback(unpatch=True)` leaves one."""
+    stock, model = build(), build()
+    add_fused_lm_head(stock, outputs=OUTPUTS)
+    ours(model, outputs=OUTPUTS)
+    flce.unpatch_model(model)
+    assert_same(model(**batch(), fused_lm_head=True), stock(**batch(), fused_lm_head=True))
