@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -138,17 +139,17 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
-        rows = tuple([function(row) for row in self.rows])
+        rows = tuple(map(function, self.rows))
         return replace(self, terms=terms, rows=rows, class_dim=self.class_dim if class_dim is None else class_dim)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
         terms = tuple(term.with_tensors(tensors) for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(next(tensors) for _ in self.rows))
+        return replace(self, terms=terms, rows=tuple(islice(tensors, len(self.rows))))
 
     def detach(self) -> LazyState:
         terms = tuple(term.detach() for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(row.detach() for row in self.rows))
+        return replace(self, terms=terms, rows=tuple(map(Tensor.detach, self.rows)))
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""

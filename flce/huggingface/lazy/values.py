@@ -177,7 +177,7 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
-    sizes = list(state.shape)
+    sizes, folded = list(state.shape), state.folded
     del sizes[state.class_dim]
     needs(
         isinstance(target, Tensor)
@@ -188,8 +188,8 @@ def cross_entropy(
         and target.dtype == torch.int64
         and list(target.shape) == sizes
         and state.class_dim == min(1, len(sizes))
-        and state.folded.factor == 1.0
-        and state.folded.has_loss
+        and folded.factor == 1.0
+        and folded.has_loss
     )
     return state.cross_entropy(
         target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
