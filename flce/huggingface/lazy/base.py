@@ -312,7 +312,7 @@ def made_when(compiling: bool) -> Callable[[type[LazyT]], type[LazyT]]:
 def make_lazy(state: State, source: Source | None = None, shadow: Tensor | None = None) -> Any:
     """Wrap a state in the class that fits: plain under the compiler, a tensor otherwise."""
     compiling = torch.compiler.is_compiling()
-    if state.requires_grad and not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and state.requires_grad:
         state = state.detach()
     # Graphs have no writes that would show: they need no shadow.
     return _classes[compiling]._wrap(state, source, None if compiling else shadow)

@@ -27,7 +27,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not args and is_lazy(kwargs.get("input")):
         kwargs = dict(kwargs)
         args = (kwargs.pop("input"),)
-    if torch.compiler.is_compiling() and func.__name__ in tables.REFLECTED and not is_lazy(args[0]):
+    if getattr(func, "__name__", None) in tables.REFLECTED and torch.compiler.is_compiling() and not is_lazy(args[0]):
         func, args = tables.REFLECTED[func.__name__], args[::-1]
     if is_transformed() and not torch.compiler.is_compiling():
         with private.clear_interpreter_stack():  # real logits are no part of the transform

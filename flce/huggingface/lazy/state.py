@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,8 @@ class LazyState:
     ops: tuple[Op, ...] = ()
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
     rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What was computed of these logits; all states that come from them have it, and ask whether it is theirs."""
 
     # -- what it looks like
 
@@ -136,17 +139,17 @@ class LazyState:
     def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
-        rows = tuple([function(row) for row in self.rows])
+        rows = tuple(map(function, self.rows))
         return replace(self, terms=terms, rows=rows, class_dim=self.class_dim if class_dim is None else class_dim)
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
         terms = tuple(term.with_tensors(tensors) for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(next(tensors) for _ in self.rows))
+        return replace(self, terms=terms, rows=tuple(islice(tensors, len(self.rows))))
 
     def detach(self) -> LazyState:
         terms = tuple(term.detach() for term in self.terms)
-        return replace(self, terms=terms, rows=tuple(row.detach() for row in self.rows))
+        return replace(self, terms=terms, rows=tuple(map(Tensor.detach, self.rows)))
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
@@ -168,10 +171,13 @@ class LazyState:
         Raises:
             RuntimeError: something that the logits are made from has changed since the model ran.
         """
+        self._check_unchanged(waiting_is_fine)
+        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
+
+    def _check_unchanged(self, waiting_is_fine: bool) -> None:
         for term in self.terms:
             if term.watched is not None:
                 term.watched.check_unchanged(waiting_is_fine)
-        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
@@ -275,6 +281,36 @@ class LazyState:
             made: LinearLogprobsOutput = self._operator(
                 linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
             )
+        return made
+
+    def lse_and_entropy(self) -> tuple[Tensor, Tensor]:
+        """Of z, for each token, by one call for both.
+
+        A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
+        difference is small where probabilities are nearly equal.
+        """
+        if torch.compiler.is_compiling():  # results that a state has are no part of the graph
+            made = self.per_token("lse", "entropy")
+        else:
+            made = self._known_results()
+        assert made.lse is not None
+        assert made.entropy is not None
+        return made.lse, made.entropy
+
+    def _known_results(self) -> LinearLogprobsOutput:
+        """Those of an earlier call for the same z, if there was one."""
+        folded, modes = self.folded, (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key = id(self.terms), folded.logit_scale, folded.softcap, folded.divisor, *modes
+        mine = self.terms, self.settings, None if folded.divisor is None else self.rows[folded.divisor]
+        theirs, made = self.known.get(key, (None, None))
+        if theirs is None or any(a is not b for a, b in zip(theirs, mine, strict=True)):
+            made = self.per_token("lse", "entropy")
+            self.known[key] = mine, made
+        else:
+            self._check_unchanged(waiting_is_fine=False)
+            for call in self.calls:
+                call.check_unchanged(waiting_is_fine=False)
+        assert isinstance(made, LinearLogprobsOutput)
         return made
 
     def _operator(

@@ -68,8 +68,7 @@ def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
 
 
 def logsumexp_of(state: LazyState) -> Tensor:
-    lse = state.per_token("lse").lse
-    assert lse is not None
+    lse, _ = state.lse_and_entropy()
     return (lse + state.shift()).to(state.device)
 
 
@@ -79,7 +78,7 @@ def equals_itself(state: LazyState, other: Any) -> Any:
     The result has no memory of its own.
     """
     needs(other is state and bool(state.folded.shifts) and not torch.compiler.is_compiling())
-    needs(state.folded.form == "logits" and not bool(logsumexp_of(state.detach()).isnan().any()))
+    needs(state.folded.form == "logits" and not bool(logsumexp_of(state).isnan().any()))
     return torch.ones((), dtype=torch.bool, device=state.device).expand(state.shape)
 
 
@@ -133,17 +132,14 @@ def _sum_of_logprobs(state: LazyState) -> Tensor:
 
 def _expected_logprob(state: LazyState) -> Tensor:
     _needs_no_infinity(state)
-    entropy = state.per_token("entropy").entropy
-    assert entropy is not None
+    _, entropy = state.lse_and_entropy()
     return -entropy
 
 
 def _expected_logit(state: LazyState) -> Tensor:
     _needs_no_infinity(state)
-    made = state.per_token("lse", "entropy")
-    assert made.lse is not None
-    assert made.entropy is not None
-    return made.lse - made.entropy
+    lse, entropy = state.lse_and_entropy()
+    return lse - entropy
 
 
 def _needs_no_infinity(state: LazyState) -> None:
@@ -181,7 +177,7 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
-    sizes = list(state.shape)
+    sizes, folded = list(state.shape), state.folded
     del sizes[state.class_dim]
     needs(
         isinstance(target, Tensor)
@@ -192,8 +188,8 @@ def cross_entropy(
         and target.dtype == torch.int64
         and list(target.shape) == sizes
         and state.class_dim == min(1, len(sizes))
-        and state.folded.factor == 1.0
-        and state.folded.has_loss
+        and folded.factor == 1.0
+        and folded.has_loss
     )
     return state.cross_entropy(
         target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
