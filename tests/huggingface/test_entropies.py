@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[Any], tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])
 @pytest.mark.parametrize("name", CALLS)
 def test_functions_of_the_page_make_no_logits(name: str, architecture: str, training: bool, build: Build) -> None:
-    tolerance = 3e-2 if "bfloat16" in name else 1e-5
+    tolerance = 5e-2 if "bfloat16" in name else 1e-5  # of two roundings, stock's the larger
 
     def run(model: Any) -> tuple[list[Tensor], list[Tensor], list[str]]:
         within = lazy_logits(model) if flce.is_patched(model) and not training else contextlib.nullcontext()
