@@ -70,6 +70,14 @@ def z_loss(model: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(*shifted(logits, ids)) + 0.1 * logits.logsumexp(-1).square().mean()
 
 
+def entropies(model: Any, ids: Tensor) -> Tensor:
+    """Formulas that ask twice for a normalizer."""
+    logits = model(input_ids=ids).logits
+    entropy = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+    policy = torch.distributions.Categorical(logits=logits[:, 1:])
+    return F.cross_entropy(*shifted(logits, ids)) - 0.1 * entropy.mean() - 0.1 * policy.entropy().mean()
+
+
 def real_logits(model: Any, ids: Tensor) -> Tensor:
     """An operation without a lazy form, on a view."""
     logits, target = shifted(model(input_ids=ids).logits, ids)
@@ -104,6 +112,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "own loss": own_loss,
     "smoothed": smoothed,
     "z-loss": z_loss,
+    "entropies": entropies,
     "real logits": real_logits,
     "asked for": asked_for,
     "two losses": two_losses,

@@ -61,7 +61,7 @@ class LazyState:
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
     rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What was computed of these logits; all states that come from them have it, and ask whether it is theirs."""
+    """What was computed of the same tokens; states that operations on the logits make share it."""
 
     # -- what it looks like
 
@@ -140,7 +140,8 @@ class LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
         rows = tuple(map(function, self.rows))
-        return replace(self, terms=terms, rows=rows, class_dim=self.class_dim if class_dim is None else class_dim)
+        class_dim = self.class_dim if class_dim is None else class_dim
+        return replace(self, terms=terms, rows=rows, class_dim=class_dim, known={})  # it would keep those of each piece
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
@@ -171,13 +172,10 @@ class LazyState:
         Raises:
             RuntimeError: something that the logits are made from has changed since the model ran.
         """
-        self._check_unchanged(waiting_is_fine)
-        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
-
-    def _check_unchanged(self, waiting_is_fine: bool) -> None:
         for term in self.terms:
             if term.watched is not None:
                 term.watched.check_unchanged(waiting_is_fine)
+        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
@@ -284,7 +282,7 @@ class LazyState:
         return made
 
     def lse_and_entropy(self) -> tuple[Tensor, Tensor]:
-        """Of z, for each token, by one call for both.
+        """The normalizer and the entropy of each token's z, by one call for both.
 
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
@@ -292,7 +290,8 @@ class LazyState:
         if torch.compiler.is_compiling():  # results that a state has are no part of the graph
             made = self.per_token("lse", "entropy")
         else:
-            made = self._known_results()
+            with self.weights():  # results that are known already are of weights that have not changed
+                made = self._known_results()
         assert made.lse is not None
         assert made.entropy is not None
         return made.lse, made.entropy
@@ -300,17 +299,11 @@ class LazyState:
     def _known_results(self) -> LinearLogprobsOutput:
         """Those of an earlier call for the same z, if there was one."""
         folded, modes = self.folded, (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        key = id(self.terms), folded.logit_scale, folded.softcap, folded.divisor, *modes
-        mine = self.terms, self.settings, None if folded.divisor is None else self.rows[folded.divisor]
-        theirs, made = self.known.get(key, (None, None))
-        if theirs is None or any(a is not b for a, b in zip(theirs, mine, strict=True)):
-            made = self.per_token("lse", "entropy")
-            self.known[key] = mine, made
-        else:
-            self._check_unchanged(waiting_is_fine=False)
-            for call in self.calls:
-                call.check_unchanged(waiting_is_fine=False)
-        assert isinstance(made, LinearLogprobsOutput)
+        sources = self.terms, self.settings, None if folded.divisor is None else self.rows[folded.divisor]
+        key = *map(id, sources), folded.logit_scale, folded.softcap, *modes
+        if key not in self.known:
+            self.known[key] = sources, self.per_token("lse", "entropy")  # kept, the objects keep their ids
+        made: LinearLogprobsOutput = self.known[key][1]
         return made
 
     def _operator(
