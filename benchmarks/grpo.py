@@ -26,17 +26,16 @@ from torch import Tensor
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.models import ARCHITECTURES, MODELS, ModelCase, build, held_bytes, make_batch, panel, take_memory
+from benchmarks.models import ARCHITECTURES, MODELS, ModelCase, build, figure, held_bytes, make_batch, take_memory
 from benchmarks.reports import overview
 from flce.huggingface import NotFusedWarning
 from flce.tools.bench.cases import BenchCase, Contender, Effort, known, needs_package
 from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, Sample, release
-from flce.tools.bench.plots import compared, draw
-from flce.tools.bench.results import BenchResult, Entry, Run
+from flce.tools.bench.results import BenchResult, Entry
 from flce.tools.bench.tables import NONE, Columns, Table, gibibytes, milliseconds, ratio, table_of
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 OLD, TRAINING = PARTS = "old policy", "training step"
 TEMPERATURE = 0.9
@@ -337,11 +336,6 @@ def cell(entry: Entry, result: BenchResult) -> str:
     return f"{milliseconds(result.median_ms)}, {gibibytes(result.peak_bytes)}"
 
 
-def figure(run: Run) -> Figure:
-    title, panels = f"A step of GRPO, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
-    return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
-
-
 GRPO = Benchmark(
     kind="grpo",
     about="Time and peak memory of a step of GRPO of whole models, with random weights.",
@@ -354,7 +348,7 @@ GRPO = Benchmark(
     prepare=prepare,
     case_tables=lambda entry: [table(entry)],
     tables=overview("Median ms, peak GiB", "model, pass, batch x sequence", cell, table),
-    figure=figure,
+    figure=functools.partial(figure, what="A step of GRPO"),
     choices={"model": ARCHITECTURES, "part": PARTS},
     defaults=tuple({"model": MODELS[0], "part": part} for part in PARTS),
 )

@@ -372,8 +372,8 @@ def cell(entry: Entry, result: BenchResult) -> str:
     return rate(result, entry.case) + memory
 
 
-def figure(run: Run) -> Figure:
-    title, panels = f"Training steps, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
+def figure(run: Run, what: str = "Training steps") -> Figure:
+    title, panels = f"{what}, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
     return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
 
 

@@ -104,8 +104,10 @@ def _inner_end(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -
     (m, k), n = a.shape, b.shape[1]
     if _loses_its_end(m, n, k):
         return k // INNER_MULTIPLE * INNER_MULTIPLE
-    rows = a.stride(1) == b.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0
-    return k // ALIGNMENT * ALIGNMENT or k if rows and not (out_dtype.itemsize < 4 and accumulate) else k
+    aligned_rows = a.stride(1) == b.stride(1) == 1 and a.stride(0) % ALIGNMENT == 0
+    if k < ALIGNMENT or not aligned_rows or (out_dtype.itemsize < 4 and accumulate):
+        return k
+    return k // ALIGNMENT * ALIGNMENT
 
 
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -205,8 +205,9 @@ class _Head:
         labels = (labels if shift_labels is None else shift_labels).to(state.home)
         mask = labels[:, shift:] != -100
         count = mask.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch, device=mask.device)
-        fields = (self._sums if summed else self._results)(self._as_wanted(state), labels, shift, count.clamp(min=1))
-        loss = -fields["log_probs"].sum() / count.clamp(min=1)
+        count = count.clamp(min=1)
+        fields = (self._sums if summed else self._results)(self._as_wanted(state), labels, shift, count)
+        loss = -fields["log_probs"].sum() / count
         aux_loss = made.get("aux_loss")
         if aux_loss is not None:
             loss = loss + getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss

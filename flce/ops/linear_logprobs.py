@@ -106,7 +106,7 @@ class _Call(NamedTuple):
     traced: bool
 
     def plan(self, gradients: bool) -> ChunkPlan:
-        """Of forward, or of the gradients. A call in a graph has the plan of any other: results have the same bits."""
+        """The plan of forward, or of gradients; in a graph the same as outside: results have the same bits."""
         problem = self.problem if gradients else _without_gradients(self.problem)
         return plan_of_call(*fields_of_case(problem, self.options, traced=False))
 

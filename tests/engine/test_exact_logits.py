@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,17 +65,22 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     search.plan_of_call.cache_clear()
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtypes of the tiles that logits are written to."""
-    dtypes: list[torch.dtype] = []
+def tiles(monkeypatch: pytest.MonkeyPatch, note: Callable[[Tensor, slice, Tensor], Any]) -> list[Any]:
+    """What ``note`` says of each tile that logits are written to: of the input's rows, the classes and the tile."""
+    made: list[Any] = []
 
     def write_logits(self: Stage, xs: Sequence[Tensor], cols: slice, out: Tensor, do: Any = Stage.write_logits) -> None:
-        dtypes.append(out.dtype)
+        made.append(note(xs[0], cols, out))
         do(self, xs, cols, out)
 
     monkeypatch.setattr(Stage, "write_logits", write_logits)
-    return dtypes
+    return made
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes of the tiles that logits are written to."""
+    return tiles(monkeypatch, lambda x, cols, out: out.dtype)
 
 
 @pytest.mark.parametrize("tokens, hidden, vocab", [(9, 2048, 273), (14, 1023, 167), (14, 511, 10), (60, 64, 2000)])
@@ -87,13 +92,7 @@ def test_small_calls_make_logits_twice_by_the_same_products(
     monkeypatch.undo()
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     mend(monkeypatch)
-    shapes: list[tuple[Any, ...]] = []
-
-    def write_logits(self: Stage, xs: Sequence[Tensor], cols: slice, out: Tensor, do: Any = Stage.write_logits) -> None:
-        shapes.append((xs[0].shape, cols.start, cols.stop, out.shape, out.stride()))
-        do(self, xs, cols, out)
-
-    monkeypatch.setattr(Stage, "write_logits", write_logits)
+    shapes = tiles(monkeypatch, lambda x, cols, out: (x.shape, cols.start, cols.stop, out.shape, out.stride()))
     problem = make_problem((tokens,), hidden, vocab, dtype=dtype, reduction="none")
     run_fused(problem, options=EVERY, grad_output=upstream_of(problem))
     assert len(shapes) == 2

@@ -44,6 +44,14 @@ def _torch_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """No graphs of earlier tests, and none for later ones."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def build() -> Callable[..., Any]:
     """``build("Llama", **config)``: a model in training mode, the same on every call, without dropout."""
     transformers = pytest.importorskip("transformers")

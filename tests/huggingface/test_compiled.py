@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,10 @@ from flce.huggingface import LazyLogits
 from tests.huggingface.fuzz import Doubled
 from tests.huggingface.scripts import IDS, Build, Compare, loss_of, own_loss
 
-pytestmark = pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 def small(build: Build) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -167,13 +167,6 @@ def test_a_reference_without_its_adapter(build: Build, fused_calls: Calls) -> No
     stock = build("Llama").eval()(input_ids=IDS).logits
     torch.testing.assert_close(reference, logprob_of(stock).detach())
     assert not torch.allclose(with_adapter, reference)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
