@@ -71,9 +71,10 @@ FEW_LOGITS_BYTES = 512 << 20
 # | 4096, 64  | 1.35  | 1.4       |
 BLOCK_BYTES = 64 << 20
 BLOCK_ROWS = 2048
-# A tile of no more bytes has a block of all its logits. Then forward and backward make them by products of one shape,
-# and agree in the last bits, too. Where logits are thousands the last bits are a thousandth of a probability.
-WHOLE_BYTES = 256 << 10
+# Logits of a whole call that are made twice are made in one piece, forward and backward, where their gradient takes no
+# more bytes. Products of one shape agree in the last bits, too. Where logits are thousands the last bits are a
+# thousandth of a probability.
+ONE_PIECE_BYTES = 16 << 20
 # The share of a tile that a block beside it takes where the tile is narrower than the rows of its memory. Only plans of
 # the least memory have such tiles.
 NARROW_SHARE = 32
@@ -99,13 +100,17 @@ class Dtypes:
         """Whether logits take more bytes than their gradients. Then they are made in blocks beside a tile of these."""
         return self.logits.itemsize > self.logits_grad.itemsize
 
-    def block_entries(self, rows: int, cols: int) -> int:
+    def one_piece(self, rows: int, cols: int) -> bool:
+        """Whether all logits of a call of this size are made in one piece where they are made twice."""
+        return rows <= BLOCK_ROWS and rows * padded_cols(cols) * self.logits_grad.itemsize <= ONE_PIECE_BYTES
+
+    def block_entries(self, rows: int, cols: int, again: bool) -> int:
         """Logits of a block beside a tile of this size: half its memory at most, and little of it where it is so narrow
-        that memory is all that counts."""
+        that memory is all that counts. `again`: the tile is that of a whole call, whose logits were made before."""
         entries = rows * padded_cols(cols)
-        tile = entries * self.logits_grad.itemsize
-        if tile <= WHOLE_BYTES:
+        if again and self.one_piece(rows, cols):
             return entries
+        tile = entries * self.logits_grad.itemsize
         share = 2 if cols >= COLUMN_MULTIPLE else NARROW_SHARE
         return max(COLUMN_MULTIPLE, min(BLOCK_BYTES, tile // share) // self.logits.itemsize)
 
@@ -237,7 +242,8 @@ class Case:
         It may take as many bytes as these do, or as the gradients that are to be returned, which do not exist yet.
         """
         limit, dtypes = self.defaults.statistics, self.dtypes(self.needs.any)
-        if limit is None:
+        again = self.needs.any and not in_registers and rows >= self.num_tokens and cols >= self.vocab_size
+        if limit is None or (again and dtypes.one_piece(rows, cols)):
             return rows, cols
         tile = rows * padded_cols(cols) * (dtypes.logits_grad if self.needs.any else dtypes.logits).itemsize
         room = min(limit, max(tile, self.returned_bytes))

@@ -167,11 +167,11 @@ class Stage:
         logits = self.new(rows, padded_cols(cols), dtype=self.dtypes.logits)
         return logits[:, :cols], logits.view(self.dtypes.logits_grad)[:, :cols]
 
-    def gradient_tile(self, rows: int, cols: int) -> Tensor:
+    def gradient_tile(self, rows: int, cols: int, again: bool = False) -> Tensor:
         """A tile of gradients of logits, or of exponentials. Logits of another dtype are made beside it, in a block
-        whose size depends on that of the tile."""
+        whose size depends on that of the tile. `again`: statistics of such a tile were made before."""
         if self.dtypes.wider_logits and not self.in_registers:
-            self._block_entries = self.dtypes.block_entries(rows, cols)
+            self._block_entries = self.dtypes.block_entries(rows, cols, again)
         return self.new_tile(rows, cols, self.dtypes.logits_grad)
 
     def inputs(self, part: slice) -> list[Tensor]:

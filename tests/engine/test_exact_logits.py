@@ -57,7 +57,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Its dtypes, blocks of several classes and tokens, and bfloat16 rounded to nearest."""
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     monkeypatch.setattr(case, "BLOCK_BYTES", 4 * 4 * 128)
-    monkeypatch.setattr(case, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(case, "ONE_PIECE_BYTES", 0)
     monkeypatch.setattr("flce.engine.stage.BLOCK_ROWS", 4)
     mend(monkeypatch)
     search.plan_of_call.cache_clear()
@@ -83,18 +83,25 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return tiles(monkeypatch, lambda x, cols, out: out.dtype)
 
 
-@pytest.mark.parametrize("tokens, hidden, vocab", [(9, 2048, 273), (14, 1023, 167), (14, 511, 10), (60, 64, 2000)])
+@pytest.mark.parametrize("tokens, hidden, vocab", [(9, 2048, 273), (14, 1023, 167), (14, 511, 10), (300, 15, 8353)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_small_calls_make_logits_twice_by_the_same_products(
-    tokens: int, hidden: int, vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, backend: str
+    tokens: int,
+    hidden: int,
+    vocab: int,
+    reduction: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
 ) -> None:
     """Products of other shapes sum in another order. Of logits of 5,000 that is a thousandth of a probability."""
     monkeypatch.undo()
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     mend(monkeypatch)
     shapes = tiles(monkeypatch, lambda x, cols, out: (x.shape, cols.start, cols.stop, out.shape, out.stride()))
-    problem = make_problem((tokens,), hidden, vocab, dtype=dtype, reduction="none")
-    run_fused(problem, options=EVERY, grad_output=upstream_of(problem))
+    problem = make_problem((tokens,), hidden, vocab, dtype=dtype, reduction=reduction)
+    run_fused(problem, options=replace(EVERY, strategy="vocab"), grad_output=upstream_of(problem))
     assert len(shapes) == 2
     assert len(set(shapes)) == 1
 

@@ -79,7 +79,7 @@ class DeferredChunks(Deferred):
         return DeferredChunks(statistics(c, size, c.vocab_size), size)
 
     def backward(self, s: Stage) -> None:
-        tile = s.gradient_tile(self.rows, s.vocab_size)
+        tile = s.gradient_tile(self.rows, s.vocab_size, again=s.whole(self.rows))
         sums = weight_sums(s, self.rows)
         for part in s.chunks(self.rows):
             dlogits = first(tile, slice(0, part.stop - part.start))
