@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
+from flce.huggingface.partitioned import Gathering, is_partitioned, is_whole, parameter_of
 from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
 from flce.huggingface.usage import Usage, watch_call
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
@@ -98,6 +99,11 @@ class HeadCall:
 
     # -- the weight
 
+    @property
+    def partitioned(self) -> list[Tensor]:
+        """The parameters that DeepSpeed ZeRO-3 has."""
+        return [watched.tensor for watched in self._parameters if is_partitioned(watched.tensor)]
+
     def unit(self) -> Any:
         """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
         return self._unit_of_the_layer() if self._is_freed() else None
@@ -140,7 +146,7 @@ class HeadCall:
         layer = None if self._layer is None else self._layer()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
         registered = all(any(_source(w.tensor) is parameter for parameter in own) for w in self._parameters)
-        return registered and self._unit_of_the_layer() is None
+        return registered and not self.partitioned and self._unit_of_the_layer() is None
 
 
 def _source(tensor: Tensor) -> Tensor:
@@ -151,16 +157,21 @@ def _source(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def weights_of(calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None) -> Iterator[None]:
-    """Unshards the weights that FSDP2 has freed, and reshards them at the end. Costs one all-gather for each unit.
+def weights_of(
+    calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
+) -> Iterator[None]:
+    """Gathers the weights that FSDP2 or ZeRO-3 has freed, and frees them at the end. Costs an all-gather for each unit.
 
     Args:
         calls: whose weights are wanted.
         check: called with each, once the weights are there.
+        tensors: which may stand for parameters of ZeRO-3, that are wanted too.
     """
-    units = []
-    for call in calls:
-        unit = call.unit()
+    units: list[Any] = []
+    parameters = (*map(parameter_of, tensors), *(p for call in calls for p in call.partitioned))
+    wanted = {id(p): p for p in parameters if p is not None and not is_whole(p)}
+    gathering = [Gathering(list(wanted.values()))] if wanted else []
+    for unit in (*gathering, *(call.unit() for call in calls)):
         if unit is not None:
             unit.unshard()
             units.append(unit)

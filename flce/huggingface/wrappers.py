@@ -23,6 +23,9 @@ from flce.core import private
 
 Hook = Callable[[Tensor], Tensor | None]
 
+# Behind a module's outputs, and behind its inputs.
+_FUNCTIONS_OF_ZERO_3 = ("pre_bwd_fn", "post_bwd_fn")
+
 
 def _imported(module: str, name: str) -> Any:
     """An attribute of a module, None where nothing has imported it."""
@@ -82,17 +85,27 @@ def identity(hook: Hook) -> int:
     return id(hook)
 
 
-def ddp_hook(node: Any) -> Hook | None:
-    """What DDP's autograd function behind an output does in backward, as a hook; None for another function."""
-    if not hasattr(node, "ddp_weakref") or private.DDPSink is None or not private.is_node_of(node, private.DDPSink):
+def hook_of_function(node: Any) -> Hook | None:
+    """What a wrapper's autograd function behind an output does in backward, as a hook; None for another function."""
+    function = _function_of(node)
+    if function is None:
         return None
-    sink = private.DDPSink
-    context = SimpleNamespace(ddp_weakref=node.ddp_weakref)  # not the node, which holds the logits' place in the graph
+    context = SimpleNamespace(**vars(node))  # not the node, which holds the logits' place in the graph
 
     def hook(grad: Tensor) -> None:
-        sink.backward(context)
+        function.backward(context, grad)
 
     return hook
+
+
+def _function_of(node: Any) -> Any:
+    """The function of DDP, or of DeepSpeed's hooks on a module, that made a node; None for another function."""
+    if hasattr(node, "ddp_weakref"):
+        known = (private.DDPSink,)
+    else:
+        owned = vars(getattr(node, "module", None) or SimpleNamespace())
+        known = tuple(owned[name] for name in _FUNCTIONS_OF_ZERO_3 if name in owned)
+    return next((f for f in known if f is not None and private.is_node_of(node, f)), None)
 
 
 # -------------------------------------------------------------------------------------------------------- weights
@@ -125,11 +138,6 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
 
 def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
     """Why a wrapper's weight cannot be had when the loss is computed; None: it can. ``owner``: the model, if known."""
-    if hasattr(weight, "ds_id"):
-        return (
-            "DeepSpeed ZeRO-3 partitions the head's weight and takes it away before the loss is computed; use ZeRO-2, "
-            "or FSDP2"
-        )
     fsdp1 = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     # Its units need processes. The models of Transformers look about before they tell their head.
     distributed = fsdp1 is not None and torch.distributed.is_initialized()

@@ -298,7 +298,7 @@ def tied(loss: str, reshard: bool) -> None:
     compare_wrapped(lambda model: _tail(model, reshard), loss, tie_word_embeddings=True)
 
 
-def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
+def with_lora(adapters: str) -> Callable[[Any], Any]:
     from peft import LoraConfig, get_peft_model
 
     def prepare(model: Any) -> Any:
@@ -310,12 +310,16 @@ def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
         }[adapters]
         return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
 
+    return prepare
+
+
+def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
     wrap = {
         "root": _fsdp2,
         "tail": lambda model: _tail(model, False),
         "tail, resharded": lambda model: _tail(model, True),
     }
-    compare_wrapped(wrap[wrapping], loss, prepare)
+    compare_wrapped(wrap[wrapping], loss, with_lora(adapters))
 
 
 def _saved_head(model: Any) -> nn.Module:

@@ -22,7 +22,7 @@ from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, needs, replay
-from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product
+from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product, in_float32
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -114,6 +114,11 @@ class LazyState:
         return (*[tensor for term in self.terms for tensor in term.tensors], *self.rows)
 
     @property
+    def whole_terms(self) -> tuple[Product | BiasTerm, ...]:
+        """The terms with their values, within :meth:`weights`."""
+        return tuple([term.whole() for term in self.terms])
+
+    @property
     def of_tokens(self) -> list[Tensor]:
         """What operations on the token dimensions are done to."""
         return [*[term.hidden for term in self.terms if isinstance(term, Product)], *self.rows]
@@ -154,7 +159,8 @@ class LazyState:
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
-        terms = tuple(term.changed(Tensor.float, *TENSORS) for term in self.terms)
+        with self.weights():
+            terms = tuple(term.changed(in_float32, *TENSORS) for term in self.terms)
         return replace(self, terms=terms, autocast_dtype=None)
 
     def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
@@ -175,7 +181,7 @@ class LazyState:
         for term in self.terms:
             if term.watched is not None:
                 term.watched.check_unchanged(waiting_is_fine)
-        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
+        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine), self.tensors)
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
@@ -210,7 +216,7 @@ class LazyState:
         vector: Callable[[Tensor], Tensor] = lambda bias: bias,
     ) -> Tensor:
         total = None
-        for term in self.terms:
+        for term in self.whole_terms:
             if isinstance(term, Product):
                 z = self._in_head_autocast(product, self._classes_last(term.hidden), term.weight, term.bias)
                 if term.filled is not None:
@@ -313,7 +319,7 @@ class LazyState:
         products, biases = [], []
         dtype = self.head.weight.dtype
         requires_grad = torch.is_grad_enabled() and self.requires_grad
-        for term in self.terms:
+        for term in self.whole_terms:
             factor = term.factor
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))

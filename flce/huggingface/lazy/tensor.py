@@ -16,7 +16,7 @@ from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, t
 from flce.huggingface.lazy.dispatch import dispatch, realise
 from flce.huggingface.lazy.state import State
 from flce.huggingface.staleness import versions_of
-from flce.huggingface.wrappers import ddp_hook
+from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
 
 
@@ -118,12 +118,14 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             return (self.grad_fn or True) if self.requires_grad else None
 
     def _adopt(self, place: Any) -> bool:
-        """Take the state of what DDP has copied without gradients; its part of backward becomes a hook."""
-        hook = ddp_hook(place)
+        """Take the state of what a wrapper has copied without gradients; its part of backward becomes a hook."""
+        hook = hook_of_function(place)
         if hook is None:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             copied: Any = place.next_functions[self.output_nr][0]
+        while hook_of_function(copied) is not None:  # the copied logits have taken over that one's part
+            copied = copied.next_functions[0][0]
         if not private.is_node_of(copied, _InGraph):
             return False
         self._state, self._node = getattr(copied, "state"), place  # noqa: B009  # an attribute of its ctx
