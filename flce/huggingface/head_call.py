@@ -8,6 +8,7 @@ still is what the model ran with.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,8 @@ class HeadCall:
         self.usage = usage
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._copied: tuple[Hook, HeadCall] | None = None
+        """Of logits that a wrapper's autograd function has copied: what it does in backward, and the call before it."""
         self.passed_by = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
         self.backward_began = False
@@ -90,6 +93,26 @@ class HeadCall:
         pack = pack_of_checkpoint()
         self._checkpoint = None if pack is None else weakref.ref(pack)
         watch_call(self)
+
+    def behind(self, hook: Hook) -> HeadCall:
+        """The call for a copy of its logits, which a wrapper's function made. Gradients of the copy run ``hook``."""
+        call = copy.copy(self)
+        call.hooks, call._copied = OrderedDict(), (hook, self)
+        return call
+
+    def all_hooks(self) -> Iterator[Hook]:
+        """In the order in which a gradient meets them."""
+        yield from self.hooks.values()
+        if self._copied is not None:
+            hook, call = self._copied
+            yield hook
+            yield from call.all_hooks()
+
+    def backward_begins(self) -> None:
+        """A gradient has come."""
+        self.backward_began = True
+        if self._copied is not None:
+            self._copied[1].backward_begins()
 
     @property
     def is_outside(self) -> bool:
@@ -139,7 +162,7 @@ class HeadCall:
     def _unit_of_the_layer(self) -> Any:
         layer = None if self._layer is None else self._layer()
         owner = None if self._owner is None else self._owner()
-        return fsdp2_unit(layer, owner, self.hooks.values())
+        return fsdp2_unit(layer, owner, self.all_hooks())
 
     def _trained_as_they_are(self) -> bool:
         """Whether an optimizer that changes these parameters holds them, rather than shards of them."""
@@ -204,8 +227,8 @@ def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
 def pass_gradient(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """The gradient as the wrappers' hooks leave it. One that is registered in several calls runs once."""
     for call in calls:
-        call.backward_began = True
-    for hook in {identity(hook): hook for call in calls for hook in call.hooks.values()}.values():
+        call.backward_begins()
+    for hook in {identity(hook): hook for call in calls for hook in call.all_hooks()}.values():
         result = hook(grad)
         grad = grad if result is None else result
     return grad

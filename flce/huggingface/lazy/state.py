@@ -23,6 +23,7 @@ from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, needs, replay
 from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product, in_float32
+from flce.huggingface.wrappers import Hook
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -479,6 +480,26 @@ class _WithZeros(torch.autograd.Function):
 
 
 State = LazyState | StackState
+
+
+def behind(state: State, copy: State, hook: Hook) -> State:
+    """The state of a copy that a wrapper's function made without gradients; those of the copy run ``hook`` first.
+
+    Args:
+        state: what was copied.
+        copy: the state that the copy has.
+        hook: what the function does in backward.
+    """
+    calls = {id(call): call.behind(hook) for call in copy.calls}
+
+    def of_call(one: LazyState, other: LazyState) -> LazyState:
+        return replace(one, calls=tuple([calls[id(call)] for call in other.calls]))
+
+    if isinstance(state, StackState):
+        assert isinstance(copy, StackState)
+        return replace(state, parts=tuple(of_call(*both) for both in zip(state.parts, copy.parts, strict=True)))
+    assert isinstance(copy, LazyState)
+    return of_call(state, copy)
 
 
 def dimension(state: State, dim: int) -> int:

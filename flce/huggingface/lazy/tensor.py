@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flce.core import private
-from flce.huggingface.head_call import add_hook, pass_gradient, weights_of
+from flce.huggingface.head_call import pass_gradient, weights_of
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import State
+from flce.huggingface.lazy.state import State, behind
 from flce.huggingface.staleness import versions_of
 from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
@@ -128,10 +128,8 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             copied = copied.next_functions[0][0]
         if not private.is_node_of(copied, _InGraph):
             return False
-        self._state, self._node = getattr(copied, "state"), place  # noqa: B009  # an attribute of its ctx
-        self._source = None
-        if self._state.calls:
-            add_hook(hook, self._state.calls)
+        state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
+        self._state, self._node, self._source = behind(state, self._state, hook), place, None
         return True
 
     def register_hook(self, hook: Any) -> Any:
