@@ -18,7 +18,7 @@ from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
 from tests.distributed.training import LOSSES, STEPS, batch, tiny_llama, with_lora
 
 # Nothing stays gathered because it is small; what is needed again soon does, from the third step on.
-ZERO_3: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+ZERO_3: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10000}
 FREED_AT_ONCE = {**ZERO_3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 
 
