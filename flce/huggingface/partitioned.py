@@ -63,10 +63,14 @@ def whole(tensor: Tensor) -> Tensor:
     if parameter is None:
         return tensor
     if not is_whole(parameter):
-        raise RuntimeError("a parameter of DeepSpeed ZeRO-3 was read that is not gathered")
+        raise RuntimeError(
+            "lazy logits were read while DeepSpeed ZeRO-3 was about to gather their head's weight for a module. Read "
+            "them after the model's forward and before the next one"
+        )
     if tensor.requires_grad == parameter.requires_grad and not (tensor.requires_grad and tensor.is_leaf):
         return parameter  # autograd saves a leaf itself, and no memory of it
-    return _Filled.apply(tensor, parameter.detach())  # type: ignore[no-any-return]
+    filled: Tensor = _Filled.apply(tensor, parameter.detach())
+    return filled
 
 
 class _Filled(torch.autograd.Function):

@@ -140,7 +140,11 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         if compiling:
             # What a wrapper's graph returns is no tensor, so others cannot register the hooks that training needs.
             watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if reason is not None or is_partitioned(weight) or (watched and not (patch.compiled_call_has_labels or patch.leaves_graph)):
+            if (
+                reason is not None
+                or is_partitioned(weight)
+                or (watched and not (patch.compiled_call_has_labels or patch.leaves_graph))
+            ):
                 return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))

@@ -141,8 +141,8 @@ def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
     """Why a wrapper's weight cannot be had when the loss is computed; None: it can. ``owner``: the model, if known."""
     if is_partitioned(weight) and checkpoint_around() is not None:
         return (
-            "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass takes the "
-            "weight away before its gradient comes; leave head and loss outside of it"
+            "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass takes "
+            "its weight away before the gradient comes; leave head and loss outside of it"
         )
     fsdp1 = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     # Its units need processes. The models of Transformers look about before they tell their head.

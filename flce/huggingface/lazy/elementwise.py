@@ -73,11 +73,8 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
     terms: list[Product | BiasTerm] = []
     with state.weights():
         for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
-            bias = None if term.bias is None else scale(whole(term.bias), other)
-            if isinstance(term, BiasTerm):
-                terms.append(replace(term, bias=bias, watched=None))
-            else:
-                terms.append(replace(term, bias=bias))
+            term = term.changed(lambda bias: scale(whole(bias), other), "bias")
+            terms.append(replace(term, watched=None) if isinstance(term, BiasTerm) else term)
     return replace(state, terms=tuple(terms))
 
 
