@@ -12,7 +12,6 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
-from flce.huggingface.partitioned import Gathering, is_partitioned, is_whole, parameter_of
+from flce.huggingface.partitioned import gathered, is_partitioned, is_whole, parameter_of
 from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
 from flce.huggingface.usage import Usage, watch_call
-from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
+from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint, unsharded
 from flce.ops.arguments import autocast_dtype
 from flce.torch_ops.frames import is_differentiated_forward, is_exported, is_transformed
 
@@ -127,9 +126,9 @@ class HeadCall:
         """The parameters that DeepSpeed ZeRO-3 has."""
         return [watched.tensor for watched in self._parameters if is_partitioned(watched.tensor)]
 
-    def unit(self) -> Any:
-        """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
-        return self._unit_of_the_layer() if self._is_freed() else None
+    def unsharded(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which FSDP has given the weight back, if it had freed it and its unit is known."""
+        return unsharded(*self._place()) if self._is_freed() else contextlib.nullcontext()
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
@@ -159,17 +158,17 @@ class HeadCall:
     def _is_freed(self) -> bool:
         return any(is_freed(watched.tensor) for watched in self._parameters)
 
-    def _unit_of_the_layer(self) -> Any:
+    def _place(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
         layer = None if self._layer is None else self._layer()
         owner = None if self._owner is None else self._owner()
-        return fsdp2_unit(layer, owner, self.all_hooks())
+        return layer, owner, self.all_hooks()
 
     def _trained_as_they_are(self) -> bool:
         """Whether an optimizer that changes these parameters holds them, rather than shards of them."""
         layer = None if self._layer is None else self._layer()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
         registered = all(any(_source(w.tensor) is parameter for parameter in own) for w in self._parameters)
-        return registered and not self.partitioned and self._unit_of_the_layer() is None
+        return registered and not self.partitioned and fsdp2_unit(*self._place()) is None
 
 
 def _source(tensor: Tensor) -> Tensor:
@@ -183,29 +182,23 @@ def _source(tensor: Tensor) -> Tensor:
 def weights_of(
     calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
 ) -> Iterator[None]:
-    """Gathers the weights that FSDP2 or ZeRO-3 has freed, and frees them at the end. Costs an all-gather for each unit.
+    """Gathers the weights that FSDP or ZeRO-3 has freed, and frees them at the end. Costs an all-gather for each unit.
 
     Args:
         calls: whose weights are wanted.
         check: called with each, once the weights are there.
         tensors: which may stand for parameters of ZeRO-3, that are wanted too.
     """
-    units: list[Any] = []
     parameters = (*map(parameter_of, tensors), *(p for call in calls for p in call.partitioned))
     wanted = {id(p): p for p in parameters if p is not None and not is_whole(p)}
-    gathering = [Gathering(list(wanted.values()))] if wanted else []
-    for unit in (*gathering, *(call.unit() for call in calls)):
-        if unit is not None:
-            unit.unshard()
-            units.append(unit)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(gathered(list(wanted.values())))
+        for call in calls:
+            stack.enter_context(call.unsharded())
         if check is not None:
             for call in calls:
                 check(call)
         yield
-    finally:
-        for unit in units:
-            unit.reshard()
 
 
 def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:

@@ -7,9 +7,11 @@ in the autograd graph, and NaN for all entries. :func:`whole` puts the parameter
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -85,17 +87,7 @@ class _Filled(torch.autograd.Function):
         return grad, None
 
 
-class Gathering:
-    """Parameters of ZeRO-3 that are gathered for a while, by the methods of a unit of FSDP2.
-
-    Every process has to do it: DeepSpeed all-gathers.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._context = sys.modules["deepspeed"].zero.GatheredParameters(list(parameters))
-
-    def unshard(self) -> None:
-        self._context.__enter__()
-
-    def reshard(self) -> None:
-        self._context.__exit__(None, None, None)
+def gathered(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """A context in which DeepSpeed has gathered these parameters. Every process has to enter it."""
+    context: AbstractContextManager[None] = contextlib.nullcontext()
+    return sys.modules["deepspeed"].zero.GatheredParameters(parameters) if parameters else context

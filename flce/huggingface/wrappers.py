@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +118,45 @@ def is_freed(weight: Tensor) -> bool:
     return weight.numel() > 0 and weight.device.type != "meta" and weight.untyped_storage().size() == 0
 
 
+def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> AbstractContextManager[None]:
+    """A context in which the unit of FSDP that has ``layer`` in it is unsharded; one that does nothing without a unit.
+
+    The arguments are those of `fsdp2_unit`.
+    """
+    hooks = list(hooks)
+    unit = fsdp2_unit(layer, owner, hooks)
+    if unit is not None:
+        return _unsharded(unit)
+    unit = None if private.fsdp1_unsharded is None else _fsdp1_unit(layer, owner, hooks)
+    unsharded: AbstractContextManager[None] = (
+        contextlib.nullcontext() if unit is None else private.fsdp1_unsharded(unit)
+    )
+    return unsharded
+
+
+@contextlib.contextmanager
+def _unsharded(unit: Any) -> Iterator[None]:
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def _fsdp1_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
+    """The innermost unit of FSDP1 that has ``layer`` in it; None where there is none."""
+    kind = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if kind is None or layer is None:
+        return None
+    around = [hook.args[0] for hook in hooks if isinstance(hook, functools.partial) and hook.func is private.fsdp1_hook]
+    return _innermost([*([] if owner is None else owner.modules()), *around], kind, layer)
+
+
+def _innermost(units: Iterable[Any], kind: Any, layer: nn.Module) -> Any:
+    having = [u for u in units if isinstance(u, kind) and any(module is layer for module in u.modules())]
+    return min(having, key=lambda unit: len(list(unit.modules())), default=None)
+
+
 def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
     """The innermost unit of FSDP2 that has ``layer`` in it; None where there is none.
 
@@ -133,8 +173,7 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
     for unit in inside:  # the units of one tree know each other, also those around `owner`
         states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())
     around = {id(module): module for state in states for module in getattr(state, "_modules", ())}.values()
-    units = [unit for unit in (*inside, *around) if any(module is layer for module in unit.modules())]
-    return min(units, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
+    return _innermost((*inside, *around), kind, layer)
 
 
 def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
@@ -146,9 +185,12 @@ def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
         )
     fsdp1 = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     # Its units need processes. The models of Transformers look about before they tell their head.
-    distributed = fsdp1 is not None and torch.distributed.is_initialized()
+    distributed = fsdp1 is not None and private.fsdp1_unsharded is None and torch.distributed.is_initialized()
     if distributed and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
-        return "the head is an FSDP1 unit of its own, whose weight is freed before the loss; leave it in the root unit"
+        return (
+            "the head is an FSDP1 unit of its own, which this version of PyTorch does not let flce unshard; leave it in "
+            "the root unit, or use FSDP2"
+        )
     dtensor = _imported("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(weight, dtensor):
         return (
