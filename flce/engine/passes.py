@@ -27,6 +27,7 @@ from flce.engine.arena import Arena
 from flce.engine.case import Case, Dtypes
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
+from flce.engine.shards import Slice
 from flce.engine.stage import Stage
 
 
@@ -109,8 +110,10 @@ def forward(
     counts_on_device = schedule.counts_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
-    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows)
+    stage = _stage(problem, plan, runtime, selection, scales, rows.normalizer, out=rows)
     schedule.forward(stage)
+    if stage.slice is not None and not with_gradients:
+        stage.slice.complete(slice(0, selection.num_rows))
     grads = stage.gradients() if with_gradients else []
     rows, weight = selection.scatter(rows), problem.token_weight
     results, _, weight_grad = vectors.reduce(problem, runtime.backend, rows, scales.of_loss, problem.target, weight)
@@ -139,6 +142,26 @@ def backward(
     of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
     normalizer = selection.take(normalizer, dim=1)
-    stage = runtime.new_stage(problem, plan, selection, scales, normalizer, upstream=of_each)
+    stage = _stage(problem, plan, runtime, selection, scales, normalizer, upstream=of_each)
     plan.schedule.backward(stage)
     return stage.gradients()
+
+
+def _stage(
+    problem: LinearCrossEntropyProblem,
+    plan: Plan,
+    runtime: Runtime,
+    selection: Selection,
+    scales: vectors.LossScales,
+    normalizer: Tensor,
+    out: RowOutputs | None = None,
+    upstream: Tensor | None = None,
+) -> Stage:
+    """Of a problem, or of the classes that this process has."""
+    if problem.shard is None:
+        return runtime.new_stage(problem, plan, selection, scales, normalizer, out, upstream=upstream)
+    part = Slice(problem, selection, scales, runtime.arena, normalizer, out, upstream)
+    local = None if out is None else part.local
+    return runtime.new_stage(
+        part.problem, plan, part.selection, part.local_scales, normalizer, local, slice=part
+    )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, RowOutputs, log_sum_exp
+from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, ROW_GRADIENT_SLOTS, RowOutputs, log_sum_exp
 from flce.backends.state import is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
@@ -135,9 +135,9 @@ def backward(
 
 
 def _row_gradient(runtime: Runtime, selection: Selection, kept: Kept, upstream: Upstream) -> Tensor:
-    """(3, rows), see `TileCall.row_gradient`."""
-    made = runtime.arena.new((3, selection.most_rows), kept.normalizer.dtype, zero=True)
-    of_softmax, of_target, of_entropy = made
+    """(`ROW_GRADIENT_SLOTS`, rows), see `TileCall.row_gradient`."""
+    made = runtime.arena.new((ROW_GRADIENT_SLOTS, selection.most_rows), kept.normalizer.dtype, zero=True)
+    of_softmax, of_target, of_entropy, _ = made
     counts = selection.target != selection.problem.spec.ignore_index
 
     def given(gradient: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _entries(
     """The whole gradients of the logits of candidates, once for each of several equal ones."""
     problem, logprob = selection.problem, kept.candidate_logprob
     assert logprob is not None
-    spec, (of_softmax, of_target, of_entropy) = problem.spec, of_rows[:, :, None]
+    spec, (of_softmax, of_target, of_entropy, _) = problem.spec, of_rows[:, :, None]
     values = runtime.arena.new(ids.shape, of_rows.dtype)
     runtime.backend.sum_equal(ids, upstream.to(values.dtype), values)
     values -= of_target.where(ids == selection.target[:, None], 0.0)

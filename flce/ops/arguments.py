@@ -26,7 +26,9 @@ from flce.core.problem import (
     LossSpec,
     accumulation_dtype,
 )
+from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
+from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, refuse_sharded_weight, split
 from flce.torch_ops.frames import is_differentiated_forward
 
 P = ParamSpec("P")
@@ -49,6 +51,8 @@ class LinearArguments(NamedTuple):
     shift: int
     composed: bool
     """Whether PyTorch's operators are what computes it, with logits in memory."""
+    shard: Shard | None
+    """What of the classes the weights have; None: all."""
 
 
 def linear_arguments(
@@ -63,12 +67,14 @@ def linear_arguments(
     shift: int,
     options: ChunkOptions | None,
     spec: LossSpec,
+    how: SplitHead = NOT_SPLIT,
     function: str = "fused_linear_cross_entropy",
 ) -> LinearArguments:
     """All checks of the arguments of `flce.fused_linear_cross_entropy` but those of `spec`. It documents the errors.
 
-    `function`: the one that is called.
+    `how`: the head is divided. `function`: the one that is called.
     """
+    shard = None
     operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target}, optional)
@@ -83,8 +89,14 @@ def linear_arguments(
             f"{tuple(linear_weight.shape)} with input {tuple(input.shape)}"
             f"{': give linear_weight.t()' if transposed else ''}"
         )
+    refuse_sharded_weight(input, linear_weight)
     check_options(options)
     shift = check_shift(shift, target)
+    if how != NOT_SPLIT:
+        told = {"the shape of target": tuple(target.shape), "shift": shift, "options": (spec, options)}
+        given, shard = split(Operands(input, linear_weight, linear_bias, adapters, weight), how, told)
+        input, linear_weight, linear_bias, adapters, weight = given
+        operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
     input, linear_weight, *others = operands.values()
@@ -111,10 +123,12 @@ def linear_arguments(
         adapters,
         ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
-        ("weight", weight, (vocab_size,)),
+        ("weight", weight, (vocab_size if shard is None else shard.vocab_size,)),
         ("token_weight", token_weight, tokens),
     )
     if composed:
+        if shard is not None:
+            raise ValueError("process_group needs class-index targets, got class probabilities")
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
@@ -122,7 +136,7 @@ def linear_arguments(
         instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
         refuse_forward_mode(function, instead, (input, linear_weight, linear_bias, token_weight, *others))
     return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard
     )
 
 
@@ -154,6 +168,7 @@ def logprob_arguments(
     ignore_index: int | None,
     shift: int,
     options: ChunkOptions | None,
+    how: SplitHead,
 ) -> LogprobArguments:
     """All checks of the arguments of `flce.linear_logprobs`, which documents the errors."""
     outputs = check_outputs(outputs)
@@ -177,7 +192,7 @@ def logprob_arguments(
     else:
         of_all = real("temperature", temperature)
     top_k = check_top_k(top_k)
-    if top_k > len(linear_weight):
+    if top_k > len(linear_weight) and how.process_group is None:
         raise ValueError(f"top_k must be at most the {len(linear_weight)} classes of linear_weight, got {top_k}")
     if candidates is not None:
         candidates = _checked_candidates(candidates, tokens, input)
@@ -192,8 +207,9 @@ def logprob_arguments(
         row_temperature=each is not None,
     )
     linear = linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, "linear_logprobs"
-    )
+        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how,
+        "linear_logprobs",
+    )  # fmt: skip
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
@@ -271,7 +287,7 @@ class LogitsArguments(NamedTuple):
     token_weight: Tensor | None  # (...)
     num_items: Tensor | None  # ()
     shift: int
-    shard: vocabulary_parallel.Shard | None  # None: cols is V
+    shard: Shard | None  # None: cols is V
 
     @property
     def composed(self) -> bool:

@@ -24,7 +24,7 @@ from flce.core.problem import LossSpec
 from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.ops.cross_entropy import CrossEntropyProblem
-from flce.ops.vocabulary_parallel import bounds
+from flce.core.shard import bounds
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
 from tests.extremes import every_extreme, has_a_softmax
