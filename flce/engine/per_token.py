@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, ROW_GRADIENT_SLOTS, RowOutputs, log_sum_exp
+from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, ROW_GRADIENT_SLOTS, TARGET, RowOutputs, log_sum_exp
 from flce.backends.state import is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
-from flce.engine.passes import Plan, Runtime, runtime_of
+from flce.engine.passes import Plan, Runtime, runtime_of, stage_of
 from flce.engine.selection import Selection
-from flce.engine.stage import Entries
+from flce.engine.stage import Entries, Stage
 from flce.engine.top import Top
 
 
@@ -72,17 +72,21 @@ def forward(
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     top = Top.of(selection.most_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows, top=top)
+    stage = stage_of(problem, plan, runtime, selection, scales, rows.normalizer, out=rows, top=top)
     plan.schedule.forward(stage)
+    if stage.slice is not None:
+        stage.slice.complete(slice(0, selection.num_rows))
 
     counts = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_logprob = top_ids = None
     if candidates is not None:
         ids = selection.take(candidates)
-        values = _logprob(stage.chosen_logits(ids), rows.normalizer)
+        values = _logprob(_chosen_logits(stage, ids), rows.normalizer)
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.put(values.masked_fill_(~counts | (ids == NO_CANDIDATE), 0.0))
     if top is not None:
+        if stage.slice is not None:
+            top = stage.slice.complete_top(top)
         values = _logprob(spec.transform(top.logits, selection.row_factor), rows.normalizer)
         top_logprob = selection.put(values.masked_fill_(~counts, 0.0))
         top_ids = selection.put(top.ids.masked_fill_(~counts, NO_CANDIDATE))
@@ -91,6 +95,15 @@ def forward(
 
 # The id of no class.
 NO_CANDIDATE = -1
+
+
+def _chosen_logits(stage: Stage, ids: Tensor) -> Tensor:
+    """z of some classes of each selected row, (rows, K), of whatever process has them. One collective, if there are
+    several."""
+    if stage.slice is None:
+        return stage.chosen_logits(ids)
+    local = stage.slice.local_ids(ids)
+    return stage.slice.summed(stage.chosen_logits(local).masked_fill_(local == NO_CANDIDATE, 0.0))
 
 
 def _logprob(z: Tensor, normalizer: Tensor) -> Tensor:
@@ -121,15 +134,14 @@ def backward(
     of_rows = _row_gradient(runtime, selection, kept, upstream)
     if of_candidates is not None:
         entries = _entries(runtime, selection, ids, kept, of_candidates, of_rows)
-    stage = runtime.new_stage(
-        problem,
-        plan,
-        selection,
-        vectors.LossScales(problem, runtime.backend, with_gradients=False),
-        kept.normalizer,
-        row_gradient=of_rows,
-        entries=entries,
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
+    stage = stage_of(
+        problem, plan, runtime, selection, scales, kept.normalizer, row_gradient=of_rows, entries=entries
     )
+    if stage.slice is not None:
+        of_rows[TARGET].masked_fill_(~stage.slice.has_target, 0.0)
+        if entries is not None:
+            stage.entries = entries._replace(ids=stage.slice.local_ids(entries.ids))
     plan.schedule.backward(stage)
     return stage.gradients()
 

@@ -31,6 +31,7 @@ from flce.core.problem import LinearCrossEntropyProblem, LossSpec
 from flce.core.shard import Shard, gathered
 from flce.engine.arena import Arena
 from flce.engine.selection import Selection
+from flce.engine.top import Top
 from flce.engine.vectors import LossScales, allocate
 
 IGNORED = -100
@@ -212,6 +213,35 @@ class Slice:
         weight = self.rows.token_weight
         return None if weight is None or (for_loss and self.whole.token_weight_grad) else weight[part]
 
+    @property
+    def has_target(self) -> Tensor:
+        """(rows,) bool: whether the target is a class of this process."""
+        return self._targets.here
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        """Classes by their numbers here; -1 for those of other processes."""
+        start = self.shard.start
+        here = (ids >= start) & (ids < min(start + self.whole.slice_size, self.shard.vocab_size))
+        return torch.where(here, ids - start, -1)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """`x`, summed over all processes in place. One collective."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def complete_top(self, top: Top) -> Top:
+        """The largest logits of all classes, from those of each process. Two collectives."""
+        rows, k = top.ids.shape
+        nothing = -torch.inf if top.largest else torch.inf
+        # A process with fewer than k classes has found as many; one without any, none.
+        found = 0 if self.shard.is_empty else min(k, self.whole.slice_size)
+        top.logits[:, found:], top.ids[:, found:] = nothing, 0
+        logits, ids = (
+            gathered(x, self.group).movedim(0, 1).reshape(rows, -1) for x in (top.logits, top.ids + self.shard.start)
+        )
+        best, place = logits.topk(k, largest=top.largest)
+        return replace(top, logits=best, ids=ids.gather(1, place))
+
     # ---------------------------------------------------------------------------------------------- gradients
 
     def worth(self, part: slice, lse: Tensor) -> Worth:
@@ -279,6 +309,14 @@ class Slice:
             self.reduce(term, grad)
         for work in self._reductions.pop(term, ()):
             work.wait()
+
+
+def with_all_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
+    """The same problem with the weights of all classes, where it has those of this process. Then, one collective."""
+    weight = p.class_weight
+    if p.shard is None or weight is None or len(weight) == p.vocab_size:
+        return p
+    return replace(p, class_weight=p.shard.whole(weight))
 
 
 def merged(sent: Mapping[str, Tensor], p: LinearCrossEntropyProblem, owner: Tensor) -> Whole:

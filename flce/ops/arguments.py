@@ -74,7 +74,7 @@ def linear_arguments(
 
     `how`: the head is divided. `function`: the one that is called.
     """
-    shard = None
+    shard, weighted = None, 0
     operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target}, optional)
@@ -94,8 +94,11 @@ def linear_arguments(
     shift = check_shift(shift, target)
     if how != NOT_SPLIT:
         told = {"the shape of target": tuple(target.shape), "shift": shift, "options": (spec, options)}
-        given, shard = split(Operands(input, linear_weight, linear_bias, adapters, weight), how, told)
-        input, linear_weight, linear_bias, adapters, weight = given
+        size = len(linear_weight)
+        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, told)
+        input, linear_weight, linear_bias, adapters = given
+        # Class weights are those of all classes, or of these.
+        weighted = size if weight is not None and len(weight) == size else shard.vocab_size
         operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
@@ -113,6 +116,7 @@ def linear_arguments(
     num_items = num_items_tensor(num_items, spec, input)
     adapters = tuple(zip(others[::2], others[1::2], strict=True))
     leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
+    weighted = vocab_size if shard is None else weighted
     tokens, probabilities = (*leading, *inner), target.is_floating_point()
     composed = probabilities or bool(inner)
     if adapters and inner:
@@ -123,7 +127,7 @@ def linear_arguments(
         adapters,
         ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
-        ("weight", weight, (vocab_size if shard is None else shard.vocab_size,)),
+        ("weight", weight, (weighted,)),
         ("token_weight", token_weight, tokens),
     )
     if composed:
@@ -180,15 +184,15 @@ def logprob_arguments(
         if shift:
             raise ValueError(f"shift={shift} needs a target, got target=None")
         # Any class: nothing that depends on it is asked for. No position is ignored.
-        target, ignore_index = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device), -100
+        target, ignore_index = torch.zeros(how.tokens(input), dtype=torch.int64, device=input.device), -100
     elif isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
     if linear_weight.dim() > 2:
         raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-    tokens = tuple(input.shape[:-1])
+    tokens = how.tokens(input)
     each, of_all = None, 1.0
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
-        each = _checked_temperature(temperature, input)
+        each = _checked_temperature(temperature, tokens, input)
     else:
         of_all = real("temperature", temperature)
     top_k = check_top_k(top_k)
@@ -240,7 +244,7 @@ def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def _checked_temperature(temperature: Tensor, input: Tensor) -> Tensor:
+def _checked_temperature(temperature: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
     """One of each token. Its values are looked at in the operator, which tracers do not see into."""
     if not temperature.is_floating_point():
         raise TypeError(f"temperature must be a number or have a floating dtype, got {temperature.dtype}")
@@ -250,9 +254,9 @@ def _checked_temperature(temperature: Tensor, input: Tensor) -> Tensor:
         )
     if temperature.requires_grad:
         raise ValueError("temperature gets no gradient, got a tensor that requires grad: give temperature.detach()")
-    if temperature.shape != input.shape[:-1]:
+    if temperature.shape != tokens:
         raise ValueError(
-            f"temperature must be a number or have shape {tuple(input.shape[:-1])} with input {tuple(input.shape)}, "
+            f"temperature must be a number or have shape {tokens} with input {tuple(input.shape)}, "
             f"got {tuple(temperature.shape)}"
         )
     return temperature

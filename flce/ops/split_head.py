@@ -30,6 +30,14 @@ class SplitHead(NamedTuple):
     sequence_parallel: bool = False
 
 
+    def tokens(self, input: Tensor) -> tuple[int, ...]:
+        """The shape of all tokens."""
+        *batch, length = input.shape[:-1] or (1,)
+        if not self.sequence_parallel or self.process_group is None or input.dim() < 2:
+            return tuple(input.shape[:-1])
+        return (*batch, length * self.process_group.size())
+
+
 NOT_SPLIT = SplitHead()
 
 
@@ -40,7 +48,6 @@ class Operands(NamedTuple):
     linear_weight: Tensor
     linear_bias: Tensor | None
     adapters: Sequence[tuple[Tensor, Tensor]]
-    weight: Tensor | None
 
 
 def refuse_sharded_weight(input: Tensor, linear_weight: Tensor) -> None:
@@ -66,11 +73,11 @@ def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Oper
         raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
     if group is None:
         raise ValueError(f"vocab_size={vocab_size} and sequence_parallel={sequence_parallel} need a process_group")
-    input, linear_weight, linear_bias, adapters, weight = given
+    input, linear_weight, linear_bias, adapters = given
     if linear_weight.dim() != 2:
         raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
     shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
-    if looks_at_values(input.device):
+    if looks_at_values(input.device) and not torch.compiler.is_compiling():
         operands = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],
@@ -83,14 +90,12 @@ def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Oper
         _check_agreement(group, input.device, {**operands, **others})
     if sequence_parallel:
         input, adapters = _whole_sequence(input, shard), [(_whole_sequence(a, shard), b) for a, b in adapters]
-    if weight is not None and len(weight) == len(linear_weight) != shard.vocab_size:
-        weight = shard.whole(weight.detach())
     if shard.is_empty:
         # One class of a process that has none. What comes of it is not counted.
         linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
         linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
         adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
-    return Operands(input, linear_weight, linear_bias, adapters, weight), shard
+    return Operands(input, linear_weight, linear_bias, adapters), shard
 
 
 def _check_agreement(group: Any, device: torch.device, told: dict[str, Any]) -> None:
