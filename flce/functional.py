@@ -138,9 +138,9 @@ def fused_linear_cross_entropy(
             `adapters` summed over the processes: call ``backward`` on the loss in each. See "Several GPUs".
         vocab_size: V, with `process_group`. None: all processes have equally many classes. Otherwise slices are those
             of `torch.chunk`: ceil(V / processes) classes, the last ones fewer, or none.
-        sequence_parallel: with `process_group`, `input` (and the a of `adapters`) is this process's share of the tokens,
-            (..., S / processes, H): shares are gathered along dimension -2, and their gradient is summed and given back
-            in shares. `target`, `token_weight`, results and statistics are those of all tokens.
+        sequence_parallel: with `process_group`, `input` (and the a of `adapters`) is this process's share of the
+            tokens, (..., S / processes, H): shares are gathered along dimension -2, and their gradient is summed and
+            given back in shares. `target`, `token_weight`, results and statistics are those of all tokens.
 
     Returns:
         The loss, float32 (float64 for float64 inputs): 0-d, or (...) for ``reduction="none"``. With `stats` a
@@ -150,8 +150,8 @@ def fused_linear_cross_entropy(
         TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight`, `linear_bias` and `adapters`
             differ in dtype outside of autocast.
         ValueError: shapes do not fit, devices differ, a scalar is out of its range, no plan keeps
-            ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, a slice has not the classes
-            that `vocab_size` gives it, or (on a CPU or with ``FLCE_DEBUG=1``; otherwise results are undefined)
+            ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, a slice has not the
+            classes that `vocab_size` gives it, or (on a CPU or with ``FLCE_DEBUG=1``; otherwise results are undefined)
             processes were given different arguments.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
             is NaN and nothing is read out of bounds.

@@ -252,8 +252,8 @@ class TileCall(NamedTuple):
     upstream: Tensor | None = None
     # (slots, rows) in the place of scales and upstream, the gradient of a row as a whole. With log-probabilities l and
     # p = exp(l) it is ``row_gradient[SOFTMAX] * p - row_gradient[ENTROPY] * p * l``, in the target's column less
-    # ``row_gradient[TARGET]``, and with label smoothing in each column less ``row_gradient[CLASSES]`` times the weight of
-    # its class.
+    # ``row_gradient[TARGET]``, and with label smoothing in each column less ``row_gradient[CLASSES]`` times the weight
+    # of its class.
     row_gradient: Tensor | None = None
 
     def part(self, part: slice) -> TileCall:

@@ -1,4 +1,4 @@
-"""Which classes a process has where a head is divided over a group of processes, and what all of them tell each other."""
+"""Which classes a process has where a head is divided over a group, and what all processes tell each other."""
 
 from __future__ import annotations
 
@@ -82,4 +82,3 @@ def gathered(x: Tensor, group: Any) -> Tensor:
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(result.view(-1), x.contiguous().view(-1), group=group)
     return result
-

@@ -113,8 +113,8 @@ def forward(
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     stage = stage_of(problem, plan, runtime, selection, scales, rows.normalizer, out=rows)
     schedule.forward(stage)
-    if stage.slice is not None and not with_gradients:
-        stage.slice.complete(slice(0, selection.num_rows))
+    if stage.split is not None and not with_gradients:
+        stage.split.complete(slice(0, selection.num_rows))
     grads = stage.gradients() if with_gradients else []
     rows, weight = selection.scatter(rows), problem.token_weight
     results, _, weight_grad = vectors.reduce(problem, runtime.backend, rows, scales.of_loss, problem.target, weight)
@@ -166,5 +166,5 @@ def stage_of(
     part = Slice(problem, selection, scales, runtime.arena, normalizer, out, upstream)
     local = None if out is None else part.local
     return runtime.new_stage(
-        part.problem, plan, part.selection, part.local_scales, normalizer, local, slice=part, **more
+        part.problem, plan, part.selection, part.local_scales, normalizer, local, split=part, **more
     )

@@ -74,8 +74,8 @@ def forward(
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
     stage = stage_of(problem, plan, runtime, selection, scales, rows.normalizer, out=rows, top=top)
     plan.schedule.forward(stage)
-    if stage.slice is not None:
-        stage.slice.complete(slice(0, selection.num_rows))
+    if stage.split is not None:
+        stage.split.complete(slice(0, selection.num_rows))
 
     counts = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_logprob = top_ids = None
@@ -85,8 +85,8 @@ def forward(
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.put(values.masked_fill_(~counts | (ids == NO_CANDIDATE), 0.0))
     if top is not None:
-        if stage.slice is not None:
-            top = stage.slice.complete_top(top)
+        if stage.split is not None:
+            top = stage.split.complete_top(top)
         values = _logprob(spec.transform(top.logits, selection.row_factor), rows.normalizer)
         top_logprob = selection.put(values.masked_fill_(~counts, 0.0))
         top_ids = selection.put(top.ids.masked_fill_(~counts, NO_CANDIDATE))
@@ -100,10 +100,10 @@ NO_CANDIDATE = -1
 def _chosen_logits(stage: Stage, ids: Tensor) -> Tensor:
     """z of some classes of each selected row, (rows, K), of whatever process has them. One collective, if there are
     several."""
-    if stage.slice is None:
+    if stage.split is None:
         return stage.chosen_logits(ids)
-    local = stage.slice.local_ids(ids)
-    return stage.slice.summed(stage.chosen_logits(local).masked_fill_(local == NO_CANDIDATE, 0.0))
+    local = stage.split.local_ids(ids)
+    return stage.split.summed(stage.chosen_logits(local).masked_fill_(local == NO_CANDIDATE, 0.0))
 
 
 def _logprob(z: Tensor, normalizer: Tensor) -> Tensor:
@@ -135,13 +135,11 @@ def backward(
     if of_candidates is not None:
         entries = _entries(runtime, selection, ids, kept, of_candidates, of_rows)
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    stage = stage_of(
-        problem, plan, runtime, selection, scales, kept.normalizer, row_gradient=of_rows, entries=entries
-    )
-    if stage.slice is not None:
-        of_rows[TARGET].masked_fill_(~stage.slice.has_target, 0.0)
+    stage = stage_of(problem, plan, runtime, selection, scales, kept.normalizer, row_gradient=of_rows, entries=entries)
+    if stage.split is not None:
+        of_rows[TARGET].masked_fill_(~stage.split.has_target, 0.0)
         if entries is not None:
-            stage.entries = entries._replace(ids=stage.slice.local_ids(entries.ids))
+            stage.entries = entries._replace(ids=stage.split.local_ids(entries.ids))
     plan.schedule.backward(stage)
     return stage.gradients()
 

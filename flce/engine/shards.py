@@ -188,8 +188,14 @@ class Slice:
         if self.shard.is_empty:
             offset = torch.full_like(offset, -torch.inf)
         values = {"offset": offset, "log_sum": log_sum, **values}
-        sent = torch.stack([value.to(offset.dtype) for value in values.values()])
-        return dict(zip(values, gathered(sent, self.group).unbind(1), strict=True))
+        flat = [value.to(offset.dtype) for value in values.values()]
+        # Also how many classes this process has: nothing waits for the answer, but results are NaN where it is wrong.
+        width = 0 if self.shard.is_empty else self.whole.slice_size
+        sent = gathered(torch.cat([*flat, offset.new_full((1,), width)]), self.group)
+        received = dict(zip(values, sent[:, :-1].view(len(sent), len(flat), -1).unbind(1), strict=True))
+        differ = (sent[:, -1] != self.shard.widths(offset)).any()
+        received["offset"] = torch.where(differ, torch.nan, received["offset"])
+        return received
 
     @functools.cached_property
     def _targets(self) -> _Targets:
@@ -249,7 +255,10 @@ class Slice:
         p, targets, scales = self.whole, self._targets.part(part), self.scales.of_gradient
         assert scales is not None
         spec, row = p.spec, torch.ones_like(lse)
-        for factor in (self._token_weight(part, for_loss=False), None if self.upstream is None else self.upstream[part]):
+        for factor in (
+            self._token_weight(part, for_loss=False),
+            None if self.upstream is None else self.upstream[part],
+        ):
             row = row if factor is None else row * factor
         row = torch.where(targets.in_range, row, torch.nan)
         ce = row * scales[0]
@@ -262,7 +271,11 @@ class Slice:
             of_softmax = of_softmax + of_classes * scales[2]
         if spec.z_loss:
             of_softmax = of_softmax + row * scales[1] * (2.0 * spec.z_loss) * lse
-        return Worth(*(None if t is None else torch.where(targets.valid, t, 0.0) for t in (of_softmax, of_target, of_classes)))  # type: ignore[arg-type]
+
+        def counted(x: Tensor) -> Tensor:
+            return torch.where(targets.valid, x, 0.0)
+
+        return Worth(counted(of_softmax), counted(of_target), None if of_classes is None else counted(of_classes))
 
     def row_gradient(self, part: slice) -> Tensor:
         """(`ROW_GRADIENT_SLOTS`, rows) of some rows, see `TileCall.row_gradient`, from the whole normalizer."""
@@ -367,7 +380,9 @@ def merged(sent: Mapping[str, Tensor], p: LinearCrossEntropyProblem, owner: Tens
     return Whole(offset, log_sum, nll, share, own_logprob, own_logit, smooth, stats)
 
 
-def _write(out: RowOutputs, made: Whole, targets: _Targets, p: LinearCrossEntropyProblem, token_weight: Tensor | None) -> None:
+def _write(
+    out: RowOutputs, made: Whole, targets: _Targets, p: LinearCrossEntropyProblem, token_weight: Tensor | None
+) -> None:
     """The whole results of rows to their places, as `RowOutputs` has them."""
 
     def kept(values: Tensor, place: Tensor | None, ignored: float = 0.0) -> None:

@@ -93,6 +93,8 @@ def linear_arguments(
     check_options(options)
     shift = check_shift(shift, target)
     if how != NOT_SPLIT:
+        if target.is_floating_point():
+            raise ValueError("process_group needs class-index targets, got class probabilities")
         told = {"the shape of target": tuple(target.shape), "shift": shift, "options": (spec, options)}
         size = len(linear_weight)
         given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, told)
@@ -131,8 +133,6 @@ def linear_arguments(
         ("token_weight", token_weight, tokens),
     )
     if composed:
-        if shard is not None:
-            raise ValueError("process_group needs class-index targets, got class probabilities")
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)

@@ -42,12 +42,13 @@ from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import for_each, is_batched, register_loop
 
 # Tensors and lists of them. Then the LossSpec and the ChunkOptions, the shift, whether the weights of tokens have a
-# gradient, `Needs.flat`, whether the call is part of a graph, which is good for other numbers of tokens too, and the shard.
+# gradient, `Needs.flat`, whether the call is part of a graph, which is good for other numbers of tokens too, and the
+# shard.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
     "Tensor? token_weight, Tensor? num_items, "
-    "str settings, int shift, bool token_weight_grad, bool[] needs, bool traced, str? group, int start, int vocab_size, "
-    "bool sequence_parallel"
+    "str settings, int shift, bool token_weight_grad, bool[] needs, bool traced, "
+    "str? group, int start, int vocab_size, bool sequence_parallel"
 )
 _NUM_TENSORS = 7
 # The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
@@ -107,8 +108,9 @@ def _unpack(
     spec, options = from_text(settings, (LossSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
     optional = linear_bias, class_weight, token_weight, num_items
-    others = spec, Needs.from_flat(needs), shift, token_weight_grad, None, Shard.of_fields(*shard)
-    return LinearCrossEntropyProblem(terms, target, *optional, *others), options, traced
+    others = spec, Needs.from_flat(needs), shift, token_weight_grad
+    problem = LinearCrossEntropyProblem(terms, target, *optional, *others, shard=Shard.of_fields(*shard))
+    return problem, options, traced
 
 
 def fields_of_case(

@@ -131,7 +131,18 @@ def _unpack(
     """The call, from the arguments of an operator."""
     spec, options = from_text(settings, (LogprobSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
-    others = (linear_bias, None, None, None, spec, Needs.from_flat(needs), 0, False, row_factor, Shard.of_fields(*shard))
+    others = (
+        linear_bias,
+        None,
+        None,
+        None,
+        spec,
+        Needs.from_flat(needs),
+        0,
+        False,
+        row_factor,
+        Shard.of_fields(*shard),
+    )
     return _Call(LinearCrossEntropyProblem(terms, target, *others), candidates, options, traced)
 
 

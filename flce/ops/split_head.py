@@ -29,7 +29,6 @@ class SplitHead(NamedTuple):
     vocab_size: int | None = None
     sequence_parallel: bool = False
 
-
     def tokens(self, input: Tensor) -> tuple[int, ...]:
         """The shape of all tokens."""
         *batch, length = input.shape[:-1] or (1,)
@@ -54,9 +53,9 @@ def refuse_sharded_weight(input: Tensor, linear_weight: Tensor) -> None:
     """ValueError for a weight that is a DTensor beside an input that is none: which tokens does each process have?"""
     if is_dtensor(linear_weight) and not is_dtensor(input):
         raise ValueError(
-            f"linear_weight is a DTensor with placements {linear_weight.placements}, input is a plain tensor. If each "  # type: ignore[attr-defined]
-            "process has tokens of its own, as with FSDP, give flce.gathered(linear_weight). If all have the same tokens "
-            "(vocabulary parallelism), give linear_weight.to_local(), process_group=... and vocab_size=..."
+            "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with FSDP, "
+            "give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
+            "linear_weight.to_local(), process_group=... and vocab_size=..."
         )
 
 

@@ -36,8 +36,8 @@ def plan_of_call(*call: Any) -> ChunkPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of_slice(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
-    """The plan of a process that has fewer classes than the one that `plan` is for: with as many chunks of tokens, after
-    each of which all processes meet."""
+    """The plan of a process that has fewer classes than the one that `plan` is for. It has as many chunks of tokens,
+    after each of which all processes meet."""
     c = plan.case
     rows = c.options.chunk_rows if plan.deferred else max(1, min(plan.schedule.tiles(c)[0], c.num_tokens))
     options = replace(c.options, chunk_rows=rows, strategy=plan.strategy)  # type: ignore[arg-type]
