@@ -42,11 +42,16 @@ _ON_H200 = Rates(710e12, 50e12, 4e12, 2.5e12, 3e-6, (128, 256), 1024, 130e-6, 20
 
 @functools.cache
 def rates(device: Device) -> Rates:
-    """What calls reach on a device: of its data sheet's rates the share that they reached on an H200."""
+    """What calls reach on a device: of its data sheet's rates the share that they reached on an H200.
+
+    Every Hopper is counted as an H200, because plans of all of them were measured so.
+    """
     if not device.arch:
         flops = device.half_flops, device.wide_flops
         return Rates(*flops, device.bandwidth, device.bandwidth, 20e-6, (16, 16), 1 << 30, 0.0, 0.0)
     measured, of = _ON_H200, KNOWN["H200"]
+    if device.arch == of.arch and device.profile is None:
+        return measured
     return measured._replace(
         half_flops=measured.half_flops * (device.half_flops / of.half_flops),
         wide_flops=measured.wide_flops * (device.wide_flops / of.wide_flops),

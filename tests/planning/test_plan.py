@@ -590,6 +590,20 @@ def test_blocks_of_a_product() -> None:
     assert cost_model.product(device, 67 * 128, 512, 4096, 2) > 1.2 * full
 
 
+def test_rates_are_those_of_the_data_sheets() -> None:
+    """A product is as much slower as the data sheet says, a pass as well; on a Hopper both are as measured."""
+    h200, slower = KNOWN["H200"], KNOWN["RTX-3090"]
+    product, of_h200 = cost_model.rates(slower).half_flops, cost_model.rates(h200)
+    assert product / of_h200.half_flops == pytest.approx(71 / 989)
+    assert cost_model.rates(slower).wide_flops / of_h200.wide_flops == pytest.approx(35.6 / 67)
+    assert cost_model.rates(slower).bandwidth / of_h200.bandwidth == pytest.approx(936 / 4800)
+    assert cost_model.rates(slower).operands / of_h200.operands == pytest.approx(936 / 4800)
+    assert cost_model.rates(KNOWN["H100"]) == of_h200
+    # 82 multiprocessors have a block each, as 132 have.
+    blocks = cost_model.product(slower, 41 * 128, 512, 4096, 2)
+    assert cost_model.product(slower, 42 * 128, 512, 4096, 2) > 1.2 * blocks
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Promise and measurement
 
