@@ -130,16 +130,18 @@ def transform(
 ):
     """z and dz/da of some columns of a row.
 
-    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``.
+    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``. The 0 that is added to a product keeps it
+    from being contracted with what is subtracted from it next: z - max(z) would not be 0 where z is the largest, and
+    one kernel's z would not be another's.
     """
     a = a.to(ACCUM)
     if HAS_BIAS:
         a += load_columns(bias_ptr + columns, mask, "").to(ACCUM)
     if HAS_SOFTCAP:
         tanh, derivative = tanh_and_derivative(a * scale)
-        return tanh * cap, derivative * (scale * cap)
+        return tanh * cap + 0.0, derivative * (scale * cap)
     elif HAS_SCALE:
-        return a * scale, scale
+        return a * scale + 0.0, scale
     else:
         return a, scale
 
