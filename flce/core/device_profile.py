@@ -1,7 +1,7 @@
 """A profile: a JSON file, named by ``FLCE_PROFILE``, that changes what flce knows of the GPUs of this machine.
 
-The file has one object. Its ``name`` is the device's, as PyTorch or the table of known kinds has it. Every other member is
-a field of the record (`flce.core.device_record.Device`).
+The file has one object. Its ``name`` is the device's, as PyTorch or the table of known kinds has it. Every other member
+is a field of the record (`flce.core.device_record.Device`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 from flce.core.device_record import Device, normalized
 
-VARIABLE = "FLCE_PROFILE"
 _WHOLE = ("multiprocessors", "shared_memory", "registers", "cache", "memory")
 _RATES = ("bandwidth", "half_flops", "wide_flops")
 _FIELDS = ("name", "arch", *_WHOLE, *_RATES, "own_products")
@@ -30,7 +29,7 @@ def profile() -> tuple[str, Mapping[str, Any]] | None:
     Raises:
         ValueError: it cannot be read, or is no profile. The message names the file.
     """
-    path = os.environ.get(VARIABLE, "")
+    path = os.environ.get("FLCE_PROFILE", "")
     if not path:
         return None
     try:
@@ -80,4 +79,4 @@ def _expected(field: str, value: Any) -> str | None:
 
 
 def _wrong(path: str, what: str) -> ValueError:
-    return ValueError(f"{VARIABLE}={path} {what}")
+    return ValueError(f"FLCE_PROFILE={path} {what}")
