@@ -124,9 +124,8 @@ def _frozen_rows(c: Case) -> int:
     # | these rows        | 1.015 | 1.024 | 1.017 | 0.999 |
     # | half of them      | 1.09  | 1.03  | 1.09  | 1.03  |
     # | other numbers     | 1.02 to 1.14, in no order     |
-    device = cost_model.device_of(c.device_type)
     limit = c.defaults.chunk if c.dtype.itemsize < 4 else c.defaults.no_sum
-    tall, wide = device.block
-    rows = max(1, int(0.97 * device.multiprocessors) // ceil_div(c.hidden_sizes[0], wide)) * tall
+    tall, wide = cost_model.rates(c.device).block
+    rows = max(1, int(0.97 * c.device.multiprocessors) // ceil_div(c.hidden_sizes[0], wide)) * tall
     most = limit // (padded_cols(c.vocab_size) * _entry_bytes(c))
     return max(ROW_MULTIPLE, min(rows, most) // ROW_MULTIPLE * ROW_MULTIPLE)
