@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from flce.core.device_profile import profile, with_profile
 from flce.core.device_record import CPU, UNKNOWN, Device, device_told
 
 
@@ -49,12 +50,30 @@ def device_name(device: torch.device) -> str:
 
 
 def device_record(device: torch.device) -> Device:
-    """What is known of a device of this machine."""
+    """What is known of a device of this machine, a GPU as the profile says.
+
+    With a process group there is no profile: all ranks must plan alike, and each machine may have another file.
+
+    Raises:
+        ValueError: the profile is wrong, or of another device.
+    """
     if device.type == "cpu":
         return CPU
     if device.type != "cuda":
         return UNKNOWN._replace(name=device.type)
-    return _told(torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index)
+    index = torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index
+    found = _profiled(index)
+    return found if found.profile is None or not _in_a_group() else _told(index)
+
+
+def _in_a_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@functools.cache
+def _profiled(index: int | None) -> Device:
+    told = _told(index)
+    return told if told is UNKNOWN or profile() is None else with_profile(told, torch.cuda.get_device_name(index))
 
 
 @functools.cache

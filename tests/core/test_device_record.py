@@ -47,6 +47,8 @@ def test_a_compute_capability_stands_for_a_device_of_unknown_memory() -> None:
     newer, older = known("sm_103"), known("sm_75")
     assert newer == KNOWN["B200"]._replace(memory=None, arch="sm_103")
     assert older == KNOWN["A100-80GB"]._replace(memory=None, arch="sm_75")
+    near_hopper = known("sm_92")
+    assert near_hopper == KNOWN["H200"]._replace(memory=None, arch="sm_92", own_products=False)
     assert (known("sm_"), known("H300")) == (None, None)
 
 
