@@ -507,9 +507,9 @@ def plan(
         dtype: of `input` and `linear_weight`, after autocast.
         device: where the tensors will be: a device of this machine. Where it has no GPU, ``"cuda"`` is a GPU of unknown
             kind: its memory is no bound, and kernels that need a certain kind are not counted on.
-        device_kind: the kind of NVIDIA GPU to plan for, whatever this machine has: a name of
-            `flce.planning.device_kinds.KINDS` such as ``"H200"``, or a compute capability such as ``"sm_90"``. With
-            it the plan is the same on every machine.
+        device_kind: the kind of GPU to plan for, whatever this machine has: a name of
+            `flce.core.device_record.KNOWN` such as ``"RTX-4090"``, spaces, hyphens and case ignored, or a compute
+            capability such as ``"sm_90"``. With it the plan is the same on every machine.
         device_memory: bytes of the device, in place of those of this machine's or of the kind. Without a budget a
             call takes at most 1/24 of them.
         reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.

@@ -25,7 +25,7 @@ from flce.backends import backend_name, get_backend, has_product
 from flce.backends.contract import RowOutputs
 from flce.core import log, private
 from flce.core.callers import caller
-from flce.core.devices import total_memory
+from flce.core.devices import device_record
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
 from flce.core.shard import Shard
@@ -130,7 +130,7 @@ def fields_of_case(
         "cuda" if gpu else p.device.type,
         gpu.backend if gpu else backend_name(p.device),
         row_major and (gpu.has_product if gpu else has_product(p.device)),
-        gpu.memory if gpu else total_memory(p.device),
+        gpu.device if gpu else device_record(p.device),
         p.spec,
         p.needs,
         options,

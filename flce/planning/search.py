@@ -50,9 +50,9 @@ def make_plan(c: Case) -> ChunkPlan:
     # Blocks of classes are for saving memory: a budget says how much there is of it.
     searched = budget is not None and c.options.strategy == "vocab"
     if budget is None:
-        if c.memory is None:
+        if c.device.memory is None:
             return default
-        budget = int(c.memory * MEMORY_SHARE)
+        budget = int(c.device.memory * MEMORY_SHARE)
     for room in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
         if default.workspace_bytes <= room and not searched:
             return default
