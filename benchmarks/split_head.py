@@ -100,7 +100,7 @@ class Operands:
         made = self.products()
         assert isinstance(made, tuple)
         numbers = torch.zeros(3, self.case.tokens, device=self.whole.device)
-        shard.gathered(numbers, self.group)
+        shard.gather(numbers, self.group)
         dist.all_reduce(made[0], group=self.group)
         return made
 
@@ -194,7 +194,7 @@ def main(
             torch.cuda.set_device(device)
         for tokens, hidden, vocab, sequence in TINY if tiny else [*SHAPES, *([] if alone else [SEQUENCE_PARALLEL])]:
             case = Measured(tokens, hidden, vocab, count, sequence)
-            with mock.patch("flce.engine.shards.gathered", copied) if alone else mock.MagicMock():
+            with mock.patch("flce.engine.shards.gather", copied) if alone else mock.MagicMock():
                 measure(case, device, dist.group.WORLD, alone, rounds)
             cases.append(case)
             if rank == 0:

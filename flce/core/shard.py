@@ -66,7 +66,7 @@ class Shard:
     def whole(self, x: Tensor) -> Tensor:
         """(V,) of which `x` is what this process has, (V_local,). One collective."""
         padded = torch.nn.functional.pad(x, (0, self.most_classes - len(x)))
-        return gathered(padded, self.process_group).view(-1)[: self.vocab_size]
+        return gather(padded, self.process_group).view(-1)[: self.vocab_size]
 
 
 def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
@@ -75,10 +75,10 @@ def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
     return min(index * step, vocab_size), min((index + 1) * step, vocab_size)
 
 
-def gathered(x: Tensor, group: Any) -> Tensor:
+def gather(x: Tensor, group: Any) -> Tensor:
     """What all processes of the group have in place of `x`, (processes, *x.shape). One collective."""
     result = x.new_empty((group.size(), *x.shape))
     # The older name is deprecated where there is a newer one.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(result.view(-1), x.contiguous().view(-1), group=group)
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective(result.view(-1), x.contiguous().view(-1), group=group)
     return result

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flce.backends.contract import CLASSES, LOG_SUM, OFFSET, ROW_GRADIENT_SLOTS, SOFTMAX, TARGET, RowOutputs
 from flce.core.problem import LinearCrossEntropyProblem, LossSpec
-from flce.core.shard import Shard, gathered
+from flce.core.shard import Shard, gather
 from flce.engine.arena import Arena
 from flce.engine.selection import Selection
 from flce.engine.top import Top
@@ -191,7 +191,7 @@ class Slice:
         flat = [value.to(offset.dtype) for value in values.values()]
         # Also how many classes this process has: nothing waits for the answer, but results are NaN where it is wrong.
         width = 0 if self.shard.is_empty else self.whole.slice_size
-        sent = gathered(torch.cat([*flat, offset.new_full((1,), width)]), self.group)
+        sent = gather(torch.cat([*flat, offset.new_full((1,), width)]), self.group)
         received = dict(zip(values, sent[:, :-1].view(len(sent), len(flat), -1).unbind(1), strict=True))
         differ = (sent[:, -1] != self.shard.widths(offset)).any()
         received["offset"] = torch.where(differ, torch.nan, received["offset"])
@@ -243,7 +243,7 @@ class Slice:
         found = 0 if self.shard.is_empty else min(k, self.whole.slice_size)
         top.logits[:, found:], top.ids[:, found:] = nothing, 0
         logits, ids = (
-            gathered(x, self.group).movedim(0, 1).reshape(rows, -1) for x in (top.logits, top.ids + self.shard.start)
+            gather(x, self.group).movedim(0, 1).reshape(rows, -1) for x in (top.logits, top.ids + self.shard.start)
         )
         best, place = logits.topk(k, largest=top.largest)
         return replace(top, logits=best, ids=ids.gather(1, place))

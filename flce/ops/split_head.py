@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
-from flce.core.shard import Shard, gathered
+from flce.core.shard import Shard, gather
 from flce.engine.vectors import looks_at_values
 from flce.ops.vocabulary_parallel import is_dtensor, shard_of
 from flce.torch_ops.registration import define
@@ -102,7 +102,7 @@ def _check_agreement(group: Any, device: torch.device, told: dict[str, Any]) -> 
     marks = torch.zeros(_TOLD, dtype=torch.int64, device=device)
     values = [_number(value) for value in told.values()]
     marks[: len(values)] = torch.tensor(values, device=device)
-    all_marks = gathered(marks, group)
+    all_marks = gather(marks, group)
     differ = (all_marks != all_marks[0]).any(0).nonzero()[:, 0].tolist()
     if differ:
         names = [list(told)[k] for k in differ if k < len(told)]
@@ -131,7 +131,7 @@ def _whole_sequence(x: Tensor, shard: Shard) -> Tensor:
 
 
 def _gather_sequence(x: Tensor, group: str) -> Tensor:
-    shares = gathered(x, private.resolve_process_group(group))  # (processes, ..., S / processes, H)
+    shares = gather(x, private.resolve_process_group(group))  # (processes, ..., S / processes, H)
     return shares.movedim(0, -3).flatten(-3, -2).clone(memory_format=torch.contiguous_format)
 
 

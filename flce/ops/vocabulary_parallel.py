@@ -17,7 +17,7 @@ from flce.backends.contract import MAX
 from flce.backends.state import merge_shards, used_slots
 from flce.core.numbers import integer
 from flce.core.problem import LossSpec
-from flce.core.shard import Shard, bounds, gathered
+from flce.core.shard import Shard, bounds, gather
 from flce.engine.vectors import looks_at_values
 
 
@@ -62,7 +62,7 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
     """
     slots = used_slots(spec)
     mine = torch.cat((state[slots].reshape(-1), state.new_full((1,), cols)))
-    sent = gathered(mine, shard.process_group)
+    sent = gather(mine, shard.process_group)
     shards = len(sent)
     states = state.new_zeros(shards, *state.shape)
     for slot, values in zip(slots, sent[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):

@@ -8,7 +8,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flce
-from flce.core.shard import bounds, gathered
+from flce.core.shard import bounds, gather
 from flce.engine import case
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
@@ -186,7 +186,7 @@ def check(
 
 def same_everywhere(values: list[Tensor], group: Any) -> None:
     for value in values:
-        for other in gathered(value.contiguous(), group):
+        for other in gather(value.contiguous(), group):
             assert torch.equal(value, other) or bool(value.isnan().any())
 
 
@@ -479,6 +479,51 @@ def dtensors() -> None:
         flce.fused_linear_cross_entropy(p.input, weight, p.target)
     with pytest.raises(ValueError, match=r"flce.gathered\(linear_weight\).*process_group"):
         flce.linear_logprobs(p.input, weight, p.target)
+
+
+def gathered_weights() -> None:
+    """`flce.gathered`, with tokens of its own in each process: gradients are those of the mean of all losses."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    count, rank = dist.get_world_size(), dist.get_rank()
+    p = problem((3, 4), 16, 41)
+    inputs = [problem((3, 4), 16, 41, seed=k).input for k in range(count)]
+    right = torch.stack([run_oracle(replace(p, input=x)).grad_weight for x in inputs]).mean(0)
+    meshes: list[tuple[Any, list[Any]]] = [(init_device_mesh(device().type, (count,)), [Shard(0)])]
+    if count == 4:
+        meshes.append((init_device_mesh(device().type, (2, 2)), [Replicate(), Shard(0)]))
+    for (mesh, placements), dtype, gather_dtype in itertools.product(
+        meshes, (torch.float64, torch.float32), (None, torch.bfloat16)
+    ):
+        if dtype == torch.float64 and gather_dtype is not None:
+            continue
+        weight = distribute_tensor(p.linear_weight.to(dtype), mesh, placements).requires_grad_()
+        for _ in range(2):  # gradients of several passes add up
+            whole = flce.gathered(weight, gather_dtype)
+            assert type(whole) is Tensor
+            assert whole.dtype == (gather_dtype or dtype)
+            loss: Any = flce.fused_linear_cross_entropy(inputs[rank].to(whole.dtype), whole, p.target)
+            loss.backward()
+        grad: Any = weight.grad
+        assert isinstance(grad, DTensor)
+        assert (grad.dtype, grad.placements) == (dtype, tuple(placements))
+        limit = 1e-9 if dtype == torch.float64 else 1e-5 if gather_dtype is None else 1e-2
+        assert relative_error(grad.full_tensor(), 2 * right) < limit
+    # What it is not: nothing of the other processes' gradients arrives.
+    weight = distribute_tensor(p.linear_weight, meshes[0][0], [Shard(0)]).requires_grad_()
+    assert isinstance(weight, DTensor)
+    flce.fused_linear_cross_entropy(inputs[rank], weight.full_tensor(), p.target).backward()
+    assert relative_error(_grad(weight).full_tensor(), right) > 0.1  # type: ignore[attr-defined]
+    # Sums of many are made in float32.
+    big = distribute_tensor(torch.zeros(count, 1, dtype=torch.bfloat16, device=device()), meshes[0][0], [Shard(0)])
+    whole = flce.gathered(big.requires_grad_())
+    whole.backward(torch.full_like(whole, 256.0 if rank == 0 else 1.0))
+    mean = (256.0 + count - 1) / count
+    assert torch.equal(_grad(big).to_local(), torch.full((1, 1), mean).to(big))  # type: ignore[attr-defined]
+    plain = p.linear_weight
+    assert flce.gathered(plain) is plain
+    assert flce.gathered(plain, torch.bfloat16).dtype == torch.bfloat16
 
 
 def as_without_processes() -> None:

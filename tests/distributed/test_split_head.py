@@ -60,6 +60,7 @@ def test_schedules_that_lend_memory(processes: World) -> None:
         split_head.sequence_first,
         split_head.wrong_arguments,
         split_head.dtensors,
+        split_head.gathered_weights,
         split_head.as_without_processes,
     ],
     ids=lambda function: function.__name__,
