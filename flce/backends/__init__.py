@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 
 from flce.backends.contract import Backend
-from flce.core.devices import capability
+from flce.core.device_record import Device
+from flce.core.devices import device_record
 
 
-def backend_name(device: torch.device, there: bool = False) -> str:
+def backend_name(device: torch.device, there: Device | None = None) -> str:
     """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
 
     For meta tensors, of which no kernel sees anything, it is "torch" in any case.
@@ -22,17 +23,17 @@ def backend_name(device: torch.device, there: bool = False) -> str:
 
     Args:
         device: where the tensors are.
-        there: the answer is for another machine, with an NVIDIA device and Triton, rather than for this one.
+        there: the answer is for another machine, with this GPU and Triton, rather than for this one.
 
     Raises:
         ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
     """
-    return _choice(device, there).name
+    return _choice(device, "" if there is None else there.arch).name
 
 
 def why_backend(device: torch.device) -> str:
     """Why `backend_name` says what it says, in words. It raises what that raises."""
-    return _choice(device, there=False).why
+    return _choice(device).why
 
 
 class _Choice(NamedTuple):
@@ -40,17 +41,19 @@ class _Choice(NamedTuple):
     why: str
 
 
-def _choice(device: torch.device, there: bool) -> _Choice:
+def _choice(device: torch.device, there: str = "") -> _Choice:
     asked, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
     return _choose(device, asked, interpreted, there)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(device: torch.device, asked: str, interpreted: bool, there: bool) -> _Choice:
+def _choose(device: torch.device, asked: str, interpreted: bool, there: str) -> _Choice:
     if asked not in ("", "torch", "triton"):
         raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {asked!r}")
-    if there:
+    if there.startswith("sm_"):
         found = _Choice("triton", "another machine, with an NVIDIA GPU and Triton")
+    elif there:
+        found = _Choice("torch", "another machine, with an AMD GPU")
     elif device.type == "meta":
         return _Choice("torch", "meta tensors have no values")
     elif device.type == "cuda" and torch.version.hip is not None:
@@ -73,12 +76,12 @@ def _choose(device: torch.device, asked: str, interpreted: bool, there: bool) ->
 
 def has_product(device: torch.device) -> bool:
     """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's."""
-    return device.type == "cuda" and has_product_of(backend_name(device), capability(device))
+    return device.type == "cuda" and has_product_of(backend_name(device), device_record(device))
 
 
-def has_product_of(backend: str, capability: int) -> bool:
-    """`has_product`, of a compute capability. On Hopper: that is where it was measured."""
-    return backend == "triton" and capability == 9
+def has_product_of(backend: str, device: Device) -> bool:
+    """`has_product`, of a device that need not be there."""
+    return backend == "triton" and device.own_products
 
 
 def get_backend(device: torch.device) -> Backend:

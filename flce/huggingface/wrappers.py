@@ -188,7 +188,7 @@ def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
     distributed = fsdp1 is not None and private.fsdp1_unsharded is None and torch.distributed.is_initialized()
     if distributed and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
         return (
-            "the head is an FSDP1 unit of its own, which this version of PyTorch does not let flce unshard; leave it in "
+            "the head is an FSDP1 unit of its own, which flce cannot unshard with this version of PyTorch; leave it in "
             "the root unit, or use FSDP2"
         )
     dtensor = _imported("torch.distributed.tensor", "DTensor")

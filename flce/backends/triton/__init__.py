@@ -23,7 +23,6 @@ from flce.backends.triton.launch import (
     SECTOR_BYTES,
     VECTOR_BYTES,
     Launch,
-    device_facts,
     fewest_warps,
     filled,
     launch_of,
@@ -31,6 +30,7 @@ from flce.backends.triton.launch import (
 )
 from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
+from flce.core.devices import device_record
 from flce.core.problem import accumulation_dtype
 
 
@@ -369,7 +369,7 @@ def _scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) ->
 
 
 def _scale_programs(x: Tensor) -> int:
-    return SCALE_PROGRAMS * device_facts(x.device).multiprocessors
+    return SCALE_PROGRAMS * device_record(x.device).multiprocessors
 
 
 def _device_of(x: Tensor) -> torch.cuda.device:

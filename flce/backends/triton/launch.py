@@ -10,7 +10,7 @@ import torch
 import triton
 
 from flce.backends.contract import RowOutputs, TileCall
-from flce.core.devices import capability
+from flce.core.devices import device_record
 from flce.core.problem import NUMBERS, LossSpec
 
 # For `call_arguments`, made once: the name of each field, of its parameter and of its flag.
@@ -43,33 +43,17 @@ class Launch(NamedTuple):
         return self.kernel[self.grid](**self.args, **self.options)
 
 
-class DeviceFacts(NamedTuple):
-    multiprocessors: int
-    cache: int  # bytes that all of them share (L2)
-    registers: int  # of a multiprocessor, 32 bits each
-
-
-@functools.cache
-def device_facts(device: torch.device) -> DeviceFacts:
-    if device.type != "cuda":  # the interpreter
-        return DeviceFacts(1, 0, 65536)
-    properties = torch.cuda.get_device_properties(device)
-    # Every device that Triton supports has 65,536; PyTorch says so since 2.5.
-    registers = getattr(properties, "regs_per_multiprocessor", 65536)
-    return DeviceFacts(properties.multi_processor_count, properties.L2_cache_size, registers)
-
-
 def overlap(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
     ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
-    possible = device.type == "cuda" and capability(device) >= 9
+    possible = device_record(device).capability >= 90
     return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:
     """The fewest warps, for rows that are read twice, with which the rows in flight fit in the L2 cache, so that the
     second pass finds its row there. If none do, the most."""
-    facts = device_facts(device)
+    facts = device_record(device)
     threads = facts.registers // MAX_REGISTERS
     fitting = [w for w in choice if facts.multiprocessors * (threads // (32 * w)) * row_bytes <= facts.cache]
     return min(fitting, default=max(choice))

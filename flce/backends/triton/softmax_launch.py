@@ -18,7 +18,6 @@ from flce.backends.triton.launch import (
     MAX_REGISTERS,
     SECTOR_BYTES,
     VECTOR_BYTES,
-    device_facts,
     fewest_warps,
     filled,
     overlap,
@@ -29,6 +28,7 @@ from flce.backends.triton.softmax import (
     softmax_resident_backward_kernel,
     softmax_resident_kernel,
 )
+from flce.core.devices import device_record
 
 MAX_WARPS = 32
 
@@ -185,7 +185,7 @@ def _choose(
     wanted, least = (
         min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
     )
-    most = RESIDENT_SHARE * device_facts(device).registers * 4
+    most = RESIDENT_SHARE * device_record(device).registers * 4
     rows = max(packed, wanted)
     while rows > max(packed, least) and rows * room * size * tensors > most:
         rows //= 2
