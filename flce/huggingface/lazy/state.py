@@ -8,7 +8,7 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
@@ -171,7 +171,7 @@ class LazyState:
     # -- what it is for
 
     def weights(self, waiting_is_fine: bool = False) -> AbstractContextManager[None]:
-        """Around whatever reads the weights: FSDP2 may have freed them.
+        """Around whatever reads the weights: FSDP or ZeRO-3 may have freed them.
 
         Args:
             waiting_is_fine: wait for a GPU to compare values, even if nothing points to a change.
@@ -182,6 +182,8 @@ class LazyState:
         for term in self.terms:
             if term.watched is not None:
                 term.watched.check_unchanged(waiting_is_fine)
+        if not self.calls:  # in a graph
+            return nullcontext()
         return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine), self.tensors)
 
     def logits(self) -> Tensor:
