@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from flce.core.gemm import ALIGNMENT
@@ -31,6 +32,16 @@ ALLOCATOR_SLACK = {"cuda": 2 << 20}
 def plan_of_call(*call: Any) -> ChunkPlan:
     """The plan of the `Case` with these fields. That of a known call is found without making a case."""
     return make_plan(Case(*call))
+
+
+@functools.lru_cache(maxsize=64)
+def plan_of_slice(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
+    """The plan of a process that has fewer classes than the one that `plan` is for. It has as many chunks of tokens,
+    after each of which all processes meet."""
+    c = plan.case
+    rows = c.options.chunk_rows if plan.deferred else max(1, min(plan.schedule.tiles(c)[0], c.num_tokens))
+    options = replace(c.options, chunk_rows=rows, strategy=plan.strategy)  # type: ignore[arg-type]
+    return make_plan(replace(c, vocab_size=vocab_size, options=options))
 
 
 def make_plan(c: Case) -> ChunkPlan:
