@@ -8,6 +8,7 @@ are those of such a card, without products of our own. Beside what trained stand
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -97,6 +98,7 @@ def _multiple(tokens: float) -> int:
     return max(1, int(tokens) // MULTIPLE) * MULTIPLE
 
 
+@functools.cache
 def predicted(case: ModelCase, patched: bool) -> int:
     """As ``flce plan --device-kind RTX-4090 --gpu-memory 23GiB``, which has no adapters, says it."""
     from transformers import AutoConfig
