@@ -100,10 +100,10 @@ def uninstall() -> None:
 
 
 def _put(module: Any, function: Callable[..., Any]) -> None:
-    # The second has looked it up when it was imported.
-    for holder in (module, sys.modules.get("verl.models.mcore.model_forward_fused")):
-        if holder is not None:
-            holder.linear_cross_entropy = function
+    # Which has looked it up when it was imported.
+    of_megatron: Any = sys.modules.get("verl.models.mcore.model_forward_fused")
+    for holder in filter(None, (module, of_megatron)):
+        holder.linear_cross_entropy = function
 
 
 install()
