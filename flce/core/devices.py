@@ -47,8 +47,9 @@ def device_name(device: torch.device) -> str:
 
 
 def capability(device: torch.device) -> int:
-    """The major number of the compute capability of a CUDA device; 0: there is none."""
-    return _properties(device.index)[0]
+    """The major number of the compute capability of an NVIDIA GPU; 0: there is none. AMD's also have numbers, up to 12,
+    which say something else."""
+    return 0 if torch.version.hip is not None else _properties(device.index)[0]
 
 
 def total_memory(device: torch.device) -> int | None:

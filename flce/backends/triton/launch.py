@@ -18,6 +18,8 @@ _OUTPUTS = tuple((name, f"{name}_ptr", f"WANT_{name.upper()}") for name in RowOu
 # Likewise, for each number of the spec, its flag and the value that switches it off.
 _NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
+# Threads of a warp, in the launch tables and on NVIDIA's devices. AMD's have 64.
+WARP = 32
 # A thread loads this many bytes at a time.
 VECTOR_BYTES = 16
 # A cache line, and a sector of memory: two threads that write to one make it be read first.
@@ -47,23 +49,37 @@ class DeviceFacts(NamedTuple):
     multiprocessors: int
     cache: int  # bytes that all of them share (L2)
     registers: int  # of a multiprocessor, 32 bits each
+    capability: int  # the major number of an NVIDIA GPU's; 0: another device
+    warp: int  # threads that run in step
 
 
 @functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":  # the interpreter
-        return DeviceFacts(1, 0, 65536)
+        return DeviceFacts(1, 0, 65536, 0, WARP)
     properties = torch.cuda.get_device_properties(device)
     # Every device that Triton supports has 65,536; PyTorch says so since 2.5.
     registers = getattr(properties, "regs_per_multiprocessor", 65536)
-    return DeviceFacts(properties.multi_processor_count, properties.L2_cache_size, registers)
+    count, cache = properties.multi_processor_count, properties.L2_cache_size
+    return DeviceFacts(count, cache, registers, capability(device), properties.warp_size)
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
     ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
-    possible = device.type == "cuda" and capability(device) >= 9
+    possible = device_facts(device).capability >= 9
     return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
+
+
+def threads(device: torch.device, warps: int, registers: int | None = None) -> dict[str, int]:
+    """Options of a kernel whose programs have this many warps of WARP threads: as many threads, in the device's warps.
+
+    Args:
+        registers: the most of a thread. AMD's compiler goes by the number of threads instead, and takes no such option.
+    """
+    own = device_facts(device).warp
+    limit = {"maxnreg": registers} if registers is not None and own == WARP else {}
+    return {"num_warps": max(1, warps * WARP // own), **limit}
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:

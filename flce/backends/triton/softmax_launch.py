@@ -22,6 +22,7 @@ from flce.backends.triton.launch import (
     fewest_warps,
     filled,
     overlap,
+    threads,
 )
 from flce.backends.triton.softmax import (
     softmax_online_backward_kernel,
@@ -237,8 +238,6 @@ def _launch(
     else:
         block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": launch.vector}
         block["LONG"] = layout.cols >= 1 << 30
-    if launch.registers is not None:
-        block["maxnreg"] = launch.registers
     kernel[(programs,)](
         *tensors,
         *(argument for outer, column, inner in strides for argument in (outer // align, column, inner // align)),
@@ -252,7 +251,7 @@ def _launch(
         EDGES=edges,
         FLAT=flat,
         ROWS=rows,
-        num_warps=launch.warps,
+        **threads(tensors[0].device, launch.warps, launch.registers),
         **overlap(tensors[0].device),
         **block,
     )

@@ -1,0 +1,330 @@
+"""GPUs that are not here: every kernel is compiled for each of them, as it would be launched there.
+
+`python -m tests.targets` takes all of them, or those that it is given, and prints what does not fit. It needs no GPU.
+The launch code runs on tensors without memory; a driver that launches nothing tells Triton what to compile for. Not for
+a process with TRITON_INTERPRET, where there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import itertools
+import pkgutil
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from flce import ChunkOptions
+from flce.backends import triton as kernels
+from flce.backends.contract import (
+    EXPONENTIAL_SLOTS,
+    EXPONENTIAL_STATS,
+    STATE_SLOTS,
+    RowInputs,
+    RowOutputs,
+    Tile,
+    TileCall,
+    normalizer_slots,
+)
+from flce.backends.triton import launch, softmax_launch
+from flce.core.gemm import padded_cols
+from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
+from flce.engine.arena import CountingArena
+from flce.engine.case import Case
+from flce.engine.passes import Plan, Runtime
+from flce.engine.schedules import SCHEDULES
+from flce.planning import dry_run
+
+# Bytes that a thread may keep in memory for want of registers.
+MOST_SPILLED = 64
+
+
+class Target(NamedTuple):
+    """What kernels are compiled for, and the facts that launches are chosen by."""
+
+    arch: int | str  # ten times the compute capability, or AMD's name
+    shared: int  # KiB that a program may have
+    facts: launch.DeviceFacts
+
+    @property
+    def has_product(self) -> bool:
+        return self.facts.capability == 9
+
+
+def _nvidia(arch: int, shared: int, multiprocessors: int, cache_mib: int) -> Target:
+    return Target(arch, shared, launch.DeviceFacts(multiprocessors, cache_mib << 20, 65536, arch // 10, 32))
+
+
+# A device of each architecture. Multiprocessors and cache: data sheets; shared memory: NVIDIA's CUDA C++ Programming
+# Guide ("Technical Specifications per Compute Capability"), AMD's CDNA 3 instruction set architecture.
+TARGETS = {
+    "T4": _nvidia(75, 64, 40, 4),
+    "A100": _nvidia(80, 163, 108, 40),
+    "RTX-3090": _nvidia(86, 99, 82, 6),
+    "RTX-4090": _nvidia(89, 99, 128, 72),
+    "H200": _nvidia(90, 227, 132, 50),
+    "B200": _nvidia(100, 227, 148, 126),
+    "RTX-5090": _nvidia(120, 99, 170, 96),
+    "MI300X": Target("gfx942", 64, launch.DeviceFacts(304, 4 << 20, 65536, 0, 64)),
+}
+# What only calls with products of our own launch, which are for Hopper.
+OF_PRODUCTS = {
+    "product_kernel",
+    "finish_statistics_kernel",
+    "reference_kernel",
+    "finish_kernel",
+    "weight_gradient_kernel",
+}
+
+
+class Built(NamedTuple):
+    """A kernel that was compiled."""
+
+    name: str
+    constants: str
+    shared: int  # bytes of a program
+    spilled: int  # of a thread
+    early: bool  # launched while the kernel before may still run
+
+    def faults(self, target: Target) -> list[str]:
+        found = [f"{self.spilled} bytes of a thread spilled"] if self.spilled > MOST_SPILLED else []
+        if self.shared > target.shared << 10:
+            found.append(f"{self.shared} bytes of shared memory")
+        if self.early and target.facts.capability < 9:
+            found.append("a programmatic dependent launch")
+        return [f"{self.name}: {fault} ({self.constants})" for fault in found]
+
+
+class _Driver:
+    """Stands for that of a device: nothing is loaded, and nothing is launched."""
+
+    def __init__(self, name: str, target: Target) -> None:
+        self.utils = SimpleNamespace(
+            load_binary=lambda *args: (None, None, 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": target.shared << 10},
+        )
+        self.launcher_cls = lambda src, metadata: lambda *args: None
+        self.get_current_device = lambda: name  # Triton keeps by this what it has compiled
+        self.get_current_stream = lambda device: 0
+        backend = "cuda" if target.facts.capability else "hip"
+        self.get_current_target = lambda: GPUTarget(backend, target.arch, target.facts.warp)
+
+
+@contextlib.contextmanager
+def compiling(name: str) -> Iterator[list[Built]]:
+    """What is launched on tensors without memory is compiled for a device. Yields all that is, as it grows."""
+    target, built, log = TARGETS[name], list[Built](), io.StringIO()
+
+    def compiled(src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+        log.seek(0)
+        text = log.read()
+        log.truncate(0)
+        if target.facts.capability:
+            spilled = [int(size) for size in re.findall(r"(\d+) bytes spill", text)]  # of ptxas: stores, loads
+        else:
+            with open(next(path for file, path in metadata_group.items() if file.endswith(".amdgcn"))) as file:
+                spilled = [4 * int(registers) for registers in re.findall(r"vgpr_spill_count: +(\d+)", file.read())]
+        used = {src.fn.arg_names[place]: value for (place,), value in src.constants.items() if value}
+        shape = [f"{field}={value}" for field, value in used.items()]
+        shape += [f"warps={metadata['num_warps']}", *map(str, list(src.signature.values())[:2])]
+        early = bool(metadata.get("launch_pdl"))
+        built.append(Built(src.fn.__name__, ", ".join(shape), metadata["shared"], max(spilled), early))
+
+    asking = [module for module in _modules() if hasattr(module, "device_facts")]
+    before = launch.device_facts
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log, knobs.compilation.listener = cache, True, compiled
+        driver.set_active(cast(Any, _Driver(name, target)))
+        for module in asking:
+            module.device_facts = lambda device: target.facts
+        for cached in (kernels._launch_size, softmax_launch._choose):
+            cached.cache_clear()
+        try:
+            yield built
+        finally:
+            knobs.compilation.listener = None
+            for module in asking:
+                module.device_facts = before
+
+
+def _modules() -> list[Any]:
+    names = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+    return [kernels, *map(importlib.import_module, names)]
+
+
+def every_kernel() -> set[str]:
+    functions = [value for module in _modules() for value in vars(module).values()]
+    return {f.__name__ for f in functions if isinstance(f, triton.JITFunction) and f.__name__.endswith("_kernel")}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is launched
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {
+        "softcap": 5.0,
+        "label_smoothing": 0.1,
+        "z_loss": 0.01,
+        "stats": ("logprob", "entropy", "argmax"),
+        "bias": True,
+        "class_weight": True,
+        "token_weight": True,
+    },
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 0.1},
+    "weighted smoothing": {"label_smoothing": 0.1, "class_weight": True},
+    "softcap": {"softcap": 5.0},
+    "weights": {"softcap": 5.0, "bias": True, "class_weight": True, "token_weight": True, "z_loss": 0.1},
+    "entropy": {"stats": ("logprob", "entropy", "argmax")},
+    "results": {"logprobs": True, "softcap": 5.0, "stats": ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")},
+}
+ROWS = 8
+# In one block and in several, with edges and without.
+COLUMNS = (1000, 4096, 50257, 128256)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
+Calls = Iterator[Callable[[], Any]]
+
+
+def _new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _padded(cols: int, dtype: torch.dtype) -> Tensor:
+    return _new(ROWS, padded_cols(cols), dtype=dtype)[:, :cols]
+
+
+def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
+    """What is done to rows of logits: a user's, which begin anywhere, and tiles, which are aligned."""
+    backend, accum = kernels.TritonBackend(), accumulation_dtype(dtype)
+    fields = dict(FEATURES[feature])
+    sizes = {"bias": 3 * cols, "class_weight": 3 * cols, "token_weight": ROWS}
+    given = {name: _new(size, dtype=accum) if fields.pop(name, False) else None for name, size in sizes.items()}
+    spec = (LogprobSpec if fields.pop("logprobs", False) else LossSpec)(**fields)
+    inputs = RowInputs(_new(ROWS, dtype=torch.int64), scales=_new(3, dtype=accum), **given)
+    out = RowOutputs.of(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+    first = TileCall(inputs, spec, Tile(0, cols, cols, cols), out)
+    normalizer = _new(normalizer_slots(spec), ROWS, dtype=accum)
+    second = TileCall(inputs, spec, first.tile, None, normalizer, _new(ROWS, dtype=accum))
+    logits, state = _new(ROWS, cols, dtype=dtype), _new(STATE_SLOTS, ROWS, dtype=accum)
+    tile, room = _padded(cols, dtype), padded_cols(cols)
+    parts = [Tile(start, cols, 3 * cols, room) for start in (0, cols, 2 * cols)]
+    yield lambda: backend.statistics(logits, first, None)
+    yield lambda: backend.loss_and_gradient(logits, logits, first)
+    yield lambda: backend.gradient(logits, logits, second)
+    for part in parts:
+        yield lambda part=part: backend.statistics(tile, first._replace(tile=part), state)
+    factor = _new(ROWS, dtype=accum)
+    yield lambda: backend.scale_rows_(logits, factor, inputs.target, -100)
+    yield lambda: backend.scale_([logits, logits], factor[0])
+    yield lambda: backend.scale_cast(_new(ROWS, cols, dtype=accum), factor[0], dtype)
+    for half in (torch.bfloat16, torch.float16) if dtype == torch.float32 else ():
+        grad, whole = _padded(cols, half), Tile(0, cols, cols, room)
+        yield lambda grad=grad: backend.loss_and_gradient(tile, grad, first._replace(tile=whole))
+        yield lambda grad=grad: backend.gradient(tile, grad, second._replace(tile=whole))
+        if inputs.bias is None and EXPONENTIAL_STATS.issuperset(spec.stats):
+            factors, exps = _new(3 if spec.label_smoothing else 2, ROWS), _padded(3 * cols, half)
+            kept = _new(EXPONENTIAL_SLOTS, ROWS)
+            for part in parts:
+                call, of_part = first._replace(tile=part), exps[:, part.start : part.start + cols]
+                yield lambda call=call, of_part=of_part: backend.exponentials(tile, of_part, call, kept, factors)
+            yield lambda exps=exps: backend.gradient_of_exponentials(exps, factors, first)
+
+
+def of_softmax(dtype: torch.dtype, cols: int) -> Calls:
+    """Along adjacent columns, of one level and of two, and along columns that lie apart."""
+    backend = kernels.TritonBackend()
+    layouts = [(_new(64, cols, dtype=dtype), 1), (_new(8, cols, 64, dtype=dtype), 1), (_new(2, cols, dtype=dtype), 0)]
+    for (x, dim), log in itertools.product(layouts, (False, True)):
+        for wide in {dtype, torch.float32} if dtype.itemsize == 2 else {dtype}:
+            y = _new(*x.shape, dtype=wide)
+            yield lambda x=x, dim=dim, log=log, wide=wide: backend.softmax(x, dim, wide, log)
+            yield lambda y=y, dim=dim, log=log: backend.softmax_backward(y, y, dim, dtype, log)
+
+
+def of_calls(case: Case) -> Calls:
+    """A call of the operator by each schedule that there is for it, large and small."""
+    runtime = Runtime(cast(Any, kernels.TritonBackend()), CountingArena())
+    for kind in SCHEDULES:
+        sizes = kind.sizes(case) if kind.deferred or case.spec.reduction != "none" or not case.needs.any else ()
+        for size in sorted({sizes[len(sizes) // 3], sizes[-1]}) if sizes else ():
+            schedule = kind.sized(case, size)
+            plan = Plan(case, schedule.strategy, schedule)
+            yield lambda plan=plan: dry_run.rehearse(plan, runtime)
+
+
+def cases(dtype: torch.dtype, has_product: bool) -> Iterator[Case]:
+    results = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
+    specs = (LossSpec(), LossSpec(z_loss=0.1), LossSpec("none"), LogprobSpec(stats=results, candidates=5))
+    for spec, grads, skip in itertools.product(specs, ("xw", "xwb", "x", ""), (False, True)):
+        needs = Needs(("x" in grads,), ("w" in grads,), "b" in grads)
+        options = ChunkOptions(skip_ignored=skip)
+        yield Case(1000, (512,), 32000, dtype, "cuda", "triton", has_product, None, spec, needs, options)
+
+
+def everything(target: Target) -> Calls:
+    for dtype, cols in itertools.product(DTYPES, COLUMNS):
+        for feature in FEATURES:
+            if dtype != torch.float16 or feature in ("plain", "all"):  # the others are those of bfloat16
+                yield from of_rows(dtype, cols, feature)
+        yield from of_softmax(dtype, cols)
+    for dtype in DTYPES:
+        for case in cases(dtype, target.has_product):
+            yield from of_calls(case)
+
+
+def sample(target: Target) -> Calls:
+    """Three seconds of that: what takes most registers, and what every call launches."""
+    yield from itertools.islice(of_rows(torch.bfloat16, 50257, "all"), 2)
+    yield from itertools.islice(of_rows(torch.float32, 128256, "plain"), 9, 10)  # over wider logits
+    yield from itertools.islice(of_softmax(torch.bfloat16, 50257), 2)
+    if target.has_product:
+        yield from itertools.islice(of_calls(next(cases(torch.bfloat16, True))), 1)
+
+
+def faults(name: str, calls: Iterable[Callable[[], Any]], whole: bool) -> tuple[int, list[str]]:
+    """How many kernels were compiled, and what does not fit. `whole`: no kernel may be missing."""
+    target, found = TARGETS[name], list[str]()
+    with compiling(name) as built:
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {str(error)[:2000]}")
+    missing = every_kernel() - {one.name for one in built} - (set() if target.has_product else OF_PRODUCTS)
+    found += [f"{kernel} was not compiled" for kernel in sorted(missing) if whole]
+    return len(built), [*found, *(fault for one in built for fault in one.faults(target))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[*TARGETS], help=", ".join(TARGETS))
+    parser.add_argument("--sample", action="store_true", help="a few seconds of it")
+    arguments = parser.parse_args()
+    failed = False
+    for name in arguments.names:
+        start = time.perf_counter()
+        calls = (sample if arguments.sample else everything)(TARGETS[name])
+        number, found = faults(name, calls, whole=not arguments.sample)
+        print(f"{name}: {number} kernels in {time.perf_counter() - start:.0f} s, {len(found)} faults", flush=True)
+        for fault in dict.fromkeys(found):
+            print(f"  {fault}", flush=True)
+        failed = failed or bool(found)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
