@@ -68,7 +68,7 @@ def measure(
         bool | None, option("--own-products/--no-own-products", help="operator: flce with or without its own products.")
     ] = None,
     no_time: Annotated[bool, option("--no-time", help="operator: do not measure time.")] = False,
-    optimizer: Annotated[str | None, option(help="model: what ends a step: none, sgd or adamw.")] = None,
+    optimizer: Annotated[str | None, option(help="model: what ends a step: none, sgd, sgd-momentum or adamw.")] = None,
     budget_mib: Annotated[list[int] | None, option(min=1, help="model: budgets, each a contender.")] = None,
     compiled: Annotated[bool | None, option("--compile/--no-compile", help="rows: torch.compile, everywhere.")] = None,
 ) -> None:

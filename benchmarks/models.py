@@ -56,9 +56,10 @@ ARCHITECTURES = {
 
 
 # What ends a training step, after forward and backward. The gradients are dropped in any case.
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer] | None] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
     "none": None,
     "sgd": torch.optim.SGD,
+    "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "adamw": torch.optim.AdamW,
 }
 
@@ -106,14 +107,20 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
     config = AutoConfig.for_model(**ARCHITECTURES[case.model])
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
-    if case.lora_rank and needs_peft(device) is None:
-        from peft import LoraConfig
-
-        model.add_adapter(LoraConfig(r=case.lora_rank, lora_alpha=2 * case.lora_rank, target_modules="all-linear"))
+    if needs_peft(device) is None:
+        add_lora(model, case.lora_rank)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     made: nn.Module = model.train()
     return made
+
+
+def add_lora(model: Any, rank: int) -> None:
+    """Adapters of this rank beside all linear layers but the head, which then are all that is trained; 0: none."""
+    if rank:
+        from peft import LoraConfig
+
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def held_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

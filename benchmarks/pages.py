@@ -1,9 +1,9 @@
 """Tables in README.md and docs/, made from result files, so that pages and results cannot disagree.
 
-    python -m benchmarks pages README.md docs/performance.md
+    python -m benchmarks pages README.md docs/performance.md docs/devices.md
 
 writes each block of a page anew. A block begins with a line `<!-- KIND benchmarks/results/FILE.json -->`, where KIND is
-one of `KINDS`, and ends before the next empty line.
+one of `KINDS`, or with `<!-- KIND -->` for one of `PLANNED`, which need no results. It ends before the next empty line.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import device_plans
 from benchmarks.benchmark import Benchmark
 from benchmarks.models import MODEL, speed
 from benchmarks.operator import OPERATOR
 from benchmarks.targets import CURVE_SHAPES
 from flce.core.sizes import GIB
+from flce.planning.search import MEMORY_SHARE
 from flce.tools.bench.comparison import error_columns, products_ms
 from flce.tools.bench.contenders import budget_name, in_budget
 from flce.tools.bench.results import BenchResult, Entry, Run
@@ -33,7 +35,7 @@ from flce.tools.bench.tables import (
 )
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+) (?P<file>\S+\.json) -->\n)(?:.+\n)*")
+BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?: (?P<file>\S+\.json))? -->\n)(?:.+\n)*")
 WHY_NOT = {"oom": "out of memory", "unplanned": "no plan"}
 
 
@@ -115,9 +117,16 @@ KINDS: dict[str, tuple[Benchmark, Callable[[Run], str]]] = {
     "heads": (OPERATOR, lambda run: heads(run).grid()),
     "head": (OPERATOR, lambda run: head(run).grid()),
     "heads-measured": (OPERATOR, measured),
+    "device-plans-measured": (OPERATOR, device_plans.measured),
     "models": (MODEL, lambda run: models(run).grid()),
     "models-first": (MODEL, lambda run: models(run, 1).grid()),
     "models-measured": (MODEL, measured),
+}
+PLANNED: dict[str, Callable[[], str]] = {
+    "devices": device_plans.known,
+    "device-plans-training": lambda: device_plans.plans(frozen=False),
+    "device-plans-lora": lambda: device_plans.plans(frozen=True),
+    "device-plans-twice-the-memory": lambda: device_plans.plans(frozen=False, share=2 * MEMORY_SHARE),
 }
 
 
@@ -125,6 +134,8 @@ def filled(page: str) -> str:
     """The page with its blocks made from their files."""
 
     def made(block: re.Match[str]) -> str:
+        if block["file"] is None:
+            return f"{block['first']}{PLANNED[block['kind']]()}\n"
         benchmark, write = KINDS[block["kind"]]
         return f"{block['first']}{write(benchmark.load(ROOT / block['file']))}\n"
 

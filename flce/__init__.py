@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flce.huggingface import is_patched, patch_model, report, unpatch_model
     from flce.memory.profile import MemoryProfile, profile_memory
     from flce.modules import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LinearCrossEntropyLoss, LinearLogprobs
+    from flce.ops.gathered import gathered
     from flce.ops.softmax import log_softmax, softmax
     from flce.planning.plan import ChunkPlan
 
@@ -36,6 +37,7 @@ __all__ = [
     "MemoryProfile",
     "cross_entropy",
     "fused_linear_cross_entropy",
+    "gathered",
     "is_patched",
     "linear_logprobs",
     "log_softmax",
@@ -56,6 +58,7 @@ _MODULES = {
     "huggingface": ("is_patched", "patch_model", "report", "unpatch_model"),
     "memory.profile": ("MemoryProfile", "profile_memory"),
     "modules": ("CrossEntropyLoss", "FusedLinearCrossEntropyLoss", "LinearCrossEntropyLoss", "LinearLogprobs"),
+    "ops.gathered": ("gathered",),
     "ops.softmax": ("log_softmax", "softmax"),
     "planning.plan": ("ChunkPlan",),
 }

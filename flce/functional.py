@@ -38,6 +38,7 @@ from flce.ops.arguments import (
 from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as linear_logprobs_of
+from flce.ops.split_head import SplitHead
 from flce.planning.device_kinds import described, kind_text
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_of_call
@@ -84,6 +85,9 @@ def fused_linear_cross_entropy(
     shift: int = 0,
     stats: tuple[str, ...] = (),
     options: ChunkOptions | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor | LinearCrossEntropyOutput:
     """``cross_entropy(input @ linear_weight.T, target)`` without the ``(tokens, vocabulary)`` logits.
 
@@ -127,6 +131,16 @@ def fused_linear_cross_entropy(
             length of the sequence. Of the hidden states nothing is copied for it.
         stats: any of "lse", "logprob", "entropy", "argmax", "correct": per-token results without gradient.
         options: how memory and precision are used, see `ChunkOptions`.
+        process_group: a group whose processes have the same tokens, and each a slice of the head, in the order of their
+            ranks (vocabulary parallelism): `linear_weight`, `linear_bias` and the B of `adapters` are (V_local, ...),
+            `weight` is that of all classes or of the slice. All other arguments are the same in all processes. Each
+            gets the same loss and statistics, the gradients of its slice, and those of `input` and of the a of
+            `adapters` summed over the processes: call ``backward`` on the loss in each. See "Several GPUs".
+        vocab_size: V, with `process_group`. None: all processes have equally many classes. Otherwise slices are those
+            of `torch.chunk`: ceil(V / processes) classes, the last ones fewer, or none.
+        sequence_parallel: with `process_group`, `input` (and the a of `adapters`) is this process's share of the
+            tokens, (..., S / processes, H): shares are gathered along dimension -2, and their gradient is summed and
+            given back in shares. `target`, `token_weight`, results and statistics are those of all tokens.
 
     Returns:
         The loss, float32 (float64 for float64 inputs): 0-d, or (...) for ``reduction="none"``. With `stats` a
@@ -135,8 +149,10 @@ def fused_linear_cross_entropy(
     Raises:
         TypeError: an argument has the wrong type or dtype, or `input`, `linear_weight`, `linear_bias` and `adapters`
             differ in dtype outside of autocast.
-        ValueError: shapes do not fit, devices differ, a scalar is out of its range, or no plan keeps
-            ``options.max_workspace_bytes``.
+        ValueError: shapes do not fit, devices differ, a scalar is out of its range, no plan keeps
+            ``options.max_workspace_bytes``, `linear_weight` is a DTensor and `input` is not, a slice has not the
+            classes that `vocab_size` gives it, or (on a CPU or with ``FLCE_DEBUG=1``; otherwise results are undefined)
+            processes were given different arguments.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
             is NaN and nothing is read out of bounds.
         RuntimeError: in backward, for double backward, and for a second one through gradients that forward made (not
@@ -151,8 +167,9 @@ def fused_linear_cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
     args = linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec
-    )
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, options, spec,
+        SplitHead(process_group, vocab_size, sequence_parallel),
+    )  # fmt: skip
     if args.composed:
         return composed.linear_cross_entropy(args, spec)
     problem = linear_problem(args, spec)
@@ -186,6 +203,7 @@ def linear_problem(
         shift=args.shift,
         token_weight_grad=token_weight_grad,
         row_factor=row_factor,
+        shard=args.shard,
     )
 
 
@@ -205,6 +223,9 @@ def linear_logprobs(
     ignore_index: int | None = -100,
     shift: int = 0,
     options: ChunkOptions | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    sequence_parallel: bool = False,
 ) -> LinearLogprobsOutput:
     """Log-probabilities, entropies and more of each token of ``input @ linear_weight.T``, without the logits.
 
@@ -234,6 +255,8 @@ def linear_logprobs(
         shift: position t predicts ``target[..., t + shift]``; the last `shift` positions are ignored. `candidates` and
             `temperature` belong to the positions of `input`.
         options: as in `fused_linear_cross_entropy`. With ``skip_ignored=True`` ignored tokens cost nothing.
+        process_group, vocab_size, sequence_parallel: as in `fused_linear_cross_entropy`. `target` and `candidates` are
+            classes of all processes, as are the results, which each process gets.
 
     Returns:
         A `LinearLogprobsOutput`.
@@ -256,7 +279,7 @@ def linear_logprobs(
     """
     checked = logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
-        logit_scale, ignore_index, shift, options,
+        logit_scale, ignore_index, shift, options, SplitHead(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     args, spec = checked.linear, checked.spec
     problem = linear_problem(args, spec, row_factor=checked.row_factor)
@@ -484,9 +507,9 @@ def plan(
         dtype: of `input` and `linear_weight`, after autocast.
         device: where the tensors will be: a device of this machine. Where it has no GPU, ``"cuda"`` is a GPU of unknown
             kind: its memory is no bound, and kernels that need a certain kind are not counted on.
-        device_kind: the kind of NVIDIA GPU to plan for, whatever this machine has: a name of
-            `flce.planning.device_kinds.KINDS` such as ``"H200"``, or a compute capability such as ``"sm_90"``. With
-            it the plan is the same on every machine.
+        device_kind: the kind of GPU to plan for, whatever this machine has: a name of
+            `flce.core.device_record.KNOWN` such as ``"RTX-4090"``, spaces, hyphens and case ignored, or a compute
+            capability such as ``"sm_90"``. With it the plan is the same on every machine.
         device_memory: bytes of the device, in place of those of this machine's or of the kind. Without a budget a
             call takes at most 1/24 of them.
         reduction, label_smoothing, softcap, z_loss, stats: as in `fused_linear_cross_entropy`.

@@ -27,6 +27,8 @@
 #     distributed   two GPUs: the tests of several processes under NCCL, FSDP1 and nn.DataParallel, and a model that
 #                   Accelerate shards, stock, patched and with Liger's loss; four minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
+#     small-card    the longest sequences of a model that train on a card of 24 GB, simulated on a larger GPU; five
+#                   minutes, for a call of its own
 #
 # A part that fails does not stop the next; the exit status says whether one did. Time is given to the parts in their
 # order: what is not left is missing at the end. In the environment:
@@ -243,6 +245,9 @@ for name in $parts; do
                 "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
             part wrapped "$(within 150)" "$python" -m torch.distributed.run --nproc-per-node 2 --master-port 29511 \
                 -m benchmarks.wrapped --out "$out/wrapped.json"
+            ;;
+        small-card)
+            part small-card "$(within 345)" "$python" -m benchmarks.small_card --seconds 270 --out "$out/small-card.json"
             ;;
         rows) benchmark rows rows h200-rows 180 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;

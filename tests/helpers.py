@@ -15,7 +15,7 @@ from torch import Tensor
 
 import flce
 from flce.backends import backend_name, has_product
-from flce.core.devices import total_memory
+from flce.core.devices import device_record
 from flce.core.problem import LossSpec, Needs
 from flce.engine.case import Case
 from flce.planning.search import make_plan
@@ -186,7 +186,7 @@ def case_of(problem: Problem, options: flce.ChunkOptions, grads: str = ALL_GRADS
         device_type=device.type,
         backend=backend_name(device),
         has_product=has_product(device),
-        memory=total_memory(device),
+        device=device_record(device),
         spec=LossSpec(**{**spec, "stats": tuple(stats)}),
         needs=Needs(
             ("x" in grads, *("a" in grads for _ in adapters)),

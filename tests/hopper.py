@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flce import ChunkOptions
+from flce.core.device_record import KNOWN
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.engine import case
 from flce.engine.case import Case
@@ -67,7 +68,7 @@ def case_on_hopper(
         device_type="cuda",
         backend="triton",
         has_product=True,
-        memory=None,
+        device=KNOWN["H200"]._replace(memory=None),
         spec=spec or LossSpec(),
         needs=Needs(("x" in grads, *adapters), ("w" in grads, *adapters), "b" in grads),
         options=ChunkOptions(**options),

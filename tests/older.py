@@ -23,15 +23,15 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.targets import TARGETS
 
     target = TARGETS[os.environ["FLCE_OLDER"]]
-    facts, capability = target.facts, divmod(int(target.arch), 10)
+    capability = divmod(target.capability, 10)
     asked = torch.cuda.get_device_properties
     told = {
         "major": capability[0],
         "minor": capability[1],
-        "multi_processor_count": facts.multiprocessors,
-        "L2_cache_size": facts.cache,
-        "regs_per_multiprocessor": facts.registers,
-        "name": os.environ["FLCE_OLDER"],
+        "multi_processor_count": target.multiprocessors,
+        "L2_cache_size": target.cache,
+        "regs_per_multiprocessor": target.registers,
+        "name": target.name,
     }
 
     def properties(device: Any = None) -> SimpleNamespace:
@@ -41,12 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # Triton asks PyTorch for the capability, and PyTorch these properties.
     torch.cuda.get_device_properties = properties
     assert torch.cuda.get_device_capability() == capability
-    compiler.max_shared_mem = lambda device: target.shared << 10
+    compiler.max_shared_mem = lambda device: target.shared_memory
     make = compiler.CompiledKernel.__init__
 
     def with_ptx(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        assert self.metadata.target.arch == target.arch
+        assert self.metadata.target.arch == target.capability
         self.kernel = _readable(self.asm["ptx"]).encode() + b"\0"
         with open(os.environ["FLCE_OLDER_LOG"], "a") as log:
             log.write(f"{self.name}\n")

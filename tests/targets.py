@@ -41,6 +41,7 @@ from flce.backends.contract import (
     normalizer_slots,
 )
 from flce.backends.triton import launch, softmax_launch
+from flce.core.device_record import KNOWN, Device
 from flce.core.gemm import padded_cols
 from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
 from flce.engine.arena import CountingArena
@@ -53,33 +54,12 @@ from flce.planning import dry_run
 MOST_SPILLED = 64
 
 
-class Target(NamedTuple):
-    """What kernels are compiled for, and the facts that launches are chosen by."""
-
-    arch: int | str  # ten times the compute capability, or AMD's name
-    shared: int  # KiB that a program may have
-    facts: launch.DeviceFacts
-
-    @property
-    def has_product(self) -> bool:
-        return self.facts.capability == 9
-
-
-def _nvidia(arch: int, shared: int, multiprocessors: int, cache_mib: int) -> Target:
-    return Target(arch, shared, launch.DeviceFacts(multiprocessors, cache_mib << 20, 65536, arch // 10, 32))
-
-
-# A device of each architecture. Multiprocessors and cache: data sheets; shared memory: NVIDIA's CUDA C++ Programming
-# Guide ("Technical Specifications per Compute Capability"), AMD's CDNA 3 instruction set architecture.
+# A device of each architecture.
 TARGETS = {
-    "T4": _nvidia(75, 64, 40, 4),
-    "A100": _nvidia(80, 163, 108, 40),
-    "RTX-3090": _nvidia(86, 99, 82, 6),
-    "RTX-4090": _nvidia(89, 99, 128, 72),
-    "H200": _nvidia(90, 227, 132, 50),
-    "B200": _nvidia(100, 227, 148, 126),
-    "RTX-5090": _nvidia(120, 99, 170, 96),
-    "MI300X": Target("gfx942", 64, launch.DeviceFacts(304, 4 << 20, 65536, 0, 64)),
+    # Nothing is planned for it: shared memory as the CUDA C++ Programming Guide says ("Technical Specifications per Compute
+    # Capability"), the others as its data sheet does.
+    "T4": KNOWN["RTX-3090"]._replace(arch="sm_75", shared_memory=64 << 10, multiprocessors=40, cache=4 << 20),
+    **{name: KNOWN[name] for name in ("A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")},
 }
 # What only calls with products of our own launch, which are for Hopper.
 OF_PRODUCTS = {
@@ -100,28 +80,33 @@ class Built(NamedTuple):
     spilled: int  # of a thread
     early: bool  # launched while the kernel before may still run
 
-    def faults(self, target: Target) -> list[str]:
+    def faults(self, target: Device) -> list[str]:
         found = [f"{self.spilled} bytes of a thread spilled"] if self.spilled > MOST_SPILLED else []
-        if self.shared > target.shared << 10:
+        if self.shared > target.shared_memory:
             found.append(f"{self.shared} bytes of shared memory")
-        if self.early and target.facts.capability < 9:
+        if self.early and target.capability < 90:
             found.append("a programmatic dependent launch")
         return [f"{self.name}: {fault} ({self.constants})" for fault in found]
+
+
+def gpu_target(device: Device) -> GPUTarget:
+    """As Triton says it."""
+    number = device.capability
+    return GPUTarget("cuda", number, device.warp) if number else GPUTarget("hip", device.arch, device.warp)
 
 
 class _Driver:
     """Stands for that of a device: nothing is loaded, and nothing is launched."""
 
-    def __init__(self, name: str, target: Target) -> None:
+    def __init__(self, name: str, target: Device) -> None:
         self.utils = SimpleNamespace(
             load_binary=lambda *args: (None, None, 0, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": target.shared << 10},
+            get_device_properties=lambda device: {"max_shared_mem": target.shared_memory},
         )
         self.launcher_cls = lambda src, metadata: lambda *args: None
         self.get_current_device = lambda: name  # Triton keeps by this what it has compiled
         self.get_current_stream = lambda device: 0
-        backend = "cuda" if target.facts.capability else "hip"
-        self.get_current_target = lambda: GPUTarget(backend, target.arch, target.facts.warp)
+        self.get_current_target = lambda: gpu_target(target)
 
 
 @contextlib.contextmanager
@@ -133,7 +118,7 @@ def compiling(name: str) -> Iterator[list[Built]]:
         log.seek(0)
         text = log.read()
         log.truncate(0)
-        if target.facts.capability:
+        if target.capability:
             spilled = [int(size) for size in re.findall(r"(\d+) bytes spill", text)]  # of ptxas: stores, loads
         else:
             with open(next(path for file, path in metadata_group.items() if file.endswith(".amdgcn"))) as file:
@@ -144,13 +129,13 @@ def compiling(name: str) -> Iterator[list[Built]]:
         early = bool(metadata.get("launch_pdl"))
         built.append(Built(src.fn.__name__, ", ".join(shape), metadata["shared"], max(spilled), early))
 
-    asking = [module for module in _modules() if hasattr(module, "device_facts")]
-    before = launch.device_facts
+    asking = [module for module in _modules() if hasattr(module, "device_record")]
+    before = launch.device_record
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log, knobs.compilation.listener = cache, True, compiled
         driver.set_active(cast(Any, _Driver(name, target)))
         for module in asking:
-            module.device_facts = lambda device: target.facts
+            module.device_record = lambda device: target
         for cached in (kernels._launch_size, softmax_launch._choose):
             cached.cache_clear()
         try:
@@ -158,7 +143,7 @@ def compiling(name: str) -> Iterator[list[Built]]:
         finally:
             knobs.compilation.listener = None
             for module in asking:
-                module.device_facts = before
+                module.device_record = before
 
 
 def _modules() -> list[Any]:
@@ -266,33 +251,34 @@ def of_calls(case: Case) -> Calls:
             yield lambda plan=plan: dry_run.rehearse(plan, runtime)
 
 
-def cases(dtype: torch.dtype, has_product: bool) -> Iterator[Case]:
+def cases(dtype: torch.dtype, device: Device) -> Iterator[Case]:
     results = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
     specs = (LossSpec(), LossSpec(z_loss=0.1), LossSpec("none"), LogprobSpec(stats=results, candidates=5))
     for spec, grads, skip in itertools.product(specs, ("xw", "xwb", "x", ""), (False, True)):
         needs = Needs(("x" in grads,), ("w" in grads,), "b" in grads)
         options = ChunkOptions(skip_ignored=skip)
-        yield Case(1000, (512,), 32000, dtype, "cuda", "triton", has_product, None, spec, needs, options)
+        own, known = device.own_products, device._replace(memory=None)
+        yield Case(1000, (512,), 32000, dtype, "cuda", "triton", own, known, spec, needs, options)
 
 
-def everything(target: Target) -> Calls:
+def everything(target: Device) -> Calls:
     for dtype, cols in itertools.product(DTYPES, COLUMNS):
         for feature in FEATURES:
             if dtype != torch.float16 or feature in ("plain", "all"):  # the others are those of bfloat16
                 yield from of_rows(dtype, cols, feature)
         yield from of_softmax(dtype, cols)
     for dtype in DTYPES:
-        for case in cases(dtype, target.has_product):
+        for case in cases(dtype, target):
             yield from of_calls(case)
 
 
-def sample(target: Target) -> Calls:
+def sample(target: Device) -> Calls:
     """Three seconds of that: what takes most registers, and what every call launches."""
     yield from itertools.islice(of_rows(torch.bfloat16, 50257, "all"), 2)
     yield from itertools.islice(of_rows(torch.float32, 128256, "plain"), 9, 10)  # over wider logits
     yield from itertools.islice(of_softmax(torch.bfloat16, 50257), 2)
-    if target.has_product:
-        yield from itertools.islice(of_calls(next(cases(torch.bfloat16, True))), 1)
+    if target.own_products:
+        yield from itertools.islice(of_calls(next(cases(torch.bfloat16, target))), 1)
 
 
 def faults(name: str, calls: Iterable[Callable[[], Any]], whole: bool) -> tuple[int, list[str]]:
@@ -304,7 +290,7 @@ def faults(name: str, calls: Iterable[Callable[[], Any]], whole: bool) -> tuple[
                 call()
             except Exception as error:
                 found.append(f"{type(error).__name__}: {str(error)[:2000]}")
-    missing = every_kernel() - {one.name for one in built} - (set() if target.has_product else OF_PRODUCTS)
+    missing = every_kernel() - {one.name for one in built} - (set() if target.own_products else OF_PRODUCTS)
     found += [f"{kernel} was not compiled" for kernel in sorted(missing) if whole]
     return len(built), [*found, *(fault for one in built for fault in one.faults(target))]
 

@@ -10,29 +10,30 @@ from typing import NamedTuple
 import torch
 
 from flce.backends.contract import Backend
-from flce.core.devices import capability
+from flce.core.device_record import Device
+from flce.core.devices import device_record
 
 
-def backend_name(device: torch.device, there: bool = False) -> str:
+def backend_name(device: torch.device, there: Device | None = None) -> str:
     """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
 
     For meta tensors, of which no kernel sees anything, it is "torch" in any case.
-    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, do not:
-    launches are made for warps of 32 threads.
+    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, take it with
+    ``FLCE_BACKEND=triton`` only: kernels compile for gfx942, and have not been run there.
 
     Args:
         device: where the tensors are.
-        there: the answer is for another machine, with an NVIDIA device and Triton, rather than for this one.
+        there: the answer is for another machine, with this GPU and Triton, rather than for this one.
 
     Raises:
         ValueError: ``FLCE_BACKEND`` has another value, or asks for Triton where it cannot run.
     """
-    return _choice(device, there).name
+    return _choice(device, "" if there is None else there.arch).name
 
 
 def why_backend(device: torch.device) -> str:
     """Why `backend_name` says what it says, in words. It raises what that raises."""
-    return _choice(device, there=False).why
+    return _choice(device).why
 
 
 class _Choice(NamedTuple):
@@ -40,21 +41,24 @@ class _Choice(NamedTuple):
     why: str
 
 
-def _choice(device: torch.device, there: bool) -> _Choice:
+def _choice(device: torch.device, there: str = "") -> _Choice:
     asked, interpreted = os.environ.get("FLCE_BACKEND", ""), os.environ.get("TRITON_INTERPRET") == "1"
     return _choose(device, asked, interpreted, there)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(device: torch.device, asked: str, interpreted: bool, there: bool) -> _Choice:
+def _choose(device: torch.device, asked: str, interpreted: bool, there: str) -> _Choice:
     if asked not in ("", "torch", "triton"):
         raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {asked!r}")
-    if there:
+    amd = there.startswith("gfx") or (not there and device.type == "cuda" and torch.version.hip is not None)
+    if there.startswith("sm_"):
         found = _Choice("triton", "another machine, with an NVIDIA GPU and Triton")
+    elif there:
+        found = _Choice("torch", "another machine, with an AMD GPU, on which the kernels have not been run")
     elif device.type == "meta":
         return _Choice("torch", "meta tensors have no values")
-    elif device.type == "cuda" and torch.version.hip is not None:
-        found = _Choice("torch", "the kernels are for NVIDIA GPUs, and this is an AMD GPU")
+    elif amd:
+        found = _Choice("torch", "the kernels have not been run on an AMD GPU: FLCE_BACKEND=triton takes them")
     elif device.type != "cuda" and not (device.type == "cpu" and interpreted):
         found = _Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
     elif not _has_triton():
@@ -63,22 +67,22 @@ def _choose(device: torch.device, asked: str, interpreted: bool, there: bool) ->
         found = _Choice("triton", "an NVIDIA GPU, and Triton is installed")
     else:
         found = _Choice("triton", "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
-    if asked == "triton" and found.name != asked:
+    if asked == "triton" and found.name != asked and not (amd and (there or _has_triton())):
         raise ValueError(
             f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and "
-            "an NVIDIA device, or TRITON_INTERPRET=1 and CPU tensors"
+            "a GPU of NVIDIA or AMD, or TRITON_INTERPRET=1 and CPU tensors"
         )
     return _Choice(asked, "FLCE_BACKEND asks for it") if asked else found
 
 
 def has_product(device: torch.device) -> bool:
     """Whether the backend makes products whose logits never are in memory, and as fast as the vendor's."""
-    return device.type == "cuda" and has_product_of(backend_name(device), capability(device))
+    return device.type == "cuda" and has_product_of(backend_name(device), device_record(device))
 
 
-def has_product_of(backend: str, capability: int) -> bool:
-    """`has_product`, of a compute capability. On Hopper: that is where it was measured."""
-    return backend == "triton" and capability == 9
+def has_product_of(backend: str, device: Device) -> bool:
+    """`has_product`, of a device that need not be there."""
+    return backend == "triton" and device.own_products
 
 
 def get_backend(device: torch.device) -> Backend:

@@ -30,6 +30,8 @@ BASE, TARGET_JACOBIAN = range(STATE_SLOTS, EXPONENTIAL_SLOTS)
 # Where exponentials are relative to the base: times SCALE, and the base is raised before they are larger than
 # exp(HEADROOM) times that. float16 reaches from 2^-24 to 2^16.
 EXPONENTIAL_SCALE = {torch.bfloat16: 1.0, torch.float16: 2.0**4}
+# What the derivative of a capped logit is a multiple of, and exponentials are divided by; 1 where it is not larger.
+LEAST_UNIT = 1e-30
 EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 
 # The normalizer is what is kept of each row between forward and backward: some logit m, the largest as a rule, and
@@ -38,7 +40,8 @@ OFFSET, LOG_SUM = range(2)
 
 # What a row's gradient is made of, see `TileCall.row_gradient`. A log-probability is taken for LEAST_LOGPROB at least:
 # of a class that has none, the product with its probability is 0.
-SOFTMAX, TARGET, ENTROPY = range(3)
+ROW_GRADIENT_SLOTS = 4
+SOFTMAX, TARGET, ENTROPY, CLASSES = range(ROW_GRADIENT_SLOTS)
 LEAST_LOGPROB = -1e4
 
 
@@ -247,9 +250,10 @@ class TileCall(NamedTuple):
     normalizer: Tensor | None = None  # (slots, rows); None: there is `out`
     # (rows,) the gradient of each row's loss, or () of all, or None for 1: it multiplies the scales of the inputs.
     upstream: Tensor | None = None
-    # (3, rows) in the place of scales and upstream, the gradient of a row as a whole. With log-probabilities l and
+    # (slots, rows) in the place of scales and upstream, the gradient of a row as a whole. With log-probabilities l and
     # p = exp(l) it is ``row_gradient[SOFTMAX] * p - row_gradient[ENTROPY] * p * l``, in the target's column less
-    # ``row_gradient[TARGET]``.
+    # ``row_gradient[TARGET]``, and with label smoothing in each column less ``row_gradient[CLASSES]`` times the weight
+    # of its class.
     row_gradient: Tensor | None = None
 
     def part(self, part: slice) -> TileCall:

@@ -321,19 +321,23 @@ def _gradient(
     at_target = where(targets.inside, -of_target, 0.0).expand_as(row_max)
     g.scatter_add_(1, targets.column, at_target[:, None])
     if spec.label_smoothing:
-        of_classes = (ce * smoothing).expand_as(row_max)[:, None]
-        if inputs.class_weight is None:
-            g.sub_(of_classes)
-        else:
-            weight = inputs.class_weight[tile.columns].to(g.dtype)
-            g.addcmul_(of_classes, weight, value=-1.0)
+        _subtract_classes(g, (ce * smoothing).expand_as(row_max)[:, None], call)
     _write_gradient(g, jacobian, targets, grad)
+
+
+def _subtract_classes(g: Tensor, of_classes: Tensor, call: TileCall) -> None:
+    """From the gradient in z what label smoothing takes of each class, (rows, 1) times the class's weight."""
+    weight = call.inputs.class_weight
+    if weight is None:
+        g.sub_(of_classes)
+    else:
+        g.addcmul_(of_classes, weight[call.tile.columns].to(g.dtype), value=-1.0)
 
 
 def _row_gradient(logprob: Tensor, jacobian: Tensor | float, call: TileCall, targets: Targets, grad: Tensor) -> None:
     """Gradient from log-probabilities, which it overwrites, as `TileCall.row_gradient` has it."""
     assert call.row_gradient is not None
-    of_softmax, of_target, of_entropy = call.row_gradient.unbind()
+    of_softmax, of_target, of_entropy, of_classes = call.row_gradient.unbind()
     if targets.in_range is not None:  # wrong targets make NaN, not nonsense
         of_softmax = torch.where(targets.in_range, of_softmax, torch.nan)
     if "entropy" in call.spec.stats:
@@ -343,6 +347,8 @@ def _row_gradient(logprob: Tensor, jacobian: Tensor | float, call: TileCall, tar
     else:
         g = logprob.exp_().mul_(of_softmax[:, None])
     g.scatter_add_(1, targets.column, where(targets.inside, -of_target, 0.0)[:, None])
+    if call.spec.label_smoothing:
+        _subtract_classes(g, of_classes[:, None], call)
     _write_gradient(g, jacobian, targets, grad)
 
 

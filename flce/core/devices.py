@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
+from flce.core.device_profile import profile, with_profile
+from flce.core.device_record import CPU, UNKNOWN, Device, device_told
+
 
 def devices() -> list[torch.device]:
     """The accelerators that PyTorch sees, which are of one type, and the CPU."""
@@ -46,29 +49,35 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def capability(device: torch.device) -> int:
-    """The major number of the compute capability of an NVIDIA GPU; 0: there is none. AMD's also have numbers, up to 12,
-    which say something else."""
-    return 0 if torch.version.hip is not None else _properties(device.index)[0]
+def device_record(device: torch.device) -> Device:
+    """What is known of a device of this machine, a GPU as the profile says.
+
+    With a process group there is no profile: all ranks must plan alike, and each machine may have another file.
+
+    Raises:
+        ValueError: the profile is wrong, or of another device.
+    """
+    if device.type == "cpu":
+        return CPU
+    if device.type != "cuda":
+        return UNKNOWN._replace(name=device.type)
+    index = torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index
+    found = _profiled(index)
+    return found if found.profile is None or not _in_a_group() else _told(index)
 
 
-def total_memory(device: torch.device) -> int | None:
-    """Bytes of a device that is there and has memory of its own."""
-    return _properties(device.index)[1] if device.type == "cuda" else None
-
-
-def _properties(index: int | None) -> tuple[int, int | None]:
-    """The major number of the compute capability and the bytes of memory of a CUDA device; None: the current one."""
-    if index is None:
-        if not torch.cuda.is_available():
-            return 0, None
-        index = torch.cuda.current_device()
-    return _properties_of(index)
+def _in_a_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @functools.cache
-def _properties_of(index: int) -> tuple[int, int | None]:
+def _profiled(index: int | None) -> Device:
+    told = _told(index)
+    return told if told is UNKNOWN or profile() is None else with_profile(told, torch.cuda.get_device_name(index))
+
+
+@functools.cache
+def _told(index: int | None) -> Device:
     if not torch.cuda.is_available():
-        return 0, None
-    properties = torch.cuda.get_device_properties(index)
-    return properties.major, properties.total_memory
+        return UNKNOWN
+    return device_told(torch.cuda.get_device_properties(index), torch.version.hip is not None)

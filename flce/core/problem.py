@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flce.core.numbers import integer, real
+from flce.core.shard import Shard
 
 Reduction = Literal["none", "mean", "sum"]
 Stat = Literal["lse", "logprob", "entropy", "argmax", "correct"]
@@ -211,6 +212,7 @@ class LinearCrossEntropyProblem:
     shift: int = 0
     token_weight_grad: bool = False
     row_factor: Tensor | None = None  # (N,) multiplies z: one over the temperature of each token
+    shard: Shard | None = None  # weights, bias and their gradients are of these classes; targets and V of all
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -222,6 +224,11 @@ class LinearCrossEntropyProblem:
 
     @functools.cached_property
     def vocab_size(self) -> int:
+        return self.slice_size if self.shard is None else self.shard.vocab_size
+
+    @functools.cached_property
+    def slice_size(self) -> int:
+        """The classes of the weights."""
         return self.terms[0].weight.shape[0]
 
     @functools.cached_property

@@ -7,7 +7,7 @@ tuple of unknown length it is either.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,7 +26,15 @@ class LossArguments(SpecArguments, total=False):
     num_items: int | Tensor | None
 
 
-class LinearLossArguments(LossArguments, total=False):
+class SplitArguments(TypedDict, total=False):
+    """How classes, and tokens, are divided over processes."""
+
+    process_group: dist.ProcessGroup | None
+    vocab_size: int | None
+    sequence_parallel: bool
+
+
+class LinearLossArguments(LossArguments, SplitArguments, total=False):
     """Arguments of `flce.fused_linear_cross_entropy`."""
 
     linear_bias: Tensor | None
@@ -43,7 +51,7 @@ class LogitsLossArguments(LossArguments, total=False):
     vocab_size: int | None
 
 
-class FixedLinearArguments(SpecArguments, total=False):
+class FixedLinearArguments(SpecArguments, SplitArguments, total=False):
     """Arguments of `flce.FusedLinearCrossEntropyLoss`."""
 
     weight: Tensor | None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, product_planes, unknown_to_products
+from flce.core.device_record import Device
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
@@ -133,8 +134,8 @@ class Case:
     backend: str
     has_product: bool
     """Whether the backend has products with an epilogue for the device: `backends.has_product`."""
-    memory: int | None
-    """Bytes of the device; None: not known, or not to be asked for."""
+    device: Device
+    """What is known of the device."""
     spec: LossSpec
     needs: Needs
     options: ChunkOptions

@@ -27,6 +27,7 @@ from flce.engine.arena import Arena
 from flce.engine.case import Case, Dtypes
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
+from flce.engine.shards import Slice, with_all_class_weights
 from flce.engine.stage import Stage
 
 
@@ -100,6 +101,7 @@ def forward(
     problem: LinearCrossEntropyProblem, plan: Plan, gradients: bool, runtime: Runtime | None = None
 ) -> ForwardResult:
     """Losses and, if `gradients`, those of the inputs and weights, also by a schedule that would defer them."""
+    problem = with_all_class_weights(problem)
     all_count = vectors.check_targets(problem)
     runtime, schedule = runtime or runtime_of(plan, problem), plan.schedule
     with_gradients = gradients and not schedule.deferred
@@ -109,8 +111,10 @@ def forward(
     counts_on_device = schedule.counts_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
-    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows)
+    stage = stage_of(problem, plan, runtime, selection, scales, rows.normalizer, out=rows)
     schedule.forward(stage)
+    if stage.split is not None and not with_gradients:
+        stage.split.complete(slice(0, selection.num_rows))
     grads = stage.gradients() if with_gradients else []
     rows, weight = selection.scatter(rows), problem.token_weight
     results, _, weight_grad = vectors.reduce(problem, runtime.backend, rows, scales.of_loss, problem.target, weight)
@@ -133,12 +137,34 @@ def backward(
         normalizer: (slots, N), as `forward` left it.
         upstream: gradient of the loss; () or, for ``reduction="none"``, (N,).
     """
+    problem = with_all_class_weights(problem)
     runtime, accum = runtime or runtime_of(plan, problem), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
     of_all = upstream.to(accum) if upstream.dim() == 0 else None
     of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
     normalizer = selection.take(normalizer, dim=1)
-    stage = runtime.new_stage(problem, plan, selection, scales, normalizer, upstream=of_each)
+    stage = stage_of(problem, plan, runtime, selection, scales, normalizer, upstream=of_each)
     plan.schedule.backward(stage)
     return stage.gradients()
+
+
+def stage_of(
+    problem: LinearCrossEntropyProblem,
+    plan: Plan,
+    runtime: Runtime,
+    selection: Selection,
+    scales: vectors.LossScales,
+    normalizer: Tensor,
+    out: RowOutputs | None = None,
+    upstream: Tensor | None = None,
+    **more: Any,
+) -> Stage:
+    """The stage of a problem, or of the classes of it that this process has. `more`: other fields of `Stage`."""
+    if problem.shard is None:
+        return runtime.new_stage(problem, plan, selection, scales, normalizer, out, upstream=upstream, **more)
+    part = Slice(problem, selection, scales, runtime.arena, normalizer, out, upstream)
+    local = None if out is None else part.local
+    return runtime.new_stage(
+        part.problem, plan, part.selection, part.local_scales, normalizer, local, split=part, **more
+    )

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, RowOutputs, log_sum_exp
+from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, ROW_GRADIENT_SLOTS, TARGET, RowOutputs, log_sum_exp
 from flce.backends.state import is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
-from flce.engine.passes import Plan, Runtime, runtime_of
+from flce.engine.passes import Plan, Runtime, runtime_of, stage_of
 from flce.engine.selection import Selection
-from flce.engine.stage import Entries
+from flce.engine.stage import Entries, Stage
 from flce.engine.top import Top
 
 
@@ -72,17 +72,21 @@ def forward(
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     top = Top.of(selection.most_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    stage = runtime.new_stage(problem, plan, selection, scales, rows.normalizer, out=rows, top=top)
+    stage = stage_of(problem, plan, runtime, selection, scales, rows.normalizer, out=rows, top=top)
     plan.schedule.forward(stage)
+    if stage.split is not None:
+        stage.split.complete(slice(0, selection.num_rows))
 
     counts = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_logprob = top_ids = None
     if candidates is not None:
         ids = selection.take(candidates)
-        values = _logprob(stage.chosen_logits(ids), rows.normalizer)
+        values = _logprob(_chosen_logits(stage, ids), rows.normalizer)
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.put(values.masked_fill_(~counts | (ids == NO_CANDIDATE), 0.0))
     if top is not None:
+        if stage.split is not None:
+            top = stage.split.complete_top(top)
         values = _logprob(spec.transform(top.logits, selection.row_factor), rows.normalizer)
         top_logprob = selection.put(values.masked_fill_(~counts, 0.0))
         top_ids = selection.put(top.ids.masked_fill_(~counts, NO_CANDIDATE))
@@ -91,6 +95,15 @@ def forward(
 
 # The id of no class.
 NO_CANDIDATE = -1
+
+
+def _chosen_logits(stage: Stage, ids: Tensor) -> Tensor:
+    """z of some classes of each selected row, (rows, K), of whatever process has them. One collective, if there are
+    several."""
+    if stage.split is None:
+        return stage.chosen_logits(ids)
+    local = stage.split.local_ids(ids)
+    return stage.split.summed(stage.chosen_logits(local).masked_fill_(local == NO_CANDIDATE, 0.0))
 
 
 def _logprob(z: Tensor, normalizer: Tensor) -> Tensor:
@@ -121,23 +134,20 @@ def backward(
     of_rows = _row_gradient(runtime, selection, kept, upstream)
     if of_candidates is not None:
         entries = _entries(runtime, selection, ids, kept, of_candidates, of_rows)
-    stage = runtime.new_stage(
-        problem,
-        plan,
-        selection,
-        vectors.LossScales(problem, runtime.backend, with_gradients=False),
-        kept.normalizer,
-        row_gradient=of_rows,
-        entries=entries,
-    )
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
+    stage = stage_of(problem, plan, runtime, selection, scales, kept.normalizer, row_gradient=of_rows, entries=entries)
+    if stage.split is not None:
+        of_rows[TARGET].masked_fill_(~stage.split.has_target, 0.0)
+        if entries is not None:
+            stage.entries = entries._replace(ids=stage.split.local_ids(entries.ids))
     plan.schedule.backward(stage)
     return stage.gradients()
 
 
 def _row_gradient(runtime: Runtime, selection: Selection, kept: Kept, upstream: Upstream) -> Tensor:
-    """(3, rows), see `TileCall.row_gradient`."""
-    made = runtime.arena.new((3, selection.most_rows), kept.normalizer.dtype, zero=True)
-    of_softmax, of_target, of_entropy = made
+    """(`ROW_GRADIENT_SLOTS`, rows), see `TileCall.row_gradient`."""
+    made = runtime.arena.new((ROW_GRADIENT_SLOTS, selection.most_rows), kept.normalizer.dtype, zero=True)
+    of_softmax, of_target, of_entropy, _ = made
     counts = selection.target != selection.problem.spec.ignore_index
 
     def given(gradient: Tensor) -> Tensor:
@@ -163,7 +173,7 @@ def _entries(
     """The whole gradients of the logits of candidates, once for each of several equal ones."""
     problem, logprob = selection.problem, kept.candidate_logprob
     assert logprob is not None
-    spec, (of_softmax, of_target, of_entropy) = problem.spec, of_rows[:, :, None]
+    spec, (of_softmax, of_target, of_entropy, _) = problem.spec, of_rows[:, :, None]
     values = runtime.arena.new(ids.shape, of_rows.dtype)
     runtime.backend.sum_equal(ids, upstream.to(values.dtype), values)
     values -= of_target.where(ids == selection.target[:, None], 0.0)

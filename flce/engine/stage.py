@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import (
+    BASE,
+    EXPONENTIAL_SCALE,
     EXPONENTIAL_SLOTS,
+    LEAST_UNIT,
+    LOG_SUM,
+    OFFSET,
     STATE_SLOTS,
     Backend,
     RowInputs,
@@ -27,6 +32,7 @@ from flce.core.slices import first, last
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
+from flce.engine.shards import Slice
 from flce.engine.top import Top
 from flce.engine.vectors import LossScales
 
@@ -56,9 +62,11 @@ class Stage:
         normalizer: (slots, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `scales`.
-        row_gradient: (3, rows), see `TileCall.row_gradient`: in the place of scales and upstream.
+        row_gradient: (slots, rows), see `TileCall.row_gradient`: in the place of scales and upstream.
         entries: gradients of some logits of each row, which are written over what the others are made of.
         top: the largest logits of each row, which are collected while statistics are made.
+        split: what is known of all classes, where `problem` is that of some of them; then `normalizer` is of all, `out`
+            of these. None: there are no others.
     """
 
     problem: LinearCrossEntropyProblem
@@ -74,6 +82,7 @@ class Stage:
     row_gradient: Tensor | None = None
     entries: Entries | None = None
     top: Top | None = None
+    split: Slice | None = None
 
     def __post_init__(self) -> None:
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
@@ -223,6 +232,9 @@ class Stage:
     def gradients(self) -> list[Tensor]:
         """The gradients that are needed, in the order of `Needs.flat`. What no tile was added to is made here."""
         grads = [self.dx_memory(k) for k in self.wanted_inputs]
+        if self.split is not None:
+            for k, grad in zip(self.wanted_inputs, grads, strict=True):
+                self.split.reduced(k, grad)
         grads += [self.dw_memory(k) for k in self.wanted_weights]
         return [*grads, self.db_memory()] if self.problem.needs.bias else grads
 
@@ -259,7 +271,14 @@ class Stage:
 
     def statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
         """Losses and gradient for some rows and all classes, in one pass. `dlogits` may be `logits`."""
-        self.backend.loss_and_gradient(logits, dlogits, self._both_call(part))
+        if self.split is None:
+            self.backend.loss_and_gradient(logits, dlogits, self._both_call(part))
+            return
+        call = self._statistics_call(part)
+        self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep=True)), None)
+        self.split.complete(part)
+        call = self._gradient_call(part, self.classes)
+        self.backend.gradient(logits, dlogits, call._replace(row_gradient=self.split.row_gradient(part)))
 
     def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
         """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
@@ -282,6 +301,8 @@ class Stage:
 
     def gradient(self, xs: Sequence[Tensor], part: slice, cols: slice, dlogits: Tensor) -> None:
         """The gradient of a tile's logits, which are made again. dlogits: (rows, cols)."""
+        if self.split is not None and self.row_gradient is None:  # when all rows are complete
+            self.row_gradient = self.split.row_gradient(slice(0, self.selection.num_rows))
         if self.in_registers:
             self.backend.product_gradient(
                 xs[0], first(self.terms[0].weight, cols), dlogits, self._gradient_call(part, cols)
@@ -327,6 +348,9 @@ class Stage:
             self.backend.product_exponentials(xs[0], self.terms[0].weight, tiles, call, last(factors, part), on_device)
             if self.problem.token_weight_grad:
                 last(factors, part).mul_(last(self._weights, part))
+            if self.split is not None:
+                of_part = last(factors, part)
+                self.split.complete_factors(part, of_part, of_part[0].clone())
             return
         known: slice | None = None
         for rows, cols, logits, exps in self._logits(xs, part, self.classes, tiles[0]):
@@ -334,6 +358,21 @@ class Stage:
                 known, call, of_rows = rows, self._both_call(rows), last(factors, rows)
                 state = self.new(EXPONENTIAL_SLOTS, len(logits), dtype=self.normalizer.dtype)
             self.backend.exponentials(logits, exps, call._replace(tile=self._tile(cols)), state, of_rows)
+            if self.split is not None and cols.stop == self.vocab_size:
+                last(factors, rows)[0] = self._alone(state[BASE], rows, exps.dtype)
+        if self.split is not None:  # once for all rows: other processes may have other blocks
+            of_part = last(factors, part)
+            self.split.complete_factors(part, of_part, of_part[0].clone())
+
+    def _alone(self, base: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+        """(rows,) what makes `Backend.exponentials` relative to a base the derivative of the log-sum-exp of the slice's
+        logits, as a product left them."""
+        assert self.out is not None
+        spec, normalizer = self.problem.spec, last(self.out.normalizer, rows)
+        unit = spec.scale * spec.cap
+        unit = 1.0 if spec.softcap is not None and abs(unit) <= LEAST_UNIT else unit
+        relative = torch.where(base == -torch.inf, 0.0, base) - normalizer[OFFSET]
+        return (relative - normalizer[LOG_SUM]).exp() * (unit / EXPONENTIAL_SCALE[dtype])
 
     def gradient_of_exponentials(self, exps: Tensor, part: slice, factors: Tensor) -> None:
         """The gradient of the logits of some rows and all classes, in the place of exponentials."""
@@ -352,6 +391,8 @@ class Stage:
         out = first(self.dx_memory(term), part) if index is None else self.dx_memory(term)
         weight, factors = self.terms[term].weight, last(factors, part)
         self.backend.combine_rows(product, out, weight, target, factors, ignore_index, index)
+        if self.split is not None and index is None:
+            self.split.reduce(term, out)
 
     def weight_products(
         self, term: int, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor

@@ -26,7 +26,9 @@ from flce.core.problem import (
     LossSpec,
     accumulation_dtype,
 )
+from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
+from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, refuse_sharded_weight, split
 from flce.torch_ops.frames import is_differentiated_forward
 
 P = ParamSpec("P")
@@ -49,6 +51,8 @@ class LinearArguments(NamedTuple):
     shift: int
     composed: bool
     """Whether PyTorch's operators are what computes it, with logits in memory."""
+    shard: Shard | None
+    """What of the classes the weights have; None: all."""
 
 
 def linear_arguments(
@@ -63,12 +67,14 @@ def linear_arguments(
     shift: int,
     options: ChunkOptions | None,
     spec: LossSpec,
+    how: SplitHead = NOT_SPLIT,
     function: str = "fused_linear_cross_entropy",
 ) -> LinearArguments:
     """All checks of the arguments of `flce.fused_linear_cross_entropy` but those of `spec`. It documents the errors.
 
-    `function`: the one that is called.
+    `how`: the head is divided. `function`: the one that is called.
     """
+    shard, weighted = None, 0
     operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target}, optional)
@@ -83,8 +89,19 @@ def linear_arguments(
             f"{tuple(linear_weight.shape)} with input {tuple(input.shape)}"
             f"{': give linear_weight.t()' if transposed else ''}"
         )
+    refuse_sharded_weight(input, linear_weight)
     check_options(options)
     shift = check_shift(shift, target)
+    if how != NOT_SPLIT:
+        if target.is_floating_point():
+            raise ValueError("process_group needs class-index targets, got class probabilities")
+        told = {"the shape of target": tuple(target.shape), "shift": shift, "options": (spec, options)}
+        size = len(linear_weight)
+        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, told)
+        input, linear_weight, linear_bias, adapters = given
+        # Class weights are those of all classes, or of these.
+        weighted = size if weight is not None and len(weight) == size else shard.vocab_size
+        operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
     input, linear_weight, *others = operands.values()
@@ -101,6 +118,7 @@ def linear_arguments(
     num_items = num_items_tensor(num_items, spec, input)
     adapters = tuple(zip(others[::2], others[1::2], strict=True))
     leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
+    weighted = vocab_size if shard is None else weighted
     tokens, probabilities = (*leading, *inner), target.is_floating_point()
     composed = probabilities or bool(inner)
     if adapters and inner:
@@ -111,7 +129,7 @@ def linear_arguments(
         adapters,
         ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
-        ("weight", weight, (vocab_size,)),
+        ("weight", weight, (weighted,)),
         ("token_weight", token_weight, tokens),
     )
     if composed:
@@ -122,7 +140,7 @@ def linear_arguments(
         instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
         refuse_forward_mode(function, instead, (input, linear_weight, linear_bias, token_weight, *others))
     return LinearArguments(
-        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed
+        input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard
     )
 
 
@@ -154,6 +172,7 @@ def logprob_arguments(
     ignore_index: int | None,
     shift: int,
     options: ChunkOptions | None,
+    how: SplitHead,
 ) -> LogprobArguments:
     """All checks of the arguments of `flce.linear_logprobs`, which documents the errors."""
     outputs = check_outputs(outputs)
@@ -165,19 +184,19 @@ def logprob_arguments(
         if shift:
             raise ValueError(f"shift={shift} needs a target, got target=None")
         # Any class: nothing that depends on it is asked for. No position is ignored.
-        target, ignore_index = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device), -100
+        target, ignore_index = torch.zeros(how.tokens(input), dtype=torch.int64, device=input.device), -100
     elif isinstance(target, Tensor) and target.is_floating_point():
         raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
     if linear_weight.dim() > 2:
         raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-    tokens = tuple(input.shape[:-1])
+    tokens = how.tokens(input)
     each, of_all = None, 1.0
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
-        each = _checked_temperature(temperature, input)
+        each = _checked_temperature(temperature, tokens, input)
     else:
         of_all = real("temperature", temperature)
     top_k = check_top_k(top_k)
-    if top_k > len(linear_weight):
+    if top_k > len(linear_weight) and how.process_group is None:
         raise ValueError(f"top_k must be at most the {len(linear_weight)} classes of linear_weight, got {top_k}")
     if candidates is not None:
         candidates = _checked_candidates(candidates, tokens, input)
@@ -192,8 +211,9 @@ def logprob_arguments(
         row_temperature=each is not None,
     )
     linear = linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, "linear_logprobs"
-    )
+        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how,
+        "linear_logprobs",
+    )  # fmt: skip
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
@@ -224,7 +244,7 @@ def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def _checked_temperature(temperature: Tensor, input: Tensor) -> Tensor:
+def _checked_temperature(temperature: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
     """One of each token. Its values are looked at in the operator, which tracers do not see into."""
     if not temperature.is_floating_point():
         raise TypeError(f"temperature must be a number or have a floating dtype, got {temperature.dtype}")
@@ -234,9 +254,9 @@ def _checked_temperature(temperature: Tensor, input: Tensor) -> Tensor:
         )
     if temperature.requires_grad:
         raise ValueError("temperature gets no gradient, got a tensor that requires grad: give temperature.detach()")
-    if temperature.shape != input.shape[:-1]:
+    if temperature.shape != tokens:
         raise ValueError(
-            f"temperature must be a number or have shape {tuple(input.shape[:-1])} with input {tuple(input.shape)}, "
+            f"temperature must be a number or have shape {tokens} with input {tuple(input.shape)}, "
             f"got {tuple(temperature.shape)}"
         )
     return temperature
@@ -271,7 +291,7 @@ class LogitsArguments(NamedTuple):
     token_weight: Tensor | None  # (...)
     num_items: Tensor | None  # ()
     shift: int
-    shard: vocabulary_parallel.Shard | None  # None: cols is V
+    shard: Shard | None  # None: cols is V
 
     @property
     def composed(self) -> bool:

@@ -24,12 +24,12 @@ from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
 from flce.backends.state import empty_shard, finish
 from flce.core.problem import LossSpec, accumulation_dtype
+from flce.core.shard import Shard
 from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.ops import vocabulary_parallel
 from flce.ops.arguments import refuse_double_backward
 from flce.ops.row_layout import RowOrder, empty_like_rows, may_overlap, row_order, rows_of
-from flce.ops.vocabulary_parallel import Shard
 from flce.torch_ops.frames import mark_frames, never_compiled
 from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import is_batched, register_loop

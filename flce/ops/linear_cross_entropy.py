@@ -25,27 +25,30 @@ from flce.backends import backend_name, get_backend, has_product
 from flce.backends.contract import RowOutputs
 from flce.core import log, private
 from flce.core.callers import caller
-from flce.core.devices import total_memory
+from flce.core.devices import device_record
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs, accumulation_dtype
+from flce.core.shard import Shard
 from flce.engine import passes, vectors
 from flce.engine.case import Case
 from flce.ops.arguments import refuse_double_backward
 from flce.planning import new_shapes
 from flce.planning.device_kinds import Described
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import make_plan, plan_of_call
+from flce.planning.search import make_plan, plan_of_call, plan_of_slice
 from flce.torch_ops import flops
 from flce.torch_ops.frames import mark_frames, never_compiled
 from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import for_each, is_batched, register_loop
 
 # Tensors and lists of them. Then the LossSpec and the ChunkOptions, the shift, whether the weights of tokens have a
-# gradient, `Needs.flat`, and whether the call is part of a graph, which is good for other numbers of tokens too.
+# gradient, `Needs.flat`, whether the call is part of a graph, which is good for other numbers of tokens too, and the
+# shard.
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? class_weight, "
     "Tensor? token_weight, Tensor? num_items, "
-    "str settings, int shift, bool token_weight_grad, bool[] needs, bool traced"
+    "str settings, int shift, bool token_weight_grad, bool[] needs, bool traced, "
+    "str? group, int start, int vocab_size, bool sequence_parallel"
 )
 _NUM_TENSORS = 7
 # The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
@@ -82,6 +85,7 @@ def _pack(p: LinearCrossEntropyProblem, options: ChunkOptions) -> tuple[Any, ...
         p.token_weight_grad,
         p.needs.flat,
         torch.compiler.is_compiling(),
+        *Shard.fields_of(p.shard),
     )
 
 
@@ -98,13 +102,15 @@ def _unpack(
     token_weight_grad: bool,
     needs: Sequence[bool],
     traced: bool,
+    *shard: Any,
 ) -> tuple[LinearCrossEntropyProblem, ChunkOptions, bool]:
     """The problem, its options, and whether it is part of a graph: from the arguments of an operator."""
     spec, options = from_text(settings, (LossSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
     optional = linear_bias, class_weight, token_weight, num_items
     others = spec, Needs.from_flat(needs), shift, token_weight_grad
-    return LinearCrossEntropyProblem(terms, target, *optional, *others), options, traced
+    problem = LinearCrossEntropyProblem(terms, target, *optional, *others, shard=Shard.of_fields(*shard))
+    return problem, options, traced
 
 
 def fields_of_case(
@@ -119,12 +125,12 @@ def fields_of_case(
     return (
         p.num_tokens,
         p.hidden_sizes,
-        p.vocab_size,
+        p.slice_size if p.shard is None else p.shard.most_classes,
         p.dtype,
         "cuda" if gpu else p.device.type,
         gpu.backend if gpu else backend_name(p.device),
         row_major and (gpu.has_product if gpu else has_product(p.device)),
-        gpu.memory if gpu else total_memory(p.device),
+        gpu.device if gpu else device_record(p.device),
         p.spec,
         p.needs,
         options,
@@ -150,12 +156,19 @@ def _makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
         return True
 
 
-def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan) -> ResultT:
+def plan_of(p: LinearCrossEntropyProblem, call: tuple[Any, ...]) -> ChunkPlan:
+    """The plan of a problem, of which `call` are the `fields_of_case`."""
+    plan = plan_of_call(*call)
+    return plan if p.slice_size == plan.case.vocab_size else plan_of_slice(plan, p.slice_size)
+
+
+def run_plan(run: Callable[[ChunkPlan], ResultT], plan: ChunkPlan, shard: Shard | None = None) -> ResultT:
     """`run` with the plan of a call; where its memory cannot be had, with a smaller one.
 
-    Not with a budget, which says how much there is, nor while a graph is captured, whose memory is its own.
+    Not with a budget, which says how much there is, nor while a graph is captured, whose memory is its own, nor where
+    other processes go on with the plan.
     """
-    limited = plan.case.options.max_workspace_bytes is not None
+    limited = plan.case.options.max_workspace_bytes is not None or shard is not None
     while True:
         try:
             return run(plan)
@@ -200,10 +213,10 @@ def _forward(*args: Any) -> tuple[Any, ...]:
 
 def _solved(p: LinearCrossEntropyProblem, options: ChunkOptions, traced: bool, how: str) -> passes.ForwardResult:
     call = fields_of_case(p, options, traced)
-    plan, gradients = plan_of_call(*call), _makes_gradients(call, traced)
+    plan, gradients = plan_of(p, call), _makes_gradients(call, traced)
     if log.telling():
         new_shapes.log_new_shape(plan, how)
-    return run_plan(lambda plan: passes.forward(p, plan, gradients), plan)
+    return run_plan(lambda plan: passes.forward(p, plan, gradients), plan, p.shard)
 
 
 def _forward_fake(*args: Any) -> tuple[Any, ...]:
@@ -237,8 +250,8 @@ def rehearsed(args: tuple[Any, ...], gpu: Described) -> tuple[tuple[Any, ...], C
 
 def _backward(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
     problem, options, traced = _unpack(*args)
-    plan = plan_of_call(*fields_of_case(problem, options, traced))
-    return run_plan(lambda plan: passes.backward(problem, plan, normalizer, upstream), plan)
+    plan = plan_of(problem, fields_of_case(problem, options, traced))
+    return run_plan(lambda plan: passes.backward(problem, plan, normalizer, upstream), plan, problem.shard)
 
 
 def _backward_fake(normalizer: Tensor, upstream: Tensor, *args: Any) -> list[Tensor]:
@@ -254,7 +267,7 @@ def fake_gradients(
     grads = (
         *(term.input.new_empty(term.input.shape, dtype=input_dtype) for term in p.terms),
         *(term.weight.new_empty(term.weight.shape, dtype=weight_dtype) for term in p.terms),
-        weight.new_empty(p.vocab_size, dtype=bias_dtype),
+        weight.new_empty(p.slice_size, dtype=bias_dtype),
     )
     return [grad for grad, needed in zip(grads, p.needs.flat, strict=True) if needed]
 
@@ -264,7 +277,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     ctx.mark_non_differentiable(*rows[1:], *grads, unit, weight_grad)
     of_inputs, of_weights, *tensors = inputs[:_NUM_TENSORS]
     ctx.scalars = inputs[_NUM_TENSORS:]
-    *_, ctx.weighs, needs, _ = ctx.scalars
+    _, _, ctx.weighs, needs, *_ = ctx.scalars
     ctx.needs = Needs.from_flat(needs)
     normalizer = RowOutputs(*rows).normalizer
     _keep(ctx, grads, unit, weight_grad, normalizer, (*of_inputs, *of_weights, *tensors))
@@ -387,7 +400,14 @@ class flce_linear_cross_entropy(torch.autograd.Function):
         rows = result.rows
         ctx.needs, ctx.weighs = problem.needs, problem.token_weight_grad
         if not result.grads:
-            ctx.scalars = as_text(problem.spec, options), problem.shift, ctx.weighs, problem.needs.flat, False
+            ctx.scalars = (
+                as_text(problem.spec, options),
+                problem.shift,
+                ctx.weighs,
+                problem.needs.flat,
+                False,
+                *Shard.fields_of(problem.shard),
+            )
         ctx.mark_non_differentiable(*[t for t in rows[1:] if t is not None])
         _keep(ctx, result.grads, result.grad_unit, result.weight_grad, rows.normalizer, tensors)
         # Every tensor that a node returns takes time of the host. This one is for statistics.
@@ -412,8 +432,8 @@ def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: A
 
 def product_flops(args: tuple[Any, ...]) -> tuple[int, int]:
     """Flops of the products for the logits, and of those for the gradients that are needed."""
-    inputs, weights, *_, flat, _ = args
-    needs = Needs.from_flat(flat)
+    inputs, weights = args[:2]
+    needs = Needs.from_flat(next(arg for arg in reversed(args) if isinstance(arg, (tuple, list))))
     of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]
     wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
     return sum(of_terms), sum(count for count, needed in wanted if needed)

@@ -24,19 +24,19 @@ from flce.core.problem import (
     Needs,
     accumulation_dtype,
 )
+from flce.core.shard import Shard
 from flce.engine import per_token
 from flce.ops.arguments import refuse_double_backward
-from flce.ops.linear_cross_entropy import fake_gradients, fields_of_case, product_flops, run_plan
+from flce.ops.linear_cross_entropy import fake_gradients, fields_of_case, plan_of, product_flops, run_plan
 from flce.planning import new_shapes
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import plan_of_call
 from flce.torch_ops import flops
 from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import for_each, register_loop
 
 _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? row_factor, Tensor? candidates, "
-    "str settings, bool[] needs, bool traced"
+    "str settings, bool[] needs, bool traced, str? group, int start, int vocab_size, bool sequence_parallel"
 )
 
 
@@ -96,6 +96,7 @@ def _pack(p: LinearCrossEntropyProblem, candidates: Tensor | None, options: Chun
         as_text(p.spec, options),
         p.needs.flat,
         torch.compiler.is_compiling(),
+        *Shard.fields_of(p.shard),
     )
 
 
@@ -108,7 +109,7 @@ class _Call(NamedTuple):
     def plan(self, gradients: bool) -> ChunkPlan:
         """The plan of forward, or of gradients; in a graph the same as outside: results have the same bits."""
         problem = self.problem if gradients else _without_gradients(self.problem)
-        return plan_of_call(*fields_of_case(problem, self.options, traced=False))
+        return plan_of(problem, fields_of_case(problem, self.options, traced=False))
 
 
 def _without_gradients(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
@@ -125,12 +126,24 @@ def _unpack(
     settings: str,
     needs: Sequence[bool],
     traced: bool,
+    *shard: Any,
 ) -> _Call:
     """The call, from the arguments of an operator."""
     spec, options = from_text(settings, (LogprobSpec, ChunkOptions))
     terms = tuple(map(LinearTerm, inputs, weights))
-    others = (linear_bias, None, None, None, spec, Needs.from_flat(needs))
-    return _Call(LinearCrossEntropyProblem(terms, target, *others, row_factor=row_factor), candidates, options, traced)
+    others = (
+        linear_bias,
+        None,
+        None,
+        None,
+        spec,
+        Needs.from_flat(needs),
+        0,
+        False,
+        row_factor,
+        Shard.of_fields(*shard),
+    )
+    return _Call(LinearCrossEntropyProblem(terms, target, *others), candidates, options, traced)
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
@@ -140,7 +153,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         call.plan(True)  # where no plan keeps the budget, the error comes before the work
     if log.telling():
         new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.traced else new_shapes.WATCHED)
-    rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan)
+    rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan, problem.shard)
     return _results(problem, rows, *others)
 
 
@@ -190,14 +203,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
     refuse_double_backward("linear_logprobs", "torch.nn.functional.linear and log_softmax")
-    terms, nothing = ctx.terms, (None,) * 5
+    terms, nothing = ctx.terms, (None,) * (len(ctx.others) + 2)
     given = upstream[:_DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
         return ([None] * terms, [None] * terms, None, None, *nothing)
     flops.tell_active_counters()
     normalizer, entropy, candidate_logprob, *others = ctx.saved_tensors
     tensors = (others[:terms], others[terms : 2 * terms], *others[2 * terms :])
-    *_, needs, _traced = ctx.others
+    needs = ctx.others[1]
 
     def gradients(*upstream: Tensor | None) -> list[Tensor]:
         contiguous = [None if t is None else t.contiguous() for t in upstream]
@@ -228,7 +241,9 @@ def _backward(
     )
     upstream = per_token.Upstream(of_logprob, of_entropy, of_lse, of_candidates)
     return run_plan(
-        lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream), call.plan(True)
+        lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream),
+        call.plan(True),
+        call.problem.shard,
     )
 
 

@@ -7,7 +7,6 @@ need nothing more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +15,18 @@ from torch import Tensor
 
 from flce.backends.contract import MAX
 from flce.backends.state import merge_shards, used_slots
-from flce.core import private
 from flce.core.numbers import integer
 from flce.core.problem import LossSpec
+from flce.core.shard import Shard, bounds, gather
 from flce.engine.vectors import looks_at_values
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The classes that a process of `group` has: of `vocab_size` those from `start` on, one for each column."""
-
-    group: str  # name
-    start: int
-    vocab_size: int
-
-
-def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
-    """First class and the one after the last of a shard, as `torch.chunk` and DTensor divide them."""
-    step = -(-vocab_size // shards)
-    return min(index * step, vocab_size), min((index + 1) * step, vocab_size)
-
-
-def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
+def shard_of(
+    cols: int, vocab_size: int | None, process_group: Any, what: str = "logits", sequence_parallel: bool = False
+) -> Shard:
     """What a process of the group has with `cols` columns; `vocab_size` None: all have equally many.
+
+    `what`: that has them, in words.
 
     Raises:
         TypeError: `process_group` is none, or `vocab_size` no int.
@@ -52,15 +40,15 @@ def shard_of(cols: int, vocab_size: int | None, process_group: Any) -> Shard:
             "process_group must have this process in it, got a group of others: call in the group's processes alone"
         )
     if vocab_size is None:
-        return Shard(process_group.group_name, rank * cols, size * cols)
+        return Shard(process_group.group_name, rank * cols, size * cols, sequence_parallel)
     vocab_size = integer("vocab_size", vocab_size, "None or an int")
     start, stop = bounds(vocab_size, size, rank)
     if stop - start != cols:
         raise ValueError(
-            f"rank {rank} of {size} must have logits of {stop - start} classes of vocab_size={vocab_size} (as "
+            f"rank {rank} of {size} must have {what} of {stop - start} classes of vocab_size={vocab_size} (as "
             f"torch.chunk divides them), got {cols}"
         )
-    return Shard(process_group.group_name, start, vocab_size)
+    return Shard(process_group.group_name, start, vocab_size, sequence_parallel)
 
 
 def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:
@@ -72,21 +60,16 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
     Raises:
         ValueError: the same, on a CPU or with ``FLCE_DEBUG=1``.
     """
-    group = private.resolve_process_group(shard.group)
-    shards = group.size()
     slots = used_slots(spec)
     mine = torch.cat((state[slots].reshape(-1), state.new_full((1,), cols)))
-    gathered = mine.new_empty(shards * mine.numel())
-    # The older name is deprecated where there is a newer one.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, mine, group=group)
-    gathered = gathered.view(shards, -1)
+    sent = gather(mine, shard.process_group)
+    shards = len(sent)
     states = state.new_zeros(shards, *state.shape)
-    for slot, values in zip(slots, gathered[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
+    for slot, values in zip(slots, sent[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
         states[:, slot] = values
     sums = _weight_sums(state, class_weight, shards, shard) if spec.label_smoothing else ()
     merged = merge_shards(states, sums, spec)
-    merged[MAX] = torch.where(_widths_differ(gathered[:, -1], shard), torch.nan, merged[MAX])
+    merged[MAX] = torch.where(_widths_differ(sent[:, -1], shard), torch.nan, merged[MAX])
     return merged
 
 

@@ -1,15 +1,20 @@
-"""What products and passes are estimated to take in time: flops / F + bytes / B + launches * L."""
+"""What products and passes are estimated to take in time: flops / F + bytes / B + launches * L.
+
+The constants were measured on an H200. On another GPU calls are assumed to reach the same share of the data sheet's
+rates, and all that is of the host, of launches and of blocks is assumed to be the same. A CPU has constants of its own.
+"""
 
 from __future__ import annotations
 
 import functools
 from typing import NamedTuple
 
+from flce.core.device_record import KNOWN, Device
 from flce.engine.case import ceil_div
 
 
-class Device(NamedTuple):
-    """What the estimate knows of a device."""
+class Rates(NamedTuple):
+    """What calls reach on a device."""
 
     half_flops: float
     """Flops a second of products in half precision."""
@@ -21,7 +26,6 @@ class Device(NamedTuple):
     """Bytes a second that a product reads and writes while it multiplies."""
     launch: float
     """Seconds from the end of one kernel to the beginning of the next."""
-    multiprocessors: int
     block: tuple[int, int]
     """Rows and columns of the result that a multiprocessor makes at a time."""
     depth: int
@@ -33,13 +37,27 @@ class Device(NamedTuple):
 
 
 # Fitted to benchmarks/results/h200-earlier.json and the run before it.
-H200 = Device(710e12, 50e12, 4e12, 2.5e12, 3e-6, 132, (128, 256), 1024, 130e-6, 20e-6)
-# Two cores without instructions for half precision: the products of benchmarks/results/cpu.json.
-CPU = Device(150e9, 150e9, 19e9, 19e9, 20e-6, 1, (16, 16), 1 << 30, 0.0, 0.0)
+_ON_H200 = Rates(710e12, 50e12, 4e12, 2.5e12, 3e-6, (128, 256), 1024, 130e-6, 20e-6)
 
 
-def device_of(device_type: str) -> Device:
-    return CPU if device_type == "cpu" else H200
+@functools.cache
+def rates(device: Device) -> Rates:
+    """What calls reach on a device: of its data sheet's rates the share that they reached on an H200.
+
+    Every Hopper is counted as an H200, because plans of all of them were measured so.
+    """
+    if not device.arch:
+        flops = device.half_flops, device.wide_flops
+        return Rates(*flops, device.bandwidth, device.bandwidth, 20e-6, (16, 16), 1 << 30, 0.0, 0.0)
+    measured, of = _ON_H200, KNOWN["H200"]
+    if device.arch == of.arch and device.profile is None:
+        return measured
+    return measured._replace(
+        half_flops=measured.half_flops * (device.half_flops / of.half_flops),
+        wide_flops=measured.wide_flops * (device.wide_flops / of.wide_flops),
+        bandwidth=measured.bandwidth * (device.bandwidth / of.bandwidth),
+        operands=measured.operands * (device.bandwidth / of.bandwidth),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -49,10 +67,11 @@ def product(device: Device, m: int, n: int, k: int, itemsize: int) -> float:
     Blocks of the result are made in waves, one block for each multiprocessor. Where k is long, a block is made by
     several of them, so that the last wave is shorter.
     """
-    tall, wide = device.block
+    reached = rates(device)
+    tall, wide = reached.block
     blocks = min(ceil_div(m, tall) * ceil_div(n, wide), ceil_div(m, wide) * ceil_div(n, tall))
-    parts = max(1, k // device.depth)
+    parts = max(1, k // reached.depth)
     waves = ceil_div(blocks * parts, device.multiprocessors) / parts
-    rate = device.half_flops if itemsize < 4 else device.wide_flops
+    rate = reached.half_flops if itemsize < 4 else reached.wide_flops
     compute = 2 * waves * device.multiprocessors * tall * wide * k / rate
-    return max(compute, (m * k + k * n + m * n) * itemsize / device.operands) + device.launch
+    return max(compute, (m * k + k * n + m * n) * itemsize / reached.operands) + reached.launch

@@ -39,6 +39,8 @@ LADDER_COLS = (1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384, 32
 # | 2048 x 4096 x 128256    | 1.07     | 1.13         |
 # | 8192 x 3584 x 152064    | 1.02     | 1.04         |
 BORROWED_RATIO = 4
+# Of the time in which a product of a frozen head reads the weight, what it may have too little to multiply in.
+READ_SHARE = 0.9
 
 
 def default_plan(c: Case) -> ChunkPlan:
@@ -116,7 +118,8 @@ def _default_cols(c: Case) -> int:
 
 
 def _frozen_rows(c: Case) -> int:
-    """Tokens of a chunk whose gradient of the input is nearly one wave of blocks, one for each multiprocessor."""
+    """Tokens of a chunk whose gradient of the input is nearly one wave of blocks, one for each multiprocessor. Where so
+    few take less time to multiply than the weight takes to be read, several waves."""
     # Measured on an H200, in times all tokens at once:
     #
     # | H                 | 4096  | 3584  | 2304  | 1024  |
@@ -124,9 +127,11 @@ def _frozen_rows(c: Case) -> int:
     # | these rows        | 1.015 | 1.024 | 1.017 | 0.999 |
     # | half of them      | 1.09  | 1.03  | 1.09  | 1.03  |
     # | other numbers     | 1.02 to 1.14, in no order     |
-    device = cost_model.device_of(c.device_type)
     limit = c.defaults.chunk if c.dtype.itemsize < 4 else c.defaults.no_sum
-    tall, wide = device.block
-    rows = max(1, int(0.97 * device.multiprocessors) // ceil_div(c.hidden_sizes[0], wide)) * tall
+    rates = cost_model.rates(c.device)
+    tall, wide = rates.block
+    rows = max(1, int(0.97 * c.device.multiprocessors) // ceil_div(c.hidden_sizes[0], wide)) * tall
+    flops = rates.half_flops if c.dtype.itemsize < 4 else rates.wide_flops
+    rows *= ceil_div(int(READ_SHARE * flops / rates.operands * c.dtype.itemsize / 2), rows)
     most = limit // (padded_cols(c.vocab_size) * _entry_bytes(c))
     return max(ROW_MULTIPLE, min(rows, most) // ROW_MULTIPLE * ROW_MULTIPLE)

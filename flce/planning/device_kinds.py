@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import torch
 
 from flce.backends import backend_name, has_product, has_product_of
-from flce.core.devices import device_name, find_device, total_memory
+from flce.core.device_record import KNOWN, UNKNOWN, Device, known, normalized
+from flce.core.devices import device_name, device_record, find_device
 from flce.core.numbers import integer
 
 
-class Kind(NamedTuple):
-    capability: int
-    """The major number of the compute capability."""
-    memory: int | None
-    """Bytes, as PyTorch counts them: a few percent less than what the name says. None: not known."""
-
-
-def _gib(number: float) -> int:
-    return int(number * 2**30)
-
-
-# H100 and H200: `torch.cuda.get_device_properties`; the others: PyTorch's out-of-memory messages of such devices.
-KINDS = {
-    "A100-40GB": Kind(8, _gib(39.4)),
-    "A100-80GB": Kind(8, _gib(79.1)),
-    "L4": Kind(8, _gib(22.0)),
-    "L40S": Kind(8, _gib(44.4)),
-    "RTX-3090": Kind(8, _gib(23.6)),
-    "RTX-4090": Kind(8, _gib(23.6)),
-    "H100": Kind(9, _gib(79.1)),
-    "H200": Kind(9, _gib(139.8)),
-    "B200": Kind(10, _gib(178.3)),
-}
-
-
 class Described(NamedTuple):
-    """What a plan depends on of a device."""
+    """What a plan depends on of a device: fields of a `Case`."""
 
     backend: str
     has_product: bool
-    memory: int | None
+    device: Device
 
 
 def described(device: torch.device, kind: str | None, memory: int | None) -> Described:
@@ -58,32 +33,30 @@ def described(device: torch.device, kind: str | None, memory: int | None) -> Des
     if kind is None:
         if device.index is not None:
             find_device(device, hint="or device_kind for a GPU that is elsewhere" if device.type == "cuda" else "")
-        return Described(backend_name(device), has_product(device), total_memory(device) if memory is None else memory)
-    if not isinstance(kind, str):
-        raise TypeError(f"device_kind must be a str, got {type(kind).__name__}")
-    if device.type != "cuda":
-        raise ValueError(
-            f"device_kind={kind!r} is a kind of NVIDIA GPU, got device={str(device)!r}: give device='cuda'"
-        )
-    known = _known(kind)
-    backend = backend_name(device, there=True)
-    return Described(backend, has_product_of(backend, known.capability), known.memory if memory is None else memory)
+        found, backend, own = device_record(device), backend_name(device), has_product(device)
+    else:
+        found = _known(device, kind)
+        backend = backend_name(device, there=found)
+        own = has_product_of(backend, found)
+    return Described(backend, own, found if memory is None else found._replace(memory=memory))
 
 
 def kind_text(device: torch.device, kind: str | None) -> str:
     """The kind of a device that is described, in words."""
     if kind is not None:
-        return next((name for name in KINDS if name.lower() == kind.lower()), kind)
-    return "a GPU of unknown kind" if device.type == "cuda" and not torch.cuda.is_available() else device_name(device)
+        found = _known(device, kind)
+        return found.name if normalized(found.name) == normalized(kind) else kind
+    return UNKNOWN.name if device.type == "cuda" and not torch.cuda.is_available() else device_name(device)
 
 
-def _known(kind: str) -> Kind:
-    for name, known in KINDS.items():
-        if name.lower() == kind.lower():
-            return known
-    capability = re.fullmatch(r"sm_(\d+)\d[a-z]?", kind)
-    if capability is None:
+def _known(device: torch.device, kind: str) -> Device:
+    if not isinstance(kind, str):
+        raise TypeError(f"device_kind must be a str, got {type(kind).__name__}")
+    if device.type != "cuda":
+        raise ValueError(f"device_kind={kind!r} is a kind of GPU, got device={str(device)!r}: give device='cuda'")
+    found = known(kind)
+    if found is None:
         raise ValueError(
-            f"device_kind must be one of {', '.join(KINDS)}, or a compute capability such as 'sm_90', got {kind!r}"
+            f"device_kind must be one of {', '.join(KNOWN)}, or a compute capability such as 'sm_90', got {kind!r}"
         )
-    return Kind(int(capability[1]), None)
+    return found

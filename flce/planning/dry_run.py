@@ -121,16 +121,16 @@ class Meter:
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
         self.case, self.seconds, self.flops = c, 0.0, 0.0
-        self.scratch, self.device = arena.for_a_moment, cost_model.device_of(c.device_type)
+        self.scratch, self.rates = arena.for_a_moment, cost_model.rates(c.device)
 
     def product(self, m: int, n: int, k: int) -> None:
         self.flops += 2 * m * n * k
-        self.seconds += cost_model.product(self.device, m, n, k, self.case.dtype.itemsize)
+        self.seconds += cost_model.product(self.case.device, m, n, k, self.case.dtype.itemsize)
 
     def moved(self, *tensors: Tensor, launches: int = 1) -> None:
         """A pass that reads or writes each of these."""
-        self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self.device.bandwidth
-        self.seconds += launches * self.device.launch
+        self.seconds += sum(t.numel() * t.element_size() for t in tensors) / self.rates.bandwidth
+        self.seconds += launches * self.rates.launch
 
     def repeated(self, items: Iterable[tuple[slice, float]], host: float) -> Iterator[slice]:
         """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
@@ -185,7 +185,7 @@ class Meter:
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         """A row of the weight for each of the ids."""
-        self.seconds += ids.numel() * weight.shape[1] * weight.element_size() / self.device.bandwidth
+        self.seconds += ids.numel() * weight.shape[1] * weight.element_size() / self.rates.bandwidth
         self.moved(x)
         self._entries(ids, 2 * x.shape[1])  # rows of the weight, and the same in another dtype
 
@@ -225,17 +225,17 @@ class CountingStage(Stage):
         self._meter = cast(Meter, self.backend)
 
     def chunks(self, step: int) -> Iterator[slice]:
-        return self._meter.repeated(_shortened(0, self.selection.num_rows, step), self._meter.device.host)
+        return self._meter.repeated(_shortened(0, self.selection.num_rows, step), self._meter.rates.host)
 
     def blocks(
         self, step: int, start: int = 0, stop: int | None = None, first: Sequence[slice] = ()
     ) -> Iterator[slice]:
         stop = self.vocab_size if stop is None else stop
         others = _shortened(first[-1].stop if first else start, stop, step)
-        return self._meter.repeated(itertools.chain(_sampled(first), others), self._meter.device.host)
+        return self._meter.repeated(itertools.chain(_sampled(first), others), self._meter.rates.host)
 
     def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
-        return self._meter.repeated(_shortened(start, stop, step), self._meter.device.host_block)
+        return self._meter.repeated(_shortened(start, stop, step), self._meter.rates.host_block)
 
     def copy(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x, out)

@@ -47,8 +47,9 @@ class ChunkPlan(Plan):
         c = self.case
         one = 2 * c.num_tokens * sum(c.hidden_sizes) * c.vocab_size  # flops of a product
         logits = "in registers" if self.in_registers else f"in memory in {dtype_text(self.dtypes.logits)}"
+        profile = f", profile {c.device.profile}" if c.device.profile else ""
         return (
-            f"{c} on {self.device_kind or c.device_type} ({c.backend} backend): strategy '{self.strategy}', "
+            f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{self.flops / one if one else 0:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
             f"workspace {self.workspace_bytes / 2**20:.1f} MiB"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from flce.core.gemm import ALIGNMENT
@@ -33,15 +34,25 @@ def plan_of_call(*call: Any) -> ChunkPlan:
     return make_plan(Case(*call))
 
 
+@functools.lru_cache(maxsize=64)
+def plan_of_slice(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
+    """The plan of a process that has fewer classes than the one that `plan` is for. It has as many chunks of tokens,
+    after each of which all processes meet."""
+    c = plan.case
+    rows = c.options.chunk_rows if plan.deferred else max(1, min(plan.schedule.tiles(c)[0], c.num_tokens))
+    options = replace(c.options, chunk_rows=rows, strategy=plan.strategy)  # type: ignore[arg-type]
+    return make_plan(replace(c, vocab_size=vocab_size, options=options))
+
+
 def make_plan(c: Case) -> ChunkPlan:
     """The plan of a case, searched anew."""
     default, budget = default_plan(c), c.options.max_workspace_bytes
     # Blocks of classes are for saving memory: a budget says how much there is of it.
     searched = budget is not None and c.options.strategy == "vocab"
     if budget is None:
-        if c.memory is None:
+        if c.device.memory is None:
             return default
-        budget = int(c.memory * MEMORY_SHARE)
+        budget = int(c.device.memory * MEMORY_SHARE)
     for room in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
         if default.workspace_bytes <= room and not searched:
             return default

@@ -16,7 +16,7 @@ import torch
 
 import flce
 from flce.backends import backend_name, has_product, why_backend
-from flce.core.devices import device_name, devices
+from flce.core.devices import device_name, device_record, devices
 
 BACKENDS = ("triton", "torch")
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -25,7 +25,7 @@ PACKAGES = (
     *("pytorch-lightning", "numpy"),
 )
 PEERS = ("liger-kernel", "cut-cross-entropy", "fla-core", "quack-kernels", "verl")
-VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+VARIABLES = ("FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 # --- devices ---
 
@@ -147,9 +147,10 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     else:
         facts |= {"name": cpu_name(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     try:
-        facts["backend"] = backend_name(device)
-    except ValueError as error:  # FLCE_BACKEND asks for what cannot be
+        facts["backend"], record = backend_name(device), device_record(device)
+    except ValueError as error:  # FLCE_BACKEND asks for what cannot be, or the profile is wrong
         return facts | {"backend": None, "why": str(error)}
+    facts |= {"kind": record.name, "profile": record.profile}
     return facts | {"why": why_backend(device), "logits_in_registers": has_product(device)}
 
 

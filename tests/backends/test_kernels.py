@@ -17,7 +17,8 @@ from torch import Tensor
 from flce.backends.contract import PRODUCT_FIELDS, RowOutputs, Tile
 from flce.backends.eager import TorchBackend
 from flce.backends.state import finish
-from flce.core.devices import total_memory
+from flce.core.device_record import KNOWN
+from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
 from flce.core.problem import NUMBERS, LossSpec
 from tests.extremes import every_extreme, has_a_softmax
@@ -396,7 +397,12 @@ def test_kernels_have_a_parameter_for_every_option(kernels: ModuleType) -> None:
 def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, asked = importlib.import_module("flce.backends.triton.launch"), []
     properties = SimpleNamespace(
-        multi_processor_count=132, L2_cache_size=60 << 20, regs_per_multiprocessor=65536, major=9, total_memory=80 << 30
+        name="NVIDIA H300",
+        major=9,
+        minor=0,
+        multi_processor_count=160,
+        L2_cache_size=70 << 20,
+        total_memory=80 << 30,
     )
 
     def answer(device: Any) -> Any:
@@ -407,17 +413,18 @@ def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_properties", answer)
     device = torch.device("cuda", 77)
     for _ in range(3):
-        assert launch.device_facts(device) == launch.DeviceFacts(132, 60 << 20, 65536)
+        found = device_record(device)
+        assert (found.multiprocessors, found.cache, found.registers) == (160, 70 << 20, 65536)
         assert launch.overlap(device)["launch_pdl"]
-        assert total_memory(device) == 80 << 30
-    assert asked == [device, 77]
+        assert found.memory == 80 << 30
+    assert asked == [77]
 
 
-H200, A100, SMALL = (132, 60 << 20), (108, 40 << 20), (82, 6 << 20)
+H200, A100, SMALL = "H200", "A100-40GB", "RTX-3090"
 
 
 @pytest.mark.parametrize(
-    "facts, cols, warps",
+    "kind, cols, warps",
     [
         (H200, 8192, 8),  # one block
         (H200, 16384, 8),
@@ -431,11 +438,10 @@ H200, A100, SMALL = (132, 60 << 20), (108, 40 << 20), (82, 6 << 20)
     ],
 )
 def test_rows_in_flight_fit_in_the_cache(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, facts: tuple[int, int], cols: int, warps: int
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, cols: int, warps: int
 ) -> None:
     device = importlib.import_module("flce.backends.triton.launch")
-    known = device.DeviceFacts(*facts, registers=65536)
-    monkeypatch.setattr(device, "device_facts", lambda _: known)
+    monkeypatch.setattr(device, "device_record", lambda _: KNOWN[kind])
     launch = kernels._launch_size.__wrapped__(cols, torch.bfloat16, torch.bfloat16, True, False, torch.device("cuda"))
     assert launch["num_warps"] == warps
     assert launch["maxnreg"] * launch["num_warps"] * 32 <= 65536

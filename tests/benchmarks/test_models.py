@@ -98,7 +98,7 @@ def test_contenders_find_the_same_weights(optimizer):
     assert stock.peak_bytes is not None
     assert stock.workspace_bytes is not None
     model = build(case, CPU)
-    copies = {"adamw": 3}.get(optimizer, 1)
+    copies = {"adamw": 3, "sgd-momentum": 2}.get(optimizer, 1)
     held = held_bytes(model, None)
     assert stock.peak_bytes - stock.workspace_bytes == pytest.approx(copies * held, rel=0.01)
 

@@ -16,7 +16,7 @@ from benchmarks import pages
 from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.models import QUOTED, SETTINGS
-from benchmarks.pages import BLOCK, KINDS, ROOT, filled
+from benchmarks.pages import BLOCK, KINDS, PLANNED, ROOT, filled
 from benchmarks.targets import curve_case
 from flce.core.sizes import GIB, MIB
 from flce.tools.bench.results import BenchResult, Entry, Run
@@ -25,13 +25,13 @@ SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}
 
 
-@pytest.mark.parametrize("page, blocks", [("README.md", 2), ("docs/performance.md", 2)])
+@pytest.mark.parametrize("page, blocks", [("README.md", 2), ("docs/performance.md", 2), ("docs/devices.md", 5)])
 def test_the_pages_say_what_the_results_say(page: str, blocks: int) -> None:
     text = (ROOT / page).read_text()
-    assert filled(text) == text, "python -m benchmarks pages README.md docs/performance.md"
+    assert filled(text) == text, "python -m benchmarks pages README.md docs/performance.md docs/devices.md"
     found = [match["kind"] for match in BLOCK.finditer(text)]
     assert len(found) >= blocks
-    assert set(found) <= set(KINDS)
+    assert set(found) <= {*KINDS, *PLANNED}
 
 
 def result(name: str, title: str, family: str, figures: tuple[float, float] | str, **more: Any) -> BenchResult:

@@ -203,6 +203,27 @@ def test_loss_inside_a_larger_graph(reduction: str, backend: str, device: torch.
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@both_strategies
+@pytest.mark.parametrize("hidden", [63, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_without_doubt_have_no_gradient(
+    strategy: str, hidden: int, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """Logits of thousands over a temperature: a product that is contracted with the maximum that is subtracted from it
+    is another number than that maximum."""
+    p = make_problem((64,), hidden, 28, dtype=dtype, std=1200.0, temperature=0.7, device=device)
+    top = (p.input.double() @ p.linear_weight.double().t()).topk(2)
+    certain = top.values[:, 0] - top.values[:, 1] > 200
+    assert certain.sum() > 30
+    certain_rows = replace(p, input=p.input[certain], target=top.indices[certain, 0])
+    got = run_fused(certain_rows, options=options_for(strategy, chunk_rows=None))
+    assert got.grad_input is not None
+    assert got.grad_weight is not None
+    assert got.loss.item() == 0
+    assert not got.grad_input.any()
+    assert not got.grad_weight.any()
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Arguments
 

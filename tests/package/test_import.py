@@ -120,8 +120,9 @@ DOCUMENTED = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), 
 OPERATORS = {
     *("linear_cross_entropy", "linear_cross_entropy_backward", "cross_entropy", "cross_entropy_backward"),
     *("softmax", "softmax_backward", "scale_", "scale_cast", "linear_logprobs", "linear_logprobs_backward"),
+    *("gather_sequence", "scatter_sequence"),
 }
-VARIABLES = {"FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG"}
+VARIABLES = {"FLCE_BACKEND", "FLCE_DEBUG", "FLCE_LOG", "FLCE_PROFILE"}
 
 
 def test_public_names_are_the_documented_ones() -> None:

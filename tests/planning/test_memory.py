@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import flce
 from flce.backends import contract, eager
 from flce.backends.contract import RowOutputs
+from flce.core.device_record import CPU, KNOWN
 from flce.core.problem import LossSpec, Needs
 from flce.engine import schedules
 from flce.engine.arena import CountingArena
@@ -95,7 +96,7 @@ def case_of(dtype: torch.dtype, grads: str, reduction: str = "mean", device_type
         device_type=device_type,
         backend="triton" if gpu else "torch",
         has_product=gpu,
-        memory=None,
+        device=KNOWN["H200"] if gpu else CPU,
         spec=LossSpec(reduction),
         needs=Needs((inputs,), (weights,), bias),
         options=flce.ChunkOptions(**options),

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 
 import flce
 from flce.backends.contract import PRODUCT_FIELDS
-from flce.core.devices import total_memory
+from flce.core.device_record import KNOWN
+from flce.core.devices import device_record
 from flce.core.problem import LossSpec, Needs
 from flce.engine.case import Case
 from flce.engine.schedules import SCHEDULES
@@ -288,7 +289,6 @@ def on_h200(
     v: int,
     kind: str = "training",
     dtype: torch.dtype = torch.bfloat16,
-    memory: int = 140 << 30,
     **options: Any,
 ) -> Case:
     return Case(
@@ -299,11 +299,15 @@ def on_h200(
         device_type="cuda",
         backend="triton",
         has_product=True,
-        memory=140 << 30,
+        device=KNOWN["H200"]._replace(memory=140 << 30),
         spec=LossSpec("none" if kind == "none" else "mean"),
         needs=Needs((True,), (kind != "frozen",), False),
         options=flce.ChunkOptions(**options),
     )
+
+
+def with_memory(c: Case, memory: int | None) -> Case:
+    return replace(c, device=c.device._replace(memory=memory))
 
 
 def rows_of(plan: flce.ChunkPlan) -> int:
@@ -436,29 +440,31 @@ def test_long_sequences_in_a_small_budget(shape: tuple[int, int, int], mib: int)
 def test_the_default_takes_a_share_of_the_device(shape: tuple[int, int, int], kind: str) -> None:
     """At most 1/24; where the memory is not known, or large, as much as on an H200."""
     c = on_h200(*shape, kind)
-    unbounded = search.make_plan(replace(c, memory=None))
+    unbounded = search.make_plan(with_memory(c, None))
     assert search.make_plan(c) == replace(unbounded, case=c)
     for gib in (16, 24, 80):
-        made = search.make_plan(replace(c, memory=gib << 30))
+        made = search.make_plan(with_memory(c, gib << 30))
         assert made.workspace_bytes <= max(gib << 30, 0) / 24
         assert made.workspace_bytes <= unbounded.workspace_bytes
         # As fast as a budget of that size makes it.
-        with_budget = replace(c, memory=None, options=flce.ChunkOptions(max_workspace_bytes=int((gib << 30) / 24)))
+        with_budget = replace(
+            with_memory(c, None), options=flce.ChunkOptions(max_workspace_bytes=int((gib << 30) / 24))
+        )
         assert made.seconds <= 1.001 * search.make_plan(with_budget).seconds
 
 
 def test_memory_of_devices_that_are_not_there_is_no_bound() -> None:
-    assert total_memory(torch.device("cpu")) is None
-    assert total_memory(torch.device("meta")) is None
+    assert device_record(torch.device("cpu")).memory is None
+    assert device_record(torch.device("meta")).memory is None
     if not torch.cuda.is_available():
-        assert total_memory(torch.device("cuda")) is None
+        assert device_record(torch.device("cuda")).memory is None
 
 
 @pytest.mark.parametrize("gib", [None, 24, 80, 140])
 @pytest.mark.parametrize("shape", [(16384, 1024, 151936), (8192, 4096, 128256)], ids=str)
 def test_blocks_are_for_saving_memory(shape: tuple[int, int, int], gib: int | None) -> None:
     """Without a budget as small on a large device, and on one that is not there."""
-    c = replace(on_h200(*shape, strategy="vocab"), memory=None if gib is None else gib << 30)
+    c = with_memory(on_h200(*shape, strategy="vocab"), None if gib is None else gib << 30)
     assert search.make_plan(c).workspace_bytes <= 580 * MIB
 
 
@@ -569,7 +575,7 @@ def test_the_estimate_of_what_was_measured() -> None:
 
 def test_blocks_of_a_product() -> None:
     """Rows that begin a block of 128 take as long as all of it; the last wave of a long product is shared."""
-    device = cost_model.H200
+    device = KNOWN["H200"]
 
     def milliseconds(rows: int) -> float:
         return 1e3 * cost_model.product(device, rows, 4096, 128256, 2)
@@ -582,6 +588,20 @@ def test_blocks_of_a_product() -> None:
     # A block for each of 132 multiprocessors, and two more, for which a quarter of another wave is taken.
     full = cost_model.product(device, 66 * 128, 512, 4096, 2)
     assert cost_model.product(device, 67 * 128, 512, 4096, 2) > 1.2 * full
+
+
+def test_rates_are_those_of_the_data_sheets() -> None:
+    """A product is as much slower as the data sheet says, a pass as well; on a Hopper both are as measured."""
+    h200, slower = KNOWN["H200"], KNOWN["RTX-3090"]
+    product, of_h200 = cost_model.rates(slower).half_flops, cost_model.rates(h200)
+    assert product / of_h200.half_flops == pytest.approx(71 / 989)
+    assert cost_model.rates(slower).wide_flops / of_h200.wide_flops == pytest.approx(35.6 / 67)
+    assert cost_model.rates(slower).bandwidth / of_h200.bandwidth == pytest.approx(936 / 4800)
+    assert cost_model.rates(slower).operands / of_h200.operands == pytest.approx(936 / 4800)
+    assert cost_model.rates(KNOWN["H100"]) == of_h200
+    # 82 multiprocessors have a block each, as 132 have.
+    blocks = cost_model.product(slower, 41 * 128, 512, 4096, 2)
+    assert cost_model.product(slower, 42 * 128, 512, 4096, 2) > 1.2 * blocks
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -914,10 +934,10 @@ def test_ignored_rows_cost_no_work(torch_backend: str) -> None:
 def test_a_kind_of_device_is_planned_for_anywhere(shape: tuple[int, int, int]) -> None:
     """Whatever this machine has: as on that device."""
     plan = flce.plan(*shape, torch.bfloat16, device_kind="h200")
-    assert plan == search.make_plan(replace(on_h200(*shape), memory=plan.case.memory))
+    assert plan == search.make_plan(with_memory(on_h200(*shape), plan.case.device.memory))
     assert plan.case.has_product
     assert not flce.plan(*shape, torch.bfloat16, device_kind="A100-80GB").case.has_product
-    assert flce.plan(*shape, torch.bfloat16, device_kind="sm_90a", device_memory=plan.case.memory) == plan
+    assert flce.plan(*shape, torch.bfloat16, device_kind="sm_90a", device_memory=plan.case.device.memory) == plan
 
 
 def test_memory_of_a_device_that_is_described() -> None:
@@ -925,14 +945,14 @@ def test_memory_of_a_device_that_is_described() -> None:
     for kind in (None, "H200"):
         bound = flce.plan(16384, 4096, 128256, torch.bfloat16, device_kind=kind, device_memory=16 << 30)
         assert bound.workspace_bytes <= (16 << 30) / 24
-    assert flce.plan(16384, 4096, 128256, torch.bfloat16, device_kind="sm_90").case.memory is None
+    assert flce.plan(16384, 4096, 128256, torch.bfloat16, device_kind="sm_90").case.device.memory is None
 
 
 @pytest.mark.parametrize(
     "given, error, said",
     [
-        ({"device_kind": "H300"}, ValueError, "device_kind must be one of A100-40GB, .*'sm_90', got 'H300'"),
-        ({"device_kind": "H200", "device": "cpu"}, ValueError, "device_kind='H200' is a kind of NVIDIA GPU, got"),
+        ({"device_kind": "H300"}, ValueError, "device_kind must be one of RTX-3090, .*'sm_90', got 'H300'"),
+        ({"device_kind": "H200", "device": "cpu"}, ValueError, "device_kind='H200' is a kind of GPU, got"),
         ({"device_kind": 90}, TypeError, "device_kind must be a str, got int"),
         ({"device": "cuda:77"}, ValueError, "no device 'cuda:77' here: .* or device_kind for a GPU that is elsewhere"),
         ({"device_memory": 0}, ValueError, "device_memory must be a positive number of bytes, got 0"),
@@ -945,13 +965,13 @@ def test_a_device_that_cannot_be(given: dict[str, Any], error: type[Exception], 
 
 
 @pytest.mark.gpu
-def test_kinds_have_the_memory_of_the_devices() -> None:
+def test_kinds_are_as_the_devices() -> None:
     """The kinds that tests run on."""
-    from flce.planning.device_kinds import KINDS
-
-    properties = torch.cuda.get_device_properties(0)
-    kinds = [kind for name, kind in KINDS.items() if name in properties.name]
-    assert kinds, f"{properties.name} is not one of the kinds: see whether it should be"
-    for kind in kinds:
-        assert kind.capability == properties.major
-        assert kind.memory == pytest.approx(properties.total_memory, rel=0.01)
+    properties: Any = torch.cuda.get_device_properties(0)
+    found = device_record(torch.device("cuda"))
+    assert found.name in KNOWN, f"{properties.name} is not one of the kinds: see whether it should be"
+    kind = KNOWN[found.name]
+    assert kind.capability == 10 * properties.major + properties.minor
+    assert kind.memory == pytest.approx(properties.total_memory, rel=0.01)
+    assert (kind.multiprocessors, kind.cache) == (properties.multi_processor_count, properties.L2_cache_size)
+    assert kind.shared_memory == properties.shared_memory_per_block_optin

@@ -24,6 +24,7 @@ import typer
 from typer.testing import CliRunner
 
 import flce
+from flce.core.device_record import KNOWN
 from flce.core.options import ChunkOptions
 from flce.huggingface import is_patched
 from flce.huggingface.estimate import rehearsal
@@ -357,6 +358,16 @@ def test_a_shape() -> None:
     assert less["flce_bytes"] <= 64 << 20
     frozen = json.loads(run("--shape", "8192,4096,128256", "--frozen-head", "--json").stdout)["loss"]
     assert "2 matrix products" in frozen["plan"]
+
+
+def test_a_kind_of_device() -> None:
+    said = run("--shape", "8192,4096,128256", "--device-kind", "rtx 4090", "--json")
+    found = json.loads(said.stdout)
+    assert found["device"] == {"kind": "RTX-4090", "memory_bytes": KNOWN["RTX-4090"].memory}
+    assert "logits in memory in float32" in found["loss"]["plan"]
+    wrong = run("--shape", "8192,4096,128256", "--device-kind", "RTX-4099")
+    assert wrong.exit_code == 2
+    assert "device_kind must be one of RTX-3090, RTX-4090, RTX-5090, A10," in " ".join(wrong.stderr.split())
 
 
 def test_without_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,16 @@ from flce.backends.triton.launch import (
     VECTOR_BYTES,
     WARP,
     Launch,
-    device_facts,
     fewest_warps,
     filled,
+    is_amd,
     launch_of,
     overlap,
     threads,
 )
 from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
+from flce.core.devices import device_record
 from flce.core.problem import accumulation_dtype
 
 
@@ -303,9 +304,9 @@ def _most_parts(call: TileCall) -> int:
 def _takes_registers(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether kernels take more registers than elsewhere: float64 has two for a value; a device older than 8.0 makes
     float32 of bfloat16 and back by several operations; AMD's compiler has more values at hand."""
-    facts = device_facts(device)
-    no_bfloat16 = dtype == torch.bfloat16 and 0 < facts.capability < 8
-    return dtype == torch.float64 or no_bfloat16 or facts.warp > WARP
+    found = device_record(device)
+    no_bfloat16 = dtype == torch.bfloat16 and 0 < found.capability < 80
+    return dtype == torch.float64 or no_bfloat16 or is_amd(found)
 
 
 @functools.lru_cache(maxsize=256)
@@ -410,7 +411,7 @@ def _scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) ->
 
 
 def _scale_programs(x: Tensor) -> int:
-    return SCALE_PROGRAMS * device_facts(x.device).multiprocessors
+    return SCALE_PROGRAMS * device_record(x.device).multiprocessors
 
 
 def _device_of(x: Tensor) -> torch.cuda.device:

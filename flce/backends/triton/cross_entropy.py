@@ -75,6 +75,7 @@ _ARGMAX = tl.constexpr(contract.ARGMAX)
 _LOGIT_SUM = tl.constexpr(contract.LOGIT_SUM)
 _SQUARE_SUM = tl.constexpr(contract.SQUARE_SUM)
 _BASE = tl.constexpr(contract.BASE)
+_LEAST_UNIT = tl.constexpr(contract.LEAST_UNIT)
 _TARGET_JACOBIAN = tl.constexpr(contract.TARGET_JACOBIAN)
 _NO_COLUMN = tl.constexpr(2**31 - 1)
 
@@ -173,7 +174,7 @@ def cross_entropy_kernel(
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     row_factor_ptr,  # (rows,)
-    row_gradient_ptr,  # (3, rows), row stride row_gradient_stride
+    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
     upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     state_ptr,  # (9, rows), row stride state_stride; 11 with EXPONENTIALS
@@ -516,10 +517,10 @@ def cross_entropy_kernel(
         of_entropy = tl.full((), 0.0, ACCUM)
         if HAS_ROW_GRADIENT:
             tl.static_assert(not EXPONENTIALS and not STATISTICS)
-            of_softmax, of_target, of_entropy = load_row_gradient(
-                row_gradient_ptr, row_gradient_stride, row, None, in_range | (not valid), HAS_ENTROPY_GRADIENT
-            )
-            of_classes = tl.full((), 0.0, ACCUM)
+            of_softmax, of_target, of_entropy, of_classes = load_row_gradient(
+                row_gradient_ptr, row_gradient_stride, row, None, in_range | (not valid), HAS_ENTROPY_GRADIENT,
+                HAS_LABEL_SMOOTHING,
+            )  # fmt: skip
         elif FINISH or not EXPONENTIALS:
             row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
             # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.
@@ -535,7 +536,7 @@ def cross_entropy_kernel(
             if HAS_SOFTCAP:
                 unit = scale * cap
                 # Exponentials are divided by it. Where it is 0, so is the derivative, whatever it is a multiple of.
-                unit = tl.where(tl.abs(unit) > 1e-30, unit, 1.0)
+                unit = tl.where(tl.abs(unit) > _LEAST_UNIT, unit, 1.0)
             if FINISH:
                 factor = softmax_term(base, row_max, log_sum, of_softmax) * (unit / EXPONENTIAL_SCALE)
                 at_target = logit_gradient(

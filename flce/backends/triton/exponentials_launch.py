@@ -20,9 +20,10 @@ from flce.backends.triton.exponentials import (
     finish_kernel,
     reference_kernel,
 )
-from flce.backends.triton.launch import Launch, device_facts, launch_of, threads
+from flce.backends.triton.launch import Launch, launch_of, threads
 from flce.backends.triton.replay import run
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
+from flce.core.devices import device_record
 from flce.core.gemm import ALIGNMENT
 
 # Classes whose logits are made ahead, for the reference of each row. That is 0.2% of a vocabulary of 128,256.
@@ -275,7 +276,7 @@ def _weight_gradient(
     exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedTargets, starts: Tensor, first_class: int
 ) -> Launch:
     """The launch for the classes from `first_class` on; `starts` of them."""
-    programs = device_facts(exps.device).multiprocessors
+    programs = device_record(exps.device).multiprocessors
     args = {
         "exps_desc": TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
         "scaled_desc": TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),

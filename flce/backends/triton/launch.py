@@ -10,7 +10,8 @@ import torch
 import triton
 
 from flce.backends.contract import RowOutputs, TileCall
-from flce.core.devices import capability
+from flce.core.device_record import Device
+from flce.core.devices import device_record
 from flce.core.problem import NUMBERS, LossSpec
 
 # For `call_arguments`, made once: the name of each field, of its parameter and of its flag.
@@ -18,7 +19,7 @@ _OUTPUTS = tuple((name, f"{name}_ptr", f"WANT_{name.upper()}") for name in RowOu
 # Likewise, for each number of the spec, its flag and the value that switches it off.
 _NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
-# Threads of a warp, in the launch tables and on NVIDIA's devices. AMD's have 64.
+# Threads of a warp, in the launch tables and on NVIDIA's devices.
 WARP = 32
 # A thread loads this many bytes at a time.
 VECTOR_BYTES = 16
@@ -45,29 +46,10 @@ class Launch(NamedTuple):
         return self.kernel[self.grid](**self.args, **self.options)
 
 
-class DeviceFacts(NamedTuple):
-    multiprocessors: int
-    cache: int  # bytes that all of them share (L2)
-    registers: int  # of a multiprocessor, 32 bits each
-    capability: int  # the major number of an NVIDIA GPU's; 0: another device
-    warp: int  # threads that run in step
-
-
-@functools.cache
-def device_facts(device: torch.device) -> DeviceFacts:
-    if device.type != "cuda":  # the interpreter
-        return DeviceFacts(1, 0, 65536, 0, WARP)
-    properties = torch.cuda.get_device_properties(device)
-    # Every device that Triton supports has 65,536; PyTorch says so since 2.5.
-    registers = getattr(properties, "regs_per_multiprocessor", 65536)
-    count, cache = properties.multi_processor_count, properties.L2_cache_size
-    return DeviceFacts(count, cache, registers, capability(device), properties.warp_size)
-
-
 def overlap(device: torch.device) -> dict[str, bool]:
     """Options of a kernel that is launched while its predecessor still runs and waits for the end of that itself
     ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
-    possible = device_facts(device).capability >= 9
+    possible = device_record(device).capability >= 90
     return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
 
 
@@ -77,15 +59,19 @@ def threads(device: torch.device, warps: int, registers: int | None = None) -> d
     Args:
         registers: the most of a thread. AMD's compiler goes by the number of threads instead, and takes no such option.
     """
-    own = device_facts(device).warp
-    limit = {"maxnreg": registers} if registers is not None and own == WARP else {}
-    return {"num_warps": max(1, warps * WARP // own), **limit}
+    found = device_record(device)
+    limit = {} if registers is None or is_amd(found) else {"maxnreg": registers}
+    return {"num_warps": max(1, warps * WARP // found.warp), **limit}
+
+
+def is_amd(device: Device) -> bool:
+    return device.arch.startswith("gfx")
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:
     """The fewest warps, for rows that are read twice, with which the rows in flight fit in the L2 cache, so that the
     second pass finds its row there. If none do, the most."""
-    facts = device_facts(device)
+    facts = device_record(device)
     threads = facts.registers // MAX_REGISTERS
     fitting = [w for w in choice if facts.multiprocessors * (threads // (32 * w)) * row_bytes <= facts.cache]
     return min(fitting, default=max(choice))

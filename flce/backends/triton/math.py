@@ -14,6 +14,7 @@ _LEAST_LOGPROB = tl.constexpr(contract.LEAST_LOGPROB)
 _SOFTMAX = tl.constexpr(contract.SOFTMAX)
 _TARGET = tl.constexpr(contract.TARGET)
 _ENTROPY = tl.constexpr(contract.ENTROPY)
+_CLASSES = tl.constexpr(contract.CLASSES)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -130,16 +131,18 @@ def transform(
 ):
     """z and dz/da of some columns of a row.
 
-    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``.
+    Without softcap ``z = scale * a``; with it ``z = cap * tanh(scale * a)``. The 0 that is added to a product keeps it
+    from being contracted with what is subtracted from it next: z - max(z) would not be 0 where z is the largest, and
+    one kernel's z would not be another's.
     """
     a = a.to(ACCUM)
     if HAS_BIAS:
         a += load_columns(bias_ptr + columns, mask, "").to(ACCUM)
     if HAS_SOFTCAP:
         tanh, derivative = tanh_and_derivative(a * scale)
-        return tanh * cap, derivative * (scale * cap)
+        return tanh * cap + 0.0, derivative * (scale * cap)
     elif HAS_SCALE:
-        return a * scale, scale
+        return a * scale + 0.0, scale
     else:
         return a, scale
 
@@ -224,15 +227,26 @@ def gradient_factors(
 
 
 @triton.jit
-def load_row_gradient(row_gradient_ptr, stride, row, mask, in_range, HAS_ENTROPY_GRADIENT: tl.constexpr):
+def load_row_gradient(
+    row_gradient_ptr,
+    stride,
+    row,
+    mask,
+    in_range,
+    HAS_ENTROPY_GRADIENT: tl.constexpr,
+    HAS_LABEL_SMOOTHING: tl.constexpr = False,
+):
     """The factors of a gradient that is given as a whole, in the place of those of `gradient_factors`: of softmax, of
-    the target's one-hot vector, and of entropy. NaN for wrong targets."""
+    the target's one-hot vector, of entropy and of the class weights. NaN for wrong targets."""
     of_softmax = load_columns(row_gradient_ptr + _SOFTMAX * stride + row, mask, "")
     of_target = load_columns(row_gradient_ptr + _TARGET * stride + row, mask, "")
     of_entropy = tl.zeros_like(of_softmax)
     if HAS_ENTROPY_GRADIENT:
         of_entropy = load_columns(row_gradient_ptr + _ENTROPY * stride + row, mask, "")
-    return tl.where(in_range, of_softmax, float("nan")), of_target, of_entropy
+    of_classes = tl.zeros_like(of_softmax)
+    if HAS_LABEL_SMOOTHING:
+        of_classes = load_columns(row_gradient_ptr + _CLASSES * stride + row, mask, "")
+    return tl.where(in_range, of_softmax, float("nan")), of_target, of_entropy, of_classes
 
 
 @triton.jit

@@ -71,7 +71,7 @@ def product_kernel(
     class_weight_ptr,  # (V,)
     token_weight_ptr,  # (rows,)
     row_factor_ptr,  # (rows,)
-    row_gradient_ptr,  # (3, rows), row stride row_gradient_stride
+    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
     upstream_ptr,  # (rows,)
     scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
@@ -180,7 +180,7 @@ def product_kernel(
             row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
             in_range = (target >= 0) & (target < vocab_size)
             if HAS_ROW_GRADIENT:
-                of_softmax, of_target, of_entropy = load_row_gradient(
+                of_softmax, of_target, of_entropy, _of_classes = load_row_gradient(
                     row_gradient_ptr, row_gradient_stride, row, exists, in_range, HAS_ENTROPY_GRADIENT
                 )
             else:

@@ -12,9 +12,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import PRODUCT_BLOCK, Tile, TileCall, product_planes
-from flce.backends.triton.launch import Launch, device_facts, launch_of, overlap
+from flce.backends.triton.launch import Launch, launch_of, overlap
 from flce.backends.triton.product import finish_statistics_kernel, product_kernel
 from flce.backends.triton.replay import run
+from flce.core.devices import device_record
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def launch(
     x_desc = TensorDescriptor.from_tensor(x, [LAUNCH.rows, LAUNCH.depth])
     weight_desc = TensorDescriptor.from_tensor(described(weight), [LAUNCH.cols, LAUNCH.depth])
     out_desc = x_desc if out is None else TensorDescriptor.from_tensor(out, [LAUNCH.rows, LAUNCH.cols])
-    programs = device_facts(x.device).multiprocessors
+    programs = device_record(x.device).multiprocessors
     gradient = out is not None and reference is None
     options = {
         "GRADIENT": gradient,

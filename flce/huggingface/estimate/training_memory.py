@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flce.core.device_record import UNKNOWN
 from flce.core.options import ChunkOptions
 from flce.huggingface.estimate.language_model import StepInputs, make_model, one_line, positions
 from flce.huggingface.estimate.rehearsal import (
@@ -350,7 +351,7 @@ def stock_loss_bytes(num_tokens: int, hidden_size: int, vocab_size: int, dtype: 
     Logits in ``dtype``, the same in float32, their log-softmax, and the gradients of these, as far as they are there at
     the same time.
     """
-    meter = StepMeter(Described("torch", False, None))
+    meter = StepMeter(Described("torch", False, UNKNOWN))
 
     def given(rows: int, requires_grad: bool) -> Tensor:
         return torch.empty(rows, hidden_size, dtype=dtype, device="meta", requires_grad=requires_grad)

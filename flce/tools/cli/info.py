@@ -56,8 +56,10 @@ def _device(facts: dict[str, Any]) -> Table:
         rows["cores"] = str(facts["cores"])
     rows["backend"] = f"{facts['backend'] or 'none'}: {facts['why']}"
     if facts["backend"] is not None:
-        no = "no: its kernels are for NVIDIA GPUs of capability 9"
+        no = "no: its kernels are for NVIDIA GPUs of capability 9, unless a profile switches them off"
         rows["logits in registers"] = "yes" if facts["logits_in_registers"] else no
+        if facts["profile"]:
+            rows["profile"] = facts["profile"]
     table = Table("", facts["device"])
     for row in rows.items():
         table.add_row(*row)

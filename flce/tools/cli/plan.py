@@ -82,7 +82,7 @@ def plan(
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="80GiB", help="Memory of the GPU; by default that of its kind.")
     ] = None,
-    device_kind: Annotated[str, typer.Option(help="Kind of the GPU, such as H100 or A100-80GB, or sm_90.")] = "H100",
+    device_kind: Annotated[str, typer.Option(help="Kind of the GPU, such as H100 or RTX-4090, or sm_90.")] = "H100",
     optimizer: Annotated[Optimizer, typer.Option(help="What ends a step.")] = Optimizer["adamw"],
     checkpointing: Annotated[
         bool | None,
@@ -117,23 +117,22 @@ def plan(
     if products is not None and weights != torch.float32:
         raise wrong("--autocast", f"goes with --dtype float32, got {dtype.value}")
     memory = given("--gpu-memory", parse_bytes, gpu_memory) if gpu_memory is not None else None
-    device = given("--device-kind", described, torch.device("cuda"), device_kind, memory)
-    if device.memory is None:
+    gpu = given("--device-kind", described, torch.device("cuda"), device_kind, memory)
+    memory = gpu.device.memory
+    if memory is None:
         raise wrong("--gpu-memory", f"is needed: the memory of a {device_kind} is not known")
     most = given("--budget", parse_bytes, budget) if budget is not None else None
     options = flce.ChunkOptions(max_workspace_bytes=most) if most is not None else None
     how: dict[str, Any] = {"weight_grad": not frozen_head, "options": options}
-    plan_of = functools.partial(flce.plan, device_kind=device_kind, device_memory=device.memory, **how)
-    told: dict[str, Any] = {
-        "device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": device.memory}
-    }
+    plan_of = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **how)
+    told: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
     if shape is not None:
         sizes = given("--shape", parse_sizes, shape)
         told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head)
     else:
         assert model is not None
         training = Training(batch_size, weights, products, optimizer.value, frozen_head, accumulation, options)
-        told |= _steps(model, seq_len, training, device, device.memory, plan_of, checkpointing)
+        told |= _steps(model, seq_len, training, gpu, memory, plan_of, checkpointing)
     if json:
         print_json(told)
     else:

@@ -1,0 +1,210 @@
+"""A head that is divided over processes: time of a call over the three bare products of a process's own slice.
+
+    python -m benchmarks.split_head --out results/split-head.json                       # on one GPU: a rank's share
+    python -m torch.distributed.run --nproc-per-node 8 -m benchmarks.split_head --out results/split-head-8.json
+
+Alone it is the first of 2, 4 and 8 processes whose collectives return at once (PyTorch's "fake" backend): what the
+operator itself adds. Started by torch.distributed.run it is what all take together, links included. Contenders take
+turns, in the same order in all processes; times are medians, of the device alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from torch import Tensor
+
+import flce
+from flce.core import shard
+from flce.core.shard import bounds
+from flce.tools.bench.measure import BenchMeter
+from flce.tools.machine import described_run
+
+# Tokens, H, V, and whether each process has a share of the tokens.
+SHAPES = [
+    (8192, 8192, 128256, False),
+    (16384, 4096, 128256, False),
+    (8192, 4096, 128256, False),
+]
+SEQUENCE_PARALLEL = (65536, 8192, 128256, True)
+TINY = [(64, 32, 1000, False), (64, 32, 1000, True)]
+SHARES = (2, 4, 8)
+ROUNDS, TINY_ROUNDS = 9, 2
+HEAD_START = 0.03  # seconds; the host launches a call in less
+PRODUCTS = "three bare products"
+
+Step = Callable[[], object]
+
+
+@dataclass
+class Measured:
+    """One shape in one group of processes: milliseconds of each contender, and MiB of workspace."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    processes: int
+    sequence_parallel: bool
+    milliseconds: dict[str, list[float]] = field(default_factory=dict)
+    workspace_mib: dict[str, float] = field(default_factory=dict)
+    finite: bool = True
+
+    def rows(self) -> list[str]:
+        floor = statistics.median(self.milliseconds[PRODUCTS])
+        how = ", sequence parallel" if self.sequence_parallel else ""
+        shape = f"{self.tokens} x {self.hidden} x {self.vocab}, {self.processes} processes{how}"
+        return [
+            f"| {shape} | {name} | {statistics.median(times):.2f} | {statistics.median(times) / floor:.3f} | "
+            f"{self.workspace_mib.get(name, 0.0):.0f} |"
+            for name, times in self.milliseconds.items()
+        ]
+
+
+class Operands:
+    """What this process has."""
+
+    def __init__(self, case: Measured, device: torch.device, group: Any) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        draw = torch.Generator(device).manual_seed(1)
+        self.case, self.group = case, group
+        self.start, self.stop = bounds(case.vocab, case.processes, group.rank())
+        size = self.stop - self.start
+        self.whole = torch.randn(case.tokens, case.hidden, device=device, dtype=dtype, generator=draw)
+        shares = case.processes if case.sequence_parallel else 1
+        self.x = self.whole.chunk(shares)[group.rank() % shares].detach().clone().requires_grad_()
+        draw.manual_seed(2 + group.rank())
+        self.weight = torch.randn(size, case.hidden, device=device, dtype=dtype, generator=draw)
+        self.weight = self.weight.mul_(4.0 * case.hidden**-0.5).requires_grad_()
+        draw.manual_seed(1)
+        self.target = torch.randint(case.vocab, (case.tokens,), device=device, generator=draw)
+        self.logits = self.whole.new_empty(case.tokens, size)
+
+    def products(self) -> object:
+        """Logits, dX and dW of the slice."""
+        torch.mm(self.whole, self.weight.detach().t(), out=self.logits)
+        return self.logits @ self.weight.detach(), self.logits.t() @ self.whole
+
+    def one_after_the_other(self) -> object:
+        """The products, a gather of three numbers for each token, and the sum of dX."""
+        made = self.products()
+        assert isinstance(made, tuple)
+        numbers = torch.zeros(3, self.case.tokens, device=self.whole.device)
+        shard.gather(numbers, self.group)
+        dist.all_reduce(made[0], group=self.group)
+        return made
+
+    def grads(self) -> tuple[Tensor | None, Tensor | None]:
+        found = self.x.grad, self.weight.grad
+        self.x.grad = self.weight.grad = None
+        return found
+
+    def ours(self, target: Tensor) -> object:
+        loss: Any = flce.fused_linear_cross_entropy(
+            self.x,
+            self.weight,
+            target,
+            process_group=self.group,
+            vocab_size=self.case.vocab,
+            sequence_parallel=self.case.sequence_parallel,
+        )
+        loss.backward()
+        return (loss.detach(), *self.grads())
+
+    def logits_in_memory(self, target: Tensor) -> object:
+        """A bare product, the vocabulary-parallel loss of its logits, and the sum of dX."""
+        logits = F.linear(self.x, self.weight)
+        loss: Any = flce.cross_entropy(
+            logits, target, inplace=True, process_group=self.group, vocab_size=self.case.vocab
+        )
+        loss.backward()
+        dx, dw = self.grads()
+        assert dx is not None
+        dist.all_reduce(dx, group=self.group)
+        return loss.detach(), dx, dw
+
+
+def contenders(made: Operands, alone: bool) -> dict[str, Step]:
+    steps: dict[str, Step] = {PRODUCTS: made.products}
+    if alone:
+        width = max(1, made.stop - made.start)
+        here = made.target % width + made.start
+        steps["flce, all targets in the slice"] = functools.partial(made.ours, here)
+        elsewhere = (here + width) % made.case.vocab
+        steps["flce, no target in the slice"] = functools.partial(made.ours, elsewhere)
+        return steps
+    steps["products, gather and sum one after the other"] = made.one_after_the_other
+    steps["flce"] = functools.partial(made.ours, made.target)
+    if not made.case.sequence_parallel:
+        steps["logits in memory"] = functools.partial(made.logits_in_memory, made.target)
+    return steps
+
+
+def measure(case: Measured, device: torch.device, group: Any, alone: bool, rounds: int) -> None:
+    made = Operands(case, device, group)
+    steps = contenders(made, alone)
+    meter = BenchMeter(device, (lambda: None) if alone else dist.barrier, HEAD_START)
+    for name, step in steps.items():
+        outcome, sample = meter.warm_up(step)
+        if name != PRODUCTS:
+            assert isinstance(outcome, tuple)
+            case.finite &= all(bool(t.isfinite().all()) for t in outcome if t is not None)
+            returned = sum(t.numel() * t.element_size() for t in outcome if t is not None)
+            case.workspace_mib[name] = ((sample.workspace_bytes or 0) - returned) / 2**20
+        del outcome
+    for _ in range(rounds):
+        for name, step in steps.items():
+            case.milliseconds.setdefault(name, []).append(meter.sample(step).milliseconds)
+
+
+def copied(x: Tensor, group: Any) -> Tensor:
+    """In place of a gather: what this process has, from all."""
+    return x.expand(group.size(), *x.shape).contiguous()
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Result file.")] = Path("results/split-head.json"),
+    tiny: Annotated[bool, typer.Option("--tiny", help="Small shapes, where there is no GPU.")] = False,
+) -> None:
+    """Time and workspace of a head that is divided over processes."""
+    alone = not dist.is_torchelastic_launched()
+    cuda = torch.cuda.is_available()
+    rounds = TINY_ROUNDS if tiny else ROUNDS
+    cases = []
+    for processes in SHARES if alone else (None,):
+        if processes is not None:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+        else:
+            dist.init_process_group("nccl" if cuda else "gloo")
+        rank, count = dist.get_rank(), dist.get_world_size()
+        device = torch.device("cuda", 0 if alone else rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        for tokens, hidden, vocab, sequence in TINY if tiny else [*SHAPES, *([] if alone else [SEQUENCE_PARALLEL])]:
+            case = Measured(tokens, hidden, vocab, count, sequence)
+            with mock.patch("flce.engine.shards.gather", copied) if alone else mock.MagicMock():
+                measure(case, device, dist.group.WORLD, alone, rounds)
+            cases.append(case)
+            if rank == 0:
+                print("\n".join(case.rows()), "" if case.finite else "NOT FINITE", flush=True)
+        dist.destroy_process_group()
+    if alone or rank == 0:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        described = described_run(device, "python -m benchmarks.split_head", [])
+        out.write_text(json.dumps({"run": described, "cases": [asdict(case) for case in cases]}, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,158 @@
+"""What flce knows of a device: one record, of a known kind, or made of what PyTorch tells.
+
+The rates are those of the vendors' data sheets: without sparsity, sums in float32 (a GeForce multiplies at half of its
+speed then). What calls reach of them is estimated in `flce.planning.cost_model`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+
+class Device(NamedTuple):
+    """A kind of device."""
+
+    name: str
+    arch: str
+    """What kernels are compiled for: "sm_90" (compute capability 9.0), "gfx942"; "": no GPU."""
+    multiprocessors: int
+    """Compute units on AMD."""
+    shared_memory: int
+    """Bytes that one program can have."""
+    registers: int
+    """Of a multiprocessor, 32 bits each."""
+    cache: int
+    """Bytes that all multiprocessors share: L2."""
+    memory: int | None
+    """Bytes, as PyTorch counts them: a few percent less than what the name says. None: not known, or none of its own.
+    """
+    bandwidth: float
+    """Bytes a second, of memory."""
+    half_flops: float
+    """Flops a second of products in bfloat16 and float16."""
+    wide_flops: float
+    """Flops a second of products in float32, without TF32."""
+    own_products: bool
+    """Whether flce's own products, whose logits stay in registers, are used: where they were measured."""
+    profile: str | None = None
+    """The file that has changed this record: `flce.core.device_profile`."""
+
+    @property
+    def capability(self) -> int:
+        """The compute capability times ten, such as 86; 0: not a GPU of NVIDIA."""
+        number = re.fullmatch(r"sm_(\d+)", self.arch)
+        return int(number[1]) if number else 0
+
+    @property
+    def warp(self) -> int:
+        """Threads of a warp; a wavefront on AMD."""
+        return 64 if self.arch.startswith("gfx9") else 32
+
+    @property
+    def flops_per_byte(self) -> float:
+        """Flops in half precision in the time of one byte of memory."""
+        return self.half_flops / self.bandwidth
+
+
+# Where flce's own products were measured, and found as fast as the vendor's.
+_OWN_PRODUCTS = "sm_90"
+# Rates, L2 caches and multiprocessors are those of the sources. Memory is what PyTorch's out-of-memory messages and
+# deviceQuery say of such a device; of H100 and H200 `torch.cuda.get_device_properties` told it, and the cache. Shared
+# memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; AMD's white paper.
+_TABLE = """
+kind       arch    multipr. shared, KiB  L2, MiB  memory, GiB  GB/s   bf16   float32, 1e12 flops a second; source
+RTX-3090   sm_86   82       99           6        23.6         936    71     35.6   NVIDIA GA102 architecture, V2.1
+RTX-4090   sm_89   128      99           72       23.6         1008   165.2  82.6   NVIDIA Ada architecture, V2.1
+RTX-5090   sm_120  170      99           96       31.3         1792   209.5  104.8  NVIDIA RTX Blackwell architecture
+A10        sm_86   72       99           6        22.0         600    125    31.2   NVIDIA A10, data sheet
+L4         sm_89   58       99           48       22.0         300    121    30.3   NVIDIA L4, data sheet
+L40S       sm_89   142      99           96       44.4         864    362    91.6   NVIDIA L40S, data sheet
+A100-40GB  sm_80   108      163          40       39.4         1555   312    19.5   NVIDIA A100, data sheet
+A100-80GB  sm_80   108      163          40       79.1         2039   312    19.5   NVIDIA A100, data sheet: SXM
+H100       sm_90   132      227          50       79.1         3350   989    67     NVIDIA H100, data sheet: SXM
+H200       sm_90   132      227          60       139.8        4800   989    67     NVIDIA H200, data sheet: SXM
+B200       sm_100  148      227          126      178.3        8000   2250   75     NVIDIA HGX B200, an eighth of it
+MI300X     gfx942  304      64           32       191.9        5300   1307   163.4  AMD MI300X, data sheet, white paper
+"""
+
+
+def _kind(line: str) -> Device:
+    name, arch, *numbers, _source = line.split(maxsplit=9)
+    multiprocessors, shared, cache, memory, bandwidth, half, wide = map(float, numbers)
+    return Device(
+        name=name,
+        arch=arch,
+        multiprocessors=int(multiprocessors),
+        shared_memory=int(shared) << 10,
+        registers=131072 if arch == "gfx942" else 65536,
+        cache=int(cache) << 20,
+        memory=int(memory * 2**30),
+        bandwidth=bandwidth * 1e9,
+        half_flops=half * 1e12,
+        wide_flops=wide * 1e12,
+        own_products=arch == _OWN_PRODUCTS,
+    )
+
+
+KNOWN = {device.name: device for device in map(_kind, _TABLE.strip().splitlines()[1:])}
+
+# Rates of products were measured: two cores without instructions for half precision, benchmarks/results/cpu.json. To
+# Triton's interpreter it is one multiprocessor without a cache.
+CPU = Device("cpu", "", 1, 1 << 30, 65536, 0, None, 19e9, 150e9, 150e9, False)
+# Where nothing is known, as without a GPU: the one that all was measured on, without what only Hopper has.
+UNKNOWN = KNOWN["H200"]._replace(name="a GPU of unknown kind", memory=None, own_products=False)
+# Flops a byte of a device whose bandwidth is not known: cautious, as most of the known have fewer, and the more there
+# are, the dearer is each pass over memory.
+CAUTIOUS_RATIO = 300
+
+
+def normalized(name: str) -> str:
+    """A name as it is compared: spaces, hyphens, underscores and case make no difference."""
+    return re.sub(r"[\s_-]+", "", name).lower()
+
+
+def known(kind: str) -> Device | None:
+    """The record of a kind by its name, or of a compute capability such as "sm_90", whose memory is not known."""
+    for name, device in KNOWN.items():
+        if normalized(name) == normalized(kind):
+            return device
+    arch = re.fullmatch(r"(sm\d{2,})[a-z]?", normalized(kind))
+    return None if arch is None else _like(arch[1].replace("sm", "sm_"))._replace(memory=None)
+
+
+def device_told(properties: Any, hip: bool) -> Device:
+    """The record of a device that is there.
+
+    Args:
+        properties: `torch.cuda.get_device_properties` of it.
+        hip: it is an AMD GPU.
+    """
+    arch = properties.gcnArchName.partition(":")[0] if hip else f"sm_{properties.major}{properties.minor}"
+    base = _like(arch)
+    told = {
+        "multiprocessors": properties.multi_processor_count,
+        "shared_memory": getattr(properties, "shared_memory_per_block_optin", 0) or base.shared_memory,
+        "registers": getattr(properties, "regs_per_multiprocessor", 0) or base.registers,
+        "cache": properties.L2_cache_size,
+        "memory": properties.total_memory,
+    }
+    words = {*re.split(r"[^a-z0-9]+", properties.name.lower())}
+    for kind in KNOWN.values():
+        if words >= {*kind.name.lower().split("-")} and kind.multiprocessors == told["multiprocessors"]:
+            return kind._replace(memory=properties.total_memory)
+    half = base.half_flops * told["multiprocessors"] / base.multiprocessors
+    wide = base.wide_flops * told["multiprocessors"] / base.multiprocessors
+    rates = {"half_flops": half, "wide_flops": wide, "bandwidth": half / CAUTIOUS_RATIO}
+    return base._replace(name=properties.name, **told, **rates)
+
+
+def _like(arch: str) -> Device:
+    """The record that stands for an architecture: the last of the table with it, or else with the nearest, an older one
+    rather than a newer. Own products are for the architecture that they were measured on."""
+    if not arch.startswith("sm_"):
+        return KNOWN["MI300X"]._replace(arch=arch)
+    number = int(arch.removeprefix("sm_"))
+    known = [device for device in reversed(KNOWN.values()) if device.capability]
+    nearest = min(known, key=lambda device: (device.capability > number, abs(device.capability - number)))
+    return nearest._replace(arch=arch, own_products=arch == _OWN_PRODUCTS)

@@ -1,0 +1,84 @@
+"""Which classes a process has where a head is divided over a group, and what all processes tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flce.core import private
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The classes that a process of `group` has: of `vocab_size` those from `start` on, one for each column."""
+
+    group: str  # name
+    start: int
+    vocab_size: int
+    sequence_parallel: bool = False
+    """Whether each process has some of the tokens outside of a call, and sums the gradients of these there."""
+
+    @staticmethod
+    def fields_of(shard: Shard | None) -> tuple[str | None, int, int, bool]:
+        """As arguments of an operator."""
+        fields = None if shard is None else (shard.group, shard.start, shard.vocab_size, shard.sequence_parallel)
+        return fields or (None, 0, 0, False)
+
+    @staticmethod
+    def of_fields(group: str | None, start: int, vocab_size: int, sequence_parallel: bool) -> Shard | None:
+        """The shard, from the arguments of an operator."""
+        return None if group is None else Shard(group, start, vocab_size, sequence_parallel)
+
+    @property
+    def process_group(self) -> Any:
+        return private.resolve_process_group(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Of this process in the group."""
+        return int(self.process_group.rank())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this process has no class. One without logits then stands for its slice."""
+        return self.start >= self.vocab_size
+
+    @property
+    def most_classes(self) -> int:
+        """Classes of the process that has most."""
+        return bounds(self.vocab_size, self.process_group.size(), 0)[1]
+
+    def widths(self, like: Tensor) -> Tensor:
+        """(processes,) how many classes each has. Made on the device: a copy would wait for it."""
+        step = self.most_classes
+        starts = torch.arange(self.process_group.size(), device=like.device) * step
+        return (self.vocab_size - starts).clamp(0, step).to(like.dtype)
+
+    def split_sums(self, x: Tensor) -> Tensor:
+        """(processes,) the sum of what each has of a vector, (V,)."""
+        count, step = self.process_group.size(), self.most_classes
+        return torch.nn.functional.pad(x, (0, count * step - len(x))).view(count, step).sum(1)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """(V,) of which `x` is what this process has, (V_local,). One collective."""
+        padded = torch.nn.functional.pad(x, (0, self.most_classes - len(x)))
+        return gather(padded, self.process_group).view(-1)[: self.vocab_size]
+
+
+def bounds(vocab_size: int, shards: int, index: int) -> tuple[int, int]:
+    """First class and the one after the last of a shard, as `torch.chunk` and DTensor divide them."""
+    step = -(-vocab_size // shards)
+    return min(index * step, vocab_size), min((index + 1) * step, vocab_size)
+
+
+def gather(x: Tensor, group: Any) -> Tensor:
+    """What all processes of the group have in place of `x`, (processes, *x.shape). One collective."""
+    result = x.new_empty((group.size(), *x.shape))
+    # The older name is deprecated where there is a newer one.
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective(result.view(-1), x.contiguous().view(-1), group=group)
+    return result

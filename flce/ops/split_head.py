@@ -1,0 +1,174 @@
+"""A head that is divided over a group of processes: what is checked, gathered and filled up before a call."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from flce.core import private
+from flce.core.shard import Shard, gather
+from flce.engine.vectors import looks_at_values
+from flce.ops.vocabulary_parallel import is_dtensor, shard_of
+from flce.torch_ops.registration import define
+
+# Numbers that processes compare, where the host looks at values, before any other collective.
+_TOLD = 64
+
+
+class SplitHead(NamedTuple):
+    """Arguments of a call that say how a head is divided; documented by `flce.fused_linear_cross_entropy`."""
+
+    process_group: dist.ProcessGroup | None = None
+    vocab_size: int | None = None
+    sequence_parallel: bool = False
+
+    def tokens(self, input: Tensor) -> tuple[int, ...]:
+        """The shape of all tokens."""
+        *batch, length = input.shape[:-1] or (1,)
+        if not self.sequence_parallel or self.process_group is None or input.dim() < 2:
+            return tuple(input.shape[:-1])
+        return (*batch, length * self.process_group.size())
+
+
+NOT_SPLIT = SplitHead()
+
+
+class Operands(NamedTuple):
+    """What a call computes with."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    adapters: Sequence[tuple[Tensor, Tensor]]
+
+
+def refuse_sharded_weight(input: Tensor, linear_weight: Tensor) -> None:
+    """ValueError for a weight that is a DTensor beside an input that is none: which tokens does each process have?"""
+    if is_dtensor(linear_weight) and not is_dtensor(input):
+        raise ValueError(
+            "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with FSDP, "
+            "give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
+            "linear_weight.to_local(), process_group=... and vocab_size=..."
+        )
+
+
+def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Operands, Shard]:
+    """The operands of this process, and which classes it has. `others`: arguments that have to be the same in all.
+
+    Raises:
+        TypeError: the group is none, or `sequence_parallel` no bool.
+        ValueError: there is no group, this process is not in it or should have other classes, or, on a CPU or with
+            ``FLCE_DEBUG=1``, processes were given different arguments.
+    """
+    group, vocab_size, sequence_parallel = how
+    if not isinstance(sequence_parallel, bool):
+        raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
+    if group is None:
+        raise ValueError(f"vocab_size={vocab_size} and sequence_parallel={sequence_parallel} need a process_group")
+    input, linear_weight, linear_bias, adapters = given
+    if linear_weight.dim() != 2:
+        raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
+    shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
+    if looks_at_values(input.device) and not torch.compiler.is_compiling():
+        operands = {
+            "the shape of input": tuple(input.shape),
+            "H of linear_weight": linear_weight.shape[1],
+            "V": shard.vocab_size,
+            "dtypes": [str(t.dtype) for t in (input, linear_weight)],
+            "whether there is a linear_bias": linear_bias is not None,
+            "ranks of adapters": [b.shape[-1] for _, b in adapters],
+            "whether input needs a gradient": input.requires_grad and torch.is_grad_enabled(),
+        }
+        _check_agreement(group, input.device, {**operands, **others})
+    if sequence_parallel:
+        input, adapters = _whole_sequence(input, shard), [(_whole_sequence(a, shard), b) for a, b in adapters]
+    if shard.is_empty:
+        # One class of a process that has none. What comes of it is not counted.
+        linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
+        linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
+        adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
+    return Operands(input, linear_weight, linear_bias, adapters), shard
+
+
+def _check_agreement(group: Any, device: torch.device, told: dict[str, Any]) -> None:
+    """ValueError, in all processes, where they were not given the same."""
+    marks = torch.zeros(_TOLD, dtype=torch.int64, device=device)
+    values = [_number(value) for value in told.values()]
+    marks[: len(values)] = torch.tensor(values, device=device)
+    all_marks = gather(marks, group)
+    differ = (all_marks != all_marks[0]).any(0).nonzero()[:, 0].tolist()
+    if differ:
+        names = [list(told)[k] for k in differ if k < len(told)]
+        mine = {name: told[name] for name in names}
+        raise ValueError(
+            f"the processes of the group were given different values of {', '.join(names)}: rank {group.rank()} has "
+            f"{mine}"
+        )
+
+
+def _number(value: Any) -> int:
+    """Equal for equal values, in every process."""
+    return int.from_bytes(hashlib.sha256(json.dumps(value, default=str).encode()).digest()[:7], "big")
+
+
+# ------------------------------------------------------------------------------------------- sequence parallelism
+
+
+def _whole_sequence(x: Tensor, shard: Shard) -> Tensor:
+    """(..., S, H) of which `x` is this process's share, (..., S / processes, H). Its gradient is summed over the
+    processes and given back in shares."""
+    if x.dim() < 2:
+        raise ValueError(f"sequence_parallel needs an input of shape (..., tokens, H), got {tuple(x.shape)}")
+    whole: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
+    return whole
+
+
+def _gather_sequence(x: Tensor, group: str) -> Tensor:
+    shares = gather(x, private.resolve_process_group(group))  # (processes, ..., S / processes, H)
+    return shares.movedim(0, -3).flatten(-3, -2).clone(memory_format=torch.contiguous_format)
+
+
+def _scatter_sequence(x: Tensor, group: str) -> Tensor:
+    processes = private.resolve_process_group(group)
+    count = processes.size()
+    shares = x.unflatten(-2, (count, x.shape[-2] // count)).movedim(-3, 0).contiguous()
+    out = x.new_empty(shares.shape[1:])
+    # The older name is deprecated where there is a newer one.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out.view(-1), shares.view(-1), group=processes)
+    return out
+
+
+def _register() -> None:
+    def sizes(x: Tensor, group: str) -> int:
+        return int(private.resolve_process_group(group).size())
+
+    def gathered_shape(x: Tensor, group: str) -> Tensor:
+        return x.new_empty((*x.shape[:-2], x.shape[-2] * sizes(x, group), x.shape[-1]))
+
+    def scattered_shape(x: Tensor, group: str) -> Tensor:
+        return x.new_empty((*x.shape[:-2], x.shape[-2] // sizes(x, group), x.shape[-1]))
+
+    def keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.group = inputs[1]
+
+    schema = "(Tensor x, str group) -> Tensor"
+    define("scatter_sequence", schema, _scatter_sequence, scattered_shape)
+    define(
+        "gather_sequence",
+        schema,
+        _gather_sequence,
+        gathered_shape,
+        backward=lambda ctx, grad: (torch.ops.flce.scatter_sequence(grad, ctx.group), None),
+        setup_context=keep_group,
+    )
+
+
+_register()

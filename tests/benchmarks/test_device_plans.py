@@ -1,0 +1,46 @@
+"""What is predicted for devices that are not there, without running anything there."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.device_plans import HEADS, TOKENS, over_products, planned
+from flce.core.device_record import KNOWN
+
+WANTED = 1.15
+KINDS = [name for name, kind in KNOWN.items() if kind.flops_per_byte <= 210]
+WIDE = [name for name, head in HEADS.items() if head.hidden >= 2048]
+
+
+def times(models: list[str], frozen: bool, share: float) -> dict[tuple[str, str], float]:
+    return {
+        (kind, model): over_products(planned(kind, HEADS[model], frozen, share)) for kind in KINDS for model in models
+    }
+
+
+def test_training_is_fast_where_memory_does_not_bound_it() -> None:
+    assert len(KINDS) == 7
+    assert max(times(WIDE, frozen=False, share=1.0).values()) <= 1.02 * WANTED
+
+
+def test_training_in_a_share_of_the_memory() -> None:
+    """More of it makes more of them fast, and none slower."""
+    default, twice = (times(WIDE, frozen=False, share=share) for share in (1 / 24, 1 / 12))
+    fast = [sum(time <= 1.02 * WANTED for time in found.values()) for found in (default, twice)]
+    assert fast[0] >= 16
+    assert fast[1] >= 26
+    assert all(twice[each] <= 1.01 * default[each] for each in default)
+
+
+def test_a_frozen_head_is_fast_from_some_width_on() -> None:
+    wide = [name for name in WIDE if HEADS[name].hidden >= 4096]
+    assert max(times(wide, frozen=True, share=1 / 24).values()) <= 1.02 * WANTED
+
+
+@pytest.mark.parametrize("kind", ["L4", "L40S"])
+@pytest.mark.parametrize("hidden", [4096, 8192])
+def test_chunks_of_a_frozen_head_take_longer_than_its_weight_takes_to_be_read(kind: str, hidden: int) -> None:
+    """One wave of blocks has 128 tokens on an L4 with H = 8192: reading the weight would take four times as long."""
+    head = HEADS["Llama-3-8B"]._replace(hidden=hidden)
+    assert over_products(planned(kind, head, frozen=True)) <= 1.35
+    assert planned(kind, head, frozen=True).schedule.tiles(planned(kind, head, frozen=True).case)[0] < TOKENS / 4

@@ -1,0 +1,99 @@
+"""The record of a device: of known kinds, and of devices that only PyTorch knows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flce.core.device_record import CAUTIOUS_RATIO, KNOWN, Device, device_told, known
+
+
+def properties(name: str, major: int, minor: int, multiprocessors: int, gib: float, **others: Any) -> SimpleNamespace:
+    memory = int(gib * 2**30)
+    counts = {"multi_processor_count": multiprocessors, "L2_cache_size": 7 << 20, "total_memory": memory}
+    return SimpleNamespace(name=name, major=major, minor=minor, **counts, **others)
+
+
+def told(*args: Any, hip: bool = False, **others: Any) -> Device:
+    return device_told(properties(*args, **others), hip)
+
+
+@pytest.mark.parametrize(
+    "name, flops_per_byte",
+    [("H200", 206), ("RTX-4090", 164), ("RTX-3090", 76), ("L4", 403), ("A100-80GB", 153), ("MI300X", 247)],
+)
+def test_flops_of_a_byte_are_those_of_the_data_sheets(name: str, flops_per_byte: int) -> None:
+    assert round(KNOWN[name].flops_per_byte) == flops_per_byte
+
+
+def test_what_a_program_can_have() -> None:
+    shared = {kind.arch: kind.shared_memory >> 10 for kind in KNOWN.values()}
+    assert shared == {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
+    assert {kind.arch for kind in KNOWN.values() if kind.own_products} == {"sm_90"}
+    assert [kind.name for kind in KNOWN.values() if kind.warp == 64] == ["MI300X"]
+    assert (KNOWN["RTX-5090"].capability, KNOWN["MI300X"].capability) == (120, 0)
+
+
+@pytest.mark.parametrize("written", ["RTX-4090", "rtx 4090", "RTX_4090", "Rtx4090"])
+def test_spaces_hyphens_and_case_are_ignored(written: str) -> None:
+    assert known(written) is KNOWN["RTX-4090"]
+
+
+def test_a_compute_capability_stands_for_a_device_of_unknown_memory() -> None:
+    assert known("sm_90a") == KNOWN["H200"]._replace(memory=None)
+    assert known("sm_86") == KNOWN["A10"]._replace(memory=None)
+    newer, older = known("sm_103"), known("sm_75")
+    assert newer == KNOWN["B200"]._replace(memory=None, arch="sm_103")
+    assert older == KNOWN["A100-80GB"]._replace(memory=None, arch="sm_75")
+    near_hopper = known("sm_92")
+    assert near_hopper == KNOWN["H200"]._replace(memory=None, arch="sm_92", own_products=False)
+    assert (known("sm_"), known("H300")) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "name, kind, args",
+    [
+        ("NVIDIA GeForce RTX 4090", "RTX-4090", (8, 9, 128, 23.5)),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB", (8, 0, 108, 39.4)),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB", (8, 0, 108, 79.3)),
+        ("NVIDIA H100 80GB HBM3", "H100", (9, 0, 132, 79.1)),
+        ("NVIDIA A10", "A10", (8, 6, 72, 22.1)),
+    ],
+)
+def test_a_device_that_is_there_is_of_a_known_kind(name: str, kind: str, args: tuple[Any, ...]) -> None:
+    """With the memory that this one has."""
+    assert told(name, *args) == KNOWN[kind]._replace(memory=int(args[-1] * 2**30))
+    assert told(name, *args)._replace(memory=None) == KNOWN[kind]._replace(memory=None)
+
+
+@pytest.mark.parametrize(
+    "name, args",
+    [
+        ("NVIDIA A10G", (8, 6, 80, 22.1)),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9, 76, 15.7)),
+        ("NVIDIA H100 PCIe", (9, 0, 114, 79.2)),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0, 14, 4.8)),
+        ("Tesla T4", (7, 5, 40, 14.6)),
+        ("NVIDIA RTX 6000 Ada Generation", (8, 9, 142, 47.4)),
+    ],
+)
+def test_a_device_of_no_known_kind(name: str, args: tuple[Any, ...]) -> None:
+    """It has what PyTorch tells, and the rates of its multiprocessors."""
+    found = told(name, *args, shared_memory_per_block_optin=101376, regs_per_multiprocessor=65536)
+    assert (found.name, found.arch) == (name, f"sm_{args[0]}{args[1]}")
+    assert (found.multiprocessors, found.shared_memory, found.cache) == (args[2], 101376, 7 << 20)
+    assert found.memory == int(args[3] * 2**30)
+    assert found.flops_per_byte == pytest.approx(CAUTIOUS_RATIO)
+    like = known(found.arch)
+    assert like is not None
+    assert found.half_flops / found.multiprocessors == pytest.approx(like.half_flops / like.multiprocessors)
+    assert found.own_products == (args[0] == 9)
+
+
+def test_a_gpu_of_amd() -> None:
+    args = "AMD Instinct MI300X", 9, 4, 304, 191.9
+    assert told(*args, hip=True, gcnArchName="gfx942:sramecc+:xnack-") == KNOWN["MI300X"]
+    other = told("AMD Radeon PRO W7900", 11, 0, 96, 44.9, hip=True, gcnArchName="gfx1100")
+    assert (other.arch, other.capability, other.warp, other.own_products) == ("gfx1100", 0, 32, False)

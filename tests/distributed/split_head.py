@@ -1,0 +1,534 @@
+"""What processes do that share a head: each has some of the classes, all have the same tokens. Called by
+`test_split_head.py` in every process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flce
+from flce.core.shard import bounds, gather
+from flce.engine import case
+from flce.engine.case import Case
+from flce.engine.schedules import Schedule
+from flce.engine.schedules.unnormalized import Borrowed, Recomputed
+from flce.ops import linear_cross_entropy
+from flce.planning import search
+from flce.testing.oracle import OracleResult
+from flce.testing.problem import Problem, make_problem, relative_error, run_oracle
+from tests import quick_interpreter
+from tests.helpers import STATS
+from tests.hopper import as_on_hopper, logits_dtypes_on_a_gpu
+from tests.interpreted_bfloat16 import mend
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1},
+    "none": {"reduction": "none", "token_weight": True, "ignored": 0.3, "softcap": 3.0, "label_smoothing": 0.1},
+    "sum": {"reduction": "sum", "num_items": 7, "ignore_index": 3, "ignored": 0.2, "shift": 1, "bias": True},
+    "mean": {"token_weight": True, "class_weight": True, "z_loss": 0.1, "ignored": 0.3, "adapter_ranks": (3, 2)},
+    "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7, "bias": True},
+    "all ignored": {"ignored": 1.0, "reduction": "sum", "z_loss": 0.1},
+}
+OPTIONS: list[dict[str, Any]] = [{}, {"strategy": "vocab", "max_workspace_bytes": 16000}, {"chunk_rows": 5}]
+OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob")
+
+
+@functools.cache
+def groups() -> dict[str, Any]:
+    """All processes, and pairs, of which each process is in one. A wait ends after 60 seconds."""
+    count, wait = dist.get_world_size(), timedelta(seconds=60)
+    made = {"all": dist.new_group(range(count), timeout=wait)}
+    pairs = [dist.new_group([k, k + 1], timeout=wait) for k in range(0, count, 2)]
+    return {**made, "pair": pairs[dist.get_rank() // 2]}
+
+
+@functools.cache
+def device() -> torch.device:
+    """Of this process. Where several share a GPU they talk over gloo, which takes CPU tensors: the test copies them."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    os.environ.pop("FLCE_BACKEND", None)
+    if dist.get_backend() == "gloo":
+        for name in ("all_gather_into_tensor", "all_gather_single", "all_reduce", "reduce_scatter_tensor"):
+            if hasattr(dist, name):
+                setattr(dist, name, _through_the_cpu(getattr(dist, name)))
+    return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def _through_the_cpu(collective: Any) -> Any:
+    """The first tensor is written."""
+
+    @functools.wraps(collective)
+    def copied(out: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        on_cpu = [out.cpu(), *(t.cpu() if isinstance(t, Tensor) else t for t in args)]
+        collective(*on_cpu, **kwargs)
+        out.copy_(on_cpu[0])
+        return _Done() if async_op else None
+
+    return copied
+
+
+class Mine:
+    """What this process has of a problem, as leaves."""
+
+    def __init__(self, p: Problem, group: Any, sequence_parallel: bool = False, slices: bool = False) -> None:
+        self.p, self.group, self.sequence_parallel = p, group, sequence_parallel
+        weight = p.linear_weight
+        self.vocab_size = len(weight)
+        self.classes = slice(*bounds(self.vocab_size, group.size(), group.rank()))
+        self.input = self.leaf(self.tokens(p.input))
+        self.weight = self.leaf(weight[self.classes])
+        self.bias = None if p.linear_bias is None else self.leaf(p.linear_bias[self.classes])
+        self.adapters = [(self.leaf(self.tokens(a)), self.leaf(b[self.classes])) for a, b in p.adapters]
+        self.kwargs = dict(p.kwargs)
+        if slices and "weight" in self.kwargs:
+            self.kwargs["weight"] = self.kwargs["weight"][self.classes]
+        if "token_weight" in self.kwargs:
+            self.kwargs["token_weight"] = self.leaf(self.kwargs["token_weight"])
+
+    @staticmethod
+    def leaf(t: Tensor) -> Tensor:
+        return t.detach().clone().requires_grad_()
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """This process's share."""
+        if not self.sequence_parallel:
+            return x
+        return x.chunk(self.group.size(), dim=-2)[self.group.rank()]
+
+    @property
+    def how(self) -> dict[str, Any]:
+        return {
+            "process_group": self.group,
+            "vocab_size": self.vocab_size,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
+    def loss(self, **kwargs: Any) -> Any:
+        return flce.fused_linear_cross_entropy(
+            self.input,
+            self.weight,
+            self.p.target,
+            linear_bias=self.bias,
+            adapters=self.adapters,
+            **self.kwargs,
+            **self.how,
+            **kwargs,
+        )
+
+    def errors(self, expected: OracleResult) -> dict[str, float]:
+        """Of all gradients, relative to those of all classes and tokens."""
+
+        def relative(got: Tensor | None, mine: Tensor, all_of_it: Tensor) -> float:
+            assert got is not None
+            return float((got.double() - mine).norm() / all_of_it.norm().clamp(min=1e-30))
+
+        dx, dw = expected.grad_input, expected.grad_weight
+        errors = {"dX": relative(self.input.grad, self.tokens(dx), dx)}
+        if len(self.weight):
+            errors["dW"] = relative(self.weight.grad, dw[self.classes], dw)
+        if self.bias is not None and expected.grad_bias is not None and len(self.bias):
+            errors["bias"] = relative(self.bias.grad, expected.grad_bias[self.classes], expected.grad_bias)
+        for k, ((a, b), (da, db)) in enumerate(zip(self.adapters, expected.grad_adapters, strict=True)):
+            errors[f"a{k}"] = relative(a.grad, self.tokens(da), da)
+            if len(b):
+                errors[f"B{k}"] = relative(b.grad, db[self.classes], db)
+        if expected.grad_token_weight is not None:
+            of_weights = expected.grad_token_weight
+            errors["token_weight"] = relative(self.kwargs["token_weight"].grad, of_weights, of_weights)
+        return errors
+
+
+def problem(*sizes: Any, **kwargs: Any) -> Problem:
+    return make_problem(*sizes, device=device(), **kwargs)
+
+
+def upstream_of(p: Problem) -> Tensor:
+    each = torch.linspace(0.5, 2.0, p.target.numel(), dtype=torch.float64, device=device()).view(p.target.shape)
+    return each if p.kwargs.get("reduction") == "none" else each.mean()
+
+
+def check(
+    p: Problem, group: Any, limit: float, options: dict[str, Any], of_results: float = 1e-9, **how: Any
+) -> list[Tensor]:
+    """The loss, statistics and gradients of a call are those of the float64 oracle. Returns what must be the same, bit
+    for bit, in all processes."""
+    mine, upstream = Mine(p, group, **how), upstream_of(p)
+    stats = options.pop("stats", STATS)
+    out = mine.loss(stats=stats, options=flce.ChunkOptions(**options))
+    out.loss.backward(upstream.to(out.loss.dtype))
+    whole = p.map(lambda t, letter: Mine.leaf(t) if letter == "t" else t)
+    expected = run_oracle(whole, grad_output=upstream)
+    errors = mine.errors(expected)
+    for name in ("loss", *stats):
+        errors[name] = relative_error(getattr(out, name), getattr(expected, name))
+    wrong = {k: v for k, v in errors.items() if not v <= (limit if k[0] in "daBbt" else of_results)}
+    assert not wrong, f"{wrong}, {options}, {how}, {p.kwargs}"
+    return [out.loss.detach(), *(getattr(out, name) for name in stats)]
+
+
+def same_everywhere(values: list[Tensor], group: Any) -> None:
+    for value in values:
+        for other in gather(value.contiguous(), group):
+            assert torch.equal(value, other) or bool(value.isnan().any())
+
+
+# -------------------------------------------------------------------------------------------------- functions of tests
+
+
+def losses(group_name: str) -> None:
+    """All features, in float64, with slices that are even, uneven and empty."""
+    group = groups()[group_name]
+    for (name, kwargs), vocab, options in itertools.product(CASES.items(), (40, 41, 3), OPTIONS):
+        if vocab == 3 and kwargs.get("ignore_index") == 3:
+            kwargs = {**kwargs, "ignore_index": 1}
+        p = problem((3, 4), 16, vocab, **kwargs)
+        for slices in (False, True)[: 1 + (name in ("smoothing", "mean"))]:
+            same_everywhere(check(p, group, 1e-9, dict(options), slices=slices), group)
+    p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1, adapter_ranks=(3,), ignored=0.2)
+    for options in OPTIONS:
+        check(p, group, 1e-9, dict(options), sequence_parallel=True)
+        check(p.with_(reduction="none"), group, 1e-9, dict(options), sequence_parallel=True)
+
+
+def token_results(group_name: str) -> None:
+    """`flce.linear_logprobs`, beside the same call with all classes in one process."""
+    group = groups()[group_name]
+    draw = torch.Generator().manual_seed(2)
+    several: list[dict[str, Any]] = [
+        {},
+        {"bias": True, "softcap": 3.0, "logit_scale": -0.5},
+        {"adapter_ranks": (3,), "temperatures": True},
+        {"ignored": 0.4},
+    ]
+    for vocab, given, sequence_parallel in itertools.product((40, 41, 3), several, (False, True)):
+        kwargs = dict(given)
+        temperature: Any = 1.0
+        if kwargs.pop("temperatures", False):
+            temperature = (torch.rand(3, 8, dtype=torch.float64, generator=draw) + 0.5).to(device())
+        p = problem((3, 8), 16, vocab, **kwargs)
+        candidates = torch.randint(-1, vocab, (3, 8, 4), generator=draw).to(device())
+        mine = Mine(p, group, sequence_parallel)
+        alone = Mine(p, _Alone())
+
+        def call(
+            of: Mine,
+            how: dict[str, Any],
+            candidates: Tensor = candidates,
+            temperature: Any = temperature,
+        ) -> flce.LinearLogprobsOutput:
+            kwargs = {name: of.kwargs[name] for name in ("softcap", "logit_scale") if name in of.kwargs}
+            out = flce.linear_logprobs(
+                of.input,
+                of.weight,
+                of.p.target,
+                candidates=candidates,
+                top_k=min(5, of.vocab_size),
+                outputs=OUTPUTS,
+                linear_bias=of.bias,
+                adapters=of.adapters,
+                temperature=temperature,
+                **kwargs,
+                **how,
+            )
+            total = torch.zeros((), dtype=torch.float64, device=device())
+            for k, values in enumerate((out.logprob, out.entropy, out.lse, out.candidate_logprob)):
+                assert values is not None
+                slope = torch.linspace(0.3, 1.3, values.numel(), dtype=torch.float64, device=device())
+                slope = slope.view(values.shape)
+                total = total + (k + 1) * (values * slope).sum()
+            total.backward()
+            return out
+
+        got, expected = call(mine, mine.how), call(alone, {})
+        for field in fields(got):
+            torch.testing.assert_close(
+                getattr(got, field.name), getattr(expected, field.name), rtol=1e-10, atol=1e-10, msg=field.name
+            )
+        pairs = [
+            (mine.input.grad, mine.tokens(_grad(alone.input))),
+            (mine.weight.grad, _grad(alone.weight)[mine.classes]),
+        ]
+        if mine.bias is not None and alone.bias is not None:
+            pairs.append((mine.bias.grad, _grad(alone.bias)[mine.classes]))
+        for (a, b), (of_a, of_b) in zip(mine.adapters, alone.adapters, strict=True):
+            pairs += [(a.grad, mine.tokens(_grad(of_a))), (b.grad, _grad(of_b)[mine.classes])]
+        for gradient, right in pairs:
+            torch.testing.assert_close(gradient, right, rtol=1e-9, atol=1e-10)
+
+
+class _Alone:
+    """A group of one process, for `Mine`."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _grad(t: Tensor) -> Tensor:
+    assert t.grad is not None
+    return t.grad
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu(hopper: bool) -> Iterator[list[str]]:
+    """Kernels under the interpreter, with the dtypes of a GPU; the names of the schedules that are taken."""
+    quick_interpreter.hasten()
+    taken: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLCE_BACKEND", "triton")
+        mend(patch)
+        whole = as_on_hopper(patch) if hopper else iter((None,))
+        next(whole)
+        patch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+        search.plan_of_call.cache_clear()
+        search.plan_of_slice.cache_clear()
+        plan_of = linear_cross_entropy.plan_of
+
+        def noted(*args: Any) -> Any:
+            plan = plan_of(*args)
+            taken.append(type(plan.schedule).__name__)
+            return plan
+
+        patch.setattr(linear_cross_entropy, "plan_of", noted)
+        yield taken
+        next(whole, None)
+    search.plan_of_call.cache_clear()
+    search.plan_of_slice.cache_clear()
+
+
+LIMIT = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+def gpu_schedules() -> list[str]:
+    """Those of a GPU, with its dtypes, by two processes. Returns the names of those that were taken."""
+    group, names = groups()["pair"], set()
+    half = (torch.bfloat16, torch.float16)
+    losses_: dict[str, dict[str, Any]] = {
+        "plain": {"ignored": 0.3, "z_loss": 0.01},
+        "smoothing": {"label_smoothing": 0.2, "class_weight": True, "z_loss": 0.1, "ignored": 0.3},
+        "bias": {"reduction": "sum", "bias": True, "class_weight": True},
+        "softcap": {"softcap": 3.0, "logit_scale": 0.5, "temperature": 0.7, "token_weight": True},
+    }
+    for hopper in (False, True):
+        with _as_on_a_gpu(hopper) as taken:
+            for dtype, kwargs in itertools.product(half[: 2 - hopper], losses_.values()):
+                p = problem((2, 12), 64, 1111 if hopper else 555, dtype=dtype, **kwargs)
+                options = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
+                check(p, group, LIMIT[dtype], options, of_results=1e-5)
+            names.update(taken)
+    return sorted(names)
+
+
+def forced_schedules() -> None:
+    """Those that make logits twice, or lend memory of dW."""
+
+    def choose(kind: Any) -> Any:
+        def make(c: Case) -> Schedule:
+            sizes = kind.sizes(c)
+            return kind.sized(c, sizes[min(8, len(sizes)) - 1])
+
+        return make
+
+    from tests.forced import force
+
+    for kind in (Borrowed, Recomputed):
+        with _as_on_a_gpu(True), pytest.MonkeyPatch.context() as patch:
+            made = force(patch, choose(kind))
+            p = problem((24,), 64, 2300, dtype=torch.bfloat16, z_loss=0.01, token_weight=True)
+            options = {"skip_ignored": False, "stats": ("lse",)}
+            check(p, groups()["pair"], LIMIT[torch.bfloat16], options, of_results=1e-5)
+            assert made
+
+
+def compiled() -> None:
+    """One graph."""
+    p = problem((2, 8), 16, 41, class_weight=True, label_smoothing=0.1)
+    for sequence_parallel in (False, True):
+        mine, again = (Mine(p, groups()["all"], sequence_parallel, slices=True) for _ in range(2))
+        mine.loss().backward()
+        torch.compile(again.loss, fullgraph=True, backend="aot_eager")().backward()
+        for got, right in ((again.input, mine.input), (again.weight, mine.weight)):
+            assert torch.equal(_grad(got), _grad(right))
+
+
+def repeatable() -> None:
+    """The same bits from run to run."""
+    p = problem((2, 8), 16, 41, dtype=torch.float32)
+    first, second = (Mine(p, groups()["all"]) for _ in range(2))
+    for mine in (first, second):
+        mine.loss().backward()
+    assert torch.equal(_grad(first.input), _grad(second.input))
+    assert torch.equal(_grad(first.weight), _grad(second.weight))
+
+
+def sequence_first() -> None:
+    """Megatron's layout: (S / processes, B, H) in each process, labels (B, S)."""
+    group = groups()["all"]
+    p = problem((3, 8), 16, 41)  # (B, S, H)
+    x = p.input.transpose(0, 1).chunk(group.size())[group.rank()]
+    x, weight = Mine.leaf(x), Mine(p, group).weight
+    loss = flce.fused_linear_cross_entropy(
+        x.flatten(0, 1), weight, p.target.t().flatten(), process_group=group, vocab_size=41, sequence_parallel=True
+    )
+    loss.backward()
+    expected = run_oracle(p)
+    torch.testing.assert_close(loss, expected.loss)
+    share = expected.grad_input.transpose(0, 1).chunk(group.size())[group.rank()]
+    torch.testing.assert_close(x.grad, share, rtol=1e-9, atol=1e-12)
+
+
+def wrong_arguments() -> None:
+    group, rank = groups()["all"], dist.get_rank()
+    p = problem((3, 4), 16, 41)
+    mine = Mine(p, group)
+    call = functools.partial(flce.fused_linear_cross_entropy, mine.input, mine.weight, p.target)
+    with pytest.raises(ValueError, match="need a process_group"):
+        call(vocab_size=41)
+    with pytest.raises(TypeError, match="sequence_parallel must be a bool"):
+        call(process_group=group, vocab_size=41, sequence_parallel=1)
+    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
+        call(process_group="tp")
+    with pytest.raises(ValueError, match=rf"rank {rank} of .* must have a linear_weight of .* vocab_size=9"):
+        call(process_group=group, vocab_size=9)
+    with pytest.raises(ValueError, match="class-index targets"):
+        flce.fused_linear_cross_entropy(mine.input, mine.weight, torch.rand(3, 4, 41, dtype=torch.float64), **mine.how)
+    # What processes do not agree on, where the host looks at values.
+    os.environ["FLCE_DEBUG"] = "1"
+    for told, kwargs in (
+        ("options", {"z_loss": 0.1 * rank}),
+        ("V", {"vocab_size": None}),
+        ("the shape of target", {}),
+        ("dtypes", {}),
+    ):
+        how = {**mine.how, **kwargs}
+        target, x, weight = p.target, mine.input, mine.weight
+        if told == "the shape of target" and rank == 1:
+            target = target[:2]
+        if told == "dtypes" and rank == group.size() - 1:
+            x, weight = x.float(), weight.float()
+        with pytest.raises(ValueError, match=f"given different values of .*{told}"):
+            flce.fused_linear_cross_entropy(x, weight, target, **how)
+    target = p.target.clone()
+    target[0, 0] = 41
+    with pytest.raises(IndexError, match="expected 0 <= target < 41"):
+        flce.fused_linear_cross_entropy(mine.input, mine.weight, target, **mine.how)
+    del os.environ["FLCE_DEBUG"]
+
+
+def captured() -> None:
+    """In a CUDA graph, with NCCL."""
+    p = problem((64,), 128, 1000, dtype=torch.bfloat16)
+    mine, again = (Mine(p, dist.group.WORLD) for _ in range(2))
+    options = flce.ChunkOptions(skip_ignored=False)
+    mine.loss(options=options).backward()
+    graph = torch.cuda.CUDAGraph()
+    again.loss(options=options).backward()
+    again.input.grad = again.weight.grad = None
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        again.loss(options=options).backward()
+    graph.replay()
+    assert torch.equal(_grad(again.input), _grad(mine.input))
+    assert torch.equal(_grad(again.weight), _grad(mine.weight))
+
+
+def one_raises() -> str:
+    """One process raises an error before the collective. The others' ends with the group's timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    p = problem((3, 4), 16, 41)
+    mine = Mine(p, group)
+    try:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            flce.fused_linear_cross_entropy(mine.input, mine.weight, p.target.float(), **mine.how)
+        else:
+            mine.loss()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def dtensors() -> None:
+    """A weight that is sharded over processes could mean either."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    p = problem((3, 4), 16, 41)
+    mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+    weight = distribute_tensor(p.linear_weight, mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"flce.gathered\(linear_weight\).*process_group"):
+        flce.fused_linear_cross_entropy(p.input, weight, p.target)
+    with pytest.raises(ValueError, match=r"flce.gathered\(linear_weight\).*process_group"):
+        flce.linear_logprobs(p.input, weight, p.target)
+
+
+def gathered_weights() -> None:
+    """`flce.gathered`, with tokens of its own in each process: gradients are those of the mean of all losses."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    count, rank = dist.get_world_size(), dist.get_rank()
+    p = problem((3, 4), 16, 41)
+    inputs = [problem((3, 4), 16, 41, seed=k).input for k in range(count)]
+    right = torch.stack([run_oracle(replace(p, input=x)).grad_weight for x in inputs]).mean(0)
+    meshes: list[tuple[Any, list[Any]]] = [(init_device_mesh(device().type, (count,)), [Shard(0)])]
+    if count == 4:
+        meshes.append((init_device_mesh(device().type, (2, 2)), [Replicate(), Shard(0)]))
+    for (mesh, placements), dtype, gather_dtype in itertools.product(
+        meshes, (torch.float64, torch.float32), (None, torch.bfloat16)
+    ):
+        if dtype == torch.float64 and gather_dtype is not None:
+            continue
+        weight = distribute_tensor(p.linear_weight.to(dtype), mesh, placements).requires_grad_()
+        for _ in range(2):  # gradients of several passes add up
+            whole = flce.gathered(weight, gather_dtype)
+            assert type(whole) is Tensor
+            assert whole.dtype == (gather_dtype or dtype)
+            loss: Any = flce.fused_linear_cross_entropy(inputs[rank].to(whole.dtype), whole, p.target)
+            loss.backward()
+        grad: Any = weight.grad
+        assert isinstance(grad, DTensor)
+        assert (grad.dtype, grad.placements) == (dtype, tuple(placements))
+        limit = 1e-9 if dtype == torch.float64 else 1e-5 if gather_dtype is None else 1e-2
+        assert relative_error(grad.full_tensor(), 2 * right) < limit
+    # What it is not: nothing of the other processes' gradients arrives.
+    weight = distribute_tensor(p.linear_weight, meshes[0][0], [Shard(0)]).requires_grad_()
+    assert isinstance(weight, DTensor)
+    flce.fused_linear_cross_entropy(inputs[rank], weight.full_tensor(), p.target).backward()
+    assert relative_error(_grad(weight).full_tensor(), right) > 0.1  # type: ignore[attr-defined]
+    # Sums of many are made in float32.
+    big = distribute_tensor(torch.zeros(count, 1, dtype=torch.bfloat16, device=device()), meshes[0][0], [Shard(0)])
+    whole = flce.gathered(big.requires_grad_())
+    whole.backward(torch.full_like(whole, 256.0 if rank == 0 else 1.0))
+    mean = (256.0 + count - 1) / count
+    assert torch.equal(_grad(big).to_local(), torch.full((1, 1), mean).to(big))  # type: ignore[attr-defined]
+    plain = p.linear_weight
+    assert flce.gathered(plain) is plain
+    assert flce.gathered(plain, torch.bfloat16).dtype == torch.bfloat16
+
+
+def as_without_processes() -> None:
+    """A group of one process, with the same bits as without it where logits are in memory as a whole."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for kwargs in CASES.values():
+        p = problem((3, 4), 16, 41, **kwargs)
+        check(p, group, 1e-9, {})

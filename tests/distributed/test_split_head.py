@@ -1,0 +1,91 @@
+"""A head that is divided over processes, against the float64 oracle: four processes, and two of them; with several GPUs
+one for each, under NCCL; with one GPU two processes that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import split_head
+from tests.distributed.pair import World
+
+if not dist.is_available():
+    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for a GPU where there is none")
+
+
+def new_world() -> World:
+    gpus = torch.cuda.device_count()
+    return World(gpus // 2 * 2, "cpu:gloo,cuda:nccl") if gpus >= 2 else World(2 if gpus else 4)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[World]:
+    world = new_world()
+    yield world
+    world.close()
+
+
+@pytest.mark.parametrize("group", ["all", "pair"])
+def test_losses(processes: World, group: str) -> None:
+    processes.run(split_head.losses, group)
+
+
+@pytest.mark.parametrize("group", ["all", "pair"])
+def test_results_of_tokens(processes: World, group: str) -> None:
+    processes.run(split_head.token_results, group)
+
+
+@no_gpu
+def test_schedules_of_a_gpu(processes: World) -> None:
+    pytest.importorskip("triton")
+    for taken in processes.run(split_head.gpu_schedules):
+        assert {"NormalizedChunks", "Unnormalized"} <= set(taken)
+
+
+@no_gpu
+def test_schedules_that_lend_memory(processes: World) -> None:
+    pytest.importorskip("triton")
+    processes.run(split_head.forced_schedules)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        split_head.compiled,
+        split_head.repeatable,
+        split_head.sequence_first,
+        split_head.wrong_arguments,
+        split_head.dtensors,
+        split_head.gathered_weights,
+        split_head.as_without_processes,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_of_all(processes: World, function: object) -> None:
+    processes.run(function)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_captured() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    world = World(1, "cpu:gloo,cuda:nccl")
+    try:
+        world.run(split_head.captured)
+    finally:
+        world.close()
+
+
+def test_one_process_raises() -> None:
+    """The others wait no longer than the group's timeout."""
+    world = new_world()
+    try:
+        said = world.run(split_head.one_raises)
+    finally:
+        world.close()
+    assert "process_group needs class-index targets" in said[-1]
+    assert all(text != "none" for text in said)
