@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -40,8 +41,9 @@ from flce.backends.contract import (
     TileCall,
     normalizer_slots,
 )
-from flce.backends.triton import launch, softmax_launch
+from flce.backends.triton import softmax_launch
 from flce.core.device_record import KNOWN, Device
+from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
 from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
 from flce.engine.arena import CountingArena
@@ -56,8 +58,8 @@ MOST_SPILLED = 64
 
 # A device of each architecture.
 TARGETS = {
-    # Nothing is planned for it: shared memory as the CUDA C++ Programming Guide says ("Technical Specifications per Compute
-    # Capability"), the others as its data sheet does.
+    # Nothing is planned for it. Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute
+    # Capability"; the others: NVIDIA T4, data sheet, and Turing architecture.
     "T4": KNOWN["RTX-3090"]._replace(arch="sm_75", shared_memory=64 << 10, multiprocessors=40, cache=4 << 20),
     **{name: KNOWN[name] for name in ("A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")},
 }
@@ -130,7 +132,7 @@ def compiling(name: str) -> Iterator[list[Built]]:
         built.append(Built(src.fn.__name__, ", ".join(shape), metadata["shared"], max(spilled), early))
 
     asking = [module for module in _modules() if hasattr(module, "device_record")]
-    before = launch.device_record
+    before = device_record
     with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
         knobs.cache.dir, knobs.nvidia.dump_ptxas_log, knobs.compilation.listener = cache, True, compiled
         driver.set_active(cast(Any, _Driver(name, target)))
@@ -207,26 +209,27 @@ def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     logits, state = _new(ROWS, cols, dtype=dtype), _new(STATE_SLOTS, ROWS, dtype=accum)
     tile, room = _padded(cols, dtype), padded_cols(cols)
     parts = [Tile(start, cols, 3 * cols, room) for start in (0, cols, 2 * cols)]
-    yield lambda: backend.statistics(logits, first, None)
-    yield lambda: backend.loss_and_gradient(logits, logits, first)
-    yield lambda: backend.gradient(logits, logits, second)
+    yield partial(backend.statistics, logits, first, None)
+    yield partial(backend.loss_and_gradient, logits, logits, first)
+    yield partial(backend.gradient, logits, logits, second)
     for part in parts:
-        yield lambda part=part: backend.statistics(tile, first._replace(tile=part), state)
+        yield partial(backend.statistics, tile, first._replace(tile=part), state)
     factor = _new(ROWS, dtype=accum)
-    yield lambda: backend.scale_rows_(logits, factor, inputs.target, -100)
-    yield lambda: backend.scale_([logits, logits], factor[0])
-    yield lambda: backend.scale_cast(_new(ROWS, cols, dtype=accum), factor[0], dtype)
+    yield partial(backend.scale_rows_, logits, factor, inputs.target, -100)
+    yield partial(backend.scale_, [logits, logits], factor[0])
+    yield partial(backend.scale_cast, _new(ROWS, cols, dtype=accum), factor[0], dtype)
+    whole = Tile(0, cols, cols, room)
     for half in (torch.bfloat16, torch.float16) if dtype == torch.float32 else ():
-        grad, whole = _padded(cols, half), Tile(0, cols, cols, room)
-        yield lambda grad=grad: backend.loss_and_gradient(tile, grad, first._replace(tile=whole))
-        yield lambda grad=grad: backend.gradient(tile, grad, second._replace(tile=whole))
+        grad = _padded(cols, half)
+        yield partial(backend.loss_and_gradient, tile, grad, first._replace(tile=whole))
+        yield partial(backend.gradient, tile, grad, second._replace(tile=whole))
         if inputs.bias is None and EXPONENTIAL_STATS.issuperset(spec.stats):
             factors, exps = _new(3 if spec.label_smoothing else 2, ROWS), _padded(3 * cols, half)
             kept = _new(EXPONENTIAL_SLOTS, ROWS)
             for part in parts:
-                call, of_part = first._replace(tile=part), exps[:, part.start : part.start + cols]
-                yield lambda call=call, of_part=of_part: backend.exponentials(tile, of_part, call, kept, factors)
-            yield lambda exps=exps: backend.gradient_of_exponentials(exps, factors, first)
+                of_part = exps[:, part.start : part.start + cols]
+                yield partial(backend.exponentials, tile, of_part, first._replace(tile=part), kept, factors)
+            yield partial(backend.gradient_of_exponentials, exps, factors, first)
 
 
 def of_softmax(dtype: torch.dtype, cols: int) -> Calls:
@@ -236,8 +239,8 @@ def of_softmax(dtype: torch.dtype, cols: int) -> Calls:
     for (x, dim), log in itertools.product(layouts, (False, True)):
         for wide in {dtype, torch.float32} if dtype.itemsize == 2 else {dtype}:
             y = _new(*x.shape, dtype=wide)
-            yield lambda x=x, dim=dim, log=log, wide=wide: backend.softmax(x, dim, wide, log)
-            yield lambda y=y, dim=dim, log=log: backend.softmax_backward(y, y, dim, dtype, log)
+            yield partial(backend.softmax, x, dim, wide, log)
+            yield partial(backend.softmax_backward, y, y, dim, dtype, log)
 
 
 def of_calls(case: Case) -> Calls:
@@ -247,8 +250,7 @@ def of_calls(case: Case) -> Calls:
         sizes = kind.sizes(case) if kind.deferred or case.spec.reduction != "none" or not case.needs.any else ()
         for size in sorted({sizes[len(sizes) // 3], sizes[-1]}) if sizes else ():
             schedule = kind.sized(case, size)
-            plan = Plan(case, schedule.strategy, schedule)
-            yield lambda plan=plan: dry_run.rehearse(plan, runtime)
+            yield partial(dry_run.rehearse, Plan(case, schedule.strategy, schedule), runtime)
 
 
 def cases(dtype: torch.dtype, device: Device) -> Iterator[Case]:
