@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,34 +56,51 @@ def test_ptx_that_a_driver_reads(cuda: int, version: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# AMD
+# Which backend, and how many threads
 
 
 @pytest.fixture
-def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.version, "hip", "6.4")
+def has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """The machine has a GPU of this architecture."""
+
+    def arch(name: str) -> None:
+        monkeypatch.setattr(backends, "device_record", lambda device: KNOWN["H200"]._replace(arch=name))
+        backends._choose.cache_clear()
+
     monkeypatch.delenv("FLCE_BACKEND", raising=False)
-    backends._choose.cache_clear()
-    yield
+    yield arch
     backends._choose.cache_clear()
 
 
-def test_amd_takes_triton_when_told_to(amd: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_takes_triton_when_told_to(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    has("gfx942")
+    assert not backends.has_product_of("triton", KNOWN["MI300X"])
+    assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.why_backend(CUDA)
     for there in (None, KNOWN["MI300X"]):
         monkeypatch.delenv("FLCE_BACKEND", raising=False)
         assert backends.backend_name(CUDA, there) == "torch"
         monkeypatch.setenv("FLCE_BACKEND", "triton")
         assert backends.backend_name(CUDA, there) == "triton"
-    assert not backends.has_product_of("triton", KNOWN["MI300X"])
-    monkeypatch.delenv("FLCE_BACKEND")
-    assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.why_backend(CUDA)
 
 
-def test_amd_without_triton(amd: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_without_triton(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    has("gfx942")
     monkeypatch.setattr(backends, "_has_triton", lambda: False)
     monkeypatch.setenv("FLCE_BACKEND", "triton")
-    with pytest.raises(ValueError, match="needs the triton package and a GPU of NVIDIA or AMD"):
+    with pytest.raises(ValueError, match="needs the triton package and a GPU of AMD, or of NVIDIA from"):
         backends.backend_name(CUDA)
+
+
+def test_a_device_that_is_too_old(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have cache hints, which PTX has from compute capability 7.0 on."""
+    has("sm_61")
+    assert backends.backend_name(CUDA) == "torch"
+    assert backends.why_backend(CUDA) == "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    with pytest.raises(ValueError, match=r"compute capability 7.0 or newer, and the GPU has 6\.1"):
+        backends.backend_name(CUDA)
+    has("sm_75")
+    assert backends.backend_name(CUDA) == "triton"
 
 
 def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
