@@ -25,8 +25,10 @@
 #     logprobs      linear_logprobs beside bare products and kernels of TRL, Liger and verl; two minutes and a half
 #     grpo          a step of GRPO of a whole model, 8 x 4096 tokens: flce.huggingface.trl, TRL's kernel, Liger's loss, all
 #                   logits; less than two minutes
-#     distributed   two GPUs: the tests of several processes under NCCL, FSDP1 and nn.DataParallel, and a model that
-#                   Accelerate shards, stock, patched and with Liger's loss; four minutes
+#     distributed   any number of GPUs: the tests of several processes, under NCCL where there is more than one, FSDP1 and
+#                   nn.DataParallel; a head that is divided over GPUs, alone and with links; and a model that Accelerate
+#                   shards, stock, patched and with Liger's loss; six minutes
+#     split-head    only the second of these
 #     model         training steps of whole models, long sequences too: for a call of its own
 #     small-card    the longest sequences of a model that train on a card of 24 GB, simulated on a larger GPU; five
 #                   minutes, for a call of its own
@@ -245,11 +247,24 @@ for name in $parts; do
         # shellcheck disable=SC2086
         model) benchmark model model h200 500 ${ARGS:-} ;;
         logits) benchmark logits rows h200-logits 80 ;;
-        distributed)
-            OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
-                "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
-            part wrapped "$(within 150)" "$python" -m torch.distributed.run --nproc-per-node 2 --master-port 29511 \
-                -m benchmarks.wrapped --out "$out/wrapped.json"
+        distributed | split-head)
+            gpus=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
+            export NCCL_NVLS_ENABLE=0 # multicast over NVLink
+            if [ "$name" = distributed ]; then
+                OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
+                    "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
+            fi
+            size=()
+            [ "$preset" = tiny ] && size=(--tiny)
+            part split-head "$(within 120)" "$python" -m benchmarks.split_head "${size[@]}" --out "$out/split-head.json"
+            if [ "$gpus" -gt 1 ] || [ "$preset" = tiny ]; then
+                several=$((gpus > 1 ? gpus : 2))
+                run=("$python" -m torch.distributed.run --nproc-per-node "$several" --master-port 29511)
+                part "split-head-$several" "$(within 120)" "${run[@]}" -m benchmarks.split_head "${size[@]}" \
+                    --out "$out/split-head-$several.json"
+                [ "$name" = distributed ] && part wrapped "$(within 150)" "${run[@]}" \
+                    -m benchmarks.wrapped --out "$out/wrapped.json"
+            fi
             ;;
         small-card)
             part small-card "$(within 345)" "$python" -m benchmarks.small_card --seconds 270 --out "$out/small-card.json"

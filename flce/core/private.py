@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from types import SimpleNamespace
@@ -81,6 +81,31 @@ def _without_torch_function() -> Any:
     import torch
 
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
+    @contextlib.contextmanager
+    def unsharded(unit: Any) -> Iterator[None]:
+        handle = unit._handle
+
+        @contextlib.contextmanager
+        def as_in_forward() -> Iterator[None]:  # FSDP1's own prefetch does that too
+            before, handle._training_state = handle._training_state, states.FORWARD
+            try:
+                yield
+            finally:
+                handle._training_state = before
+
+        with as_in_forward():
+            unshard(unit, handle, unit._unshard_stream, unit._pre_unshard_stream)
+            unit._device_handle.current_stream().wait_stream(unit._unshard_stream)
+        try:
+            yield
+        finally:
+            with as_in_forward():
+                reshard(unit, handle, True)
+
+    return unsharded
 
 
 _FSDP1, _FSDP2 = "torch.distributed.fsdp._runtime_utils", "torch.distributed.fsdp._fully_shard"
@@ -288,6 +313,14 @@ NAMES: dict[str, Name] = {
         None,
         after="torch.distributed.fsdp",
     ),
+    "fsdp1_unsharded": Name(
+        (f"{_FSDP1}._unshard", f"{_FSDP1}._reshard", "torch.distributed.fsdp._common_utils.HandleTrainingState"),
+        "the weight of a head that is an FSDP1 unit of its own",
+        "Such a head runs stock code.",
+        None,
+        made=_fsdp1_unsharded,
+        after="torch.distributed.fsdp",
+    ),
     "DDPSink": Name(
         ("torch.nn.parallel.distributed._DDPSink",),
         "what DDP(static_graph=True) puts behind the logits",
@@ -338,6 +371,10 @@ DOCUMENTED: dict[str, str] = {
     "_parameters": "of a module: a field that all libraries use",
     "_forward_pre_hooks": "of a module: a field that all libraries use",
     "_state_ctx": "of FSDP2's state; may be missing",
+    "ds_id": "of DeepSpeed's parameters: what Transformers and PEFT look for too",
+    "ds_status": "the same",
+    "pre_bwd_fn": "of a module under DeepSpeed ZeRO-3, its function behind the outputs; may be missing",
+    "post_bwd_fn": "the same, behind the inputs",
     "_is_replica": "of what nn.DataParallel copies; may be missing",
     "_old_forward": "of what Accelerate has changed; may be missing",
     "_grouped_mm": "an operator that not all versions have; may be missing",

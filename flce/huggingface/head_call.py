@@ -8,10 +8,10 @@ still is what the model ran with.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
+from flce.huggingface.partitioned import gathered, is_partitioned, is_whole, parameter_of
 from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
 from flce.huggingface.usage import Usage, watch_call
-from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint
+from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint, unsharded
 from flce.ops.arguments import autocast_dtype
 from flce.torch_ops.frames import is_differentiated_forward, is_exported, is_transformed
 
@@ -77,6 +78,8 @@ class HeadCall:
         self.usage = usage
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
+        self._copied: tuple[Hook, HeadCall] | None = None
+        """Of logits that a wrapper's autograd function has copied: what it does in backward, and the call before it."""
         self.passed_by = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
         self.backward_began = False
@@ -90,6 +93,26 @@ class HeadCall:
         self._checkpoint = None if pack is None else weakref.ref(pack)
         watch_call(self)
 
+    def behind(self, hook: Hook) -> HeadCall:
+        """The call for a copy of its logits, which a wrapper's function made. Gradients of the copy run ``hook``."""
+        call = copy.copy(self)
+        call.hooks, call._copied = OrderedDict(), (hook, self)
+        return call
+
+    def all_hooks(self) -> Iterator[Hook]:
+        """In the order in which a gradient meets them."""
+        yield from self.hooks.values()
+        if self._copied is not None:
+            hook, call = self._copied
+            yield hook
+            yield from call.all_hooks()
+
+    def backward_begins(self) -> None:
+        """A gradient has come."""
+        self.backward_began = True
+        if self._copied is not None:
+            self._copied[1].backward_begins()
+
     @property
     def is_outside(self) -> bool:
         """Whether this code runs within a checkpoint that the call was not made in."""
@@ -98,9 +121,14 @@ class HeadCall:
 
     # -- the weight
 
-    def unit(self) -> Any:
-        """The FSDP2 unit that gives the weight back; None where it needs none, or none is known."""
-        return self._unit_of_the_layer() if self._is_freed() else None
+    @property
+    def partitioned(self) -> list[Tensor]:
+        """The parameters that DeepSpeed ZeRO-3 has."""
+        return [watched.tensor for watched in self._parameters if is_partitioned(watched.tensor)]
+
+    def unsharded(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which FSDP has given the weight back, if it had freed it and its unit is known."""
+        return unsharded(*self._place()) if self._is_freed() else contextlib.nullcontext()
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
@@ -130,17 +158,17 @@ class HeadCall:
     def _is_freed(self) -> bool:
         return any(is_freed(watched.tensor) for watched in self._parameters)
 
-    def _unit_of_the_layer(self) -> Any:
+    def _place(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
         layer = None if self._layer is None else self._layer()
         owner = None if self._owner is None else self._owner()
-        return fsdp2_unit(layer, owner, self.hooks.values())
+        return layer, owner, self.all_hooks()
 
     def _trained_as_they_are(self) -> bool:
         """Whether an optimizer that changes these parameters holds them, rather than shards of them."""
         layer = None if self._layer is None else self._layer()
         own = () if layer is None else tuple(layer.parameters(recurse=False))
         registered = all(any(_source(w.tensor) is parameter for parameter in own) for w in self._parameters)
-        return registered and self._unit_of_the_layer() is None
+        return registered and not self.partitioned and fsdp2_unit(*self._place()) is None
 
 
 def _source(tensor: Tensor) -> Tensor:
@@ -151,27 +179,26 @@ def _source(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def weights_of(calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None) -> Iterator[None]:
-    """Unshards the weights that FSDP2 has freed, and reshards them at the end. Costs one all-gather for each unit.
+def weights_of(
+    calls: Sequence[HeadCall], check: Callable[[HeadCall], None] | None = None, tensors: Sequence[Tensor] = ()
+) -> Iterator[None]:
+    """Gathers the weights that FSDP or ZeRO-3 has freed, and frees them at the end. Costs an all-gather for each unit.
 
     Args:
         calls: whose weights are wanted.
         check: called with each, once the weights are there.
+        tensors: which may stand for parameters of ZeRO-3, that are wanted too.
     """
-    units = []
-    for call in calls:
-        unit = call.unit()
-        if unit is not None:
-            unit.unshard()
-            units.append(unit)
-    try:
+    parameters = (*map(parameter_of, tensors), *(p for call in calls for p in call.partitioned))
+    wanted = {id(p): p for p in parameters if p is not None and not is_whole(p)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(gathered(list(wanted.values())))
+        for call in calls:
+            stack.enter_context(call.unsharded())
         if check is not None:
             for call in calls:
                 check(call)
         yield
-    finally:
-        for unit in units:
-            unit.reshard()
 
 
 def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
@@ -193,8 +220,8 @@ def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
 def pass_gradient(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
     """The gradient as the wrappers' hooks leave it. One that is registered in several calls runs once."""
     for call in calls:
-        call.backward_began = True
-    for hook in {identity(hook): hook for call in calls for hook in call.hooks.values()}.values():
+        call.backward_begins()
+    for hook in {identity(hook): hook for call in calls for hook in call.all_hooks()}.values():
         result = hook(grad)
         grad = grad if result is None else result
     return grad

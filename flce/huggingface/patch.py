@@ -33,6 +33,7 @@ from flce.huggingface.lazy import make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.outputs import as_tensors, without_logits
+from flce.huggingface.partitioned import is_partitioned
 from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
@@ -139,7 +140,11 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
         if compiling:
             # What a wrapper's graph returns is no tensor, so others cannot register the hooks that training needs.
             watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-            if reason is not None or (watched and not (patch.compiled_call_has_labels or patch.leaves_graph)):
+            if (
+                reason is not None
+                or is_partitioned(weight)
+                or (watched and not (patch.compiled_call_has_labels or patch.leaves_graph))
+            ):
                 return F.linear(input, weight, bias)
             patch.usage.compiled = True
             return make_lazy(head_state(input, weight, bias, patch.settings))

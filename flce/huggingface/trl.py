@@ -55,7 +55,7 @@ def install(*, options: ChunkOptions | None = None) -> None:
     with ``loss_type="nll"`` takes three matrix products in the place of four. A trainer's model is patched, as by
     `flce.patch_model`. Calling it again only replaces the options, for trainers that are made from then on.
 
-    Where a head cannot be fused (DeepSpeed ZeRO-3, a quantised head) TRL's own kernel runs, with a `NotFusedWarning`.
+    Where a head cannot be fused (a quantised head) TRL's own kernel runs, with a `NotFusedWarning`.
 
     Args:
         options: ``flce.ChunkOptions``. Ignored tokens are dropped, unless ``skip_ignored=False``.
@@ -136,10 +136,6 @@ def adding_head(stock: Any, options: ChunkOptions | None) -> Callable[..., None]
 
 def _why_stock(model: nn.Module, options: ChunkOptions | None) -> str | None:
     """Patches a model. Where that is not to be done: why."""
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled():
-        return "DeepSpeed ZeRO-3 takes the head's weight away before flce could use it; use ZeRO-2, or FSDP2"
     try:
         if not is_patched(model):
             patch_model(model, options=options)

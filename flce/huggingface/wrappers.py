@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from flce.core import private
+from flce.huggingface.partitioned import is_partitioned
 
 Hook = Callable[[Tensor], Tensor | None]
+
+# Behind a module's outputs, and behind its inputs.
+_FUNCTIONS_OF_ZERO_3 = ("pre_bwd_fn", "post_bwd_fn")
 
 
 def _imported(module: str, name: str) -> Any:
@@ -82,17 +87,27 @@ def identity(hook: Hook) -> int:
     return id(hook)
 
 
-def ddp_hook(node: Any) -> Hook | None:
-    """What DDP's autograd function behind an output does in backward, as a hook; None for another function."""
-    if not hasattr(node, "ddp_weakref") or private.DDPSink is None or not private.is_node_of(node, private.DDPSink):
+def hook_of_function(node: Any) -> Hook | None:
+    """What a wrapper's autograd function behind an output does in backward, as a hook; None for another function."""
+    function = _function_of(node)
+    if function is None:
         return None
-    sink = private.DDPSink
-    context = SimpleNamespace(ddp_weakref=node.ddp_weakref)  # not the node, which holds the logits' place in the graph
+    context = SimpleNamespace(**vars(node))  # not the node, which holds the logits' place in the graph
 
     def hook(grad: Tensor) -> None:
-        sink.backward(context)
+        function.backward(context, grad)
 
     return hook
+
+
+def _function_of(node: Any) -> Any:
+    """The function of DDP, or of DeepSpeed's hooks on a module, that made a node; None for another function."""
+    if hasattr(node, "ddp_weakref"):
+        known = (private.DDPSink,)
+    else:
+        owned = vars(getattr(node, "module", None) or SimpleNamespace())
+        known = tuple(owned[name] for name in _FUNCTIONS_OF_ZERO_3 if name in owned)
+    return next((f for f in known if f is not None and private.is_node_of(node, f)), None)
 
 
 # -------------------------------------------------------------------------------------------------------- weights
@@ -101,6 +116,45 @@ def ddp_hook(node: Any) -> Hook | None:
 def is_freed(weight: Tensor) -> bool:
     """Whether a wrapper has taken the memory of a weight away, until it is needed again."""
     return weight.numel() > 0 and weight.device.type != "meta" and weight.untyped_storage().size() == 0
+
+
+def unsharded(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> AbstractContextManager[None]:
+    """A context in which the unit of FSDP that has ``layer`` in it is unsharded; one that does nothing without a unit.
+
+    The arguments are those of `fsdp2_unit`.
+    """
+    hooks = list(hooks)
+    unit = fsdp2_unit(layer, owner, hooks)
+    if unit is not None:
+        return _unsharded(unit)
+    unit = None if private.fsdp1_unsharded is None else _fsdp1_unit(layer, owner, hooks)
+    unsharded: AbstractContextManager[None] = (
+        contextlib.nullcontext() if unit is None else private.fsdp1_unsharded(unit)
+    )
+    return unsharded
+
+
+@contextlib.contextmanager
+def _unsharded(unit: Any) -> Iterator[None]:
+    unit.unshard()
+    try:
+        yield
+    finally:
+        unit.reshard()
+
+
+def _fsdp1_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
+    """The innermost unit of FSDP1 that has ``layer`` in it; None where there is none."""
+    kind = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if kind is None or layer is None:
+        return None
+    around = [hook.args[0] for hook in hooks if isinstance(hook, functools.partial) and hook.func is private.fsdp1_hook]
+    return _innermost([*([] if owner is None else owner.modules()), *around], kind, layer)
+
+
+def _innermost(units: Iterable[Any], kind: Any, layer: nn.Module) -> Any:
+    having = [u for u in units if isinstance(u, kind) and any(module is layer for module in u.modules())]
+    return min(having, key=lambda unit: len(list(unit.modules())), default=None)
 
 
 def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable[Hook]) -> Any:
@@ -119,22 +173,24 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
     for unit in inside:  # the units of one tree know each other, also those around `owner`
         states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())
     around = {id(module): module for state in states for module in getattr(state, "_modules", ())}.values()
-    units = [unit for unit in (*inside, *around) if any(module is layer for module in unit.modules())]
-    return min(units, key=lambda unit: sum(1 for _ in unit.modules()), default=None)
+    return _innermost((*inside, *around), kind, layer)
 
 
 def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
     """Why a wrapper's weight cannot be had when the loss is computed; None: it can. ``owner``: the model, if known."""
-    if hasattr(weight, "ds_id"):
+    if is_partitioned(weight) and checkpoint_around() is not None:
         return (
-            "DeepSpeed ZeRO-3 partitions the head's weight and takes it away before the loss is computed; use ZeRO-2, "
-            "or FSDP2"
+            "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass takes "
+            "its weight away before the gradient comes; leave head and loss outside of it"
         )
     fsdp1 = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     # Its units need processes. The models of Transformers look about before they tell their head.
-    distributed = fsdp1 is not None and torch.distributed.is_initialized()
+    distributed = fsdp1 is not None and private.fsdp1_unsharded is None and torch.distributed.is_initialized()
     if distributed and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
-        return "the head is an FSDP1 unit of its own, whose weight is freed before the loss; leave it in the root unit"
+        return (
+            "the head is an FSDP1 unit of its own, which flce cannot unshard with this version of PyTorch; leave it in "
+            "the root unit, or use FSDP2"
+        )
     dtensor = _imported("torch.distributed.tensor", "DTensor")
     if dtensor is not None and isinstance(weight, dtensor):
         return (

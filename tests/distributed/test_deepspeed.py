@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.distributed import deepspeed_training, training
@@ -27,19 +29,67 @@ ACCUMULATION = 4
 )
 def test_zero_up_to_2_is_fused(pair: World, stage: int, loss: str, direct: bool) -> None:
     """``direct``: ``loss.backward()``, whose factor 1/4 DeepSpeed applies in hooks of the model's outputs."""
-    for report, warned in pair.run(deepspeed_training.compare, stage, loss, ACCUMULATION, direct):
+    for report, warned in pair.run(deepspeed_training.compare, {"stage": stage}, loss, ACCUMULATION, direct):
         assert report.fused >= training.STEPS * ACCUMULATION
         assert not report.stock
         assert not report.materialized
         assert not warned
 
 
-@pytest.mark.parametrize("loss", ["labels", "own loss"])
-def test_zero_3_runs_stock_and_says_so(pair: World, loss: str) -> None:
-    for report, warned in pair.run(deepspeed_training.compare, 3, loss, ACCUMULATION, loss == "labels"):
-        assert report.fused == 0
-        assert ["ZeRO-3" in reason for reason in report.stock] == [True]
-        assert warned == {"NotFusedWarning"}
+KEPT, FREED = deepspeed_training.ZERO_3, deepspeed_training.FREED_AT_ONCE
+OFFLOADED = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_param")}
+
+
+@pytest.mark.parametrize(
+    "zero, loss, config",
+    [
+        (KEPT, "labels", {"accumulation": 4, "direct": True, "gradient_clipping": 0.1, "checkpointing": True}),
+        (FREED, "own loss", {"tied": True}),
+        (FREED, "entropies", {}),
+        (FREED, "real logits", {}),
+        (FREED, "own loss", {"adapters": "head"}),
+        (FREED, "frozen meanwhile", {"adapters": "modules_to_save"}),
+        (FREED | OFFLOADED, "labels", {"adapters": "backbone"}),
+        (KEPT, "own loss", {"bf16": {"enabled": True}, "tolerance": 2e-2}),
+    ],
+)
+def test_zero_3_is_fused(pair: World, zero: Any, loss: str, config: Any) -> None:
+    for report, warned in pair.run(deepspeed_training.compare, zero, loss, **config):
+        assert report.fused >= training.STEPS * config.get("accumulation", 1)
+        assert not report.stock
+        assert bool(report.materialized) == bool(warned) == (loss == "real logits")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        deepspeed_training.late_reads,
+        deepspeed_training.evaluated,
+        deepspeed_training.targets_refused,
+        deepspeed_training.ranks_apart,
+    ],
+)
+def test_zero_3(pair: World, what: Any) -> None:
+    pair.run(what, FREED)
+
+
+@pytest.mark.parametrize("zero, frozen", [(KEPT, False), (FREED, True)])
+def test_zero_3_gathers_the_head_once(pair: World, zero: Any, frozen: bool) -> None:
+    """Where DeepSpeed keeps it until backward: from the second step on, when it knows the order of the modules."""
+    for stock, patched in pair.run(deepspeed_training.gathered_heads, zero, frozen):
+        more = [mine - stocks for mine, stocks in zip(patched, stock, strict=True)]
+        assert more == ([1, 0, 0, 0] if zero is KEPT else [1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_head_of_trl(pair: World, summed: bool) -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    pair.run(deepspeed_training.of_trl, summed)
+
+
+def test_zero_3_with_a_checkpoint_around_the_head_runs_stock(pair: World) -> None:
+    for reasons in pair.run(deepspeed_training.checkpointed_head):
+        assert ["ZeRO-3 runs within torch.utils.checkpoint" in reason for reason in reasons] == [True]
 
 
 def test_two_outputs_of_one_head(pair: World) -> None:

@@ -298,7 +298,7 @@ def tied(loss: str, reshard: bool) -> None:
     compare_wrapped(lambda model: _tail(model, reshard), loss, tie_word_embeddings=True)
 
 
-def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
+def with_lora(adapters: str) -> Callable[[Any], Any]:
     from peft import LoraConfig, get_peft_model
 
     def prepare(model: Any) -> Any:
@@ -310,12 +310,16 @@ def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
         }[adapters]
         return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
 
+    return prepare
+
+
+def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
     wrap = {
         "root": _fsdp2,
         "tail": lambda model: _tail(model, False),
         "tail, resharded": lambda model: _tail(model, True),
     }
-    compare_wrapped(wrap[wrapping], loss, prepare)
+    compare_wrapped(wrap[wrapping], loss, with_lora(adapters))
 
 
 def _saved_head(model: Any) -> nn.Module:
@@ -602,41 +606,47 @@ def only_the_head(loss: str) -> None:
         compare_wrapped(wrap, loss, prepare)
 
 
-# --------------------------------------------------------------------------------------- FSDP1, which needs a GPU
+# ------------------------------------------------------------------------------------------------------------- FSDP1
 
 
-def fsdp1(loss: str, original: bool, precision: str, head_apart: bool = False) -> tuple[dict[str, int], set[str]]:
-    """Patched beside stock, wrapped alike: decoder layers, and the rest."""
+def _fsdp1(model: Any, original: bool, precision: str, head_apart: bool) -> Any:
+    """Decoder layers, the head if it is to be apart, and the rest."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    dtype = {"no": None, "bf16": torch.bfloat16}[precision]
-    mixed = None if dtype is None else MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else None
 
     def policy(module: nn.Module, recurse: bool, **_: Any) -> bool:
         apart = head_apart and isinstance(module, nn.Linear) and module.out_features == V
         return recurse or isinstance(module, LlamaDecoderLayer) or apart
 
-    results: list[tuple[list[float], list[Tensor]]] = []
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=original, mixed_precision=mixed, device_id=device()
+    )
+
+
+def fsdp1(loss: str, original: bool, precision: str, head_apart: bool) -> tuple[dict[str, int], set[str]]:
+    """Patched beside stock, wrapped alike. Then logits of an evaluation, and logits that are read after backward."""
+    results: list[Any] = []
     stock = tiny_llama()
     patched = flce.patch_model(copy.deepcopy(stock))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for model in (stock, patched):
-            wrapped = FullyShardedDataParallel(
-                model,
-                auto_wrap_policy=policy,
-                use_orig_params=original,
-                mixed_precision=mixed,
-                device_id=device(),
-            )
-            losses = train(wrapped, LOSSES[loss])["losses"]
-            with FullyShardedDataParallel.summon_full_params(wrapped):
-                results.append((losses, [p.detach().clone() for p in wrapped.parameters()]))
-    tolerance = 2e-3 if dtype is None else 5e-2  # AdamW divides by the size of a gradient
-    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
-    report = flce.report(patched)
+            wrapped = _fsdp1(model, original, precision, head_apart)
+            results.append(train(wrapped, LOSSES[loss]))
     ours = {w.category.__name__ for w in caught if w.category.__module__.startswith("flce")}
+    report = flce.report(patched)
+    tolerance = 1e-5 if precision == "no" else 5e-2
+    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+    assert results[0]["losses"][-1] != results[0]["losses"][0]
+    ids = batch(dist.get_rank(), 0)
+    with torch.no_grad():
+        assert wrapped(input_ids=ids, labels=ids).logits.argmax(-1).shape == ids.shape
+    outputs = wrapped(input_ids=ids, labels=ids)
+    best = outputs.logits.argmax(-1)
+    outputs.loss.backward()
+    assert torch.equal(outputs.logits.argmax(-1), best)
     return {"fused": report.fused, "stock": sum(report.stock.values())}, ours
 
 

@@ -253,3 +253,13 @@ def test_a_hook_after_the_loss_of_a_graph(build: Build) -> None:
     outputs = torch.compile(flce.patch_model(small(build)), backend="eager", fullgraph=True)(IDS, labels=IDS)
     with pytest.raises(RuntimeError, match="after the loss"):
         outputs.logits.register_hook(print)
+
+
+def test_a_partitioned_weight_is_stocks(build: Build) -> None:
+    """DeepSpeed ZeRO-3 takes weights apart between a graph of the head and what follows it."""
+    model = flce.patch_model(build("Llama", num_hidden_layers=1))
+    model.lm_head.weight.ds_id = 0
+    model.compile(backend="eager")
+    outputs = model(IDS, labels=IDS)
+    assert type(outputs.logits) is Tensor
+    assert torch.isfinite(outputs.loss)

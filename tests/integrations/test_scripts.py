@@ -58,7 +58,7 @@ RUNS: list[tuple[str, list[str]]] = [
     ("accelerate_loop", ["--mixed-precision=bf16"]),
     ("axolotl_train", []),
     ("axolotl_train", ["--lora"]),
-    ("deepspeed_zero3", []),
+    *(("deepspeed_zero3", [f"--by={by}"]) for by in ("engine", "accelerate", "trainer")),
     ("lightning_module", []),
     ("llama_factory", []),
     ("llama_factory", ["--lora"]),
@@ -138,10 +138,11 @@ def test_the_script(script: str, options: list[str], run_script: Any) -> None:
     if script in ALONE:
         said = run_script(f"{script}.py", f"--steps={STEPS}", *options)
     elif script in IN_TWO_PROCESSES:  # they print themselves; the first speaks
-        if options and torch.cuda.device_count() < 2:
+        on_gpus = (script, options) in RUNS_ON_GPUS
+        if on_gpus and torch.cuda.device_count() < 2:
             pytest.skip("needs two CUDA devices")
         if torch.cuda.is_available():
-            said = run_script(f"{script}.py", f"--steps={STEPS}", *options, gpu="0,1" if options else "")
+            said = run_script(f"{script}.py", f"--steps={STEPS}", *options, gpu="0,1" if on_gpus else "")
         else:
             said = in_two_processes(script, f"--steps={STEPS}", *options)
     else:

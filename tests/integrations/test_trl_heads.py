@@ -309,18 +309,6 @@ def said(call: Callable[[], Any]) -> list[str]:
     return [str(w.message) for w in caught if w.category is NotFusedWarning]
 
 
-def test_under_zero_3_trls_function_is_left_alone(ours: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    with monkeypatch.context() as zero_3:
-        zero_3.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
-        (message,) = said(lambda: ours(model, outputs=OUTPUTS))
-    assert "DeepSpeed ZeRO-3" in message
-    assert not flce.huggingface.is_patched(model)
-    stock = build()
-    add_fused_lm_head(stock, outputs=OUTPUTS)
-    assert_same(model(**batch(), fused_lm_head=True), stock(**batch(), fused_lm_head=True))
-
-
 def test_a_head_that_cannot_be_patched(ours: Callable[..., None]) -> None:
     model = build()
     model.lm_head = Wide(model.lm_head.weight)

@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
-from flce.backends.triton import entries_launch, exponentials_launch, product_launch, reduction_launch, softmax_launch
+from flce.backends.triton import (
+    entries_launch,
+    exponentials_launch,
+    product_launch,
+    reduction_launch,
+    slices_launch,
+    softmax_launch,
+)
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.gradient_of_exponentials import gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
@@ -153,6 +160,7 @@ class TritonBackend:
     combine_rows = staticmethod(exponentials_launch.combine_rows)
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
+    complete_slices = staticmethod(slices_launch.complete_slices)
     row_products = staticmethod(entries_launch.row_products)
     sum_equal = staticmethod(entries_launch.sum_equal)
     write_entries = staticmethod(entries_launch.write_entries)

@@ -50,6 +50,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of lazy logits; NotImplemented where it takes the real ones."""
     if func is torch.Tensor.register_hook and lazy._state.calls and is_wrapper_hook(args[-1]):
+        lazy._look_around()
         return add_hook(args[-1], lazy._state.calls)
     if func in tables.GRAPH and not torch.compiler.is_compiling():
         if asks_for_wrapper():

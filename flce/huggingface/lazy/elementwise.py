@@ -12,6 +12,7 @@ from torch import Tensor
 from flce.huggingface.lazy.fold import needs
 from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
 from flce.huggingface.lazy.terms import BiasTerm, Product, same, same_sum
+from flce.huggingface.partitioned import whole
 from flce.ops.arguments import FLOATING, widened
 
 _STATES = (LazyState, StackState)
@@ -72,10 +73,8 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
     terms: list[Product | BiasTerm] = []
     with state.weights():
         for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
-            if isinstance(term, BiasTerm):
-                terms.append(replace(term, bias=scale(term.bias, other), watched=None))
-            else:
-                terms.append(term if term.bias is None else replace(term, bias=scale(term.bias, other)))
+            term = term.changed(lambda bias: scale(whole(bias), other), "bias")
+            terms.append(replace(term, watched=None) if isinstance(term, BiasTerm) else term)
     return replace(state, terms=tuple(terms))
 
 

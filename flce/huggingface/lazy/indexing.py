@@ -35,7 +35,7 @@ def _fill(state: LazyState, columns: Any, value: Any) -> Any:
 
 def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Product | BiasTerm, ...]:
     terms: list[Product | BiasTerm] = []
-    for place, term in enumerate(state.terms):
+    for place, term in enumerate(state.whole_terms):
         if isinstance(term, BiasTerm):
             terms.append(replace(term, bias=term.bias.masked_fill(mask, 0.0), watched=None))
             continue
@@ -183,7 +183,8 @@ def getitem(state: LazyState, index: Any) -> Any:
 def _slice_classes(state: LazyState, classes: slice) -> Any:
     needs(state.folded.form == "logits")  # over the whole vocabulary
     names = ("weight", "bias", "filled")
-    sliced = replace(state, terms=tuple([term.changed(lambda t: t[classes], *names) for term in state.terms]))
+    with state.weights():
+        sliced = replace(state, terms=tuple([term.changed(lambda t: t[classes], *names) for term in state.whole_terms]))
     needs(sliced.vocab_size > 0)
     return sliced
 

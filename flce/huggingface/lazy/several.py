@@ -42,6 +42,7 @@ def _joined(first: LazyState, terms: Sequence[Product], dim: int) -> Any:
         needs(all(same(term.weight, terms[0].weight) and same(term.bias, terms[0].bias) for term in terms))
         return first.with_hidden(lambda _: torch.cat([term.hidden for term in terms], dim))
     needs(first.folded.form == "logits" and all(same(term.hidden, terms[0].hidden) for term in terms))
+    terms = [term.whole() for term in terms]
     vectors: list[Tensor | None] = []
     for name, dtype in (("bias", terms[0].weight.dtype), ("filled", torch.bool)):
         pieces = [getattr(term, name) for term in terms]

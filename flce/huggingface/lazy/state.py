@@ -8,7 +8,7 @@ take from logits. Nothing here knows how tensors come to be intercepted.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal
@@ -22,7 +22,8 @@ from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
 from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, needs, replay
-from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product
+from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product, in_float32
+from flce.huggingface.wrappers import Hook
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
 OnMaterialize = Literal["warn", "ignore", "raise"]
@@ -114,6 +115,11 @@ class LazyState:
         return (*[tensor for term in self.terms for tensor in term.tensors], *self.rows)
 
     @property
+    def whole_terms(self) -> tuple[Product | BiasTerm, ...]:
+        """The terms with their values, within :meth:`weights`."""
+        return tuple([term.whole() for term in self.terms])
+
+    @property
     def of_tokens(self) -> list[Tensor]:
         """What operations on the token dimensions are done to."""
         return [*[term.hidden for term in self.terms if isinstance(term, Product)], *self.rows]
@@ -154,7 +160,8 @@ class LazyState:
 
     def in_float32(self) -> LazyState:
         """The state of logits that are made in float32, outside of autocast."""
-        terms = tuple(term.changed(Tensor.float, *TENSORS) for term in self.terms)
+        with self.weights():
+            terms = tuple(term.changed(in_float32, *TENSORS) for term in self.terms)
         return replace(self, terms=terms, autocast_dtype=None)
 
     def recorded(self, calls: tuple[HeadCall, ...]) -> LazyState:
@@ -164,7 +171,7 @@ class LazyState:
     # -- what it is for
 
     def weights(self, waiting_is_fine: bool = False) -> AbstractContextManager[None]:
-        """Around whatever reads the weights: FSDP2 may have freed them.
+        """Around whatever reads the weights: FSDP or ZeRO-3 may have freed them.
 
         Args:
             waiting_is_fine: wait for a GPU to compare values, even if nothing points to a change.
@@ -175,7 +182,9 @@ class LazyState:
         for term in self.terms:
             if term.watched is not None:
                 term.watched.check_unchanged(waiting_is_fine)
-        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine))
+        if not self.calls:  # in a graph
+            return nullcontext()
+        return weights_of(self.calls, lambda call: call.check_unchanged(waiting_is_fine), self.tensors)
 
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
@@ -210,7 +219,7 @@ class LazyState:
         vector: Callable[[Tensor], Tensor] = lambda bias: bias,
     ) -> Tensor:
         total = None
-        for term in self.terms:
+        for term in self.whole_terms:
             if isinstance(term, Product):
                 z = self._in_head_autocast(product, self._classes_last(term.hidden), term.weight, term.bias)
                 if term.filled is not None:
@@ -313,7 +322,7 @@ class LazyState:
         products, biases = [], []
         dtype = self.head.weight.dtype
         requires_grad = torch.is_grad_enabled() and self.requires_grad
-        for term in self.terms:
+        for term in self.whole_terms:
             factor = term.factor
             if term.bias is not None:
                 bias = term.bias.to(accumulation_dtype(dtype))
@@ -473,6 +482,26 @@ class _WithZeros(torch.autograd.Function):
 
 
 State = LazyState | StackState
+
+
+def behind(state: State, copy: State, hook: Hook) -> State:
+    """The state of a copy that a wrapper's function made without gradients; those of the copy run ``hook`` first.
+
+    Args:
+        state: what was copied.
+        copy: the state that the copy has.
+        hook: what the function does in backward.
+    """
+    calls = {id(call): call.behind(hook) for call in copy.calls}
+
+    def of_call(one: LazyState, other: LazyState) -> LazyState:
+        return replace(one, calls=tuple([calls[id(call)] for call in other.calls]))
+
+    if isinstance(state, StackState):
+        assert isinstance(copy, StackState)
+        return replace(state, parts=tuple(of_call(*both) for both in zip(state.parts, copy.parts, strict=True)))
+    assert isinstance(copy, LazyState)
+    return of_call(state, copy)
 
 
 def dimension(state: State, dim: int) -> int:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from flce.core import private
-from flce.huggingface.head_call import add_hook, pass_gradient, weights_of
+from flce.huggingface.head_call import pass_gradient, weights_of
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import State
+from flce.huggingface.lazy.state import State, behind
 from flce.huggingface.staleness import versions_of
-from flce.huggingface.wrappers import ddp_hook
+from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
 
 
@@ -118,18 +118,18 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             return (self.grad_fn or True) if self.requires_grad else None
 
     def _adopt(self, place: Any) -> bool:
-        """Take the state of what DDP has copied without gradients; its part of backward becomes a hook."""
-        hook = ddp_hook(place)
+        """Take the state of what a wrapper has copied without gradients; its part of backward becomes a hook."""
+        hook = hook_of_function(place)
         if hook is None:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             copied: Any = place.next_functions[self.output_nr][0]
+        while hook_of_function(copied) is not None:  # the copied logits have taken over that one's part
+            copied = copied.next_functions[0][0]
         if not private.is_node_of(copied, _InGraph):
             return False
-        self._state, self._node = getattr(copied, "state"), place  # noqa: B009  # an attribute of its ctx
-        self._source = None
-        if self._state.calls:
-            add_hook(hook, self._state.calls)
+        state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
+        self._state, self._node, self._source = behind(state, self._state, hook), place, None
         return True
 
     def register_hook(self, hook: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flce.huggingface.lazy.fold import Op, fold
+from flce.huggingface.partitioned import is_partitioned, is_stand_in, stand_in, whole
 from flce.huggingface.staleness import Watched
 
 TENSORS = ("hidden", "weight", "bias")
@@ -55,6 +56,10 @@ class Term:
 
     def detach(self) -> Self:
         return self.changed(Tensor.detach, *TENSORS)
+
+    def whole(self) -> Self:
+        """The term with the values of parameters that are only gathered for a while, which they have to be now."""
+        return self.changed(whole, "weight", "bias") if any(map(is_stand_in, self.tensors)) else self
 
     def recorded(self) -> Self:
         """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""
@@ -121,11 +126,17 @@ def recorded(tensor: Tensor) -> Tensor:
 
     A leaf's ``requires_grad`` may be changed later, as PEFT's ``disable_adapter()`` does for a while. Stock's logits
     have recorded by then whether it needs a gradient. The alias shares the leaf's version, and its storage also where a
-    wrapper frees that and fills it again.
+    wrapper frees that and fills it again. Of a parameter of ZeRO-3 it is a stand-in.
     """
     if not tensor.is_leaf:
         return tensor
-    return tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
+    alias = tensor.view_as(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor.detach()
+    return stand_in(alias, tensor) if is_partitioned(tensor) else alias
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    """The tensor in float32, within :meth:`LazyState.weights`."""
+    return tensor if tensor.dtype == torch.float32 else whole(tensor).float()
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
