@@ -70,6 +70,7 @@ OF_PRODUCTS = {
     "reference_kernel",
     "finish_kernel",
     "weight_gradient_kernel",
+    "complete_slices_kernel",
 }
 
 
@@ -253,6 +254,15 @@ def of_calls(case: Case) -> Calls:
             yield partial(dry_run.rehearse, Plan(case, schedule.strategy, schedule), runtime)
 
 
+def of_slices() -> Calls:
+    """Rows of a head that is divided over processes."""
+    for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
+        out = RowOutputs.of(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+        inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
+        call = TileCall(inputs, spec, Tile(8000, 8000, 32000, 8000), out)
+        yield partial(kernels.TritonBackend().complete_slices, _new(4, 3 * ROWS + 1), 1, 8000, call, _new(2, ROWS))
+
+
 def cases(dtype: torch.dtype, device: Device) -> Iterator[Case]:
     results = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
     specs = (LossSpec(), LossSpec(z_loss=0.1), LossSpec("none"), LogprobSpec(stats=results, candidates=5))
@@ -272,6 +282,8 @@ def everything(target: Device) -> Calls:
     for dtype in DTYPES:
         for case in cases(dtype, target):
             yield from of_calls(case)
+    if target.own_products:
+        yield from of_slices()
 
 
 def sample(target: Device) -> Calls:
