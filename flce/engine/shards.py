@@ -360,10 +360,15 @@ class Slice:
 
 def with_all_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
     """The same problem with the weights of all classes, where it has those of this process. Then, one collective."""
-    weight = p.class_weight
-    if p.shard is None or weight is None or len(weight) == p.vocab_size:
+    weight, shard = p.class_weight, p.shard
+    if shard is None or weight is None or shard.process_group.size() == 1:
         return p
-    return replace(p, class_weight=p.shard.whole(weight))
+    if len(weight) == p.vocab_size:
+        if shard.most_classes < p.vocab_size:
+            return p
+        # Of the process that has all classes these may be its own. The others, which have none, ask for them then.
+        weight = weight[:0] if shard.is_empty else weight
+    return replace(p, class_weight=shard.whole(weight))
 
 
 def merged(sent: Mapping[str, Tensor], p: LinearCrossEntropyProblem, owner: Tensor) -> Whole:
