@@ -6,6 +6,7 @@
 #   scripts/gpu_session.sh PART...            only these, of
 #     gpu-tests     the tests that need a GPU; a minute or two
 #     tests         all tests, on the GPU; four minutes
+#     older         the tests of kernels with the code and the launches of an A100 and of an RTX 4090, on a newer GPU
 #     operator      the operator: what it promises, its exactness, and the peers; about five minutes
 #     targets       only the first of these three, without peers; fails where a workspace is not as planned
 #     budgets       what a plan chooses in budgets beside what it could: one chunk, or blocks of classes; a minute or two
@@ -211,17 +212,21 @@ for name in $parts; do
             if [ "$name" = gpu-tests ]; then
                 select=(-m gpu)
                 # Only these: to import the others takes every process its time.
-                mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -v test_first_call)
+                mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -vE 'test_(first_call|older)')
             fi
             checks=tests/tools/test_check.py::test_on_a_gpu
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 --durations=8 -p no:cacheprovider -n "$workers" \
                 --dist worksteal \
-                "${select[@]}" --ignore tests/package/test_first_call.py --deselect "$checks" "${files[@]}"
+                "${select[@]}" --ignore tests/package/test_first_call.py --ignore tests/backends/test_older.py \
+                --deselect "$checks" "${files[@]}"
             # By themselves, because they look at the clock and at the memory that is free. After the others: on a new
             # machine Python compiles the libraries first, which takes half a minute.
             part tests-alone "$(within 120)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
                 tests/package/test_first_call.py "$checks"
+            ;;
+        older)
+            part older "$(within 520)" "$python" -m pytest -q -rP --tb=short -p no:cacheprovider tests/backends/test_older.py
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
         operator) benchmark operator operator h200 260 --errors ;;
