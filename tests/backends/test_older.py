@@ -30,6 +30,9 @@ def test_older_code_runs_here(device: str, tmp_path: Path) -> None:
         "FLCE_OLDER": device,
         "FLCE_OLDER_LOG": str(log),
         "OMP_NUM_THREADS": "1",
+        # What torch.compile makes is for the older device, too: in these processes, and kept for no others.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
     many = str(min(8, os.cpu_count() or 1))
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--maxfail=20", "-p", "tests.older", "-n", many]
