@@ -33,9 +33,10 @@ class Defaults:
 # | chunk      | 8,192 tokens of 128,256 classes   | larger ones: less than 2% faster                                  |
 # | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us beside its products                              |
 #
-# On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
+# On a CPU with two cores smaller chunks lose nothing. With 16 they do: 128 MiB is 1,024 tokens of 32,000 classes in
+# float32 (see `gemm.MOST_CAST_BYTES`).
 DEFAULTS = {
-    "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, None),
+    "cpu": Defaults(128 << 20, 128 << 20, 128 << 20, None),
     "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
 }
 ROW_MULTIPLE = 128

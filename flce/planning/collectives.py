@@ -119,7 +119,7 @@ class CountingSlice:
         merging = (MERGING if numbers == 3 else MERGING_MORE) * processes
         self._arena.for_a_moment(received + (numbers + merging) * rows * itemsize)
 
-    def complete_factors(self, part: slice, factors: Tensor, alone: Tensor) -> None:
+    def complete_factors(self, part: slice, factors: Tensor) -> None:
         self.complete(part)
 
     def row_gradient(self, part: slice) -> Tensor:
