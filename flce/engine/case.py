@@ -12,6 +12,7 @@ from flce.core.device_record import Device
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
+from flce.core.shard import Split
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ class Case:
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
+    split: Split | None = None
+    """With one, `vocab_size` is that of the process that has most classes."""
 
     def __post_init__(self) -> None:
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
@@ -269,7 +272,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.hidden_sizes))
-        return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size} in {dtype_text(self.dtype)}"
+        each = "" if self.split is None else f" of each of {self.split.processes} processes"
+        return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size}{each} in {dtype_text(self.dtype)}"
 
 
 def logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:
