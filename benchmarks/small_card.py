@@ -191,6 +191,7 @@ def main(
             simulate(device, folder)
         card = {"kind": KIND if cuda else "cpu", "memory": MEMORY if cuda else TINY_MEMORY}
         head = described_run(device, "python -m benchmarks.small_card", [])
+        head["device"]["profile"] = head["device"].get("profile") and Path(head["device"]["profile"]).name
         document: dict[str, Any] = {"schema": SCHEMA, "kind": "small-card", **head, "card": card, "cases": []}
         for case in CASES if cuda else TINY:
             setting = case.setting.replace("1 x 0 tokens, ", "")

@@ -22,6 +22,7 @@ from flce.core.problem import (
     accumulation_dtype,
     loss_spec,
 )
+from flce.core.shard import bounds
 from flce.ops import composed
 from flce.ops.arguments import (
     LinearArguments,
@@ -39,6 +40,7 @@ from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fuse
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as linear_logprobs_of
 from flce.ops.split_head import SplitHead
+from flce.planning.collectives import split_of
 from flce.planning.device_kinds import described, kind_text
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import plan_of_call
@@ -497,6 +499,8 @@ def plan(
     bias_grad: bool = False,
     adapter_ranks: Sequence[int] = (),
     options: ChunkOptions | None = None,
+    shards: int | None = None,
+    sequence_parallel: bool = False,
 ) -> ChunkPlan:
     """What `fused_linear_cross_entropy` will do for a shape, and the bytes it will take.
 
@@ -516,10 +520,16 @@ def plan(
         input_grad, weight_grad, bias_grad: which gradients will be asked for (``False`` for a frozen head).
         adapter_ranks: the rank r of each of `adapters`; gradients of both of its tensors are assumed to be asked for.
         options: as in `fused_linear_cross_entropy`.
+        shards: processes over which the head is divided by classes, as with a `process_group` of that many. The plan is
+            that of the process that has most classes, ceil(V / shards). None: the head is not divided.
+        sequence_parallel: with `shards`, as in `fused_linear_cross_entropy`; `num_tokens` are those of all processes.
+            The gathered input, and what its gradient takes before it is given back in shares, come on top of the
+            workspace.
 
     Returns:
         A `ChunkPlan`; ``.workspace_bytes`` is the peak of memory above the inputs and the returned
         gradients, from the beginning of forward to the end of backward. ``str(plan)`` names the device that it is for.
+        With `shards`, ``.collectives`` are the numbers of collectives and their bytes.
 
     Raises:
         ValueError: no plan keeps ``options.max_workspace_bytes`` (the message names the least that works),
@@ -545,16 +555,17 @@ def plan(
         device = torch.device(device)
     except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
-    of_adapters = (True,) * len(ranks)
+    of_adapters, split = (True,) * len(ranks), split_of(shards, sequence_parallel, num_tokens)
     made = plan_of_call(
         num_tokens,
         (hidden_size, *ranks),
-        vocab_size,
+        vocab_size if split is None else bounds(vocab_size, split.processes, 0)[1],
         dtype,
         device.type,
         *described(device, device_kind, device_memory),
         LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, z_loss=z_loss, stats=stats),
         Needs((input_grad, *of_adapters), (weight_grad, *of_adapters), bias_grad),
         options or _DEFAULT,
+        split,
     )
     return made.made_for(kind_text(device, device_kind))

@@ -7,13 +7,14 @@ The options that choose that kernel, and import this file in each worker:
     actor_rollout_ref.model.external_lib=verl_plugin
 
 The file installs itself when it is imported. verl's models of Transformers look the kernel up at each forward, so it
-does not matter whether they were made before.
+does not matter whether they were made before. Those of Megatron-Core look it up once, and are given it too.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,29 +38,32 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., H) hidden states.
-        weight: (V, H) weight of the head.
-        labels: as many class indices as there are hidden states, each at the place of the one that predicts it.
+        weight: (V, H) weight of the head; with `dist_process_group` the slice of this process, (V / processes, H).
+        labels: as many class indices of the whole head as there are hidden states, each at the place of the one that
+            predicts it.
         temperature: divides the logits.
         reduction: "none", "sum" or "mean" of the log-probabilities; the entropies are those of the tokens in any case.
-        dist_process_group: None.
+        dist_process_group: whose processes have the same hidden states and slices of one size, in the order of their
+            ranks. Their gradients of `hidden` are shares that the caller sums over the processes, as Megatron-Core's
+            gather of a sequence does in its backward, and as those of verl's kernel are.
 
     Returns:
         Log-probabilities, (N,) or (), and entropies, (N,), of all N tokens in one dimension; float32 (float64 for
         float64 inputs).
 
     Raises:
-        NotImplementedError: `dist_process_group` is given, that is, the vocabulary is split over processes.
+        TypeError: `dist_process_group` is no group.
         ValueError: `reduction` is another.
     """
-    if dist_process_group is not None:
-        raise NotImplementedError(
-            f"dist_process_group is {dist_process_group}: flce has no log-probabilities of a vocabulary that is split "
-            "over processes. With verl's Megatron engine leave verl_plugin out"
-        )
     if reduction.lower() not in REDUCTIONS:
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    out: Any = flce.linear_logprobs(tokens, weight, labels.reshape(-1), temperature=temperature)
+    group = dist_process_group
+    if group is not None and tokens.requires_grad:
+        tokens = tokens.view_as(tokens)  # which has a hook of its own
+        tokens.register_hook(lambda grad: grad / group.size())  # flce has summed it, and the caller will
+    labels = labels.reshape(-1)
+    out: Any = flce.linear_logprobs(tokens, weight, labels, temperature=temperature, process_group=group)
     return REDUCTIONS[reduction.lower()](out.logprob), out.entropy
 
 
@@ -86,13 +90,20 @@ def kernel() -> Any:
 
 def install() -> None:
     """Puts ours in its place, in this process. A second time changes nothing."""
-    kernel().linear_cross_entropy = linear_cross_entropy
+    _put(kernel(), linear_cross_entropy)
 
 
 def uninstall() -> None:
     """Puts verl's own back. Without ours there it changes nothing."""
     module = kernel()
-    module.linear_cross_entropy = module.LinearCrossEntropy.apply
+    _put(module, module.LinearCrossEntropy.apply)
+
+
+def _put(module: Any, function: Callable[..., Any]) -> None:
+    # Which has looked it up when it was imported.
+    of_megatron: Any = sys.modules.get("verl.models.mcore.model_forward_fused")
+    for holder in filter(None, (module, of_megatron)):
+        holder.linear_cross_entropy = function
 
 
 install()

@@ -6,6 +6,7 @@
 #   scripts/gpu_session.sh PART...            only these, of
 #     gpu-tests     the tests that need a GPU; a minute or two
 #     tests         all tests, on the GPU; four minutes
+#     older         the tests of kernels with the code and the launches of an A100 and of an RTX 4090, on a newer GPU
 #     operator      the operator: what it promises, its exactness, and the peers; about five minutes
 #     targets       only the first of these three, without peers; fails where a workspace is not as planned
 #     budgets       what a plan chooses in budgets beside what it could: one chunk, or blocks of classes; a minute or two
@@ -24,8 +25,10 @@
 #     logprobs      linear_logprobs beside bare products and kernels of TRL, Liger and verl; two minutes and a half
 #     grpo          a step of GRPO of a whole model, 8 x 4096 tokens: flce.huggingface.trl, TRL's kernel, Liger's loss, all
 #                   logits; less than two minutes
-#     distributed   two GPUs: the tests of several processes under NCCL, FSDP1 and nn.DataParallel, and a model that
-#                   Accelerate shards, stock, patched and with Liger's loss; four minutes
+#     distributed   any number of GPUs: the tests of several processes, under NCCL where there is more than one, FSDP1 and
+#                   nn.DataParallel; a head that is divided over GPUs, alone and with links; and a model that Accelerate
+#                   shards, stock, patched and with Liger's loss; six minutes
+#     split-head    only the second of these
 #     model         training steps of whole models, long sequences too: for a call of its own
 #     small-card    the longest sequences of a model that train on a card of 24 GB, simulated on a larger GPU; five
 #                   minutes, for a call of its own
@@ -209,17 +212,21 @@ for name in $parts; do
             if [ "$name" = gpu-tests ]; then
                 select=(-m gpu)
                 # Only these: to import the others takes every process its time.
-                mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -v test_first_call)
+                mapfile -t files < <(grep -rlE 'mark\.gpu' tests --include 'test_*.py' | grep -vE 'test_(first_call|older)')
             fi
             checks=tests/tools/test_check.py::test_on_a_gpu
             OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 part "$name" "$(within 260)" \
                 "$python" -m pytest -q --tb=short --maxfail=30 --durations=8 -p no:cacheprovider -n "$workers" \
                 --dist worksteal \
-                "${select[@]}" --ignore tests/package/test_first_call.py --deselect "$checks" "${files[@]}"
+                "${select[@]}" --ignore tests/package/test_first_call.py --ignore tests/backends/test_older.py \
+                --deselect "$checks" "${files[@]}"
             # By themselves, because they look at the clock and at the memory that is free. After the others: on a new
             # machine Python compiles the libraries first, which takes half a minute.
             part tests-alone "$(within 120)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
                 tests/package/test_first_call.py "$checks"
+            ;;
+        older)
+            part older "$(within 520)" "$python" -m pytest -q -rP --tb=short -p no:cacheprovider tests/backends/test_older.py
             ;;
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
         operator) benchmark operator operator h200 260 --errors ;;
@@ -240,11 +247,24 @@ for name in $parts; do
         # shellcheck disable=SC2086
         model) benchmark model model h200 500 ${ARGS:-} ;;
         logits) benchmark logits rows h200-logits 80 ;;
-        distributed)
-            OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
-                "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
-            part wrapped "$(within 150)" "$python" -m torch.distributed.run --nproc-per-node 2 --master-port 29511 \
-                -m benchmarks.wrapped --out "$out/wrapped.json"
+        distributed | split-head)
+            gpus=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
+            export NCCL_NVLS_ENABLE=0 # multicast over NVLink
+            if [ "$name" = distributed ]; then
+                OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
+                    "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
+            fi
+            size=()
+            [ "$preset" = tiny ] && size=(--tiny)
+            part split-head "$(within 120)" "$python" -m benchmarks.split_head "${size[@]}" --out "$out/split-head.json"
+            if [ "$gpus" -gt 1 ] || [ "$preset" = tiny ]; then
+                several=$((gpus > 1 ? gpus : 2))
+                run=("$python" -m torch.distributed.run --nproc-per-node "$several" --master-port 29511)
+                part "split-head-$several" "$(within 120)" "${run[@]}" -m benchmarks.split_head "${size[@]}" \
+                    --out "$out/split-head-$several.json"
+                [ "$name" = distributed ] && part wrapped "$(within 150)" "${run[@]}" \
+                    -m benchmarks.wrapped --out "$out/wrapped.json"
+            fi
             ;;
         small-card)
             part small-card "$(within 345)" "$python" -m benchmarks.small_card --seconds 270 --out "$out/small-card.json"

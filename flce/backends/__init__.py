@@ -13,13 +13,16 @@ from flce.backends.contract import Backend
 from flce.core.device_record import Device
 from flce.core.devices import device_record
 
+# Ten times the oldest compute capability that the kernels compile for: an older one has no cache hints.
+OLDEST = 70
+
 
 def backend_name(device: torch.device, there: Device | None = None) -> str:
     """ "triton" or "torch": ``FLCE_BACKEND`` if set, else by device (CUDA tensors: triton, where it exists).
 
     For meta tensors, of which no kernel sees anything, it is "torch" in any case.
-    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, do not:
-    launches are made for warps of 32 threads.
+    With ``TRITON_INTERPRET=1`` CPU tensors take the Triton backend too. AMD devices, "cuda" to PyTorch, take it with
+    ``FLCE_BACKEND=triton`` only: kernels compile for gfx942, and have not been run there.
 
     Args:
         device: where the tensors are.
@@ -50,26 +53,30 @@ def _choice(device: torch.device, there: str = "") -> _Choice:
 def _choose(device: torch.device, asked: str, interpreted: bool, there: str) -> _Choice:
     if asked not in ("", "torch", "triton"):
         raise ValueError(f"FLCE_BACKEND must be 'torch' or 'triton', got {asked!r}")
-    if there.startswith("sm_"):
-        found = _Choice("triton", "another machine, with an NVIDIA GPU and Triton")
-    elif there:
-        found = _Choice("torch", "another machine, with an AMD GPU")
-    elif device.type == "meta":
+    arch = there or (device_record(device).arch if device.type == "cuda" else "")
+    amd, capability = arch.startswith("gfx"), int(arch.removeprefix("sm_")) if arch.startswith("sm_") else 0
+    if device.type == "meta" and not there:
         return _Choice("torch", "meta tensors have no values")
-    elif device.type == "cuda" and torch.version.hip is not None:
-        found = _Choice("torch", "the kernels are for NVIDIA GPUs, and this is an AMD GPU")
-    elif device.type != "cuda" and not (device.type == "cpu" and interpreted):
+    if not arch and not (device.type == "cpu" and interpreted):
         found = _Choice("torch", f"the kernels are for NVIDIA GPUs, and the device is {device.type}")
+    elif amd:
+        found = _Choice("torch", "the kernels have not been run on an AMD GPU: FLCE_BACKEND=triton takes them")
+    elif arch and capability < OLDEST:
+        limit = f"the kernels are for compute capability {OLDEST / 10} or newer, and the GPU has {capability / 10}"
+        found = _Choice("torch", limit)
+    elif there:
+        found = _Choice("triton", "another machine, with an NVIDIA GPU and Triton")
     elif not _has_triton():
         found = _Choice("torch", "Triton is not installed")
-    elif device.type == "cuda":
+    elif arch:
         found = _Choice("triton", "an NVIDIA GPU, and Triton is installed")
     else:
         found = _Choice("triton", "TRITON_INTERPRET=1 runs the kernels in Triton's interpreter")
-    if asked == "triton" and found.name != asked:
+    if asked == "triton" and found.name != asked and not (amd and (there or _has_triton())):
         raise ValueError(
-            f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and "
-            "an NVIDIA device, or TRITON_INTERPRET=1 and CPU tensors"
+            f"FLCE_BACKEND=triton cannot run on {device.type} tensors here: it needs the triton package and a GPU of "
+            f"AMD, or of NVIDIA from compute capability {OLDEST / 10} on; or TRITON_INTERPRET=1 and CPU tensors. "
+            f"Without it: {found.why}"
         )
     return _Choice(asked, "FLCE_BACKEND asks for it") if asked else found
 

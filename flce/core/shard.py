@@ -13,6 +13,14 @@ from flce.core import private
 
 
 @dataclass(frozen=True)
+class Split:
+    """How a head is divided, as far as a plan depends on it."""
+
+    processes: int
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
 class Shard:
     """The classes that a process of `group` has: of `vocab_size` those from `start` on, one for each column."""
 
@@ -36,6 +44,11 @@ class Shard:
     @property
     def process_group(self) -> Any:
         return private.resolve_process_group(self.group)
+
+    @property
+    def split(self) -> Split:
+        """The same for all processes of the group."""
+        return Split(self.process_group.size(), self.sequence_parallel)
 
     @property
     def rank(self) -> int:

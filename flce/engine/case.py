@@ -12,6 +12,7 @@ from flce.core.device_record import Device
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
 from flce.core.options import ChunkOptions
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
+from flce.core.shard import Split
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,10 @@ class Defaults:
 # | chunk      | 8,192 tokens of 128,256 classes   | larger ones: less than 2% faster                                  |
 # | statistics | 2,048 tokens of 31,680 classes    | each tile: 12 us beside its products                              |
 #
-# On a CPU smaller chunks lose nothing: 64 MiB is 512 tokens of 32,000 classes in float32.
+# On a CPU with two cores smaller chunks lose nothing. With 16 they do: 128 MiB is 1,024 tokens of 32,000 classes in
+# float32 (see `gemm.MOST_CAST_BYTES`).
 DEFAULTS = {
-    "cpu": Defaults(64 << 20, 64 << 20, 64 << 20, None),
+    "cpu": Defaults(128 << 20, 128 << 20, 128 << 20, None),
     "other": Defaults(4864 << 20, 2 << 30, 1 << 30, 124 << 20),
 }
 ROW_MULTIPLE = 128
@@ -139,6 +141,8 @@ class Case:
     spec: LossSpec
     needs: Needs
     options: ChunkOptions
+    split: Split | None = None
+    """With one, `vocab_size` is that of the process that has most classes."""
 
     def __post_init__(self) -> None:
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
@@ -268,7 +272,8 @@ class Case:
 
     def __str__(self) -> str:
         sizes = "+".join(map(str, self.hidden_sizes))
-        return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size} in {dtype_text(self.dtype)}"
+        each = "" if self.split is None else f" of each of {self.split.processes} processes"
+        return f"N={self.num_tokens}, H={sizes}, V={self.vocab_size}{each} in {dtype_text(self.dtype)}"
 
 
 def logits_dtypes(dtype: torch.dtype, device_type: str, options: ChunkOptions) -> tuple[torch.dtype, torch.dtype]:

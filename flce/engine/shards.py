@@ -18,7 +18,7 @@ multiplies a row of them is that of the slice alone, times a exp(lse_r - lse).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.backends.contract import CLASSES, LOG_SUM, OFFSET, ROW_GRADIENT_SLOTS, SOFTMAX, TARGET, RowOutputs
+from flce.backends.contract import (
+    CLASSES,
+    LOG_SUM,
+    OFFSET,
+    ROW_GRADIENT_SLOTS,
+    SOFTMAX,
+    TARGET,
+    RowOutputs,
+    Tile,
+    TileCall,
+    unknown_to_products,
+)
 from flce.core.problem import LinearCrossEntropyProblem, LossSpec
 from flce.core.shard import Shard, gather
 from flce.engine.arena import Arena
@@ -172,12 +183,14 @@ class Slice:
         """The results of some rows, from what all processes have of them. One collective."""
         assert self.out is not None
         targets = self._targets.part(part)
-        made = merged(self._exchanged(part), self.whole, targets.owner)
+        sent, names = self._sent(part)
+        made = merged(self._received(sent, names), self.whole, targets.owner)
         _write(self.out.part(part), made, targets, self.whole, self._token_weight(part, for_loss=True))
         return made
 
-    def _exchanged(self, part: slice) -> dict[str, Tensor]:
-        """By name, (processes, rows) each: what `merged` takes."""
+    def _sent(self, part: slice) -> tuple[Tensor, list[str]]:
+        """What all processes say of some rows, (processes, names * rows + 1), and its names. At the end is the number
+        of classes of each process: nothing waits for it, but results are NaN where it is wrong. One collective."""
         local = self.local.part(part)
         values = {name: value for name in SENT if (value := getattr(local, name)) is not None}
         if "argmax" in values:  # an index below 2^24 is a float32
@@ -188,12 +201,14 @@ class Slice:
         if self.shard.is_empty:
             offset = torch.full_like(offset, -torch.inf)
         values = {"offset": offset, "log_sum": log_sum, **values}
+        width = offset.new_full((1,), 0 if self.shard.is_empty else self.whole.slice_size)
         flat = [value.to(offset.dtype) for value in values.values()]
-        # Also how many classes this process has: nothing waits for the answer, but results are NaN where it is wrong.
-        width = 0 if self.shard.is_empty else self.whole.slice_size
-        sent = gather(torch.cat([*flat, offset.new_full((1,), width)]), self.group)
-        received = dict(zip(values, sent[:, :-1].view(len(sent), len(flat), -1).unbind(1), strict=True))
-        differ = (sent[:, -1] != self.shard.widths(offset)).any()
+        return gather(torch.cat([*flat, width]), self.group), list(values)
+
+    def _received(self, sent: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """By name, (processes, rows) each: what `merged` takes."""
+        received = dict(zip(names, sent[:, :-1].view(len(sent), len(names), -1).unbind(1), strict=True))
+        differ = (sent[:, -1] != self.shard.widths(sent)).any()
         received["offset"] = torch.where(differ, torch.nan, received["offset"])
         return received
 
@@ -288,13 +303,19 @@ class Slice:
             made[CLASSES] = worth.of_classes
         return made
 
-    def complete_factors(self, part: slice, factors: Tensor, alone: Tensor) -> None:
+    def complete_factors(self, part: slice, factors: Tensor) -> None:
         """The results of some rows, and what their exponentials are multiplied by.
 
         Args:
-            factors: (2 or 3, rows), written, see `Backend.exponentials`.
-            alone: (rows,) what makes exponentials the derivative of the slice's own log-sum-exp.
+            factors: (2 or 3, rows), see `Backend.exponentials`. The first is what makes exponentials the derivative of
+                the slice's own log-sum-exp; all are written.
         """
+        if self._has_kernel:
+            sent, _ = self._sent(part)
+            self.scales.backend.complete_slices(
+                sent, self.shard.rank, self.shard.most_classes, self._whole_call(part), factors
+            )
+            return
         made, targets = self.complete(part), self._targets.part(part)
         of_softmax, of_target, of_classes = self.worth(part, made.offset + made.log_sum)
         factor = self.rows.row_factor
@@ -306,8 +327,21 @@ class Slice:
         if of_classes is not None:
             own = own - (of_classes if targets.own_weight is None else of_classes * targets.own_weight)
             factors[2] = of_classes * self.whole.spec.scale
-        factors[0] = torch.where(targets.valid, alone * of_softmax * made.share.exp(), 0.0)
+        factors[0] = torch.where(targets.valid, factors[0] * of_softmax * made.share.exp(), 0.0)
         factors[1] = torch.where(targets.valid, own * jacobian, 0.0)
+
+    @functools.cached_property
+    def _has_kernel(self) -> bool:
+        """Whether one launch puts rows together: where a product makes exponentials, whose losses have no more."""
+        p = self.whole
+        return self.scales.backend.name == "triton" and not (unknown_to_products(p.spec) or p.token_weight_grad)
+
+    def _whole_call(self, part: slice) -> TileCall:
+        """Of all classes, for the results of some rows."""
+        assert self.out is not None
+        width, p = self.whole.slice_size, self.whole
+        inputs = self.rows.row_inputs(part, self.scales.of_gradient)
+        return TileCall(inputs, p.spec, Tile(self.shard.start, width, p.vocab_size, width), self.out.part(part))
 
     # ---------------------------------------------------------------------------------------- sums over processes
 
@@ -326,10 +360,15 @@ class Slice:
 
 def with_all_class_weights(p: LinearCrossEntropyProblem) -> LinearCrossEntropyProblem:
     """The same problem with the weights of all classes, where it has those of this process. Then, one collective."""
-    weight = p.class_weight
-    if p.shard is None or weight is None or len(weight) == p.vocab_size:
+    weight, shard = p.class_weight, p.shard
+    if shard is None or weight is None or shard.process_group.size() == 1:
         return p
-    return replace(p, class_weight=p.shard.whole(weight))
+    if len(weight) == p.vocab_size:
+        if shard.most_classes < p.vocab_size:
+            return p
+        # Of the process that has all classes these may be its own. The others, which have none, ask for them then.
+        weight = weight[:0] if shard.is_empty else weight
+    return replace(p, class_weight=shard.whole(weight))
 
 
 def merged(sent: Mapping[str, Tensor], p: LinearCrossEntropyProblem, owner: Tensor) -> Whole:

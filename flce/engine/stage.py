@@ -349,8 +349,7 @@ class Stage:
             if self.problem.token_weight_grad:
                 last(factors, part).mul_(last(self._weights, part))
             if self.split is not None:
-                of_part = last(factors, part)
-                self.split.complete_factors(part, of_part, of_part[0].clone())
+                self.split.complete_factors(part, last(factors, part))
             return
         known: slice | None = None
         for rows, cols, logits, exps in self._logits(xs, part, self.classes, tiles[0]):
@@ -361,8 +360,7 @@ class Stage:
             if self.split is not None and cols.stop == self.vocab_size:
                 last(factors, rows)[0] = self._alone(state[BASE], rows, exps.dtype)
         if self.split is not None:  # once for all rows: other processes may have other blocks
-            of_part = last(factors, part)
-            self.split.complete_factors(part, of_part, of_part[0].clone())
+            self.split.complete_factors(part, last(factors, part))
 
     def _alone(self, base: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
         """(rows,) what makes `Backend.exponentials` relative to a base the derivative of the log-sum-exp of the slice's

@@ -134,6 +134,7 @@ def fields_of_case(
         p.spec,
         p.needs,
         options,
+        None if p.shard is None else p.shard.split,
     )
 
 
@@ -144,7 +145,7 @@ def _makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
     any case there, also by a schedule that would leave them to backward.
     """
     num_tokens, hidden_sizes, vocab_size, *others = call
-    *_, spec, needs, options = others
+    *_, spec, needs, options, _ = others
     if not needs.any or spec.reduction == "none" or options.strategy != "auto":
         return needs.any and spec.reduction != "none" and options.strategy == "tokens"
     if traced:

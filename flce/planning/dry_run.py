@@ -21,6 +21,7 @@ from flce.engine.passes import Plan, Runtime, backward, forward
 from flce.engine.selection import Selection
 from flce.engine.stage import Stage
 from flce.planning import cost_model
+from flce.planning.collectives import Collective, CountingSlice, Tally
 
 # About the number of borrowed blocks that a count looks at.
 SAMPLES = 6
@@ -33,7 +34,8 @@ class Count:
     flops: int
     """Work of the matrix products."""
     seconds: float
-    """An estimate."""
+    """An estimate, without collectives."""
+    collectives: tuple[Collective, ...]
 
 
 def count(plan: Plan) -> Count:
@@ -44,7 +46,13 @@ def count(plan: Plan) -> Count:
         grads = rehearse(plan, Runtime(cast(Any, meter), arena, CountingStage))
     if grads and not plan.deferred and c.backend == "torch" and c.dtype.itemsize < 4:
         arena.for_a_moment(eager.SCALING_BYTES)
-    return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds)
+    if c.split is not None and c.split.sequence_parallel:
+        for size, needed in zip(c.hidden_sizes, c.needs.inputs, strict=True):
+            whole = c.num_tokens * size * c.dtype.itemsize
+            meter.tally.add("all-gather", "inputs", whole)
+            if needed:
+                meter.tally.add("reduce-scatter", "gradients of inputs", whole)
+    return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds, meter.tally.collectives)
 
 
 def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
@@ -120,7 +128,7 @@ class Meter:
     """Adds up the time of what is launched. It stands for a backend, too."""
 
     def __init__(self, c: Case, arena: CountingArena) -> None:
-        self.case, self.seconds, self.flops = c, 0.0, 0.0
+        self.case, self.seconds, self.flops, self.tally = c, 0.0, 0.0, Tally()
         self.scratch, self.rates = arena.for_a_moment, cost_model.rates(c.device)
 
     def product(self, m: int, n: int, k: int) -> None:
@@ -136,8 +144,9 @@ class Meter:
         """Each slice of `items`, with the number of slices that it stands for. While a tile is made, the host launches
         what the next needs, in `host` seconds."""
         for item, times in items:
-            seconds, flops = self.seconds, self.flops
+            seconds, flops, tally = self.seconds, self.flops, self.tally.copy()
             yield item
+            self.tally.repeat_since(tally, times)
             self.seconds = seconds + times * max(self.seconds - seconds, host)
             self.flops = flops + times * (self.flops - flops)
 
@@ -223,6 +232,10 @@ class CountingStage(Stage):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._meter = cast(Meter, self.backend)
+        split = self._meter.case.split
+        if split is not None:
+            arena, forward = cast(CountingArena, self.arena), self.out is not None
+            self.split = cast(Any, CountingSlice(self.problem, split, arena, self._meter.tally, forward))
 
     def chunks(self, step: int) -> Iterator[slice]:
         return self._meter.repeated(_shortened(0, self.selection.num_rows, step), self._meter.rates.host)

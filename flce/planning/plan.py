@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from flce.engine.case import Case, dtype_text
 from flce.engine.passes import Plan
 from flce.engine.schedules import Schedule
+from flce.planning.collectives import Collective
 from flce.planning.dry_run import Count, count
 
 
@@ -40,8 +41,13 @@ class ChunkPlan(Plan):
 
     @property
     def seconds(self) -> float:
-        """An estimate for the device, with nothing else to do."""
+        """An estimate for the device, with nothing else to do, and without `collectives`."""
         return self._count.seconds
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Of a head that is divided over processes: what these tell each other, over forward and backward."""
+        return self._count.collectives
 
     def __str__(self) -> str:
         c = self.case
@@ -52,7 +58,7 @@ class ChunkPlan(Plan):
             f"{c} on {self.device_kind or c.device_type} ({c.backend} backend{profile}): strategy '{self.strategy}', "
             f"{type(self.schedule).__name__}: {self.schedule.describe(c)}; logits {logits}; "
             f"{self.flops / one if one else 0:.3g} matrix products ({self.flops / 1e12:.3g} TFLOP); "
-            f"workspace {self.workspace_bytes / 2**20:.1f} MiB"
+            f"workspace {self.workspace_bytes / 2**20:.1f} MiB" + "".join(f"; {each}" for each in self.collectives)
         )
 
 

@@ -34,7 +34,8 @@ def test_operands_that_are_cast_in_pieces(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype], accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces of columns, of the inner dimension, and of rows."""
-    monkeypatch.setattr(gemm, "CAST_BYTES", 5 * 4 * N)
+    for bound in ("LEAST_CAST_BYTES", "MOST_CAST_BYTES"):
+        monkeypatch.setattr(gemm, bound, 5 * 4 * N)
     a, b, out = operands(*dtypes)
     for x, y, z in ((a, b, out), (b.t(), a.t(), out.t().contiguous()), (out, b.t(), a.float())):
         before = z.clone()

@@ -138,7 +138,7 @@ class Mine:
 
         def relative(got: Tensor | None, mine: Tensor, all_of_it: Tensor) -> float:
             assert got is not None
-            return float((got.double() - mine).norm() / all_of_it.norm().clamp(min=1e-30))
+            return float((got.double() - mine).norm() / all_of_it.norm().clamp(min=1e-6))
 
         dx, dw = expected.grad_input, expected.grad_weight
         errors = {"dX": relative(self.input.grad, self.tokens(dx), dx)}
@@ -196,7 +196,9 @@ def same_everywhere(values: list[Tensor], group: Any) -> None:
 def losses(group_name: str) -> None:
     """All features, in float64, with slices that are even, uneven and empty."""
     group = groups()[group_name]
-    for (name, kwargs), vocab, options in itertools.product(CASES.items(), (40, 41, 3), OPTIONS):
+    for (name, kwargs), vocab, options in itertools.product(CASES.items(), (40, 41, 3, 1), OPTIONS):
+        if vocab == 1 and (options or kwargs.get("ignore_index") == 3):
+            continue
         if vocab == 3 and kwargs.get("ignore_index") == 3:
             kwargs = {**kwargs, "ignore_index": 1}
         p = problem((3, 4), 16, vocab, **kwargs)

@@ -59,6 +59,10 @@ def without_verl() -> Iterator[None]:
 
 @pytest.fixture
 def stand_in(without_verl: None) -> Any:
+    return put_stand_in()
+
+
+def put_stand_in() -> Any:
     for end in range(len(KERNEL.split("."))):
         name = ".".join(KERNEL.split(".")[: end + 1])
         sys.modules[name] = ModuleType(name)
@@ -143,21 +147,53 @@ def test_half_precision() -> None:
 
 
 def test_installing(stand_in: Any) -> None:
-    """By importing it, twice, and back, twice."""
+    """By importing it, twice, and back, twice; also where Megatron's models have looked it up."""
+    of_megatron: Any = ModuleType("verl.models.mcore.model_forward_fused")
+    sys.modules[of_megatron.__name__] = of_megatron
     assert stand_in.linear_cross_entropy == LinearCrossEntropy.apply
     ours = plugin()
     for _ in range(2):
-        assert stand_in.linear_cross_entropy is ours.linear_cross_entropy
+        assert stand_in.linear_cross_entropy is of_megatron.linear_cross_entropy is ours.linear_cross_entropy
         ours.install()
     for _ in range(2):
         ours.uninstall()
-        assert stand_in.linear_cross_entropy == LinearCrossEntropy.apply
+        assert stand_in.linear_cross_entropy == of_megatron.linear_cross_entropy == LinearCrossEntropy.apply
+
+
+def in_a_process() -> list[Tensor]:
+    """Both results, and gradients: of the hidden states, summed as Megatron-Core sums them, and of the slice."""
+    import torch.distributed as dist
+
+    put_stand_in()
+    hidden, weight, labels = problem(torch.float32)
+    weight = weight[:100].chunk(2)[dist.get_rank()]
+    call = weight, labels % 100, 0.7, "none", dist.group.WORLD
+    made = with_gradients(plugin().linear_cross_entropy, hidden, *call)
+    dist.all_reduce(made[2])
+    return [t.detach() for t in made]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
+def test_a_vocabulary_that_is_split() -> None:
+    from tests.distributed.pair import World
+
+    world = World(2)
+    try:
+        found = world.run(in_a_process)
+    finally:
+        world.close()
+    hidden, weight, labels = problem(torch.float64)
+    hidden, weight = hidden.float().double(), weight.float().double()
+    *exact, of_weight = with_gradients(expected, hidden, weight[:100], labels % 100, 0.7, "none")
+    for mine, of_slice in zip(found, of_weight.chunk(2), strict=True):
+        for result, right in zip(mine, [*exact, of_slice], strict=True):
+            assert relative_error(result, right) < 2e-6
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_what_it_cannot_do() -> None:
     hidden, weight, labels = problem(torch.float32)
-    with pytest.raises(NotImplementedError, match="dist_process_group is group: flce has no log-probabilities"):
+    with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
         plugin().linear_cross_entropy(hidden, weight, labels, 1.0, "none", "group")
     with pytest.raises(ValueError, match="'none', 'sum' or 'mean', got 'max'"):
         plugin().linear_cross_entropy(hidden, weight, labels, 1.0, "max")
@@ -191,7 +227,7 @@ def test_the_stand_in_is_as_verl_is(without_verl: None) -> None:
 def test_verls_models_look_the_function_up_when_they_run(without_verl: None) -> None:
     """Each imports it inside the function that calls it, and gives up to five arguments by position.
 
-    Those of Megatron import it with their module, and give the sixth, which is refused.
+    Those of Megatron import it with their module, and give the sixth.
     """
     folder = Path(needed(KERNEL).__file__).parents[2] / "models"
     arguments: dict[str, list[int]] = {"transformers": [], "mcore": []}

@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
-from flce.backends.triton import entries_launch, exponentials_launch, product_launch, reduction_launch, softmax_launch
+from flce.backends.triton import (
+    entries_launch,
+    exponentials_launch,
+    product_launch,
+    reduction_launch,
+    slices_launch,
+    softmax_launch,
+)
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
 from flce.backends.triton.gradient_of_exponentials import gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
@@ -22,11 +29,14 @@ from flce.backends.triton.launch import (
     MAX_REGISTERS,
     SECTOR_BYTES,
     VECTOR_BYTES,
+    WARP,
     Launch,
     fewest_warps,
     filled,
+    is_amd,
     launch_of,
     overlap,
+    threads,
 )
 from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
@@ -99,9 +109,26 @@ FEWEST_LANES = 128
 # 72 (10007 columns, gradient). Without edges 20000 columns have 97 in such a block.
 EDGED_LANES = 512
 EDGED_FILLED = 2 / 3
-# Results of rows that take registers.
+# Results of rows that take registers, and those of them that are sums of every lane.
 EXTRAS = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
-SCALE_BLOCK = 4096
+SUMS = ("entropy", "mean_logit", "log_sum_sq_prob")
+# The most parts of a block of statistics: without such sums and label smoothing, with one of both, with more; the
+# largest logit's column counts beside one of them. Bytes that a thread with 64 registers has to keep in memory instead
+# (bfloat16, compiled for compute capability 9.0, or for 8.6 where that has more):
+#   parts                                  4      2      1
+#   entropy                                228    0
+#   label smoothing, class weights         140    0
+#   entropy and argmax                     460    72     0
+#   entropy and label smoothing            400    64     0
+#   both, softcap, bias, weights           1336   288    12
+MOST_PARTS = (4, 2, 1)
+# The same of a gradient alone with label smoothing and class weights: 4 parts have 268 bytes with all options, 2 none.
+MOST_WEIGHTED_PARTS = 2
+# With one part, and where `_takes_registers`, a program has at most these warps, whose threads then have twice
+# MAX_REGISTERS. Bytes in memory with 32 warps of MAX_REGISTERS: 80 with one part (9.0), 300 in float64 (9.0), 336 on
+# gfx942; with 8 warps of them 72 in bfloat16 on 7.5.
+DEMANDING_WARPS = 16
+SCALE_BLOCK, SCALE_WARPS = 4096, 8
 # Programs for each multiprocessor. On an H200:
 #   programs                        2                4               8        2048 in all
 #   us, with nothing to do                           1.6             2.1      3.7
@@ -133,6 +160,7 @@ class TritonBackend:
     combine_rows = staticmethod(exponentials_launch.combine_rows)
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
+    complete_slices = staticmethod(slices_launch.complete_slices)
     row_products = staticmethod(entries_launch.row_products)
     sum_equal = staticmethod(entries_launch.sum_equal)
     write_entries = staticmethod(entries_launch.write_entries)
@@ -178,7 +206,8 @@ def _cross_entropy(
     )
     grad_dtype = None if grad is None else grad.dtype
     edges = (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
-    launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges)
+    most_parts = _most_parts(call)
+    launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges, most_parts)
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
     one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
@@ -224,7 +253,7 @@ def _gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> 
         gradient_of_exponentials_kernel,
         (len(exps),),
         call,
-        {"BLOCK": SCALE_BLOCK, "num_warps": 8, **overlap(exps.device)},
+        {"BLOCK": SCALE_BLOCK, **threads(exps.device, SCALE_WARPS), **overlap(exps.device)},
         exps_ptr=exps,
         factors_ptr=factors,
         exps_stride=exps.stride(0),
@@ -272,6 +301,22 @@ def _outer_level(x: Tensor) -> tuple[int, int]:
     return (x.shape[1], x.stride(0)) if x.dim() == 3 else (1, 0)
 
 
+def _most_parts(call: TileCall) -> int:
+    smoothing = call.spec.label_smoothing != 0.0
+    if call.out is None:
+        return MOST_WEIGHTED_PARTS if smoothing and call.inputs.class_weight is not None else MOST_PARTS[0]
+    kept = smoothing + any(getattr(call.out, name) is not None for name in SUMS)
+    return MOST_PARTS[min(2, kept + (kept > 0 and call.out.argmax is not None))]
+
+
+def _takes_registers(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether kernels take more registers than elsewhere: float64 has two for a value; a device older than 8.0 makes
+    float32 of bfloat16 and back by several operations; AMD's compiler has more values at hand."""
+    found = device_record(device)
+    no_bfloat16 = dtype == torch.bfloat16 and 0 < found.capability < 80
+    return dtype == torch.float64 or no_bfloat16 or is_amd(found)
+
+
 @functools.lru_cache(maxsize=256)
 def _launch_size(
     cols: int,
@@ -281,6 +326,7 @@ def _launch_size(
     extras: bool,
     device: torch.device,
     edges: bool = False,
+    most_parts: int = MOST_PARTS[0],
 ) -> dict[str, int]:
     """The shape of a block, and the options of the launch."""
     # By the narrower type: the compiler lays out a block once for all of its accesses.
@@ -296,30 +342,34 @@ def _launch_size(
     else:
         shape = SHAPES["both, float32" if dtype == grad_dtype == torch.float32 else "both"]
     vectors = max(1, cols // vector if edges else triton.cdiv(cols, vector))
-    parts = shape.one_parts
-    if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * shape.one_warps:
+    demanding = most_parts == 1 or _takes_registers(dtype, device)
+    one_warps = min(shape.one_warps, DEMANDING_WARPS) if demanding else shape.one_warps
+    parts = min(shape.one_parts, most_parts)
+    if shape.narrow_parts and dtype.itemsize == 2 and not extras and vectors > parts * 16 * one_warps:
         parts = shape.narrow_parts
-    one_block = vectors <= parts * 32 * shape.one_warps
+    one_block = vectors <= parts * 32 * one_warps
     if one_block:
         # Rather one vector for each of more lanes.
         while parts > 1 and 32 * shape.one_fewest * parts // 2 >= vectors:
             parts //= 2
         lanes = triton.next_power_of_2(triton.cdiv(vectors, parts))
         if edges and lanes >= EDGED_LANES and filled(vectors, parts * lanes) < EDGED_FILLED:
-            parts, lanes, one_block = shape.parts, lanes // 2, False
+            parts, lanes, one_block = min(shape.parts, most_parts), lanes // 2, False
     else:
         row_bytes = cols * dtype.itemsize
         if shape.row_bytes:
             limits = zip(shape.warps, (*shape.row_bytes, row_bytes), strict=True)
             warps = next(count for count, most in limits if row_bytes <= most)
         else:
-            warps = fewest_warps(shape.warps, row_bytes, device)
-        parts, lanes = shape.parts, 32 * warps
+            most_warps = DEMANDING_WARPS if demanding else max(shape.warps)
+            warps = fewest_warps([count for count in shape.warps if count <= most_warps], row_bytes, device)
+        parts, lanes = min(shape.parts, most_parts), 32 * warps
         # The second: of a row that is long for one block, but not for this one.
         while lanes > FEWEST_LANES and (filled(vectors, parts * lanes) < FILLED or parts * lanes > vectors):
             lanes //= 2
     fewer = one_block and dtype == grad_dtype and not extras
-    options = {"num_warps": max(1, lanes // 32), "maxnreg": shape.one_registers if fewer else MAX_REGISTERS}
+    registers = 2 * MAX_REGISTERS if demanding else shape.one_registers if fewer else MAX_REGISTERS
+    options = threads(device, max(1, lanes // WARP), registers)
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
 
 
@@ -338,7 +388,7 @@ def _scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Ite
         "IN_PLACE": x is out,
         "HAS_SECOND": second is not None,
         "BLOCK": SCALE_BLOCK,
-        "num_warps": 8,
+        **threads(x.device, SCALE_WARPS),
         **overlap(x.device),
     }
     yield Launch(scale_kernel, (programs,), args, options)
@@ -362,7 +412,7 @@ def _scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) ->
         "ONE_FACTOR": factor.dim() == 0,
         "TWO_LEVEL": x.dim() == 3,
         "BLOCK": SCALE_BLOCK,
-        "num_warps": 8,
+        **threads(x.device, SCALE_WARPS),
         **overlap(x.device),
     }
     yield Launch(scale_rows_kernel, (min(_scale_programs(x), num_rows),), args, options)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flce.backends.triton.entries import row_products_kernel, sum_equal_kernel, write_entries_kernel
-from flce.backends.triton.launch import Launch
+from flce.backends.triton.launch import Launch, threads
 from flce.backends.triton.replay import run
 
 # Of a program of four warps: ids of a row, at most, and columns of the hidden states at a time.
@@ -53,7 +53,7 @@ def _row_products(x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> Iterat
         "size": ids.shape[1],
     }
     accum = tl.float64 if out.dtype == torch.float64 else tl.float32
-    options = {"ACCUM": accum, "ENTRIES": entries, "DEPTH": DEPTH, "num_warps": 4}
+    options = {"ACCUM": accum, "ENTRIES": entries, "DEPTH": DEPTH, **threads(x.device, 4)}
     yield Launch(row_products_kernel, (len(ids), triton.cdiv(ids.shape[1], entries)), args, options)
 
 
@@ -69,7 +69,7 @@ def _sum_equal(ids: Tensor, values: Tensor, out: Tensor) -> Iterator[Launch]:
         "values_step": values.stride(1),
         "size": ids.shape[1],
     }
-    options = {"ENTRIES": entries, "num_warps": 1}
+    options = {"ENTRIES": entries, **threads(ids.device, 1)}
     yield Launch(sum_equal_kernel, (len(ids), triton.cdiv(ids.shape[1], entries)), args, options)
 
 
@@ -87,4 +87,5 @@ def _write_entries(tile: Tensor, ids: Tensor, values: Tensor, start: int) -> Ite
         "start": start,
         "cols": tile.shape[1],
     }
-    yield Launch(write_entries_kernel, (triton.cdiv(ids.numel(), BLOCK),), args, {"BLOCK": BLOCK, "num_warps": 4})
+    options = {"BLOCK": BLOCK, **threads(ids.device, 4)}
+    yield Launch(write_entries_kernel, (triton.cdiv(ids.numel(), BLOCK),), args, options)

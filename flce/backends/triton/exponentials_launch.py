@@ -20,7 +20,7 @@ from flce.backends.triton.exponentials import (
     finish_kernel,
     reference_kernel,
 )
-from flce.backends.triton.launch import Launch, launch_of
+from flce.backends.triton.launch import Launch, launch_of, threads
 from flce.backends.triton.replay import run
 from flce.backends.triton.weight_gradient import weight_gradient_kernel
 from flce.core.devices import device_record
@@ -214,6 +214,7 @@ def _combine_rows(
         "ignore_index": ignore_index,
     }
     options = {"ADD_TARGETS": weight is not None, "HAS_INDEX": index is not None, "BLOCK": BLOCK}
+    options |= threads(x.device, 4)
     yield Launch(combine_rows_kernel, (len(x),), args, options)
 
 
@@ -308,7 +309,7 @@ def _add_target_terms(grads: Sequence[Tensor], targets: SortedTargets) -> Iterat
             "x_col_stride": targets.x.stride(1),
             **targets.arguments,
         }
-        options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN}
+        options = {"ROWS": SUM_ROWS, "BLOCK": SUM_BLOCK, "SCAN": SCAN, **threads(grad.device, 4)}
         grid = len(targets.target), triton.cdiv(targets.x.shape[1], SUM_BLOCK)
         yield Launch(add_to_targets_kernel, grid, args, options)
         first_class += len(grad)

@@ -10,6 +10,7 @@ import torch
 import triton
 
 from flce.backends.contract import RowOutputs, TileCall
+from flce.core.device_record import Device
 from flce.core.devices import device_record
 from flce.core.problem import NUMBERS, LossSpec
 
@@ -18,6 +19,8 @@ _OUTPUTS = tuple((name, f"{name}_ptr", f"WANT_{name.upper()}") for name in RowOu
 # Likewise, for each number of the spec, its flag and the value that switches it off.
 _NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
+# Threads of a warp, in the launch tables and on NVIDIA's devices.
+WARP = 32
 # A thread loads this many bytes at a time.
 VECTOR_BYTES = 16
 # A cache line, and a sector of memory: two threads that write to one make it be read first.
@@ -48,6 +51,21 @@ def overlap(device: torch.device) -> dict[str, bool]:
     ("programmatic dependent launch"), where the device can, from Hopper on. It saves a microsecond."""
     possible = device_record(device).capability >= 90
     return {"OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
+
+
+def threads(device: torch.device, warps: int, registers: int | None = None) -> dict[str, int]:
+    """Options of a kernel whose programs have this many warps of WARP threads: as many threads, in the device's warps.
+
+    Args:
+        registers: the most of a thread. AMD's compiler goes by the number of threads instead, and takes no such option.
+    """
+    found = device_record(device)
+    limit = {} if registers is None or is_amd(found) else {"maxnreg": registers}
+    return {"num_warps": max(1, warps * WARP // found.warp), **limit}
+
+
+def is_amd(device: Device) -> bool:
+    return device.arch.startswith("gfx")
 
 
 def fewest_warps(choice: Sequence[int], row_bytes: int, device: torch.device) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flce.backends import reduction
 from flce.backends.contract import RowOutputs, RowProblem
-from flce.backends.triton.launch import Launch, overlap
+from flce.backends.triton.launch import Launch, overlap, threads
 from flce.backends.triton.reduction import reduction_kernel
 from flce.backends.triton.replay import run
 from flce.core.problem import LossSpec, accumulation_dtype
@@ -82,7 +82,7 @@ def _launch(
         "HAS_SECOND": second is not None,
         "SETTLED": settled,
         "BLOCK": BLOCK,
-        "num_warps": WARPS,
+        **threads(target.device, WARPS),
         **overlap(target.device),
     }
     yield Launch(reduction_kernel, (1,), args, options)

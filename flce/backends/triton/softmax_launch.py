@@ -18,9 +18,11 @@ from flce.backends.triton.launch import (
     MAX_REGISTERS,
     SECTOR_BYTES,
     VECTOR_BYTES,
+    WARP,
     fewest_warps,
     filled,
     overlap,
+    threads,
 )
 from flce.backends.triton.softmax import (
     softmax_online_backward_kernel,
@@ -36,9 +38,12 @@ MAX_WARPS = 32
 # the same number of bytes. (Those beyond 120 are of 512 MiB, where the copy that they were measured against had two
 # thirds of the speed of a kernel.)
 #
-# The share of a multiprocessor's registers that a resident row may take as it is loaded (with its gradient, in
+# The share of a program's registers that a resident row may take as it is loaded (with its gradient, in
 # backward): the rest computes. A longer row goes to the online kernel.
 RESIDENT_SHARE = 0.5
+# The same of rows whose columns lie apart, which take addresses too. With the share above a thread of 32 warps has 128
+# to 324 bytes in memory instead (1024 columns x 64 rows, 4096 x 16; compiled for 9.0 and 7.5).
+RESIDENT_SHARE_APART = 0.25
 # Values that a thread of a resident row holds, of both tensors in backward: enough loads in flight for the few threads
 # that such rows make.
 VALUES = 32
@@ -185,7 +190,8 @@ def _choose(
     wanted, least = (
         min(triton.next_power_of_2(neighbours), unit // read.itemsize) for unit in (LINE_BYTES, SECTOR_BYTES)
     )
-    most = RESIDENT_SHARE * device_record(device).registers * 4
+    share = RESIDENT_SHARE if neighbours == 1 else RESIDENT_SHARE_APART
+    most = share * min(device_record(device).registers, MAX_WARPS * WARP * MAX_REGISTERS) * 4
     rows = max(packed, wanted)
     while rows > max(packed, least) and rows * room * size * tensors > most:
         rows //= 2
@@ -237,8 +243,6 @@ def _launch(
     else:
         block = {"PARTS": launch.parts, "LANES": 32 * launch.warps, "VECTOR": launch.vector}
         block["LONG"] = layout.cols >= 1 << 30
-    if launch.registers is not None:
-        block["maxnreg"] = launch.registers
     kernel[(programs,)](
         *tensors,
         *(argument for outer, column, inner in strides for argument in (outer // align, column, inner // align)),
@@ -252,7 +256,7 @@ def _launch(
         EDGES=edges,
         FLAT=flat,
         ROWS=rows,
-        num_warps=launch.warps,
+        **threads(tensors[0].device, launch.warps, launch.registers),
         **overlap(tensors[0].device),
         **block,
     )

@@ -1,0 +1,148 @@
+"""What the processes of a divided head tell each other in a call: counted while a plan is rehearsed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flce.backends.contract import ROW_GRADIENT_SLOTS
+from flce.core.numbers import integer
+from flce.core.problem import LinearCrossEntropyProblem, LossSpec, accumulation_dtype
+from flce.core.shard import Split
+from flce.engine import vectors
+from flce.engine.arena import CountingArena
+from flce.engine.shards import slice_spec
+from flce.engine.top import Top
+
+Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
+# Vectors of a number for each process and token that are alive at once while results are put together, beside what the
+# processes have sent: of the three numbers of any loss, and of more.
+MERGING, MERGING_MORE = 4, 7
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls of one kind."""
+
+    operation: Operation
+    what: str
+    """Of what, in words."""
+    calls: int
+    bytes: int
+    """Of all calls together: of the results of gathers, of the operands of reductions."""
+
+    def sent_bytes(self, processes: int) -> int:
+        """What each process sends in a ring: of a gather or a scatter all but its own share, of a sum twice that."""
+        return round(self.bytes * (1 + (self.operation == "all-reduce")) * (processes - 1) / processes)
+
+    def __str__(self) -> str:
+        return f"{self.calls} {self.operation}{'s' * (self.calls > 1)} of {self.what} ({self.bytes / 2**20:.1f} MiB)"
+
+
+def split_of(shards: int | None, sequence_parallel: bool, num_tokens: int) -> Split | None:
+    """The arguments of `flce.plan`, checked."""
+    if not isinstance(sequence_parallel, bool):
+        raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
+    if shards is None:
+        if sequence_parallel:
+            raise ValueError("sequence_parallel=True needs shards, the number of processes")
+        return None
+    shards = integer("shards", shards, "None or an int")
+    if shards < 1:
+        raise ValueError(f"shards must be positive, got {shards}")
+    if sequence_parallel and num_tokens % shards:
+        raise ValueError(
+            f"with sequence_parallel num_tokens must be a multiple of shards={shards}, as all processes have equally "
+            f"many, got {num_tokens}"
+        )
+    return Split(shards, sequence_parallel)
+
+
+class Tally:
+    """Adds collectives up: numbers of calls and bytes, by operation and what it is of."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[Operation, str]] = Counter()
+        self._bytes: Counter[tuple[Operation, str]] = Counter()
+
+    def add(self, operation: Operation, what: str, size: int) -> None:
+        self._calls[operation, what] += 1
+        self._bytes[operation, what] += size
+
+    def copy(self) -> Tally:
+        made = Tally()
+        made._calls, made._bytes = self._calls.copy(), self._bytes.copy()
+        return made
+
+    def repeat_since(self, before: Tally, times: float) -> None:
+        """What was added since then, so many times in the place of once."""
+        for now, then in ((self._calls, before._calls), (self._bytes, before._bytes)):
+            for key, value in now.items():
+                now[key] = then[key] + math.ceil(times * (value - then[key]))
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(Collective(*key, calls, self._bytes[key]) for key, calls in self._calls.items())
+
+
+def numbers_sent(spec: LossSpec) -> int:
+    """Numbers of a token that each process sends, see `Slice.complete`: 3 to 8."""
+    return 2 + len(slice_spec(spec).stats) + bool(spec.label_smoothing)
+
+
+class CountingSlice:
+    """In the place of a `Slice`, in a rehearsal: counts what it sends and the memory that this takes."""
+
+    def __init__(
+        self, problem: LinearCrossEntropyProblem, split: Split, arena: CountingArena, tally: Tally, forward: bool
+    ) -> None:
+        self._problem, self._split, self._arena, self._tally = problem, split, arena, tally
+        rows = problem.num_tokens
+        # What is known of the slice alone: targets, and in forward results.
+        self._local = (
+            vectors.allocate(replace(problem, spec=slice_spec(problem.spec)), rows, arena) if forward else None
+        )
+        self._targets = arena.new((rows,), torch.int64)
+        self._begun: set[int] = set()
+        self.has_target = torch.ones(rows, dtype=torch.bool, device=arena.device)
+
+    def complete(self, part: slice) -> None:
+        rows, processes = part.stop - part.start, self._split.processes
+        itemsize, numbers = accumulation_dtype(self._problem.dtype).itemsize, numbers_sent(self._problem.spec)
+        received = processes * (numbers * rows + 1) * itemsize
+        self._tally.add("all-gather", f"{numbers} numbers a token", received)
+        merging = (MERGING if numbers == 3 else MERGING_MORE) * processes
+        self._arena.for_a_moment(received + (numbers + merging) * rows * itemsize)
+
+    def complete_factors(self, part: slice, factors: Tensor) -> None:
+        self.complete(part)
+
+    def row_gradient(self, part: slice) -> Tensor:
+        dtype = accumulation_dtype(self._problem.dtype)
+        return self._arena.new((ROW_GRADIENT_SLOTS, part.stop - part.start), dtype)
+
+    def reduce(self, term: int, share: Tensor) -> None:
+        self._begun.add(term)
+        if self._split.processes > 1 and not self._split.sequence_parallel:
+            self._tally.add("all-reduce", "gradients of inputs", share.nbytes)
+
+    def reduced(self, term: int, grad: Tensor) -> None:
+        if term not in self._begun:
+            self.reduce(term, grad)
+
+    def local_ids(self, ids: Tensor) -> Tensor:
+        return ids
+
+    def summed(self, x: Tensor) -> Tensor:
+        self._tally.add("all-reduce", "logits of candidates", x.nbytes)
+        return x
+
+    def complete_top(self, top: Top) -> Top:
+        for x in (top.logits, top.ids):
+            self._tally.add("all-gather", "largest logits", self._split.processes * x.nbytes)
+        return top

@@ -1,0 +1,117 @@
+"""GPUs that are not here: what is compiled for them fits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import flce
+from flce import backends
+from flce.core.device_record import KNOWN
+
+pytest.importorskip("triton")
+
+from flce.backends.triton import launch
+from tests.older import readable
+from tests.targets import MOST_SPILLED, TARGETS, Built
+
+ROOT = Path(flce.__file__).parents[1]
+CUDA = torch.device("cuda", 0)
+
+
+def test_kernels_fit() -> None:
+    """A sample of what `scripts/gpu_targets.sh` compiles."""
+    command = [sys.executable, "-m", "tests.targets", "--sample"]
+    # Without the interpreter, which compiles nothing.
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [*TARGETS]
+
+
+def test_what_does_not_fit() -> None:
+    fits = Built("kernel", "", 64 << 10, MOST_SPILLED, early=False)
+    assert not any(fits.faults(device) for device in TARGETS.values())
+    assert all(fits._replace(spilled=MOST_SPILLED + 4).faults(device) for device in TARGETS.values())
+    large = fits._replace(shared=100 << 10)
+    assert [name for name, device in TARGETS.items() if not large.faults(device)] == ["A100-80GB", "H200", "B200"]
+    early = fits._replace(early=True)
+    assert [name for name, device in TARGETS.items() if not early.faults(device)] == ["H200", "B200", "RTX-5090"]
+
+
+# `tests.older` names what an A100 and an RTX 4090 would run.
+@pytest.mark.parametrize(
+    "cuda, version", [(11080, "7.8"), (12020, "8.2"), (12060, "8.5"), (12080, "8.7"), (13000, "8.7")]
+)
+def test_ptx_that_a_driver_reads(cuda: int, version: str) -> None:
+    assert readable("//\n.version 8.7\n.target sm_80\n", cuda) == f"//\n.version {version}\n.target sm_80\n"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Which backend, and how many threads
+
+
+@pytest.fixture
+def has(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """The machine has a GPU of this architecture."""
+
+    def arch(name: str) -> None:
+        monkeypatch.setattr(backends, "device_record", lambda device: KNOWN["H200"]._replace(arch=name))
+        backends._choose.cache_clear()
+
+    monkeypatch.delenv("FLCE_BACKEND", raising=False)
+    yield arch
+    backends._choose.cache_clear()
+
+
+def test_amd_takes_triton_when_told_to(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    has("gfx942")
+    assert not backends.has_product_of("triton", KNOWN["MI300X"])
+    assert "have not been run on an AMD GPU: FLCE_BACKEND=triton" in backends.why_backend(CUDA)
+    for there in (None, KNOWN["MI300X"]):
+        monkeypatch.delenv("FLCE_BACKEND", raising=False)
+        assert backends.backend_name(CUDA, there) == "torch"
+        monkeypatch.setenv("FLCE_BACKEND", "triton")
+        assert backends.backend_name(CUDA, there) == "triton"
+
+
+def test_amd_without_triton(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    has("gfx942")
+    monkeypatch.setattr(backends, "_has_triton", lambda: False)
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    with pytest.raises(ValueError, match="needs the triton package and a GPU of AMD, or of NVIDIA from"):
+        backends.backend_name(CUDA)
+
+
+def test_a_device_that_is_too_old(has: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have cache hints, which PTX has from compute capability 7.0 on."""
+    has("sm_61")
+    assert backends.backend_name(CUDA) == "torch"
+    assert backends.why_backend(CUDA) == "the kernels are for compute capability 7.0 or newer, and the GPU has 6.1"
+    monkeypatch.setenv("FLCE_BACKEND", "triton")
+    with pytest.raises(ValueError, match=r"compute capability 7.0 or newer, and the GPU has 6\.1"):
+        backends.backend_name(CUDA)
+    has("sm_75")
+    assert backends.backend_name(CUDA) == "triton"
+
+
+def test_threads_in_warps_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many threads, at least a warp. AMD's compilers take no limit of registers, and RDNA has warps of 32."""
+    found = SimpleNamespace()
+    monkeypatch.setattr(launch, "device_record", lambda device: found.record)
+    found.record = KNOWN["RTX-3090"]
+    assert launch.threads(CUDA, 8, 64) == {"num_warps": 8, "maxnreg": 64}
+    found.record = KNOWN["MI300X"]
+    assert launch.threads(CUDA, 8, 64) == {"num_warps": 4}
+    assert launch.threads(CUDA, 1) == {"num_warps": 1}
+    assert launch.overlap(CUDA) == {"OVERLAP": False}
+    found.record = KNOWN["MI300X"]._replace(arch="gfx1100")
+    assert launch.threads(CUDA, 8, 64) == {"num_warps": 8}

@@ -1,0 +1,191 @@
+"""The collectives that a plan tells are those of the call."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if not dist.is_available():
+    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
+
+import flce
+from flce.core.shard import Split, bounds
+from flce.ops import linear_cross_entropy
+from flce.planning.collectives import Collective, split_of
+from flce.testing.problem import make_problem
+from tests.distributed import split_head
+
+PROCESSES = 4
+TOKENS, HIDDEN, VOCAB = (3, 16), 64, 1111
+# Keywords of the problem, options, and those of the plan beside.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}, {}),
+    "chunks": ({"reduction": "sum"}, {"chunk_rows": 10}, {}),
+    "statistics": ({"label_smoothing": 0.1}, {"chunk_rows": 9}, {"stats": ("entropy", "correct")}),
+    "none": ({"reduction": "none"}, {}, {}),
+    "blocks": ({}, {"strategy": "vocab"}, {}),
+    "adapters": ({"adapter_ranks": (3, 5)}, {"chunk_rows": 20}, {}),
+    "frozen inputs": ({}, {"chunk_rows": 20}, {"input_grad": False}),
+    "no gradients": ({}, {"chunk_rows": 20}, {"input_grad": False, "weight_grad": False}),
+}
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[tuple[str, str]]]:
+    """Calls and bytes of what the first of several processes sends, where the others send the same."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    found: Counter[tuple[str, str]] = Counter()
+
+    def note(operation: str, size: int) -> None:
+        found.update({(operation, "calls"): 1, (operation, "bytes"): size})
+
+    def all_gather(out: Tensor, x: Tensor, group: Any) -> None:
+        out.view(PROCESSES, -1).copy_(x.expand(PROCESSES, *x.shape))
+        if x.dtype != torch.int64:  # whereby processes compare their arguments, on a CPU
+            note("all-gather", out.nbytes)
+
+    def all_reduce(x: Tensor, group: Any, async_op: bool = False) -> _Done:
+        note("all-reduce", x.nbytes)
+        return _Done()
+
+    def reduce_scatter(out: Tensor, x: Tensor, group: Any) -> None:
+        note("reduce-scatter", x.nbytes)
+
+    for name, stand_in in {
+        "all_gather_into_tensor": all_gather,
+        "all_gather_single": all_gather,
+        "reduce_scatter_tensor": reduce_scatter,
+        "reduce_scatter_single": reduce_scatter,
+        "all_reduce": all_reduce,
+    }.items():
+        monkeypatch.setattr(dist, name, stand_in, raising=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=PROCESSES)
+    yield found
+    dist.destroy_process_group()
+
+
+def call(kwargs: dict[str, Any], options: dict[str, Any], more: dict[str, Any], sequence: bool, **how: Any) -> None:
+    p = make_problem(TOKENS, HIDDEN, VOCAB, **{"dtype": torch.float32, **how}, **kwargs)
+    first = slice(*bounds(VOCAB, PROCESSES, 0))
+
+    def share(x: Tensor) -> Tensor:
+        return x.chunk(PROCESSES, -2)[0] if sequence else x
+
+    of_input, of_weight = more.get("input_grad", True), more.get("weight_grad", True)
+    result: Any = flce.fused_linear_cross_entropy(
+        share(p.input).detach().requires_grad_(of_input),
+        p.linear_weight[first].detach().requires_grad_(of_weight),
+        p.target,
+        adapters=[(share(a).detach().requires_grad_(), b[first].detach().requires_grad_()) for a, b in p.adapters],
+        stats=more.get("stats", ()),
+        options=flce.ChunkOptions(**options),
+        process_group=dist.group.WORLD,
+        vocab_size=VOCAB,
+        sequence_parallel=sequence,
+        **p.kwargs,
+    )
+    loss = result.loss if "stats" in more else result
+    if loss.requires_grad:
+        loss.sum().backward()
+
+
+def told(plan: flce.ChunkPlan) -> Counter[tuple[str, str]]:
+    made: Counter[tuple[str, str]] = Counter()
+    for each in plan.collectives:
+        made.update({(each.operation, "calls"): each.calls, (each.operation, "bytes"): each.bytes})
+    return made
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_plan_tells_the_collectives_of_a_call(name: str, sequence: bool, noted: Counter[tuple[str, str]]) -> None:
+    kwargs, options, more = CASES[name]
+    call(kwargs, options, more, sequence)
+    loss = {key: value for key, value in kwargs.items() if key in ("reduction", "label_smoothing")}
+    plan = flce.plan(
+        48, HIDDEN, VOCAB, torch.float32, device="cpu", shards=PROCESSES, sequence_parallel=sequence,
+        adapter_ranks=kwargs.get("adapter_ranks", ()), options=flce.ChunkOptions(**options), **loss, **more,
+    )  # fmt: skip
+    assert told(plan) == noted
+    assert "V=278 of each of 4 processes" in str(plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hopper", [False, True], ids=["", "hopper"])
+def test_as_on_a_gpu(
+    hopper: bool, dtype: torch.dtype, noted: Counter[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With exponentials, and float16 gradients that are float32 until they are scaled."""
+    pytest.importorskip("triton")
+    if hopper and dtype == torch.float16:
+        pytest.skip("the stand-in for Hopper's products is for bfloat16")
+    with split_head._as_on_a_gpu(hopper) as taken:
+        plans: list[flce.ChunkPlan] = []
+        plan_of = linear_cross_entropy.plan_of
+
+        def kept(*args: Any) -> flce.ChunkPlan:
+            plans.append(plan_of(*args))
+            return plans[-1]
+
+        monkeypatch.setattr(linear_cross_entropy, "plan_of", kept)
+        call({}, {"chunk_rows": 16, "skip_ignored": False}, {}, False, dtype=dtype)
+    assert taken
+    assert told(plans[0]) == noted
+    itemsize = 4 if dtype == torch.float16 else 2
+    assert noted["all-reduce", "bytes"] == 48 * HIDDEN * itemsize
+
+
+def test_figures() -> None:
+    """Of a head of Llama 3 on eight GPUs."""
+    made = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=8)
+    statistics, gradient = made.collectives
+    assert made.case.vocab_size == 16032
+    assert str(statistics) == "1 all-gather of 3 numbers a token (0.8 MiB)"
+    assert str(gradient) == "1 all-reduce of gradients of inputs (64.0 MiB)"
+    assert (statistics.bytes, gradient.bytes) == (8 * (3 * 8192 + 1) * 4, 8192 * 4096 * 2)
+    assert gradient.sent_bytes(8) == 2 * 7 * gradient.bytes // 8
+    assert str(gradient) in str(made)
+    assert flce.plan(8192, 4096, 16032, torch.bfloat16, device_kind="H200").collectives == ()
+    # Of a thousand processes, what all have sent and what is made of it.
+    many = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=1024)
+    alone = flce.plan(8192, 4096, many.case.vocab_size, torch.bfloat16, device_kind="H200")
+    assert many.workspace_bytes - alone.workspace_bytes > many.collectives[0].bytes // 4
+    assert Collective("all-gather", "x", 2, 80).sent_bytes(4) == 60
+    fewer = flce.plan(8192, 4096, 128250, torch.bfloat16, device_kind="H200", shards=8)
+    assert fewer.case.vocab_size == 16032
+
+
+def test_the_gather_counts_in_a_budget() -> None:
+    """A thousand processes send 100 MiB of numbers, in chunks less at a time."""
+    for budget in (256 << 20, 64 << 20):
+        options = flce.ChunkOptions(max_workspace_bytes=budget)
+        made = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=1024, options=options)
+        assert made.workspace_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    "shards, sequence, error, said",
+    [
+        (0, False, ValueError, "shards must be positive, got 0"),
+        (2.5, False, TypeError, "shards must be None or an int"),
+        (8, 1, TypeError, "sequence_parallel must be a bool, got int"),
+        (None, True, ValueError, "sequence_parallel=True needs shards"),
+        (5, True, ValueError, "must be a multiple of shards=5.*, got 64"),
+    ],
+)
+def test_wrong_arguments(shards: Any, sequence: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        flce.plan(64, 32, 500, torch.float32, device="cpu", shards=shards, sequence_parallel=sequence)
+    assert split_of(2, True, 64) == Split(2, True)

@@ -1,0 +1,330 @@
+"""GPUs that are not here: every kernel is compiled for each of them, as it would be launched there.
+
+`python -m tests.targets` takes all of them, or those that it is given, and prints what does not fit. It needs no GPU.
+The launch code runs on tensors without memory; a driver that launches nothing tells Triton what to compile for. Not for
+a process with TRITON_INTERPRET, where there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import itertools
+import pkgutil
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from flce import ChunkOptions
+from flce.backends import triton as kernels
+from flce.backends.contract import (
+    EXPONENTIAL_SLOTS,
+    EXPONENTIAL_STATS,
+    STATE_SLOTS,
+    RowInputs,
+    RowOutputs,
+    Tile,
+    TileCall,
+    normalizer_slots,
+)
+from flce.backends.triton import softmax_launch
+from flce.core.device_record import KNOWN, Device
+from flce.core.devices import device_record
+from flce.core.gemm import padded_cols
+from flce.core.problem import LogprobSpec, LossSpec, Needs, accumulation_dtype
+from flce.engine.arena import CountingArena
+from flce.engine.case import Case
+from flce.engine.passes import Plan, Runtime
+from flce.engine.schedules import SCHEDULES
+from flce.planning import dry_run
+
+# Bytes that a thread may keep in memory for want of registers.
+MOST_SPILLED = 64
+
+
+# A device of each architecture.
+TARGETS = {
+    # Nothing is planned for it. Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute
+    # Capability"; the others: NVIDIA T4, data sheet, and Turing architecture.
+    "T4": KNOWN["RTX-3090"]._replace(arch="sm_75", shared_memory=64 << 10, multiprocessors=40, cache=4 << 20),
+    **{name: KNOWN[name] for name in ("A100-80GB", "RTX-3090", "RTX-4090", "H200", "B200", "RTX-5090", "MI300X")},
+}
+# What only calls with products of our own launch, which are for Hopper.
+OF_PRODUCTS = {
+    "product_kernel",
+    "finish_statistics_kernel",
+    "reference_kernel",
+    "finish_kernel",
+    "weight_gradient_kernel",
+    "complete_slices_kernel",
+}
+
+
+class Built(NamedTuple):
+    """A kernel that was compiled."""
+
+    name: str
+    constants: str
+    shared: int  # bytes of a program
+    spilled: int  # of a thread
+    early: bool  # launched while the kernel before may still run
+
+    def faults(self, target: Device) -> list[str]:
+        found = [f"{self.spilled} bytes of a thread spilled"] if self.spilled > MOST_SPILLED else []
+        if self.shared > target.shared_memory:
+            found.append(f"{self.shared} bytes of shared memory")
+        if self.early and target.capability < 90:
+            found.append("a programmatic dependent launch")
+        return [f"{self.name}: {fault} ({self.constants})" for fault in found]
+
+
+def gpu_target(device: Device) -> GPUTarget:
+    """As Triton says it."""
+    number = device.capability
+    return GPUTarget("cuda", number, device.warp) if number else GPUTarget("hip", device.arch, device.warp)
+
+
+class _Driver:
+    """Stands for that of a device: nothing is loaded, and nothing is launched."""
+
+    def __init__(self, name: str, target: Device) -> None:
+        self.utils = SimpleNamespace(
+            load_binary=lambda *args: (None, None, 0, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": target.shared_memory},
+        )
+        self.launcher_cls = lambda src, metadata: lambda *args: None
+        self.get_current_device = lambda: name  # Triton keeps by this what it has compiled
+        self.get_current_stream = lambda device: 0
+        self.get_current_target = lambda: gpu_target(target)
+
+
+@contextlib.contextmanager
+def compiling(name: str) -> Iterator[list[Built]]:
+    """What is launched on tensors without memory is compiled for a device. Yields all that is, as it grows."""
+    target, built, log = TARGETS[name], list[Built](), io.StringIO()
+
+    def compiled(src: Any, metadata: dict[str, Any], metadata_group: dict[str, str], **_: Any) -> None:
+        log.seek(0)
+        text = log.read()
+        log.truncate(0)
+        if target.capability:
+            spilled = [int(size) for size in re.findall(r"(\d+) bytes spill", text)]  # of ptxas: stores, loads
+        else:
+            with open(next(path for file, path in metadata_group.items() if file.endswith(".amdgcn"))) as file:
+                spilled = [4 * int(registers) for registers in re.findall(r"vgpr_spill_count: +(\d+)", file.read())]
+        used = {src.fn.arg_names[place]: value for (place,), value in src.constants.items() if value}
+        shape = [f"{field}={value}" for field, value in used.items()]
+        shape += [f"warps={metadata['num_warps']}", *map(str, list(src.signature.values())[:2])]
+        early = bool(metadata.get("launch_pdl"))
+        built.append(Built(src.fn.__name__, ", ".join(shape), metadata["shared"], max(spilled), early))
+
+    asking = [module for module in _modules() if hasattr(module, "device_record")]
+    before = device_record
+    with tempfile.TemporaryDirectory() as cache, contextlib.redirect_stdout(log):
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log, knobs.compilation.listener = cache, True, compiled
+        driver.set_active(cast(Any, _Driver(name, target)))
+        for module in asking:
+            module.device_record = lambda device: target
+        for cached in (kernels._launch_size, softmax_launch._choose):
+            cached.cache_clear()
+        try:
+            yield built
+        finally:
+            knobs.compilation.listener = None
+            for module in asking:
+                module.device_record = before
+
+
+def _modules() -> list[Any]:
+    names = [f"{kernels.__name__}.{module.name}" for module in pkgutil.iter_modules(kernels.__path__)]
+    return [kernels, *map(importlib.import_module, names)]
+
+
+def every_kernel() -> set[str]:
+    functions = [value for module in _modules() for value in vars(module).values()]
+    return {f.__name__ for f in functions if isinstance(f, triton.JITFunction) and f.__name__.endswith("_kernel")}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is launched
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {
+        "softcap": 5.0,
+        "label_smoothing": 0.1,
+        "z_loss": 0.01,
+        "stats": ("logprob", "entropy", "argmax"),
+        "bias": True,
+        "class_weight": True,
+        "token_weight": True,
+    },
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 0.1},
+    "weighted smoothing": {"label_smoothing": 0.1, "class_weight": True},
+    "softcap": {"softcap": 5.0},
+    "weights": {"softcap": 5.0, "bias": True, "class_weight": True, "token_weight": True, "z_loss": 0.1},
+    "entropy": {"stats": ("logprob", "entropy", "argmax")},
+    "results": {"logprobs": True, "softcap": 5.0, "stats": ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")},
+}
+ROWS = 8
+# In one block and in several, with edges and without.
+COLUMNS = (1000, 4096, 50257, 128256)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float16)
+Calls = Iterator[Callable[[], Any]]
+
+
+def _new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _padded(cols: int, dtype: torch.dtype) -> Tensor:
+    return _new(ROWS, padded_cols(cols), dtype=dtype)[:, :cols]
+
+
+def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
+    """What is done to rows of logits: a user's, which begin anywhere, and tiles, which are aligned."""
+    backend, accum = kernels.TritonBackend(), accumulation_dtype(dtype)
+    fields = dict(FEATURES[feature])
+    sizes = {"bias": 3 * cols, "class_weight": 3 * cols, "token_weight": ROWS}
+    given = {name: _new(size, dtype=accum) if fields.pop(name, False) else None for name, size in sizes.items()}
+    spec = (LogprobSpec if fields.pop("logprobs", False) else LossSpec)(**fields)
+    inputs = RowInputs(_new(ROWS, dtype=torch.int64), scales=_new(3, dtype=accum), **given)
+    out = RowOutputs.of(spec, accum, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+    first = TileCall(inputs, spec, Tile(0, cols, cols, cols), out)
+    normalizer = _new(normalizer_slots(spec), ROWS, dtype=accum)
+    second = TileCall(inputs, spec, first.tile, None, normalizer, _new(ROWS, dtype=accum))
+    logits, state = _new(ROWS, cols, dtype=dtype), _new(STATE_SLOTS, ROWS, dtype=accum)
+    tile, room = _padded(cols, dtype), padded_cols(cols)
+    parts = [Tile(start, cols, 3 * cols, room) for start in (0, cols, 2 * cols)]
+    yield partial(backend.statistics, logits, first, None)
+    yield partial(backend.loss_and_gradient, logits, logits, first)
+    yield partial(backend.gradient, logits, logits, second)
+    for part in parts:
+        yield partial(backend.statistics, tile, first._replace(tile=part), state)
+    factor = _new(ROWS, dtype=accum)
+    yield partial(backend.scale_rows_, logits, factor, inputs.target, -100)
+    yield partial(backend.scale_, [logits, logits], factor[0])
+    yield partial(backend.scale_cast, _new(ROWS, cols, dtype=accum), factor[0], dtype)
+    whole = Tile(0, cols, cols, room)
+    for half in (torch.bfloat16, torch.float16) if dtype == torch.float32 else ():
+        grad = _padded(cols, half)
+        yield partial(backend.loss_and_gradient, tile, grad, first._replace(tile=whole))
+        yield partial(backend.gradient, tile, grad, second._replace(tile=whole))
+        if inputs.bias is None and EXPONENTIAL_STATS.issuperset(spec.stats):
+            factors, exps = _new(3 if spec.label_smoothing else 2, ROWS), _padded(3 * cols, half)
+            kept = _new(EXPONENTIAL_SLOTS, ROWS)
+            for part in parts:
+                of_part = exps[:, part.start : part.start + cols]
+                yield partial(backend.exponentials, tile, of_part, first._replace(tile=part), kept, factors)
+            yield partial(backend.gradient_of_exponentials, exps, factors, first)
+
+
+def of_softmax(dtype: torch.dtype, cols: int) -> Calls:
+    """Along adjacent columns, of one level and of two, and along columns that lie apart."""
+    backend = kernels.TritonBackend()
+    layouts = [(_new(64, cols, dtype=dtype), 1), (_new(8, cols, 64, dtype=dtype), 1), (_new(2, cols, dtype=dtype), 0)]
+    for (x, dim), log in itertools.product(layouts, (False, True)):
+        for wide in {dtype, torch.float32} if dtype.itemsize == 2 else {dtype}:
+            y = _new(*x.shape, dtype=wide)
+            yield partial(backend.softmax, x, dim, wide, log)
+            yield partial(backend.softmax_backward, y, y, dim, dtype, log)
+
+
+def of_calls(case: Case) -> Calls:
+    """A call of the operator by each schedule that there is for it, large and small."""
+    runtime = Runtime(cast(Any, kernels.TritonBackend()), CountingArena())
+    for kind in SCHEDULES:
+        sizes = kind.sizes(case) if kind.deferred or case.spec.reduction != "none" or not case.needs.any else ()
+        for size in sorted({sizes[len(sizes) // 3], sizes[-1]}) if sizes else ():
+            schedule = kind.sized(case, size)
+            yield partial(dry_run.rehearse, Plan(case, schedule.strategy, schedule), runtime)
+
+
+def of_slices() -> Calls:
+    """Rows of a head that is divided over processes."""
+    for spec in (LossSpec(), LossSpec(softcap=5.0, z_loss=0.1)):
+        out = RowOutputs.of(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
+        inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
+        call = TileCall(inputs, spec, Tile(8000, 8000, 32000, 8000), out)
+        yield partial(kernels.TritonBackend().complete_slices, _new(4, 3 * ROWS + 1), 1, 8000, call, _new(2, ROWS))
+
+
+def cases(dtype: torch.dtype, device: Device) -> Iterator[Case]:
+    results = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
+    specs = (LossSpec(), LossSpec(z_loss=0.1), LossSpec("none"), LogprobSpec(stats=results, candidates=5))
+    for spec, grads, skip in itertools.product(specs, ("xw", "xwb", "x", ""), (False, True)):
+        needs = Needs(("x" in grads,), ("w" in grads,), "b" in grads)
+        options = ChunkOptions(skip_ignored=skip)
+        own, known = device.own_products, device._replace(memory=None)
+        yield Case(1000, (512,), 32000, dtype, "cuda", "triton", own, known, spec, needs, options)
+
+
+def everything(target: Device) -> Calls:
+    for dtype, cols in itertools.product(DTYPES, COLUMNS):
+        for feature in FEATURES:
+            if dtype != torch.float16 or feature in ("plain", "all"):  # the others are those of bfloat16
+                yield from of_rows(dtype, cols, feature)
+        yield from of_softmax(dtype, cols)
+    for dtype in DTYPES:
+        for case in cases(dtype, target):
+            yield from of_calls(case)
+    if target.own_products:
+        yield from of_slices()
+
+
+def sample(target: Device) -> Calls:
+    """Three seconds of that: what takes most registers, and what every call launches."""
+    yield from itertools.islice(of_rows(torch.bfloat16, 50257, "all"), 2)
+    yield from itertools.islice(of_rows(torch.float32, 128256, "plain"), 9, 10)  # over wider logits
+    yield from itertools.islice(of_softmax(torch.bfloat16, 50257), 2)
+    if target.own_products:
+        yield from itertools.islice(of_calls(next(cases(torch.bfloat16, target))), 1)
+
+
+def faults(name: str, calls: Iterable[Callable[[], Any]], whole: bool) -> tuple[int, list[str]]:
+    """How many kernels were compiled, and what does not fit. `whole`: no kernel may be missing."""
+    target, found = TARGETS[name], list[str]()
+    with compiling(name) as built:
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {str(error)[:2000]}")
+    missing = every_kernel() - {one.name for one in built} - (set() if target.own_products else OF_PRODUCTS)
+    found += [f"{kernel} was not compiled" for kernel in sorted(missing) if whole]
+    return len(built), [*found, *(fault for one in built for fault in one.faults(target))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[*TARGETS], help=", ".join(TARGETS))
+    parser.add_argument("--sample", action="store_true", help="a few seconds of it")
+    arguments = parser.parse_args()
+    failed = False
+    for name in arguments.names:
+        start = time.perf_counter()
+        calls = (sample if arguments.sample else everything)(TARGETS[name])
+        number, found = faults(name, calls, whole=not arguments.sample)
+        print(f"{name}: {number} kernels in {time.perf_counter() - start:.0f} s, {len(found)} faults", flush=True)
+        for fault in dict.fromkeys(found):
+            print(f"  {fault}", flush=True)
+        failed = failed or bool(found)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
