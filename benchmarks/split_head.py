@@ -202,7 +202,8 @@ def main(
         dist.destroy_process_group()
     if alone or rank == 0:
         out.parent.mkdir(parents=True, exist_ok=True)
-        described = described_run(device, "python -m benchmarks.split_head", [])
+        start = "python" if alone else f"python -m torch.distributed.run --nproc-per-node {count}"
+        described = described_run(device, f"{start} -m benchmarks.split_head", [])
         out.write_text(json.dumps({"run": described, "cases": [asdict(case) for case in cases]}, indent=1))
 
 

@@ -373,13 +373,16 @@ class Backend(Protocol):
         """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
         some of the last may be missing. Their targets have no part in it."""
 
-    def complete_slices(self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor) -> None:
+    def complete_slices(
+        self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor, row_gradient: bool
+    ) -> None:
         """The whole results of rows of a head that is divided over processes, and the factors of `product_exponentials`
         for the classes of this one, from those of its classes alone.
 
         sent: (processes, 3 * rows + 1) float32, of each process offset, log_sum and log-probability of the target of
         each row, among its own classes, and how many it has; classes: those of the first process; call: of the whole
-        loss, its tile that of this process; factors: (2, rows), of which the first is of its classes alone.
+        loss, its tile that of this process; factors: (2, rows), of which the first is of its classes alone. With
+        `row_gradient` they are what `TileCall.row_gradient` has, zeros, of which the first two slots are written.
         """
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:

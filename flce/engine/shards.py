@@ -292,6 +292,15 @@ class Slice:
 
         return Worth(counted(of_softmax), counted(of_target), None if of_classes is None else counted(of_classes))
 
+    def complete_row_gradient(self, part: slice) -> Tensor:
+        """The results of some rows, and their `row_gradient`."""
+        if not self._has_kernel:
+            self.complete(part)
+            return self.row_gradient(part)
+        made = self.arena.new((ROW_GRADIENT_SLOTS, part.stop - part.start), self.normalizer.dtype, zero=True)
+        self._complete_by_kernel(part, made, row_gradient=True)
+        return made
+
     def row_gradient(self, part: slice) -> Tensor:
         """(`ROW_GRADIENT_SLOTS`, rows) of some rows, see `TileCall.row_gradient`, from the whole normalizer."""
         normalizer = self.normalizer[:, part]
@@ -311,10 +320,7 @@ class Slice:
                 the slice's own log-sum-exp; all are written.
         """
         if self._has_kernel:
-            sent, _ = self._sent(part)
-            self.scales.backend.complete_slices(
-                sent, self.shard.rank, self.shard.most_classes, self._whole_call(part), factors
-            )
+            self._complete_by_kernel(part, factors, row_gradient=False)
             return
         made, targets = self.complete(part), self._targets.part(part)
         of_softmax, of_target, of_classes = self.worth(part, made.offset + made.log_sum)
@@ -330,11 +336,19 @@ class Slice:
         factors[0] = torch.where(targets.valid, factors[0] * of_softmax * made.share.exp(), 0.0)
         factors[1] = torch.where(targets.valid, own * jacobian, 0.0)
 
+    def _complete_by_kernel(self, part: slice, factors: Tensor, row_gradient: bool) -> None:
+        (sent, _), shard, call = self._sent(part), self.shard, self._whole_call(part)
+        self.scales.backend.complete_slices(sent, shard.rank, shard.most_classes, call, factors, row_gradient)
+
     @functools.cached_property
     def _has_kernel(self) -> bool:
         """Whether one launch puts rows together: where a product makes exponentials, whose losses have no more."""
-        p = self.whole
-        return self.scales.backend.name == "triton" and not (unknown_to_products(p.spec) or p.token_weight_grad)
+        p, in_float32 = self.whole, self.normalizer.dtype == torch.float32
+        return (
+            self.scales.backend.name == "triton"
+            and in_float32
+            and not (unknown_to_products(p.spec) or p.token_weight_grad)
+        )
 
     def _whole_call(self, part: slice) -> TileCall:
         """Of all classes, for the results of some rows."""

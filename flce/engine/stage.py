@@ -276,9 +276,9 @@ class Stage:
             return
         call = self._statistics_call(part)
         self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep=True)), None)
-        self.split.complete(part)
+        of_rows = self.split.complete_row_gradient(part)
         call = self._gradient_call(part, self.classes)
-        self.backend.gradient(logits, dlogits, call._replace(row_gradient=self.split.row_gradient(part)))
+        self.backend.gradient(logits, dlogits, call._replace(row_gradient=of_rows))
 
     def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
         """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after

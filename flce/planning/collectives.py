@@ -122,6 +122,10 @@ class CountingSlice:
     def complete_factors(self, part: slice, factors: Tensor) -> None:
         self.complete(part)
 
+    def complete_row_gradient(self, part: slice) -> Tensor:
+        self.complete(part)
+        return self.row_gradient(part)
+
     def row_gradient(self, part: slice) -> Tensor:
         dtype = accumulation_dtype(self._problem.dtype)
         return self._arena.new((ROW_GRADIENT_SLOTS, part.stop - part.start), dtype)

@@ -79,7 +79,10 @@ def results(
     factors[0] = torch.linspace(0.5, 2.0, rows, device=device)
     split = Slice(problem, selection, scales, arena, out.normalizer, out)
     split.complete_factors(slice(0, rows), factors)
-    made = {"loss": out.loss, "lse": out.normalizer.sum(0), "f": factors[0], "t": factors[1]}
+    made = {"loss": out.loss.clone(), "lse": out.normalizer.sum(0), "f": factors[0], "t": factors[1]}
+    out.loss.fill_(torch.nan)
+    made["row gradient"] = split.complete_row_gradient(slice(0, rows))
+    assert torch.equal(made["loss"], out.loss) or made["loss"].isnan().any()
     return made | {name: t for name, t in (("z_loss", out.z_loss), ("logprob", out.logprob)) if t is not None}
 
 

@@ -413,7 +413,9 @@ def wrong_arguments() -> None:
     with pytest.raises(ValueError, match=rf"rank {rank} of .* must have a linear_weight of .* vocab_size=9"):
         call(process_group=group, vocab_size=9)
     with pytest.raises(ValueError, match="class-index targets"):
-        flce.fused_linear_cross_entropy(mine.input, mine.weight, torch.rand(3, 4, 41, dtype=torch.float64), **mine.how)
+        flce.fused_linear_cross_entropy(
+            mine.input, mine.weight, torch.rand(3, 4, 41, dtype=torch.float64, device=device()), **mine.how
+        )
     # What processes do not agree on, where the host looks at values.
     os.environ["FLCE_DEBUG"] = "1"
     for told, kwargs in (

@@ -97,11 +97,18 @@ def test_the_command(tmp_path: Path) -> None:
     assert "  unsharded" not in run(tmp_path).stdout
 
 
-@pytest.mark.parametrize("options", [["--gpus", "4"], ["--sharding", "fsdp"]])
-def test_both_or_none(tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--gpus", "4"], "go together"),
+        (["--sharding", "fsdp"], "go together"),
+        (["--gpus", "4", "--sharding", "fsdp", "--shards", "2"], "not planned together"),
+    ],
+)
+def test_both_or_none(tmp_path: Path, options: list[str], said: str) -> None:
     done = run(tmp_path, *options)
     assert done.exit_code == 2
-    assert "go together" in done.stderr
+    assert said in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_choices() -> None:

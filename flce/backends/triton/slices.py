@@ -1,7 +1,7 @@
 """The rows of a head that is divided over processes, from what the exponentials of each slice have left.
 
 `flce/engine/shards.py` has the formulas, in PyTorch, for every loss. This kernel is for those whose exponentials a
-product makes: it does in one launch what takes a hundred there, 2 to 5% of the time of a slice.
+product can make: it does in one launch what takes a hundred there, 2 to 5% of the time of a slice.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flce.backends import contract
 from flce.backends.triton.math import LOG2_E, gradient_factors, load_scales, store_results
 from flce.backends.triton.product import load_weights
 
+_SOFTMAX = tl.constexpr(contract.SOFTMAX)
+_TARGET = tl.constexpr(contract.TARGET)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -54,7 +57,8 @@ def complete_slices_kernel(
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
-    factors_ptr,  # (2, rows), row stride factors_stride: f of the slice alone; of all classes f and t
+    factors_ptr,  # (2, rows), row stride factors_stride: f of the slice alone; of all classes f and t. Or written:
+    # (slots, rows), with ROW_GRADIENT
     sent_stride,
     normalizer_stride,
     factors_stride,
@@ -74,6 +78,7 @@ def complete_slices_kernel(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
+    ROW_GRADIENT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     scale = tl.full((), scale, tl.float32)
@@ -135,9 +140,14 @@ def complete_slices_kernel(
     of_softmax, of_one_hot, _of_classes = gradient_factors(
         ce=ce, second=row_weight * scales[1], lse=reference + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS
     )
+    is_here = in_range & (owner == rank)
+    if ROW_GRADIENT:
+        tl.store(factors_ptr + _SOFTMAX * factors_stride + row, tl.where(valid, of_softmax, 0.0), mask=exists)
+        of_one_hot = tl.where(valid & is_here, of_one_hot, 0.0)
+        tl.store(factors_ptr + _TARGET * factors_stride + row, of_one_hot, mask=exists)
+        return
     share = here - log_sum
     own = tl.load(sent_ptr + rank * sent_stride + 2 * rows + row, mask=exists, other=0.0)
-    is_here = in_range & (owner == rank)
     # Of the target, a p - o, or of the class that stands in for one that is elsewhere.
     at_target = (of_softmax - of_one_hot) - of_softmax * one_minus_exp(nll)
     at_target = tl.where(is_here, at_target, of_softmax * tl.exp2((own + share) * LOG2_E))

@@ -15,16 +15,18 @@ from flce.backends.triton.slices import complete_slices_kernel
 ROWS = 64
 
 
-def complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor) -> None:
-    run(_complete_slices, sent, rank, classes, call, factors)
+def complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor, row_gradient: bool) -> None:
+    run(_complete_slices, sent, rank, classes, call, factors, row_gradient)
 
 
-def _complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor) -> Iterator[Launch]:
+def _complete_slices(
+    sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor, row_gradient: bool
+) -> Iterator[Launch]:
     yield launch_of(
         complete_slices_kernel,
         (triton.cdiv(factors.shape[1], ROWS),),
         call,
-        {"ROWS": ROWS},
+        {"ROW_GRADIENT": row_gradient, "ROWS": ROWS},
         sent_ptr=sent,
         factors_ptr=factors,
         sent_stride=sent.stride(0),
