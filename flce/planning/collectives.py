@@ -91,7 +91,7 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Numbers of a token that each process sends, see `Slice.complete`: 3 to 8."""
+    """Numbers of a token that each process sends, see `Slice.complete`: 3 to 7."""
     return 2 + len(slice_spec(spec).stats) + bool(spec.label_smoothing)
 
 
@@ -121,6 +121,10 @@ class CountingSlice:
 
     def complete_factors(self, part: slice, factors: Tensor) -> None:
         self.complete(part)
+
+    def complete_row_gradient(self, part: slice) -> Tensor:
+        self.complete(part)
+        return self.row_gradient(part)
 
     def row_gradient(self, part: slice) -> Tensor:
         dtype = accumulation_dtype(self._problem.dtype)

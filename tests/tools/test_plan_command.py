@@ -360,6 +360,30 @@ def test_a_shape() -> None:
     assert "2 matrix products" in frozen["plan"]
 
 
+def test_a_divided_head(folder: Path) -> None:
+    """Of one process: its classes of head and embedding, their gradients and states, and the loss of these."""
+    of_loss = "--shape", "8192,4096,128256", "--device-kind", "H200"
+    loss = json.loads(run(*of_loss, "--shards", "8", "--json").stdout)["loss"]
+    planned = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=8)
+    assert (loss["shards"], loss["flce_bytes"], loss["vocab_size"]) == (8, planned.workspace_bytes, 128256)
+    assert [each["operation"] for each in loss["collectives"]] == ["all-gather", "all-reduce"]
+    assert loss["stock_bytes"] < json.loads(run(*of_loss, "--json").stdout)["loss"]["stock_bytes"] / 7
+    step = "--model", folder, "--seq-len", "512", "--no-checkpointing"
+    whole, part = (json.loads(run(*step, *more, "--json").stdout) for more in ((), ("--shards", "3")))
+    classes = 1334  # of 4,000
+    fewer = (4000 - classes) * 64 * 2  # head and embedding
+    assert whole["model"]["parameters"] - part["model"]["parameters"] == fewer
+    for before, after in zip(whole["steps"], part["steps"], strict=True):
+        assert after["fused"] == before["fused"]
+        for kind, size in (("weights", 2), ("optimizer", 4)):
+            saved = before["parts"][kind] - after["parts"][kind]
+            assert saved == pytest.approx(size * fewer, rel=0.01)  # blocks of 512 bytes
+        assert after["peak_bytes"] < before["peak_bytes"]
+    assert "V=1334 of each of 3 processes" in part["loss"]["plan"]
+    said = run(*step, "--shards", "3")
+    assert "the head divided over 3 processes, with the embedding: of one of them" in " ".join(said.stdout.split())
+
+
 def test_a_kind_of_device() -> None:
     said = run("--shape", "8192,4096,128256", "--device-kind", "rtx 4090", "--json")
     found = json.loads(said.stdout)

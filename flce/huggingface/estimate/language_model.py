@@ -6,6 +6,7 @@ sound. What a step of it leaves out is told in sentences.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import re
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from flce.core.shard import bounds
 
 # Transformers' tables of classes with a language-model head, each with the class that makes models of it. A config that
 # does not name its class gets that of the first table that has one. Older Transformers lack some.
@@ -84,6 +87,23 @@ def make_model(config: Any, dtype: torch.dtype) -> Any:
             if getattr(model.config, name, None) is None:
                 setattr(model.config, name, 0)
     return model
+
+
+def divided(config: Any, shards: int) -> Any:
+    """A config of the model as the process of a group has it that has most classes: of the embedding and the head, that
+    is ceil(V / shards) of V. All else is whole."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise ValueError(f"the config of a {config.model_type} has no vocab_size that could be divided")
+    classes = bounds(text.vocab_size, shards, 0)[1]
+    for each in (config, text):
+        for name, value in list(vars(each).items()):
+            if name == "vocab_size":
+                setattr(each, name, classes)
+            elif name.endswith(("_token_id", "_token_index")) and isinstance(value, int) and value >= classes:
+                setattr(each, name, 0)  # an embedding refuses padding that it has not
+    return config
 
 
 def _maker(config: Any) -> Any:

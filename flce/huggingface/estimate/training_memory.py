@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flce.core.device_record import UNKNOWN
 from flce.core.options import ChunkOptions
-from flce.huggingface.estimate.language_model import StepInputs, make_model, one_line, positions
+from flce.huggingface.estimate.language_model import StepInputs, divided, make_model, one_line, positions
 from flce.huggingface.estimate.rehearsal import (
     ACTIVATIONS,
     CATEGORIES,
@@ -81,6 +81,7 @@ class Training:
         frozen_head: the weight of the head, and of the embedding where they are one, gets no gradient.
         accumulation: whether gradients are there already when a step begins, of the steps before.
         options: for the fused loss.
+        shards: processes over which the embedding and the head are divided by classes.
     """
 
     batch_size: int
@@ -90,6 +91,7 @@ class Training:
     frozen_head: bool = False
     accumulation: bool = False
     options: ChunkOptions | None = None
+    shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class TrainingMemory:
     def __init__(self, config: Any, training: Training, device: Described) -> None:
         self.training, self.device, self.config = training, device, config
         with _quiet():
-            self.model: Any = make_model(config, training.dtype)
+            of_process = divided(config, training.shards) if training.shards > 1 else config
+            self.model: Any = make_model(of_process, training.dtype)
         self.inputs = StepInputs(self.model)
         head = self._head()
         if training.frozen_head and head is not None:
@@ -176,7 +179,7 @@ class TrainingMemory:
 
     @property
     def head_shape(self) -> tuple[int, int]:
-        """V and H of the output embedding; the config's where the model has none."""
+        """V, as far as this process has it, and H of the output embedding; the config's where the model has none."""
         head: Any = self._head()
         if head is None:
             text = self.config.get_text_config(decoder=True)
@@ -185,6 +188,7 @@ class TrainingMemory:
 
     @property
     def num_parameters(self) -> int:
+        """Of this process."""
         return sum(p.numel() for p in self.model.parameters())
 
     def step(self, length: int, variant: Variant) -> StepMemory:

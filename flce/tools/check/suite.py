@@ -130,7 +130,7 @@ def suite(device: torch.device, backend: str, quick: bool) -> Suite:
     compiled = backend == "triton"
     small = SMALLER if quick and not compiled else SMALL
     first = list(_of_regimes(small, REGIMES[:1], dtypes, device, backend))
-    if backend == _usual_backend(device):
+    if backend == usual_backend(device):
         if find_spec("transformers") is not None:
             first += _of_models(dtypes, device, quick)
         else:
@@ -208,7 +208,7 @@ def _of_large(device: torch.device, backend: str, quick: bool) -> Iterator[Exact
         yield from _of_rows(LONG_ROWS, [BF16, F32], device, backend, "long: ")
 
 
-def _usual_backend(device: torch.device) -> str:
+def usual_backend(device: torch.device) -> str:
     """That calls take if nothing says otherwise."""
     return next(
         backend for backend in BACKENDS if why_no_backend(device, backend) is None and not interpreted(device, backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,10 @@ def check(
         str | None,
         typer.Option(help="Check one device, cpu or cuda:0, say. Default: one of each kind, and the CPU."),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=2, help="Check a head that is divided over this many processes too: GPUs, or gloo on a CPU."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Whether losses and gradients are exact here: both backends, every dtype, and a patched model.
@@ -35,19 +40,32 @@ def check(
     Example: flce check --quick
     """
     from flce.core.devices import find_device
+    from flce.tools.check.processes import Where, checks_of, place, run_split
     from flce.tools.check.report import as_json, bug_report
-    from flce.tools.check.run import run, todo
+    from flce.tools.check.run import Task, run, todo
+    from flce.tools.check.suite import Missing
     from flce.tools.machine import environment
 
     one = None if device is None else given("--device", find_device, device)
     words = ["flce", "check", *(["--quick"] if quick else []), *(["--device", device] if device else [])]
+    words += ["--processes", str(processes)] if processes else []
     command, facts = shlex.join(words), environment()
     what = todo(one, quick)
+    where = place(processes, one) if processes else None
+    split = checks_of(processes, where) if processes and isinstance(where, Where) else []
     text = TextColumn("{task.description}", markup=False)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text
     with Progress(*columns, console=stderr(), transient=True) as bar:
-        shown = bar.add_task("", total=len(what.tasks))
-        report = run(what, lambda task: bar.update(shown, advance=1, description=str(task)))
+        shown = bar.add_task("", total=len(what.tasks) + len(split))
+
+        def begun(task: Task) -> None:
+            bar.update(shown, advance=1, description=str(task))
+
+        report = run(what, begun)
+        if processes and isinstance(where, Where):
+            report = replace(report, results=(*report.results, *run_split(split, processes, where, begun)))
+        elif isinstance(where, Missing):
+            report = replace(report, missing=(*report.missing, where))
     if json:
         print_json(as_json(report, facts, command))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -92,6 +93,10 @@ def plan(
         bool, typer.Option("--accumulation", help="Gradients are summed over several steps, and stay between them.")
     ] = False,
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The output embedding is not trained.")] = False,
+    shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes over which the head is divided by classes, and with it the embedding."),
+    ] = None,
     budget: Annotated[str | None, typer.Option(metavar="256MiB", help="Most workspace of flce's loss.")] = None,
     json: Json = False,
 ) -> None:
@@ -123,15 +128,16 @@ def plan(
         raise wrong("--gpu-memory", f"is needed: the memory of a {device_kind} is not known")
     most = given("--budget", parse_bytes, budget) if budget is not None else None
     options = flce.ChunkOptions(max_workspace_bytes=most) if most is not None else None
-    how: dict[str, Any] = {"weight_grad": not frozen_head, "options": options}
+    how: dict[str, Any] = {"weight_grad": not frozen_head, "options": options, "shards": shards}
     plan_of = functools.partial(flce.plan, device_kind=device_kind, device_memory=memory, **how)
     told: dict[str, Any] = {"device": {"kind": kind_text(torch.device("cuda"), device_kind), "memory_bytes": memory}}
     if shape is not None:
         sizes = given("--shape", parse_sizes, shape)
-        told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head)
+        told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head, shards)
     else:
         assert model is not None
-        training = Training(batch_size, weights, products, optimizer.value, frozen_head, accumulation, options)
+        how_trained = optimizer.value, frozen_head, accumulation, options
+        training = Training(batch_size, weights, products, *how_trained, shards or 1)
         told |= _steps(model, seq_len, training, gpu, memory, plan_of, checkpointing)
     if json:
         print_json(told)
@@ -145,9 +151,13 @@ def plan(
 
 
 def _loss(
-    sizes: tuple[int, ...], dtype: torch.dtype, plan_of: Callable[..., ChunkPlan], weight_grad: bool
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    plan_of: Callable[..., ChunkPlan],
+    weight_grad: bool,
+    shards: int | None,
 ) -> dict[str, Any]:
-    """The loss alone."""
+    """The loss alone; of a head that is divided that of the process with most classes."""
     from flce.huggingface.estimate.training_memory import stock_loss_bytes
 
     tokens, hidden, vocab = sizes
@@ -156,8 +166,10 @@ def _loss(
         "tokens": tokens,
         "hidden_size": hidden,
         "vocab_size": vocab,
-        "stock_bytes": stock_loss_bytes(tokens, hidden, vocab, dtype, weight_grad),
+        "shards": shards,
+        "stock_bytes": stock_loss_bytes(tokens, hidden, planned.case.vocab_size, dtype, weight_grad),
         "flce_bytes": planned.workspace_bytes,
+        "collectives": [asdict(each) for each in planned.collectives],
         "plan": str(planned),
     }
 
@@ -191,8 +203,10 @@ def _steps(
         asked = seq_len * training.batch_size
         raise wrong("--seq-len", f"expected at most {MOST_TOKENS:,} tokens in a step, got {asked:,}")
     vocab, hidden = measured.head_shape
+    if training.shards > 1:
+        vocab = measured.config.get_text_config(decoder=True).vocab_size
     sizes, products = (training.batch_size * seq_len, hidden, vocab), training.autocast or training.dtype
-    loss = _loss(sizes, products, plan_of, not training.frozen_head)
+    loss = _loss(sizes, products, plan_of, not training.frozen_head, training.shards if training.shards > 1 else None)
     steps = []
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=stderr(), transient=True) as progress:
@@ -252,7 +266,8 @@ def _show(told: dict[str, Any]) -> None:
     console, loss, device = stdout(), told["loss"], told["device"]
     console.print(f"{device['kind']}, {size_text(device['memory_bytes'])}")
     head = Column("memory beside\ninputs and gradients", justify="right", no_wrap=True)
-    table = Table("", head, title=f"The loss of {loss['tokens']:,} tokens", title_justify="left")
+    divided = f", the head divided over {loss['shards']} processes" if loss["shards"] else ""
+    table = Table("", head, title=f"The loss of {loss['tokens']:,} tokens{divided}", title_justify="left")
     table.add_row("stock", size_text(loss["stock_bytes"]))
     table.add_row("flce", size_text(loss["flce_bytes"]))
     print_table(console, table)
@@ -265,7 +280,7 @@ def _show(told: dict[str, Any]) -> None:
     model = told["model"]
     console.print(
         f"\n{model['class']}, {model['parameters'] / 1e9:.2f} billion parameters in {precision}, "
-        f"{training['optimizer']}, {batch}",
+        f"{training['optimizer']}, {batch}{divided and f'{divided}, with the embedding: of one of them'}",
         soft_wrap=True,
     )
     for remark in model["remarks"]:

@@ -1,0 +1,136 @@
+"""``flce check --processes``: it is right where a divided head is, and finds what is not, hangs included."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("typer", reason="the command line")
+pytest.importorskip("rich", reason="the command line")
+if not dist.is_available():
+    pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
+
+import typer
+from typer.testing import CliRunner
+
+from flce.tools.check import processes, run
+from flce.tools.check.figures import Results
+from flce.tools.check.processes import SplitCheck, Where, checks_of, place, run_split
+from flce.tools.cli.check import check
+
+GLOO = Where("gloo", "cpu")
+
+
+@dataclass(frozen=True)
+class Wrong(SplitCheck):
+    """What is wrong is in the title; in the last process alone."""
+
+    def call(self) -> Results:
+        found = dict(super().call())
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return found
+        if self.title == "hangs":
+            time.sleep(600)
+        if self.title == "raises":
+            raise RuntimeError("no such process")
+        if self.title == "ends":
+            raise SystemExit
+        if self.title == "weight gradient":
+            found["weight gradient"] = 1.01 * found["weight gradient"]
+        if self.title == "another loss":
+            found["loss"] = found["loss"] * (1 + 1e-7)
+        return found
+
+
+def of(title: str, like: SplitCheck) -> SplitCheck:
+    return Wrong(title, like.inputs, like.backend, like.options, like.sequence_parallel)
+
+
+def run_all(checks: list[Any], count: int = 2) -> list[run.CheckResult]:
+    begun: list[str] = []
+    found = run_split(checks, count, GLOO, lambda task: begun.append(task.check.title))
+    assert begun == [each.title for each in found]
+    return found
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> SplitCheck:
+    for name in ("TRITON_INTERPRET", "FLCE_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    return next(each for each in checks_of(2, GLOO) if each.dtype == torch.float32)
+
+
+def test_what_is_right_and_what_is_not(plain: SplitCheck) -> None:
+    titles = ["weight gradient", "another loss", "raises", "never begun"]
+    right = [each for each in checks_of(2, GLOO) if each.dtype == torch.float64]
+    *fine, gradient, loss, raises = run_all([*right, *(of(title, plain) for title in titles)])
+    assert [each.title for each in fine] == [each.title for each in right]
+    for each in fine:
+        assert each.status == "right", each
+        assert {"loss", "input gradient", "weight gradient"} <= {figure.what for figure in each.figures}
+        assert "of each of 2 processes" in each.plan
+        assert each.device == "2 processes, cpu, gloo"
+    assert (gradient.status, loss.status, raises.status) == ("off", "off", "failed")
+    assert [figure.what for figure in gradient.figures if figure.off] == ["weight gradient"]
+    (sentence,) = gradient.wrong
+    assert sentence.startswith("rank 1: weight gradient 1.00e-02 from float64")
+    assert "rank 0: The processes have different losses." in loss.wrong
+    assert "rank 1: RuntimeError: no such process (flce/" in " ".join(raises.wrong)
+
+
+def test_processes_that_hang_or_end(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SILENCE", 12.0)
+    monkeypatch.setattr(processes, "AFTER_FAILURE", 1.0)
+    started = time.monotonic()
+    for title in ("hangs", "ends"):
+        (found,) = run_all([of(title, plain), plain])
+        assert found.status == "failed"
+        assert "rank 1 ended or gave no answer within 12 s." in found.wrong
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.gpu
+def test_on_gpus() -> None:
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    where = place(count, None)
+    assert where == ("nccl", "cuda")
+    checks = checks_of(count, where)
+    found = run_split(checks, count, where, lambda task: None)
+    assert len(found) == len(checks)
+    assert [each for each in found if each.status != "right"] == []
+
+
+def test_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    for gpus in (0, 1, 2):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert place(2, cpu) == GLOO
+        assert place(2, None) == (("nccl", "cuda") if gpus == 2 else GLOO)
+        found = place(2, cuda)
+        assert found == ("nccl", "cuda") if gpus == 2 else "GPUs for 2 processes" in found.why  # type: ignore[union-attr]
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, plain: SplitCheck) -> None:
+    """What is off among several processes is in its report and in its exit status."""
+    off = replace(RIGHT, status="off", wrong=("so it is",))
+    monkeypatch.setattr(run, "run", lambda what, begun: run.CheckReport((RIGHT,), ()))
+    monkeypatch.setattr(processes, "run_split", lambda checks, count, where, begun: [off])
+    app = typer.Typer()
+    app.command()(check)
+    for processes_, status in (((), 0), (("--processes", "2"), 1)):
+        said = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["--quick", "--device", "cpu", *processes_])
+        assert said.exit_code == status, said.output
+        assert ("so it is" in said.output) == bool(status)
+        assert ("flce check --quick --device cpu --processes 2" in said.output) == bool(status)
+
+
+RIGHT = run.CheckResult("cpu", "torch", "default", "float32", "right", (), (), "", 0.0)
