@@ -91,7 +91,7 @@ class Tally:
 
 
 def numbers_sent(spec: LossSpec) -> int:
-    """Numbers of a token that each process sends, see `Slice.complete`: 3 to 8."""
+    """Numbers of a token that each process sends, see `Slice.complete`: 3 to 7."""
     return 2 + len(slice_spec(spec).stats) + bool(spec.label_smoothing)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +19,13 @@ if not dist.is_available():
 
 import flce
 from flce.core.shard import Split, bounds
+from flce.engine.shards import Slice
 from flce.ops import linear_cross_entropy
-from flce.planning.collectives import Collective, split_of
+from flce.planning.collectives import Collective, CountingSlice, split_of
 from flce.testing.problem import make_problem
 from tests.distributed import split_head
 
+ENGINE = Path(flce.__file__).parent / "engine"
 PROCESSES = 4
 TOKENS, HIDDEN, VOCAB = (3, 16), 64, 1111
 # Keywords of the problem, options, and those of the plan beside.
@@ -145,6 +150,19 @@ def test_as_on_a_gpu(
     assert told(plans[0]) == noted
     itemsize = 4 if dtype == torch.float16 else 2
     assert noted["all-reduce", "bytes"] == 48 * HIDDEN * itemsize
+
+
+def test_what_the_engine_asks_of_a_slice_can_be_counted() -> None:
+    used = {
+        name for file in ENGINE.rglob("*.py") for name in re.findall(r"(?:self|stage)\.split\.(\w+)", file.read_text())
+    }
+    assert {"complete", "reduce"} <= used
+    for name in used:
+        ours = getattr(CountingSlice, name, None)
+        if ours is not None:
+            assert inspect.signature(ours).parameters == inspect.signature(getattr(Slice, name)).parameters, name
+    missing = {name for name in used if not hasattr(CountingSlice, name)}
+    assert missing <= {"has_target", "processes"}  # attributes, and `Case.split`
 
 
 def test_figures() -> None:

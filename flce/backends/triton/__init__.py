@@ -113,11 +113,12 @@ EDGED_FILLED = 2 / 3
 EXTRAS = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 SUMS = ("entropy", "mean_logit", "log_sum_sq_prob")
 # The most parts of a block of statistics: without such sums and label smoothing, with one of both, with more; the
-# largest logit's column counts beside one of them. Bytes that a thread with 64 registers has to keep in memory instead
-# (bfloat16, compiled for compute capability 9.0, or for 8.6 where that has more):
+# largest logit's column counts beside one of them, class weights beside label smoothing. Bytes that a thread with 64
+# registers has to keep in memory instead (bfloat16, compiled for compute capability 9.0, or for 8.6 where that has more):
 #   parts                                  4      2      1
 #   entropy                                228    0
-#   label smoothing, class weights         140    0
+#   label smoothing, class weights         140    0      0
+#   the same, gradient over wider logits          140    0
 #   entropy and argmax                     460    72     0
 #   entropy and label smoothing            400    64     0
 #   both, softcap, bias, weights           1336   288    12
@@ -303,9 +304,10 @@ def _outer_level(x: Tensor) -> tuple[int, int]:
 
 def _most_parts(call: TileCall) -> int:
     smoothing = call.spec.label_smoothing != 0.0
+    weighted = smoothing and call.inputs.class_weight is not None
     if call.out is None:
-        return MOST_WEIGHTED_PARTS if smoothing and call.inputs.class_weight is not None else MOST_PARTS[0]
-    kept = smoothing + any(getattr(call.out, name) is not None for name in SUMS)
+        return MOST_WEIGHTED_PARTS if weighted else MOST_PARTS[0]
+    kept = smoothing + weighted + any(getattr(call.out, name) is not None for name in SUMS)
     return MOST_PARTS[min(2, kept + (kept > 0 and call.out.argmax is not None))]
 
 
