@@ -650,6 +650,21 @@ def fsdp1(loss: str, original: bool, precision: str, head_apart: bool) -> tuple[
     return {"fused": report.fused, "stock": sum(report.stock.values())}, ours
 
 
+def peaks_of_fsdp2(config: Any, length: int) -> list[int]:
+    """Bytes that some training steps take at most, above what was there before."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    wrapped = _fsdp2(flce.patch_model(model))
+    ids = torch.randint(3, 100, (1, length))
+    peaks = []
+    for _ in range(3):
+        peaks.append(flce.profile_memory(lambda: with_labels(wrapped, ids).backward(), device="cpu").peak)
+        model.zero_grad()
+    return peaks
+
+
 def data_parallel() -> int:
     """`nn.DataParallel` in the first process: bytes above the weights of a training step with labels."""
     if dist.get_rank() > 0:

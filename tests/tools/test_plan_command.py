@@ -167,6 +167,12 @@ def test_parts_add_up_to_the_peak() -> None:
     assert all(p.grad is None and p.is_meta for p in steps.model.parameters())
 
 
+def test_the_heads_gradient_is_there_with_the_loss() -> None:
+    parts = rehearsed(BFLOAT16(64)).step(512, Variant(True, True)).parts
+    assert parts["loss"] > 0
+    assert parts["gradients"] >= 4000 * 64 * 2
+
+
 @masks_as_on_a_gpu
 def test_attention_without_probabilities() -> None:
     """The memory of SDPA is linear in the length, that of plain attention is not."""

@@ -29,7 +29,8 @@ from flce.planning.device_kinds import Described
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOSS, TEMPORARY = "activations", "loss", "temporary"
-CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
+UNSHARDED = "unsharded"  # weights of other GPUs, gathered for a while
+CATEGORIES = (WEIGHTS, UNSHARDED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
 # CUDA's caching allocator rounds each allocation up to a multiple of this.
 BLOCK = 512
 # Tensors that follow from the tokens and from constants have values: positions, and masks that models read to find
@@ -145,7 +146,7 @@ class StepMeter(TorchDispatchMode):
             result, plan = linear_cross_entropy.rehearsed(args, self.device)
         except ValueError as error:
             raise BudgetError(f"{error}") from None
-        *_, gradients, _ = result
+        *_, gradients, _unit, _token_weights = result
         for tensor in _tensors(result):
             self.hold(tensor, LOSS)
         for grad in gradients:

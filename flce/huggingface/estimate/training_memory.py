@@ -32,6 +32,7 @@ from flce.huggingface.estimate.rehearsal import (
     OnGpu,
     StepMeter,
 )
+from flce.huggingface.estimate.sharding import Sharding, Shards
 from flce.huggingface.patch import patch_model, report, unpatch_model
 from flce.planning.device_kinds import Described
 
@@ -82,6 +83,7 @@ class Training:
         accumulation: whether gradients are there already when a step begins, of the steps before.
         options: for the fused loss.
         shards: processes over which the embedding and the head are divided by classes.
+        sharding: how weights, gradients and optimizer state are divided over GPUs; None: each GPU has all.
     """
 
     batch_size: int
@@ -92,6 +94,7 @@ class Training:
     accumulation: bool = False
     options: ChunkOptions | None = None
     shards: int = 1
+    sharding: Sharding | None = None
 
 
 @dataclass(frozen=True)
@@ -277,9 +280,15 @@ class TrainingMemory:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = OPTIMIZERS[training.optimizer]
         meter = self._meter = StepMeter(self.device, training.autocast)
+        handles: list[Any] = []
+        self._shards = None
+        if training.sharding is not None:
+            shards = Shards(model, training.sharding, meter, optimizer.state, training.accumulation)
+            self._shards, handles = shards, shards.begin()
+        else:
+            meter.hold_bytes(sum(map(optimizer.state, trained)), OPTIMIZER)
         for tensor in (*model.parameters(), *model.buffers()):
             meter.hold(tensor, WEIGHTS, for_good=True)
-        meter.hold_bytes(sum(map(optimizer.state, trained)), OPTIMIZER)
         meter.hold_bytes(LIBRARIES, TEMPORARY)
         inputs, values = self.inputs.tensors(training.batch_size, length, training.dtype)
         for name, given in inputs.items():
@@ -287,11 +296,11 @@ class TrainingMemory:
                 meter.hold(given, ACTIVATIONS)
             if name in values:
                 meter.know(given, values[name])
-        if training.accumulation:
+        if training.accumulation and self._shards is None:
             for p in trained:
                 p.grad = torch.empty_like(p)
                 meter.hold(p.grad, GRADIENTS)
-        handles = [p.register_post_accumulate_grad_hook(self._gradient_arrives) for p in trained]
+        handles += [p.register_post_accumulate_grad_hook(self._gradient_arrives) for p in trained]
         head = self._head()
         if head is not None:
             handles.append(head.register_forward_pre_hook(self._loss_begins))
@@ -302,7 +311,10 @@ class TrainingMemory:
                 if meter.category == ACTIVATIONS:  # the head was not called as a layer
                     meter.category = TEMPORARY
                 torch.autograd.backward([loss])
-            meter.for_a_moment(optimizer.copies * sum(p.nbytes for p in trained), OPTIMIZER)
+            if self._shards is None:
+                meter.for_a_moment(optimizer.copies * sum(p.nbytes for p in trained), OPTIMIZER)
+            else:
+                self._shards.step(optimizer.copies)
         finally:
             for handle in handles:
                 handle.remove()
@@ -313,6 +325,8 @@ class TrainingMemory:
     def _gradient_arrives(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._meter.hold(parameter.grad, GRADIENTS)
+            if self._shards is not None:
+                self._shards.gradient_arrives(parameter)
 
     def _loss_begins(self, head: nn.Module, args: tuple[Any, ...]) -> None:
         """Before the head makes logits. What backward makes until their gradient has reached its input is the loss."""

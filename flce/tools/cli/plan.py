@@ -38,8 +38,11 @@ Optimizer = Enum(
         "none": "none",
     },
 )
+# `flce.huggingface.estimate.sharding.KINDS`.
+ShardingKind = Enum("ShardingKind", {"fsdp": "fsdp", "zero3": "zero3"})
 COLOURS = {
     "weights": "blue",
+    "unsharded": "bright_blue",
     "gradients": "green",
     "optimizer": "yellow",
     "activations": "magenta",
@@ -50,13 +53,14 @@ USUAL_LENGTH = 4096
 LONGEST_BAR, SHORTEST_BAR = 60, 20  # characters of the longest bar, and where there is no chart
 NOTE = (
     "A peak is the most that is allocated at one time of a step: weights + gradients + the optimizer's state + "
-    "activations + loss + temporary. Activations are what autograd keeps for backward: of all layers without "
+    "activations + loss + temporary. Unsharded are weights that are gathered from other GPUs. Activations are what "
+    "autograd keeps for backward: of all layers without "
     "checkpointing, the inputs of all and one layer's own with it. They were counted while the model's own code ran on "
     "tensors without memory, not estimated. {libraries} MiB of cuBLAS are among temporary. A step fits if it leaves "
     "{context} MiB for the CUDA context. Gaps between tensors come on top: {where} says what to do about them."
 )
 # Options of a training step, which a loss alone does not have.
-OF_A_STEP = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation")
+OF_A_STEP = ("seq_len", "batch_size", "optimizer", "checkpointing", "accumulation", "gpus", "sharding")
 
 
 def plan(
@@ -92,6 +96,10 @@ def plan(
     accumulation: Annotated[
         bool, typer.Option("--accumulation", help="Gradients are summed over several steps, and stay between them.")
     ] = False,
+    sharding: Annotated[
+        ShardingKind | None, typer.Option(help="What divides the model over --gpus: FSDP, or DeepSpeed ZeRO-3.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=2, help="How many GPUs; what is told is of each.")] = None,
     frozen_head: Annotated[bool, typer.Option("--frozen-head", help="The output embedding is not trained.")] = False,
     shards: Annotated[
         int | None,
@@ -107,6 +115,7 @@ def plan(
     import torch
 
     import flce
+    from flce.huggingface.estimate.sharding import Sharding
     from flce.huggingface.estimate.training_memory import Training
     from flce.planning.device_kinds import described, kind_text
 
@@ -117,6 +126,10 @@ def plan(
             source = context.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
                 raise wrong(f"--{name.replace('_', '-')}", "goes with --model: --shape plans the loss alone")
+    if (sharding is None) != (gpus is None):
+        raise typer.BadParameter("--gpus and --sharding go together: without both, each GPU has the whole model")
+    if sharding is not None and shards is not None:
+        raise typer.BadParameter("give either --sharding or --shards: the two are not planned together")
     weights: torch.dtype = getattr(torch, dtype.value)
     products: torch.dtype | None = None if autocast is None else getattr(torch, autocast.value)
     if products is not None and weights != torch.float32:
@@ -136,8 +149,9 @@ def plan(
         told["loss"] = _loss(sizes, products or weights, plan_of, not frozen_head, shards)
     else:
         assert model is not None
-        how_trained = optimizer.value, frozen_head, accumulation, options
-        training = Training(batch_size, weights, products, *how_trained, shards or 1)
+        how_trained = optimizer.value, frozen_head, accumulation, options, shards or 1
+        divided = None if sharding is None or gpus is None else Sharding(sharding.value, gpus)
+        training = Training(batch_size, weights, products, *how_trained, divided)
         told |= _steps(model, seq_len, training, gpu, memory, plan_of, checkpointing)
     if json:
         print_json(told)
@@ -248,6 +262,8 @@ def _steps(
             "optimizer": training.optimizer,
             "accumulation": training.accumulation,
             "frozen_head": training.frozen_head,
+            "sharding": None if training.sharding is None else training.sharding.kind,
+            "gpus": 1 if training.sharding is None else training.sharding.gpus,
         },
         "loss": loss,
         "steps": steps,
@@ -277,6 +293,8 @@ def _show(told: dict[str, Any]) -> None:
     training = told["training"]
     precision = training["dtype"] + (f", autocast to {training['autocast']}" if training["autocast"] else "")
     batch = f"{training['batch_size']} x {training['sequence_length']:,} tokens"
+    if training["sharding"]:
+        batch += f" on each of {training['gpus']} GPUs, {training['sharding']}"
     model = told["model"]
     console.print(
         f"\n{model['class']}, {model['parameters'] / 1e9:.2f} billion parameters in {precision}, "
@@ -303,7 +321,7 @@ def _table(steps: list[dict[str, Any]], batch_size: int) -> Table:
     heads = (Column(_name(step).replace(", ", ",\n"), justify="right", no_wrap=True) for step in steps)
     table = Table("", *heads, title="A training step", title_justify="left")
     table.add_row("peak", *(size_text(step["peak_bytes"]) for step in steps))
-    for part in COLOURS:
+    for part in [part for part in COLOURS if part != "unsharded" or any(step["parts"][part] for step in steps)]:
         table.add_row(f"  {part}", *(size_text(step["parts"][part]) for step in steps))
     table.add_row("fits", *("yes" if step["fits"] else "no" for step in steps))
     which = "longest sequence" if batch_size == 1 else f"longest of {batch_size:,} sequences"

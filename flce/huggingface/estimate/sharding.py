@@ -1,0 +1,204 @@
+"""What ZeRO-3 and FSDP leave of a training step on each of several GPUs: a rehearsed step, whose weights come and go.
+
+Of weights, gradients and the optimizer's state each GPU holds a share. The weights of a unit are whole while it runs,
+forward and backward, and those of the next one are gathered meanwhile. Its gradients are whole until the last of them
+is there. Then they are summed over the GPUs, and a share stays.
+
+Sources: DeepSpeed 0.19, ``deepspeed/runtime/zero``: ``partitioned_param_coordinator.py`` and ``stage3.py``, with the
+defaults of ``config.py``; PyTorch 2.13, ``torch/distributed/fsdp/_fully_shard``; the wrapping policy of Accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from flce.huggingface.estimate.rehearsal import GRADIENTS, OPTIMIZER, TEMPORARY, UNSHARDED, WEIGHTS, StepMeter
+
+KINDS = ("fsdp", "zero3")
+# DeepSpeed's defaults, in entries.
+KEPT_WHOLE = 100_000  # stage3_param_persistence_threshold: parameters of so few entries are never taken apart
+REUSED_SOON = 1_000_000_000  # stage3_max_reuse_distance: what is used again before so many others stays gathered
+PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size
+GRADIENT_BUCKET = 500_000_000  # reduce_bucket_size
+STEPPED_AT_ONCE = 1_000_000_000  # sub_group_size
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is divided.
+
+    Args:
+        kind: of `KINDS`.
+        gpus: over how many GPUs, at least 2.
+    """
+
+    kind: str
+    gpus: int
+
+    def share(self, size: int) -> int:
+        """Bytes of ``size`` on one GPU."""
+        return -(-size // self.gpus)
+
+
+class _Unit:
+    """Modules whose weights are gathered together.
+
+    Args:
+        module: runs with them.
+        parameters: its own.
+        stays: whether they are whole from the unit's forward to its backward.
+    """
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], stays: bool) -> None:
+        self.module, self.parameters, self.stays = module, parameters, stays
+        self.trained = [p for p in parameters if p.requires_grad]
+        self.size = sum(p.nbytes for p in parameters)
+        self.waiting, self.gathered, self.in_backward = len(self.trained), False, False
+
+
+class Shards:
+    """The shares of one model, for one rehearsed step.
+
+    Args:
+        model: with parameters on the meta device.
+        sharding: how it is divided.
+        meter: of the step.
+        state: bytes that the optimizer keeps of a parameter.
+        accumulation: whether gradients are there before the step.
+    """
+
+    def __init__(
+        self, model: Any, sharding: Sharding, meter: StepMeter, state: Callable[[Tensor], int], accumulation: bool
+    ) -> None:
+        self._sharding, self._meter, self._state = sharding, meter, state
+        self._zero3, self._accumulation = sharding.kind == "zero3", accumulation
+        divided = [p for p in model.parameters() if not (self._zero3 and p.numel() <= KEPT_WHOLE)]
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._divided_bytes = sum(p.nbytes for p in divided)
+        units = _units_of_zero3(model, divided) if self._zero3 else _units_of_fsdp(model)
+        self._prefetched = PREFETCHED * max((p.itemsize for p in divided), default=0) if self._zero3 else 0
+        self._gathered = self._in_bucket = 0
+        self._unit_of = {id(p): unit for unit in units for p in unit.parameters}
+        self._units = units
+
+    def begin(self) -> list[RemovableHandle]:
+        """Take the shares, before the weights are held as a whole; what has to be removed after the step."""
+        share, meter, size = self._sharding.share, self._meter, max((p.itemsize for p in self._trained), default=0)
+        meter.hold_bytes(share(self._divided_bytes) - self._divided_bytes, WEIGHTS)
+        meter.hold_bytes(share(sum(map(self._state_of, self._trained))), OPTIMIZER)
+        if self._zero3:
+            meter.hold_bytes(GRADIENT_BUCKET * size, TEMPORARY)
+        if self._zero3 or self._accumulation:
+            meter.hold_bytes(share(sum(p.nbytes for p in self._trained)), GRADIENTS)
+        return [handle for unit in self._units for handle in self._watch(unit)]
+
+    def gradient_arrives(self, parameter: Tensor) -> None:
+        """After the last gradient of a unit only shares of its gradients stay, and of its weights."""
+        unit = self._unit_of.get(id(parameter))
+        parameters: list[Any] = [parameter] if unit is None else unit.trained
+        if unit is not None:
+            unit.waiting -= 1
+            if unit.waiting:
+                return
+        size = sum(p.nbytes for p in parameters)
+        if not self._zero3:
+            self._meter.for_a_moment(size, TEMPORARY)  # reduced from one copy of all
+        elif self._in_bucket + size > GRADIENT_BUCKET * parameter.itemsize:
+            self._reduce_bucket(size)
+        else:
+            self._in_bucket += size
+        for p in parameters:
+            p.grad = None
+        if not (self._zero3 or self._accumulation):
+            self._meter.hold_bytes(self._sharding.share(size), GRADIENTS)
+        if unit is not None:
+            self._free(unit)
+
+    def step(self, copies: int) -> None:
+        """What the optimizer's step takes for a moment; ``copies`` of all parameters."""
+        size = sum(map(self._full_precision, self._trained)) if self._zero3 else sum(p.nbytes for p in self._trained)
+        moment = copies * self._sharding.share(size)
+        if self._zero3:  # gradients in float32
+            self._reduce_bucket(0)
+            moment += min(self._sharding.share(size), 4 * STEPPED_AT_ONCE)
+        self._meter.for_a_moment(moment, OPTIMIZER)
+
+    def _reduce_bucket(self, then: int) -> None:
+        """DeepSpeed reduces what is in its bucket from one copy of that. Then there are ``then`` bytes in it."""
+        self._meter.for_a_moment(self._in_bucket, TEMPORARY)
+        self._in_bucket = then
+
+    def _full_precision(self, parameter: Tensor) -> int:
+        return 4 * parameter.numel()
+
+    def _state_of(self, parameter: Tensor) -> int:
+        """DeepSpeed steps with a copy of the weights in float32, also of such weights, and has a state of that."""
+        if not self._zero3:
+            return self._state(parameter)
+        return self._state(parameter.detach().float()) + self._full_precision(parameter)
+
+    def _watch(self, unit: _Unit) -> Iterator[RemovableHandle]:
+        def before(*_: Any) -> None:
+            self._gather(unit)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if unit.stays or unit.in_backward:
+                return
+            self._free(unit)
+            first = next((x for x in (output if isinstance(output, tuple) else (output,)) if torch.is_tensor(x)), None)
+            if first is not None and first.requires_grad:
+                first.register_hook(backward_begins)
+
+        def backward_begins(grad: Tensor) -> None:
+            unit.in_backward = unit.waiting > 0
+            if unit.in_backward:
+                self._gather(unit)
+
+        yield unit.module.register_forward_pre_hook(before)
+        yield unit.module.register_forward_hook(after)
+
+    def _gather(self, unit: _Unit) -> None:
+        if not unit.gathered:
+            self._become(unit, True)
+
+    def _free(self, unit: _Unit) -> None:
+        if unit.gathered:
+            self._become(unit, False)
+
+    def _become(self, unit: _Unit, gathered: bool) -> None:
+        before, unit.gathered = self._unsharded, gathered
+        # FSDP has the next layer, which is as large, beside this one.
+        size = unit.size if self._zero3 or unit.stays else 2 * unit.size
+        self._gathered += size if gathered else -size
+        self._meter.hold_bytes(self._unsharded - before, UNSHARDED)
+
+    @property
+    def _unsharded(self) -> int:
+        """Bytes that are gathered: with ZeRO-3 also those of what comes next, if there is so much."""
+        return min(self._gathered + self._prefetched, self._divided_bytes) if self._gathered else 0
+
+
+def _units_of_fsdp(model: Any) -> list[_Unit]:
+    """The layers that Transformers names, and the rest, which stays whole from its forward to the end of backward."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [_Unit(m, list(m.parameters()), False) for m in model.modules() if type(m).__name__ in names]
+    apart = {id(p) for layer in layers for p in layer.parameters}
+    return [*layers, _Unit(model, [p for p in model.parameters() if id(p) not in apart], True)]
+
+
+def _units_of_zero3(model: Any, divided: list[nn.Parameter]) -> list[_Unit]:
+    """The modules that have parameters. The head and the last of them, as they are defined, stay until backward."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    units, after, left = [], 0, {id(p): p for p in divided}
+    for module in reversed(list(model.modules())):
+        own = [left.pop(id(p)) for p in module.parameters(recurse=False) if id(p) in left]
+        if own:
+            units.append(_Unit(module, own, module is head or 2 * after < REUSED_SOON))
+            after += sum(p.numel() for p in own)
+    return units
