@@ -114,7 +114,7 @@ EXTRAS = ("entropy", "argmax", "mean_logit", "log_sum_sq_prob")
 SUMS = ("entropy", "mean_logit", "log_sum_sq_prob")
 # The most parts of a block of statistics: without such sums and label smoothing, with one of both, with more; the
 # largest logit's column counts beside one of them, class weights beside label smoothing. Bytes that a thread with 64
-# registers has to keep in memory instead (bfloat16, compiled for compute capability 9.0, or for 8.6 where that has more):
+# registers has to keep in memory instead (bfloat16, compiled for compute capability 9.0, or 8.6 where that has more):
 #   parts                                  4      2      1
 #   entropy                                228    0
 #   label smoothing, class weights         140    0      0
