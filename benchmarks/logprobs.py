@@ -38,8 +38,8 @@ from benchmarks.targets import (
 )
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
+from flce.ops.linear_cross_entropy import plan_of
 from flce.planning.plan import ChunkPlan
-from flce.planning.search import plan_of_call
 from flce.testing.problem import IGNORED
 from flce.tools.bench import comparison, tables
 from flce.tools.bench.cases import Effort, Step, known, needs_package
@@ -203,10 +203,10 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
         plans: list[ChunkPlan] = []
 
         def noted(*call: Any) -> ChunkPlan:
-            plans.append(plan_of_call(*call))
+            plans.append(plan_of(*call))
             return plans[-1]
 
-        with mock.patch.object(ops, "plan_of_call", noted):
+        with mock.patch.object(ops, "plan_of", noted):
             entrant = enter(contender, result)
         if contender.family != "peer":
             result.planned_bytes = max((plan.workspace_bytes for plan in plans), default=None)

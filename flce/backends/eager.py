@@ -47,13 +47,18 @@ def slab_rows(device_type: str, rows: int, cols: int, itemsize: int) -> int:
     return max(1, min(rows, budget // max(1, cols * itemsize)))
 
 
-def temporary_bytes(spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None) -> int:
-    """Memory that a pass over a tile, (rows, cols), takes for a moment: the slabs that are alive at once, at most."""
+def temporary_bytes(
+    spec: LossSpec, tile: Tensor, device_type: str, grad: Tensor | None = None, keep: bool = False
+) -> int:
+    """Memory that a pass over a tile, (rows, cols), takes for a moment: the slabs that are alive at once, at most.
+
+    `keep`: see `Tile`.
+    """
     accum = accumulation_dtype(tile.dtype)
     rows, cols = tile.shape
     narrower = grad is not None and grad.dtype.itemsize < tile.dtype.itemsize
     slabs = (
-        tile.dtype != accum or narrower,
+        tile.dtype != accum or narrower or keep,
         spec.softcap is not None,
         spec.label_smoothing != 0.0 or "entropy" in spec.stats,
     )
@@ -66,14 +71,15 @@ class TorchBackend:
     def statistics(self, logits: Tensor, call: TileCall, state: Tensor | None) -> None:
         for piece, part in _slabs(logits):
             slab = call.part(part)
-            z, _ = _transform(_piece(logits, piece), slab, want_jacobian=False)
+            z = _transform(_piece(logits, piece), slab, want_jacobian=False)[0]
             targets = Targets.of(slab)
-            merged, _ = _merge(z, slab, targets, None if state is None else state[:, part])
+            merged = _merge(z, slab, targets, None if state is None else state[:, part])[0]
             if call.tile.last:
                 finish(merged, slab, targets)
             elif state is not None:
                 for slot, value in merged.items():
                     state[slot, part] = value
+            del z  # before the next slab makes its own
 
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flce.backends import contract, eager
-from flce.backends.contract import RowOutputs
+from flce.backends.contract import RowOutputs, TileCall
 from flce.core import gemm, private
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LogprobSpec, accumulation_dtype
 from flce.engine import per_token, vectors
@@ -152,10 +152,10 @@ class Meter:
 
     # ----------------------------------------------------------------------------- as a backend, see `Backend`
 
-    def _pass(self, *tiles: Tensor) -> None:
-        self.moved(*tiles)
+    def _pass(self, tile: Tensor, grad: Tensor | None = None, keep: bool = False) -> None:
+        self.moved(tile, *(() if grad is None else (grad,)))
         if self.case.backend == "torch":
-            self.scratch(eager.temporary_bytes(self.case.spec, tiles[0], self.case.device_type, *tiles[1:]))
+            self.scratch(eager.temporary_bytes(self.case.spec, tile, self.case.device_type, grad, keep))
 
     def loss_scales(self, p: LinearCrossEntropyProblem) -> None:
         """Three numbers, which are not counted."""
@@ -163,8 +163,8 @@ class Meter:
     def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
         return (*rows.losses, None)
 
-    def statistics(self, logits: Tensor, *args: Any) -> None:
-        self._pass(logits)
+    def statistics(self, logits: Tensor, call: TileCall, *args: Any) -> None:
+        self._pass(logits, keep=call.tile.keep)
 
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
