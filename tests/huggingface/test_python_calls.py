@@ -58,7 +58,8 @@ def operators_calls(labels: torch.Tensor) -> int:
 
 
 def test_head_and_own_loss() -> None:
-    """Beside the operator, 387 on 2026-11-25; 528 with a cast and a shift."""
+    """Beside the operator, 430 on 2026-11-25, 43 of them to find out whether a wrapper holds the weights; 571 with a cast
+    and a shift."""
     model = flce.patch_model(Head())
     hidden, labels = torch.randn(1, TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (1, TOKENS))
 
@@ -71,8 +72,8 @@ def test_head_and_own_loss() -> None:
         logits, shifted = model(hidden).float()[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
         F.cross_entropy(logits.view(-1, VOCAB), shifted.view(-1)).backward()
 
-    assert python_calls(step) - operators_calls(labels[0]) <= 400
-    assert python_calls(shifting_step) - operators_calls(labels[0, 1:]) <= 535
+    assert python_calls(step) - operators_calls(labels[0]) <= 440
+    assert python_calls(shifting_step) - operators_calls(labels[0, 1:]) <= 580
     assert flce.report(model).fused == 6
 
 
@@ -95,7 +96,7 @@ def test_writes_to_many_views(cut: Callable[[Any, int], Any]) -> None:
 
 
 def test_labelled_step(build: Callable[..., Any]) -> None:
-    """More than stock's and the operator's, 416 on 2026-11-25, 549 once."""
+    """More than stock's and the operator's, 457 on 2026-11-25, 549 once."""
     ids = torch.randint(VOCAB, (1, TOKENS))
 
     def calls(model: Any) -> int:
@@ -103,5 +104,5 @@ def test_labelled_step(build: Callable[..., Any]) -> None:
 
     stock, patched = build("Llama", num_hidden_layers=1), flce.patch_model(build("Llama", num_hidden_layers=1))
     shifted = F.pad(ids[0, 1:], (0, 1), value=-100)  # as Transformers shifts labels
-    assert calls(patched) - calls(stock) - operators_calls(shifted) <= 430
+    assert calls(patched) - calls(stock) - operators_calls(shifted) <= 470
     assert flce.report(patched).fused == 3

@@ -602,13 +602,13 @@ def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) 
     """No more memory than a budget says, by the count of the plan."""
     budget = 2 << 20
     taken: list[ChunkPlan] = []
-    before = vars(ops)["plan_of_call"]
+    before = vars(ops)["plan_of"]
 
     def noted(*call: Any) -> ChunkPlan:
         taken.append(before(*call))
         return taken[-1]
 
-    monkeypatch.setattr(ops, "plan_of_call", noted)
+    monkeypatch.setattr(ops, "plan_of", noted)
     call = call_of(512, 16, 2000, k)
     out = run(
         call,
