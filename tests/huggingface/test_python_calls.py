@@ -58,8 +58,8 @@ def operators_calls(labels: torch.Tensor) -> int:
 
 
 def test_head_and_own_loss() -> None:
-    """Beside the operator, 430 on 2026-11-25, 43 of them to find out whether a wrapper holds the weights; 571 with a cast
-    and a shift."""
+    """Beside the operator, 430 on 2026-11-25, 43 of them to find out whether a wrapper holds the weights; 571 with a
+    cast and a shift."""
     model = flce.patch_model(Head())
     hidden, labels = torch.randn(1, TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (1, TOKENS))
 
