@@ -21,7 +21,7 @@ class Device(NamedTuple):
     shared_memory: int
     """Bytes that one program can have."""
     registers: int
-    """Of a multiprocessor, 32 bits each."""
+    """Registers of a multiprocessor, 32 bits each."""
     cache: int
     """Bytes that all multiprocessors share: L2."""
     memory: int | None

@@ -30,7 +30,7 @@ COLUMN_MULTIPLE = 64
 # | forward and backward of 4096 x 2048 x 32000 in bfloat16, 16 cores | times the float32 products |
 # |--------------------------------------------------------------------|----------------------------|
 # | chunks of  64 MiB, pieces of  8 MiB                                | 1.30 to 1.50               |
-# | chunks of 128 MiB, pieces of 32 MiB                                | 1.24 to 1.29               |
+# | chunks of 128 MiB, pieces of 32 MiB                                | 1.15 to 1.29               |
 LEAST_CAST_BYTES, MOST_CAST_BYTES = 8 << 20, 32 << 20
 
 

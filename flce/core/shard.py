@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def rank(self) -> int:
-        """Of this process in the group."""
+        """The rank of this process in the group."""
         return int(self.process_group.rank())
 
     @property

@@ -148,11 +148,12 @@ class Slice:
     def _local_target(self) -> Tensor:
         """(N,) Targets that are elsewhere are replaced by classes of this process, each by another: the terms of equal
         targets are summed one after the other."""
-        target, start, classes = self.whole.target, self.shard.start, self.whole.slice_size
-        here = (target >= start) & (target < start + classes)
-        stand_in = torch.arange(len(target), device=target.device) % classes
-        local = torch.where(here, target - start, stand_in)
-        return torch.where(target == self.whole.spec.ignore_index, IGNORED, local)
+        target = self.whole.target
+        local, stand_in = (
+            self.local_ids(target),
+            torch.arange(len(target), device=target.device) % self.whole.slice_size,
+        )
+        return torch.where(target == self.whole.spec.ignore_index, IGNORED, torch.where(local >= 0, local, stand_in))
 
     @functools.cached_property
     def _class_weight(self) -> Tensor | None:
@@ -174,7 +175,7 @@ class Slice:
 
     @functools.cached_property
     def local_scales(self) -> LossScales:
-        """Of the slice: 1, and the sum of its class weights."""
+        """Scales of the slice: 1, and the sum of its class weights."""
         return LossScales(self.problem, self.scales.backend, with_gradients=True)
 
     # -------------------------------------------------------------------------------------------- all classes
@@ -219,12 +220,11 @@ class Slice:
         own = None
         if p.spec.label_smoothing and self._class_weight is not None:
             own = self._class_weight[self.selection.target.clamp(0, p.slice_size - 1)]
-        start = self.shard.start
         return _Targets(
             valid=target != p.spec.ignore_index,
             in_range=(target >= 0) & (target < p.vocab_size),
             owner=known // self.shard.most_classes,
-            here=(target >= start) & (target < start + p.slice_size),
+            here=self.local_ids(target) >= 0,
             weight=None if p.class_weight is None else p.class_weight[known],
             own_weight=own,
         )
@@ -266,7 +266,7 @@ class Slice:
     # ---------------------------------------------------------------------------------------------- gradients
 
     def worth(self, part: slice, lse: Tensor) -> Worth:
-        """Of some rows, (rows,) each."""
+        """The worth of some rows, (rows,) each."""
         p, targets, scales = self.whole, self._targets.part(part), self.scales.of_gradient
         assert scales is not None
         spec, row = p.spec, torch.ones_like(lse)
@@ -351,7 +351,7 @@ class Slice:
         )
 
     def _whole_call(self, part: slice) -> TileCall:
-        """Of all classes, for the results of some rows."""
+        """The call of all classes, for the results of some rows."""
         assert self.out is not None
         width, p = self.whole.slice_size, self.whole
         inputs = self.rows.row_inputs(part, self.scales.of_gradient)

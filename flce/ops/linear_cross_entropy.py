@@ -51,6 +51,7 @@ _ARGUMENTS = (
     "str? group, int start, int vocab_size, bool sequence_parallel"
 )
 _NUM_TENSORS = 7
+_NEEDS = _NUM_TENSORS + 3
 # The results of `vectors.as_outputs`, of which the first is the loss; its gradients times a unit, as `Needs.flat` lists
 # them, which no user sees; that unit, () or, for 1, (0,); and the gradient in the weights of tokens, (N,), or (0,).
 _RESULTS = ", ".join(
@@ -422,19 +423,18 @@ class flce_linear_cross_entropy(torch.autograd.Function):
 
 
 def _forward_flops(*args: Any, out_val: tuple[Any, ...]) -> int:
-    logits, gradients = product_flops(args)
+    logits, gradients = product_flops(args[0], args[1], args[_NEEDS])
     *_, grads, _, _ = out_val
     return logits + (gradients if grads else 0)
 
 
 def _backward_flops(normalizer: Tensor, upstream: Tensor, *args: Any, out_val: Any) -> int:
-    return sum(product_flops(args))
+    return sum(product_flops(args[0], args[1], args[_NEEDS]))
 
 
-def product_flops(args: tuple[Any, ...]) -> tuple[int, int]:
-    """Flops of the products for the logits, and of those for the gradients that are needed."""
-    inputs, weights = args[:2]
-    needs = Needs.from_flat(next(arg for arg in reversed(args) if isinstance(arg, (tuple, list))))
+def product_flops(inputs: Sequence[Tensor], weights: Sequence[Tensor], flat: Sequence[bool]) -> tuple[int, int]:
+    """Flops of the products for the logits, and of those for the gradients that are needed (`Needs.flat`)."""
+    needs = Needs.from_flat(flat)
     of_terms = [2 * x.shape[0] * weight.numel() for x, weight in zip(inputs, weights, strict=True)]
     wanted = zip(of_terms * 2, needs.inputs + needs.weights, strict=True)
     return sum(of_terms), sum(count for count, needed in wanted if needed)

@@ -38,6 +38,7 @@ _ARGUMENTS = (
     "Tensor[] inputs, Tensor[] weights, Tensor target, Tensor? linear_bias, Tensor? row_factor, Tensor? candidates, "
     "str settings, bool[] needs, bool traced, str? group, int start, int vocab_size, bool sequence_parallel"
 )
+_NEEDS = 7
 
 
 class Results(NamedTuple):
@@ -253,12 +254,12 @@ def _backward_fake(*args: Any) -> list[Tensor]:
 
 
 def _forward_flops(*args: Any, out_val: Any) -> int:
-    return product_flops((args[0], args[1], *args[6:]))[0]
+    return product_flops(args[0], args[1], args[_NEEDS])[0]
 
 
 def _backward_flops(*args: Any, out_val: Any) -> int:
     _, _, _, _, _, _, _, *others = args
-    return sum(product_flops((others[0], others[1], *others[6:])))
+    return sum(product_flops(others[0], others[1], others[_NEEDS]))
 
 
 def _register() -> None:

@@ -67,7 +67,9 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
     states = state.new_zeros(shards, *state.shape)
     for slot, values in zip(slots, sent[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
         states[:, slot] = values
-    sums = _weight_sums(state, class_weight, shards, shard) if spec.label_smoothing else ()
+    sums: tuple[Tensor, ...] = ()
+    if spec.label_smoothing:
+        sums = (shard.widths(state) if class_weight is None else shard.split_sums(class_weight)).unbind()
     merged = merge_shards(states, sums, spec)
     merged[MAX] = torch.where(_widths_differ(sent[:, -1], shard), torch.nan, merged[MAX])
     return merged
@@ -75,23 +77,14 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
 
 def _widths_differ(widths: Tensor, shard: Shard) -> Tensor:
     """() bool, on the device."""
-    edges = [bounds(shard.vocab_size, len(widths), index) for index in range(len(widths))]
-    # Made on the device: a copy would wait for it.
-    differ = torch.stack([width != stop - start for width, (start, stop) in zip(widths, edges, strict=True)]).any()
+    expected = shard.widths(widths)
+    differ = (widths != expected).any()
     if looks_at_values(widths.device) and bool(differ):
         raise ValueError(
-            f"the processes of the group have logits of {[int(width) for width in widths]} classes, expected "
-            f"{[stop - start for start, stop in edges]}: give vocab_size where torch.chunk divides them unevenly"
+            f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
+            f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
         )
     return differ
-
-
-def _weight_sums(like: Tensor, class_weight: Tensor | None, shards: int, shard: Shard) -> list[Tensor]:
-    """The sum of the class weights of each shard. Made on the device: a copy would wait for it."""
-    edges = [bounds(shard.vocab_size, shards, index) for index in range(shards)]
-    if class_weight is None:
-        return [torch.full((), stop - start, dtype=like.dtype, device=like.device) for start, stop in edges]
-    return [class_weight[start:stop].sum() for start, stop in edges]
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:

@@ -33,10 +33,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends.triton.math import LOG2_E, gradient_factors, load_scales, store_results, transform
+from flce.backends.triton.math import LN_2, LOG2_E, gradient_factors, load_scales, log1p, store_results, transform
 from flce.backends.triton.product import load_weights
 
-_LN_2 = tl.constexpr(0.6931471805599453)
 # Distance of the flags: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
 _FLAG_STRIDE = tl.constexpr(FLAG_STRIDE)
@@ -189,16 +188,13 @@ def finish_kernel(
         target_z = tl.load(target_logit_ptr + row, mask=exists, other=0.0)
         target_octaves = target_z * LOG2_E - reference
         normalizer = tl.where(valid, total + tl.exp2(target_octaves), 1.0)
-        # lse = offset + log_sum. Where p is not tiny, of 1 / p - 1, which keeps its digits where p is nearly 1; then
-        # the logarithm of 1 + odds is corrected for what the sum has lost.
+        # lse = offset + log_sum. Where p is not tiny, of 1 / p - 1, which keeps its digits where p is nearly 1.
         near = target_octaves > -_HEADROOM - 32.0
         odds = total * tl.exp2(tl.where(near, -target_octaves, 0.0))
-        one_more = 1.0 + odds
-        lost = one_more - 1.0
-        exact = tl.where(lost == 0.0, odds, tl.log2(one_more) * _LN_2 * (odds / lost))
+        exact = log1p(odds)
         near = near & (odds < 65536.0)
-        offset = tl.where(near, target_z, reference * _LN_2)
-        log_sum = tl.where(near, exact, tl.log2(normalizer) * _LN_2)
+        offset = tl.where(near, target_z, reference * LN_2)
+        log_sum = tl.where(near, exact, tl.log2(normalizer) * LN_2)
         nll = tl.where(near, exact, log_sum + (offset - target_z))
         # Wrong targets make NaN, not nonsense; as do rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))

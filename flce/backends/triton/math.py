@@ -16,6 +16,7 @@ _TARGET = tl.constexpr(contract.TARGET)
 _ENTROPY = tl.constexpr(contract.ENTROPY)
 _CLASSES = tl.constexpr(contract.CLASSES)
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -51,6 +52,14 @@ def tanh_and_derivative(x):
     inverse = 1.0 / (1.0 + t)
     magnitude = (1.0 - t) * inverse
     return tl.where(x < 0, -magnitude, magnitude), 4.0 * t * inverse * inverse
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x), also where 1 + x rounds: the logarithm is corrected for what the sum has lost."""
+    one_more = 1.0 + x
+    lost = one_more - 1.0
+    return tl.where(lost == 0.0, x, tl.log2(one_more) * LN_2 * (x / lost))
 
 
 @triton.jit

@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 
 from flce.backends import contract
-from flce.backends.triton.math import LOG2_E, gradient_factors, load_scales, store_results
+from flce.backends.triton.math import LN_2, LOG2_E, gradient_factors, load_scales, log1p, store_results
 from flce.backends.triton.product import load_weights
 
 _SOFTMAX = tl.constexpr(contract.SOFTMAX)
 _TARGET = tl.constexpr(contract.TARGET)
-_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -23,14 +22,6 @@ def load_log_sum_exp(sent_ptr, process, stride, row, rows, exists):
     """(m, log(sum(exp(z - m)))) of a process's classes; m is -inf where it has none."""
     offset = tl.load(sent_ptr + process * stride + row, mask=exists, other=0.0)
     return offset, tl.load(sent_ptr + process * stride + rows + row, mask=exists, other=0.0)
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x), also where 1 + x rounds."""
-    one_more = 1.0 + x
-    lost = one_more - 1.0
-    return tl.where(lost == 0.0, x, tl.log2(one_more) * _LN_2 * (x / lost))
 
 
 @triton.jit
@@ -115,11 +106,11 @@ def complete_slices_kernel(
         others += tl.where(owner == process, 0.0, term)
         of_owner = tl.where(owner == process, lse, of_owner)
         here = tl.where(process == rank, lse, here)
-    log_sum = tl.log2(tl.where(valid, total, 1.0)) * _LN_2
+    log_sum = tl.log2(tl.where(valid, total, 1.0)) * LN_2
     of_target = sent_ptr + owner.to(tl.int64) * sent_stride + 2 * rows + row
     nll = -tl.load(of_target, mask=exists & in_range, other=0.0)
     # log(1 + exp(x)), x being what the others weigh beside the owner of the target.
-    x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * _LN_2 - of_owner)
+    x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - of_owner)
     more = tl.maximum(x, 0.0) + log1p(tl.exp2(-tl.abs(x) * LOG2_E))
     nll = tl.where(of_owner == float("-inf"), float("inf"), nll + tl.where(others == 0.0, 0.0, more))
     nll = tl.where(in_range & (largest != float("-inf")), nll, float("nan")) + wrong
