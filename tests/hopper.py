@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from flce import ChunkOptions
+from flce.core import devices
+from flce.core.device_profile import profile
 from flce.core.device_record import KNOWN
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.engine import case
@@ -36,6 +39,30 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     search.plan_of_call.cache_clear()
     yield
     search.plan_of_call.cache_clear()
+
+
+def instead_of_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int) -> None:
+    """PyTorch tells of an H100 with as many bytes, though none is there. What was known of devices is forgotten."""
+    found = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+        L2_cache_size=50 << 20,
+        total_memory=memory,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: found.name)
+    monkeypatch.setattr(torch.version, "hip", None)
+    forget_devices()
+
+
+def forget_devices() -> None:
+    """The next look at a device asks PyTorch, and the environment."""
+    for cached in (profile, devices._told, devices._profiled, search.plan_of_call):
+        cached.cache_clear()
 
 
 def misplaced(monkeypatch: pytest.MonkeyPatch, t: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ class HeadCall:
         self.forward = usage.forwards
         self.hooks: OrderedDict[int, Hook] = OrderedDict()
         self._copied: tuple[Hook, HeadCall] | None = None
-        """Of logits that a wrapper's autograd function has copied: what it does in backward, and the call before it."""
+        """For logits that a wrapper's autograd function has copied: what that does in backward, and the call before."""
         self.passed_by = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
         self.backward_began = False

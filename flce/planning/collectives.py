@@ -31,10 +31,10 @@ class Collective:
 
     operation: Operation
     what: str
-    """Of what, in words."""
+    """Operands, in words."""
     calls: int
     bytes: int
-    """Of all calls together: of the results of gathers, of the operands of reductions."""
+    """Bytes of all calls together: of the results of gathers, of the operands of reductions."""
 
     def sent_bytes(self, processes: int) -> int:
         """What each process sends in a ring: of a gather or a scatter all but its own share, of a sum twice that."""

@@ -46,7 +46,7 @@ class ChunkPlan(Plan):
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """Of a head that is divided over processes: what these tell each other, over forward and backward."""
+        """What the processes of a divided head tell each other, over forward and backward."""
         return self._count.collectives
 
     def __str__(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,8 @@ pytest.importorskip("typer")
 from benchmarks import small_card
 from benchmarks.small_card import CASES, CLOSE, KIND, MULTIPLE, longest, main, predicted, table
 from flce.core import devices
-from flce.core.device_profile import profile
 from flce.core.device_record import KNOWN
+from tests.hopper import forget_devices, instead_of_a_gpu
 
 
 @pytest.mark.parametrize("limit", [8, 100, 1000, 9_920, 87_360, 400_000])
@@ -65,30 +64,17 @@ def test_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 
 def test_a_larger_gpu_becomes_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and launches are those of a 4090, and PyTorch has as much memory."""
-    name, total, device = "NVIDIA H100 80GB HBM3", 80 << 30, torch.device("cuda", 0)
-    caches = (profile, devices._told, devices._profiled)
-    found = SimpleNamespace(
-        name=name,
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        L2_cache_size=50 << 20,
-        total_memory=total,
-    )
+    device = torch.device("cuda", 0)
+    instead_of_a_gpu(monkeypatch, 80 << 30)
     shares: list[float] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
     monkeypatch.setenv("FLCE_PROFILE", "")
-    for cached in caches:
-        cached.cache_clear()
+    forget_devices()
     small_card.simulate(device, str(tmp_path))
     record = devices.device_record(device)
     assert record._replace(profile=None) == KNOWN[KIND]._replace(name="H100", memory=small_card.MEMORY)
     assert shares == [23 / 80]
-    for cached in caches:
-        cached.cache_clear()
+    forget_devices()
 
 
 def test_what_is_predicted_is_of_the_simulated_card() -> None:

@@ -5,46 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import flce
-from flce.core import devices
-from flce.core.device_profile import profile
 from flce.core.device_record import KNOWN
 from flce.core.devices import device_record
-from flce.planning.search import plan_of_call
+from tests.hopper import forget_devices, instead_of_a_gpu
 
 CUDA = torch.device("cuda")
 NAME = "NVIDIA H100 80GB HBM3"
 
 
-def forget() -> None:
-    for cached in (profile, devices._told, devices._profiled, plan_of_call):
-        cached.cache_clear()
-
-
 @pytest.fixture(autouse=True)
 def an_h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    found = SimpleNamespace(
-        name=NAME,
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        L2_cache_size=50 << 20,
-        total_memory=79 << 30,
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: NAME)
-    monkeypatch.setattr(torch.version, "hip", None)
-    forget()
+    instead_of_a_gpu(monkeypatch, 79 << 30)
     yield
-    forget()
+    forget_devices()
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from flce.huggingface.estimate.rehearsal import GRADIENTS, OPTIMIZER, TEMPORARY,
 
 KINDS = ("fsdp", "zero3")
 # DeepSpeed's defaults, in entries.
-KEPT_WHOLE = 100_000  # stage3_param_persistence_threshold: parameters of so few entries are never taken apart
-REUSED_SOON = 1_000_000_000  # stage3_max_reuse_distance: what is used again before so many others stays gathered
+KEPT_WHOLE = 100_000  # stage3_param_persistence_threshold: parameters of fewer entries are never taken apart
+REUSED_SOON = 1_000_000_000  # stage3_max_reuse_distance: what is used again before this many others stays gathered
 PREFETCHED = 50_000_000  # stage3_prefetch_bucket_size
 GRADIENT_BUCKET = 500_000_000  # reduce_bucket_size
 STEPPED_AT_ONCE = 1_000_000_000  # sub_group_size

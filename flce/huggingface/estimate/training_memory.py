@@ -191,7 +191,7 @@ class TrainingMemory:
 
     @property
     def num_parameters(self) -> int:
-        """Of this process."""
+        """Parameters of this process."""
         return sum(p.numel() for p in self.model.parameters())
 
     def step(self, length: int, variant: Variant) -> StepMemory:

@@ -97,7 +97,7 @@ class SplitCheck(InputsCheck):
 
 
 def split_checks(processes: int, device: torch.device, backend: str) -> Iterator[SplitCheck]:
-    """Of `processes` processes; the device of each."""
+    """The checks of `processes` processes. `device`: that of each."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         if why_no_dtype(device, dtype) is not None:
             continue
@@ -167,7 +167,7 @@ def run_split(
 
 
 def _answers(ends: list[Connection]) -> dict[int, CheckResult]:
-    """Of a check, by rank; those that came in time."""
+    """The answers to a check that came in time, by rank."""
     found: dict[int, CheckResult] = {}
     waiting: dict[Any, int] = {end: rank for rank, end in enumerate(ends)}
     until = time.monotonic() + SILENCE
