@@ -153,7 +153,8 @@ def contenders(made: Operands, alone: bool) -> dict[str, Step]:
 def measure(case: Measured, device: torch.device, group: Any, alone: bool, rounds: int) -> None:
     made = Operands(case, device, group)
     steps = contenders(made, alone)
-    meter = BenchMeter(device, (lambda: None) if alone else dist.barrier, HEAD_START)
+    number = torch.zeros(1, device=device)
+    meter = BenchMeter(device, (lambda: None) if alone else lambda: dist.all_reduce(number), HEAD_START)
     for name, step in steps.items():
         outcome, sample = meter.warm_up(step)
         if name != PRODUCTS:

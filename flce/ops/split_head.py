@@ -132,7 +132,7 @@ def _whole_sequence(x: Tensor, shard: Shard) -> Tensor:
 
 def _gather_sequence(x: Tensor, group: str) -> Tensor:
     shares = gather(x, private.resolve_process_group(group))  # (processes, ..., S / processes, H)
-    return shares.movedim(0, -3).flatten(-3, -2).clone(memory_format=torch.contiguous_format)
+    return shares.movedim(0, -3).flatten(-3, -2).contiguous()
 
 
 def _scatter_sequence(x: Tensor, group: str) -> Tensor:

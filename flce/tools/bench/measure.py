@@ -61,8 +61,9 @@ def first_line(error: Exception) -> str:
 class BenchMeter:
     """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter, process_time and the profiler.
 
-    `before` is called before every timed call. A GPU is then busy for `head_start` seconds: that is not waited for, and
-    while it works the host launches the call.
+    A GPU is busy for `head_start` seconds before every timed call: that is not waited for, and while it works the host
+    launches the call. `before` is called after that, before the call. How long a GPU is busy depends on its clock: of
+    several GPUs it makes all start at once, if it leaves something to the device in which they wait for each other.
     """
 
     device: torch.device
@@ -92,9 +93,9 @@ class BenchMeter:
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         held = torch.cuda.memory_allocated(self.device)
-        self.before()
         if self.head_start:
             private.cuda_sleep(int(self.head_start * CYCLES_PER_SECOND))
+        self.before()
         start.record()
         outcome = step()
         end.record()
