@@ -15,6 +15,7 @@ import contextlib
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -30,7 +31,7 @@ from benchmarks.benchmark import save
 from benchmarks.models import MODEL, TINY, ModelCase, ModelContender, TrainingStep, build, entrants, make_batch
 from flce.tools.bench.cases import Effort, needs_package
 from flce.tools.bench.measure import BenchMeter, Entrant, Sample, compete, release
-from flce.tools.bench.results import BenchResult, Run
+from flce.tools.bench.results import BenchResult, Entry, Run
 from flce.tools.bench.tables import absences
 from flce.tools.machine import described_run
 
@@ -169,12 +170,12 @@ def keep(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
         result.forwards, result.fused = report.forwards, report.fused
 
 
-def measure(way: Way, device: torch.device, effort: Effort, run: Run) -> None:
+def measure(way: Way, case: ModelCase, device: torch.device, effort: Effort) -> Entry:
     rank, world = dist.get_rank(), dist.get_world_size()
     together = way.together or world
-    which = f"on each of {world} processes" if together == 1 else f"on each {together} of {world} processes together"
-    case = replace(WIDE, dtype=way.dtype) if device.type == "cuda" else SMALL
-    case = replace(case, processes=f" {which}, {way.title}", optimizer="adamw")
+    which = f"{world} processes together" if together == world else f"each of {world} processes"
+    which = f"every {together} of {world} processes together" if 1 < together < world else which
+    case = replace(case, processes=f" on {which}, {way.title}", optimizer="adamw")
     tokens = make_batch(case, device, seed=rank // together)
     with contextlib.ExitStack() as changes:
 
@@ -187,8 +188,7 @@ def measure(way: Way, device: torch.device, effort: Effort, run: Run) -> None:
             return Entrant(step, keep=functools.partial(keep, step, result))
 
         chosen = [replace(c, unavailable=way.missing) if way.missing(device) else c for c in entrants(case)]
-        run.cases.append(compete(case, chosen, (BenchMeter(device, dist.barrier), enter), effort))
-    release()
+        return compete(case, chosen, (BenchMeter(device, dist.barrier), enter), effort)
 
 
 def main(
@@ -203,6 +203,7 @@ def main(
     device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # of names that FSDP2 and DeepSpeed call
     chosen = [way for way in WAYS if sharding is None or Sharding(way.name) in sharding]
     command = f"python -m torch.distributed.run --nproc-per-node {dist.get_world_size()} -m benchmarks.wrapped"
     run = Run(MODEL.kind, described_run(device, command, []))
@@ -211,7 +212,9 @@ def main(
         # The first kernels take time to build: each has twice its share of what is left.
         share = 2 * (until - time.monotonic()) / max(1, left)
         left -= way.missing(device) is None
-        measure(way, device, Agreed(ROUNDS, math.inf, min(until, time.monotonic() + share)), run)
+        case = replace(WIDE, dtype=way.dtype) if cuda else SMALL
+        run.cases.append(measure(way, case, device, Agreed(ROUNDS, math.inf, min(until, time.monotonic() + share))))
+        release()
         if dist.get_rank() == 0:
             save(run, out)
             for shown in MODEL.tables(replace(run, cases=run.cases[-1:]), False):
