@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import deepspeed_training, training
 from tests.distributed.pair import World
@@ -65,7 +66,10 @@ def test_zero_3_is_fused(pair: World, zero: Any, loss: str, config: Any) -> None
     [
         deepspeed_training.late_reads,
         deepspeed_training.evaluated,
-        deepspeed_training.targets_refused,
+        pytest.param(
+            deepspeed_training.targets_refused,
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="stock's assertion on a GPU ends its process"),
+        ),
         deepspeed_training.ranks_apart,
     ],
 )
