@@ -43,15 +43,18 @@ FIELDS = "model_type hidden_size num_hidden_layers num_attention_heads num_key_v
 
 def configured(*values: Any, positions: int = 131072, **others: Any) -> dict[str, Any]:
     sizes = dict(zip(FIELDS.split(), values, strict=True))
-    return sizes | others | {"tie_word_embeddings": True, "max_position_embeddings": positions}
+    return {"tie_word_embeddings": True} | sizes | others | {"max_position_embeddings": positions}
 
 
 LLAMA: dict[str, Any] = {"head_dim": 64, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+WIDE = LLAMA | {"head_dim": 128, "tie_word_embeddings": False}
 QWEN: dict[str, Any] = {"head_dim": 128, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
 ARCHITECTURES = {
     "Llama-3.2-1B": configured("llama", 2048, 16, 32, 8, 8192, 128256, **LLAMA),
     "Qwen3-0.6B": configured("qwen3", 1024, 28, 16, 8, 3072, 151936, **QWEN),
+    "Llama-3-8B, 2 layers": configured("llama", 4096, 2, 32, 8, 14336, 128256, **WIDE),
     "tiny-llama": configured("llama", 32, 2, 2, 1, 64, 2000, positions=128),
+    "tiny-llama, untied": configured("llama", 32, 2, 4, 2, 64, 2000, positions=128, tie_word_embeddings=False),
 }
 
 
@@ -78,6 +81,7 @@ class ModelCase(BenchCase):
     warm_up_sequence: int | None = None  # tokens of a sequence while warming up, where whole ones take too long
     checkpointing: bool = True  # of gradients
     lora_rank: int = 0  # of adapters of all linear layers but the head, by PEFT; nothing else is trained then
+    processes: str = ""  # which have these tokens, and how the model is divided over them
 
     @property
     def tokens(self) -> int:
@@ -90,7 +94,7 @@ class ModelCase(BenchCase):
     @property
     def setting(self) -> str:
         """All but the model."""
-        parts = [f"{self.batch} x {self.sequence} tokens", self.dtype]
+        parts = [f"{self.batch} x {self.sequence} tokens{self.processes}", self.dtype]
         parts += [f"LoRA of rank {self.lora_rank}"] * bool(self.lora_rank)
         parts += ["no checkpointing"] * (not self.checkpointing) + [self.optimizer] * (self.optimizer != "none")
         return ", ".join(parts)
@@ -272,7 +276,7 @@ class TrainingStep:
                 self.optimizer.step()
             self.loss = loss.detach()
         finally:
-            self.model.zero_grad(set_to_none=True)
+            self.model.zero_grad()
 
 
 def take_memory(held: int, result: BenchResult, sample: Sample) -> None:
@@ -369,6 +373,7 @@ def table(entry: Entry) -> Table:
         "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
         "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
         "steps": lambda r: str(len(r.samples_ms)),
+        "losses fused": lambda r: NONE if r.fused is None else f"{r.fused} of {r.forwards}",
         "loss": lambda r: NONE if r.loss is None else f"{r.loss:.5f}",
     }
     return table_of(entry, [result for result in entry.results if result.status != "unavailable"], columns)

@@ -45,7 +45,8 @@ def overview(
 
     def tables(run: Run, brief: bool) -> list[Table]:
         found = [summary(title, first, run.cases, cell)] if brief or len(run.cases) > 1 else []
-        return found if brief else found + [table(entry) for entry in run.cases]
+        tried = [entry for entry in run.cases if any(result.status != "unavailable" for result in entry.results)]
+        return found if brief else found + [table(entry) for entry in tried]
 
     return tables
 

@@ -26,9 +26,12 @@
 #     grpo          a step of GRPO of a whole model, 8 x 4096 tokens: flce.huggingface.trl, TRL's kernel, Liger's loss, all
 #                   logits; less than two minutes
 #     distributed   any number of GPUs: the tests of several processes, under NCCL where there is more than one, FSDP1 and
-#                   nn.DataParallel; a head that is divided over GPUs, alone and with links; and a model that Accelerate
-#                   shards, stock, patched and with Liger's loss; six minutes
+#                   nn.DataParallel; a head that is divided over GPUs, alone and with links; and a model that is divided
+#                   over them by FSDP2, TP, both, HSDP and ZeRO-3, stock, patched and with Liger's loss; eight minutes
 #     split-head    only the second of these
+#     wrapped       only the third
+#     several       a head that is divided over GPUs, with links; the third; and the recipes for FSDP2 and ZeRO-3, a
+#                   process for each GPU; six minutes
 #     model         training steps of whole models, long sequences too: for a call of its own
 #     small-card    the longest sequences of a model that train on a card of 24 GB, simulated on a larger GPU; five
 #                   minutes, for a call of its own
@@ -247,7 +250,7 @@ for name in $parts; do
         # shellcheck disable=SC2086
         model) benchmark model model h200 500 ${ARGS:-} ;;
         logits) benchmark logits rows h200-logits 80 ;;
-        distributed | split-head)
+        distributed | split-head | wrapped | several)
             gpus=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
             export NCCL_NVLS_ENABLE=0 # multicast over NVLink
             if [ "$name" = distributed ]; then
@@ -256,14 +259,24 @@ for name in $parts; do
             fi
             size=()
             [ "$preset" = tiny ] && size=(--tiny)
-            part split-head "$(within 120)" "$python" -m benchmarks.split_head "${size[@]}" --out "$out/split-head.json"
+            if [[ $name =~ ^(distributed|split-head)$ ]]; then
+                part split-head "$(within 120)" "$python" -m benchmarks.split_head "${size[@]}" \
+                    --out "$out/split-head.json"
+            fi
             if [ "$gpus" -gt 1 ] || [ "$preset" = tiny ]; then
                 several=$((gpus > 1 ? gpus : 2))
                 run=("$python" -m torch.distributed.run --nproc-per-node "$several" --master-port 29511)
-                part "split-head-$several" "$(within 120)" "${run[@]}" -m benchmarks.split_head "${size[@]}" \
-                    --out "$out/split-head-$several.json"
-                [ "$name" = distributed ] && part wrapped "$(within 150)" "${run[@]}" \
-                    -m benchmarks.wrapped --out "$out/wrapped.json"
+                [ "$name" = wrapped ] || part "split-head-$several" "$(within 120)" "${run[@]}" \
+                    -m benchmarks.split_head "${size[@]}" --out "$out/split-head-$several.json"
+                [ "$name" = split-head ] || part "wrapped-$several" "$(within 170)" "${run[@]}" \
+                    -m benchmarks.wrapped --out "$out/wrapped-$several.json"
+                [ "$name" = several ] && for recipe in accelerate_fsdp2 deepspeed_zero3; do
+                    if "$python" -c "import ${recipe%%_*}" >/dev/null 2>&1; then
+                        part "$recipe" "$(within 80)" "${run[@]}" "integrations/$recipe.py" --steps 20
+                    else
+                        lines+=("left out $recipe: ${recipe%%_*} cannot be imported")
+                    fi
+                done
             fi
             ;;
         small-card)

@@ -46,6 +46,8 @@ class BenchResult:
     forward_peak_bytes: int | None = None
     reserved_bytes: int | None = None
     loss: float | None = None
+    forwards: int | None = None  # of a patched model in training
+    fused: int | None = None  # losses of these that flce has computed: of the others stock code has
     # Those of passes over memory.
     moved_bytes: int | None = None  # what a call has to read and write
     calls: int = 1  # made one after the other, whose time is one sample

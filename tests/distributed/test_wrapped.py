@@ -1,0 +1,52 @@
+"""The benchmark of models that are divided over processes: every way, in two processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import training
+from tests.distributed.pair import World
+
+pytest.importorskip("typer")
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers", minversion="5.17")
+
+
+def measured(name: str, seconds: float) -> list[dict[str, Any]]:
+    """Results of each contender; the deadline of the second process has passed."""
+    from benchmarks import wrapped
+
+    way = next(way for way in wrapped.WAYS if way.name == name)
+    until = time.monotonic() + seconds - 1000.0 * dist.get_rank()
+    case = replace(wrapped.SMALL, contenders=("ours", "stock"))
+    entry = wrapped.measure(way, case, training.device(), wrapped.Agreed(1, math.inf, until))
+    return [result.to_dict() for result in entry.results]
+
+
+@pytest.mark.parametrize("way, fused", [("fsdp2", 3), ("tp", 0), ("zero3", 3)])
+def test_every_contender_is_measured(pair: World, way: str, fused: int) -> None:
+    if way == "zero3":
+        pytest.importorskip("deepspeed")
+    for ours, stock, again in pair.run(measured, way, 500.0):
+        assert len(ours["samples_ms"]) == len(stock["samples_ms"]) == 1
+        assert (ours["forwards"], ours["fused"]) == (again["forwards"], again["fused"]) == (3, fused)
+        assert "fused" not in stock
+        assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+
+
+def test_what_two_processes_cannot_measure_is_named(pair: World) -> None:
+    for way, title in (("fsdp2-tp", "FSDP2 x TP by Transformers"), ("hsdp", "HSDP by PyTorch")):
+        for result in (result for results in pair.run(measured, way, 500.0) for result in results):
+            assert result["status"] == "unavailable"
+            assert result["reason"] == f"{title}: takes 4 processes or a multiple of it, not 2"
+
+
+def test_the_first_process_decides_when_time_is_over(pair: World) -> None:
+    for results in pair.run(measured, "fsdp2", -1.0):
+        assert [result["status"] for result in results] == ["skipped"] * 3
