@@ -95,7 +95,7 @@ def by_deepspeed(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": len(batch),
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 50_000_000},  # each model keeps such a buffer
         "bf16": {"enabled": batch.is_cuda},
         "zero_allow_untested_optimizer": True,
     }

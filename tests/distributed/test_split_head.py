@@ -75,7 +75,7 @@ def test_of_all(processes: World, function: object) -> None:
 def test_captured() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    world = World(1, "cpu:gloo,cuda:nccl")
+    world = World(max(1, torch.cuda.device_count() // 2 * 2), "cpu:gloo,cuda:nccl")
     try:
         world.run(split_head.captured)
     finally:

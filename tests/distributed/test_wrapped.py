@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.distributed import training
@@ -37,7 +38,8 @@ def test_every_contender_is_measured(pair: World, way: str, fused: int) -> None:
         assert len(ours["samples_ms"]) == len(stock["samples_ms"]) == 1
         assert (ours["forwards"], ours["fused"]) == (again["forwards"], again["fused"]) == (3, fused)
         assert "fused" not in stock
-        assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+        bf16 = torch.cuda.is_available() and way != "tp"
+        assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-2 if bf16 else 1e-5)
 
 
 def test_what_two_processes_cannot_measure_is_named(pair: World) -> None:

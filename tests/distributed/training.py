@@ -218,10 +218,14 @@ def reference(model: Any, loss: Callable[[Any, Tensor], Tensor]) -> dict[str, An
     return {"losses": losses, "gradients": gradients}
 
 
+def rounding(tolerance: float) -> float:
+    """What to allow for it after some steps. On a GPU products of float32 are summed in other orders."""
+    return max(tolerance, 1e-4) if device().type == "cuda" else tolerance
+
+
 def check_same(got: dict[str, Any], want: dict[str, Any]) -> None:
     """Losses of every step, each gradient of the first to 1e-6, and that something was learned."""
-    on_gpu = device().type == "cuda"  # where products of float32 are summed in other orders
-    tolerance = 1e-4 if on_gpu else 1e-5
+    on_gpu, tolerance = device().type == "cuda", rounding(1e-5)
     torch.testing.assert_close(got["losses"], want["losses"], rtol=tolerance, atol=tolerance)
     assert got["gradients"].keys() == want["gradients"].keys()
     for name, gradient in want["gradients"].items():
@@ -637,7 +641,7 @@ def fsdp1(loss: str, original: bool, precision: str, head_apart: bool) -> tuple[
             results.append(train(wrapped, LOSSES[loss]))
     ours = {w.category.__name__ for w in caught if w.category.__module__.startswith("flce")}
     report = flce.report(patched)
-    tolerance = 1e-5 if precision == "no" else 5e-2
+    tolerance = rounding(1e-5 if precision == "no" else 5e-2)
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
     assert results[0]["losses"][-1] != results[0]["losses"][0]
     ids = batch(dist.get_rank(), 0)
