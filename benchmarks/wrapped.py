@@ -37,7 +37,10 @@ from flce.tools.machine import described_run
 
 ROUNDS = 6
 NAMES = ("ours", "liger-loss", "stock")
-# Four models lie side by side, of which stock's takes 15 GiB in a step.
+Sharding = Enum(
+    "Sharding", {"fsdp2": "fsdp2", "tp": "tp", "fsdp2-tp": "fsdp2-tp", "hsdp": "hsdp", "zero3": "zero3"}
+)  # the names of `WAYS`
+# Four models lie side by side. A step of stock takes some 15 GiB more, predicted.
 WIDE = ModelCase("Llama-3-8B, 2 layers", 2, 4096, contenders=NAMES)
 SMALL = replace(TINY, model="tiny-llama, untied", budgets_mib=(), contenders=NAMES)
 
@@ -76,16 +79,20 @@ def by_pytorch(model: Any, batch: torch.Tensor) -> TrainingStep:
     return TrainingStep(model, adamw(model), batch)
 
 
-def by_transformers(model: torch.nn.Module, batch: torch.Tensor, groups: int = 1) -> TrainingStep:
+def by_transformers(model: torch.nn.Module, batch: torch.Tensor, together: int = 0) -> TrainingStep:
     """As `from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))`."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    together = dist.get_world_size() // groups
-    config = DistributedConfig(tp_size=together, fsdp_size=groups, fsdp_mixed_precision=batch.is_cuda)
+    world = dist.get_world_size()
+    together = together or world
+    config = DistributedConfig(tp_size=together, fsdp_size=world // together, fsdp_mixed_precision=batch.is_cuda)
     kind: Any = type(model)
     config, _, mesh = kind.prepare_distribute_model(config)
     divided = kind.maybe_distribute_model(model, config, mesh)
     return TrainingStep(divided, adamw(divided), batch)
+
+
+by_both = functools.partial(by_transformers, together=2)
 
 
 def by_deepspeed(model: torch.nn.Module, batch: torch.Tensor) -> TrainingStep:
@@ -136,15 +143,10 @@ needs_accelerate, needs_deepspeed = (needs_package(name, name, cuda=False) for n
 WAYS = [
     Way("fsdp2", "FSDP2 by Accelerate", by_accelerate, needs_accelerate),
     Way("tp", "TP by Transformers", by_transformers, anywhere, 2, 0, "bfloat16"),
-    Way("fsdp2-tp", "FSDP2 x TP by Transformers", functools.partial(by_transformers, groups=2), both_dimensions, 4, 2),
+    Way("fsdp2-tp", "FSDP2 x TP by Transformers", by_both, both_dimensions, 4, 2),
     Way("hsdp", "HSDP by PyTorch", by_pytorch, anywhere, 4),
     Way("zero3", "ZeRO-3 by DeepSpeed", by_deepspeed, needs_deepspeed),
 ]
-
-
-Sharding = Enum(
-    "Sharding", {"fsdp2": "fsdp2", "tp": "tp", "fsdp2-tp": "fsdp2-tp", "hsdp": "hsdp", "zero3": "zero3"}
-)  # their names, which the command takes
 
 
 # --- measuring ---

@@ -268,8 +268,9 @@ for name in $parts; do
                 run=("$python" -m torch.distributed.run --nproc-per-node "$several" --master-port 29511)
                 [ "$name" = wrapped ] || part "split-head-$several" "$(within 120)" "${run[@]}" \
                     -m benchmarks.split_head "${size[@]}" --out "$out/split-head-$several.json"
-                [ "$name" = split-head ] || part "wrapped-$several" "$(within 170)" "${run[@]}" \
-                    -m benchmarks.wrapped --out "$out/wrapped-$several.json"
+                limit=$(within 170)
+                [ "$name" = split-head ] || part "wrapped-$several" "$limit" "${run[@]}" \
+                    -m benchmarks.wrapped --seconds $((limit - 40)) --out "$out/wrapped-$several.json"
                 [ "$name" = several ] && for recipe in accelerate_fsdp2 deepspeed_zero3; do
                     if "$python" -c "import ${recipe%%_*}" >/dev/null 2>&1; then
                         part "$recipe" "$(within 80)" "${run[@]}" "integrations/$recipe.py" --steps 20

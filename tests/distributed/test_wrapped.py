@@ -34,7 +34,9 @@ def measured(name: str, seconds: float) -> list[dict[str, Any]]:
 def test_every_contender_is_measured(pair: World, way: str, fused: int) -> None:
     if way == "zero3":
         pytest.importorskip("deepspeed")
-    for ours, stock, again in pair.run(measured, way, 500.0):
+    results = pair.run(measured, way, 500.0)
+    assert (results[0][0]["loss"] == results[1][0]["loss"]) == (way == "tp")  # the same tokens
+    for ours, stock, again in results:
         assert len(ours["samples_ms"]) == len(stock["samples_ms"]) == 1
         assert (ours["forwards"], ours["fused"]) == (again["forwards"], again["fused"]) == (3, fused)
         assert "fused" not in stock
