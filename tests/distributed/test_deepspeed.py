@@ -51,6 +51,7 @@ OFFLOADED = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_
         (FREED, "own loss", {"adapters": "head"}),
         (FREED, "frozen meanwhile", {"adapters": "modules_to_save"}),
         (FREED | OFFLOADED, "labels", {"adapters": "backbone"}),
+        (FREED | OFFLOADED, "own loss", {}),
         (KEPT, "own loss", {"bf16": {"enabled": True}, "tolerance": 2e-2}),
     ],
 )
