@@ -22,6 +22,8 @@ ALIGNMENT = 8
 INNER_MULTIPLE = 64
 DIVIDED_INNER = 1024
 DIVIDED_ENTRIES = 1 << 22
+# Bytes of a float32 piece of such a result. Plans of the least memory must have room for it.
+DIVIDED_BYTES = 2 << 20
 # Row stride of a buffer for logits, in elements: matrix products on unaligned rows run several times slower.
 COLUMN_MULTIPLE = 64
 # Bytes of a float32 piece of an operand that is cast on the way: a quarter of the larger of the other two matrices,
@@ -121,14 +123,23 @@ def _inner_end(a: Tensor, b: Tensor, out_dtype: torch.dtype, accumulate: bool) -
 
 
 def _matmul_in_float32(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
-    """`matmul` with the sums in float32, rounded to `out` at the end; elsewhere than on CUDA piece by piece."""
-    rows = out.shape[0] if out.is_cuda else max(1, LEAST_CAST_BYTES // (4 * out.shape[1]))
-    for start in range(0, out.shape[0], max(1, rows)):
+    """`matmul` with the sums in float32, rounded to `out` at the end: piece by piece, but for large results on CUDA."""
+    (m, k), n = a.shape, b.shape[1]
+    rows = _rows_in_float32(m, k, n, out.is_cuda)
+    for start in range(0, m, rows):
         part = out[start : start + rows]
         result = part.float() if accumulate else torch.empty_like(part, dtype=torch.float32)
         matmul(a[start : start + rows], b, result, accumulate)
         part.copy_(result)
         del result  # before the next piece makes its own
+
+
+def _rows_in_float32(m: int, k: int, n: int, is_cuda: bool) -> int:
+    """Rows of a float32 piece of a result."""
+    if is_cuda and not _loses_its_end(m, n, k):
+        return max(1, m)
+    most = (DIVIDED_BYTES if is_cuda else LEAST_CAST_BYTES) // (4 * max(1, n))
+    return max(1, min(m, most // COLUMN_MULTIPLE * COLUMN_MULTIPLE or most))
 
 
 def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -154,10 +165,11 @@ def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_ty
     if a.element_size() >= 4 and a.dtype == b.dtype == out.dtype:
         return 0
     if device_type == "cuda" and (out.dtype == a.dtype or has_float32_results(out.dtype)):
-        return 4 * m * n if out.element_size() < 4 and _inner_end(a, b, out.dtype, accumulate) < k else 0
+        in_float32 = out.element_size() < 4 and _inner_end(a, b, out.dtype, accumulate) < k
+        return 4 * n * _rows_in_float32(m, k, n, True) if in_float32 else 0
     rounded = 0
     if out.element_size() < 4:  # `_matmul_in_float32`
-        m = min(m, max(1, LEAST_CAST_BYTES // (4 * n)))
+        m = _rows_in_float32(m, k, n, False)
         rounded = 4 * m * n
     cast = 4 * m * k if a.element_size() < 4 else 0
     if b.element_size() < 4:

@@ -206,6 +206,22 @@ def test_scale_rows(
             assert torch.equal(mine[same].nan_to_num(9.0), x[same].nan_to_num(9.0))
 
 
+@pytest.mark.parametrize("number", [0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_scale(kernels: ModuleType, device: torch.device, dtype: torch.dtype, number: float) -> None:
+    """Several tensors in place, of different sizes; and one to another dtype."""
+    accum = torch.promote_types(dtype, torch.float32)
+    factor = torch.tensor(number, device=device, dtype=accum)
+    xs = [torch.randn(size, device=device).to(dtype) for size in (5000, 0, 7, 1)]
+    expected = [(x.to(accum) * factor).to(dtype) for x in xs]
+    for backend in (kernels.TritonBackend(), TorchBackend()):
+        mine = [x.clone() for x in xs]
+        backend.scale_(mine, factor)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+        cast = backend.scale_cast(xs[0].to(accum), factor, dtype)
+        torch.testing.assert_close(cast, expected[0], rtol=0, atol=0)
+
+
 @dataclass(frozen=True)
 class Summed:
     """A `RowProblem`."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flce
 from flce.core import gemm
 
 M, K, N = 19, 27, 37  # none is a multiple of `gemm.ALIGNMENT`
@@ -81,6 +82,14 @@ def test_no_end_of_a_divided_inner_dimension_is_lost(
     gemm._aligned_matmul(a, b, out, accumulate)
     assert out.tolist() == [[8 + accumulate] * 5] * 3
     assert gemm.scratch_bytes(a, b, out, accumulate, "cuda") == (4 * 15 if out_dtype == HALF else 0)
+
+
+def test_a_divided_inner_dimension_takes_little_memory() -> None:
+    """A plan of 6 MiB fits, whatever the number of tokens is."""
+    a, b, out = (torch.empty(shape, dtype=HALF, device="meta") for shape in ((2048, 2000), (2000, 2048), (2048, 2048)))
+    assert gemm.scratch_bytes(a, b, out, False, "cuda") == 2 << 20
+    options = flce.ChunkOptions(max_workspace_bytes=6 << 20, strategy="vocab")
+    assert flce.plan(2000, 768, 50257, HALF, options=options, device_kind="H100").workspace_bytes <= 6 << 20
 
 
 @pytest.mark.gpu
