@@ -40,7 +40,7 @@
 # order: what is not left is missing at the end. In the environment:
 #   PYTHON    the Python to use (python3), with torch, triton, pytest, typer and matplotlib; for models
 #             transformers as well
-#   WORKERS   processes that the tests run in (as many as cores, 16 at most)
+#   WORKERS   processes that the tests run in (as many as cores and as 9 GiB of the GPU's memory, 16 at most)
 #   PRESET    what the benchmarks measure: h200, or "tiny", which also runs where there is no GPU
 #   ARGS      more arguments for the benchmark of models, such as "--budget-mib 512 --optimizer sgd"
 #   WHEELS    folder with wheels of the peers to compare with (.whl); if it exists, for this run only
@@ -52,8 +52,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 out=${OUT:-results}
 python=${PYTHON:-python3}
-cores=$(nproc)
-workers=${WORKERS:-$((cores < 16 ? cores : 16))}
 preset=${PRESET:-h200}
 wheels=${WHEELS:-.whl}
 parts=${*:-gpu-tests operator rows logits model-short}
@@ -200,8 +198,13 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
     fi
 fi
 
-question='import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'
-device=$("$python" -c "$question") || exit
+question='import os, torch
+cuda = torch.cuda.is_available()
+memory = torch.cuda.get_device_properties(0).total_memory if cuda else os.cpu_count() * 9 << 30
+print(max(1, min(16, os.cpu_count(), memory // (9 << 30))), torch.cuda.get_device_name() if cuda else "")'
+answer=$("$python" -c "$question") || exit
+read -r most device <<<"$answer"
+workers=${WORKERS:-$most}
 if [ -z "$device" ] && [ "$preset" != tiny ]; then
     echo "There is no CUDA device here." >&2
     exit 2
@@ -225,7 +228,7 @@ for name in $parts; do
                 --deselect "$checks" "${files[@]}"
             # By themselves, because they look at the clock and at the memory that is free. After the others: on a new
             # machine Python compiles the libraries first, which takes half a minute.
-            part tests-alone "$(within 120)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
+            part tests-alone "$(within 200)" "$python" -m pytest -q --tb=short -p no:cacheprovider "${select[@]}" \
                 tests/package/test_first_call.py "$checks"
             ;;
         older)
