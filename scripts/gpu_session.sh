@@ -284,7 +284,8 @@ for name in $parts; do
             fi
             ;;
         small-card)
-            part small-card "$(within 345)" "$python" -m benchmarks.small_card --seconds 270 --out "$out/small-card.json"
+            PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True part small-card "$(within 345)" \
+                "$python" -m benchmarks.small_card --seconds 270 --out "$out/small-card.json"
             ;;
         rows) benchmark rows rows h200-rows 180 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
