@@ -258,7 +258,7 @@ class Slice:
         found = 0 if self.shard.is_empty else min(k, self.whole.slice_size)
         top.logits[:, found:], top.ids[:, found:] = nothing, 0
         logits, ids = (
-            gather(x, self.group).movedim(0, 1).reshape(rows, -1) for x in (top.logits, top.ids + self.shard.start)
+            gather(x, self.group).movedim(0, 1).flatten(1) for x in (top.logits, top.ids + self.shard.start)
         )
         best, place = logits.topk(k, largest=top.largest)
         return replace(top, logits=best, ids=ids.gather(1, place))
