@@ -329,11 +329,14 @@ class Slice:
         jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
         # a p - o, of which a is nearly o and p nearly 1 where a model is certain.
         at_target = (of_softmax - of_target) + of_softmax * torch.expm1(-made.nll)
-        own = torch.where(targets.here, at_target, of_softmax * (made.own_logprob + made.share).exp())
+        # Where a slice has nothing but logits of -inf its own probabilities are NaN. They do not count.
+        counts = made.share != -torch.inf
+        elsewhere = torch.where(counts, of_softmax * (made.own_logprob + made.share).exp(), 0.0)
+        own = torch.where(targets.here, at_target, elsewhere)
         if of_classes is not None:
             own = own - (of_classes if targets.own_weight is None else of_classes * targets.own_weight)
             factors[2] = of_classes * self.whole.spec.scale
-        factors[0] = torch.where(targets.valid, factors[0] * of_softmax * made.share.exp(), 0.0)
+        factors[0] = torch.where(targets.valid & counts, factors[0] * of_softmax * made.share.exp(), 0.0)
         factors[1] = torch.where(targets.valid, own * jacobian, 0.0)
 
     def _complete_by_kernel(self, part: slice, factors: Tensor, row_gradient: bool) -> None:
