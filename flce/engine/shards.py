@@ -325,18 +325,20 @@ class Slice:
         made, targets = self.complete(part), self._targets.part(part)
         of_softmax, of_target, of_classes = self.worth(part, made.offset + made.log_sum)
         factor = self.rows.row_factor
-        jacobian = self.whole.spec.jacobian(made.own_logit[:, None], None if factor is None else factor[part])
+        # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
+        counts = made.share != -torch.inf
+        own_logit = torch.where(counts, made.own_logit, 0.0)
+        jacobian = self.whole.spec.jacobian(own_logit[:, None], None if factor is None else factor[part])
         jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
         # a p - o, of which a is nearly o and p nearly 1 where a model is certain.
         at_target = (of_softmax - of_target) + of_softmax * torch.expm1(-made.nll)
-        # Where a slice has nothing but logits of -inf its own probabilities are NaN. They do not count.
-        counts = made.share != -torch.inf
-        elsewhere = torch.where(counts, of_softmax * (made.own_logprob + made.share).exp(), 0.0)
-        own = torch.where(targets.here, at_target, elsewhere)
+        of_stand_in = torch.where(counts, (made.own_logprob + made.share).exp(), 0.0)
+        own = torch.where(targets.here, at_target, of_softmax * of_stand_in)
         if of_classes is not None:
             own = own - (of_classes if targets.own_weight is None else of_classes * targets.own_weight)
             factors[2] = of_classes * self.whole.spec.scale
-        factors[0] = torch.where(targets.valid & counts, factors[0] * of_softmax * made.share.exp(), 0.0)
+        relative = torch.where(counts, factors[0] * made.share.exp(), 0.0)
+        factors[0] = torch.where(targets.valid, of_softmax * relative, 0.0)
         factors[1] = torch.where(targets.valid, own * jacobian, 0.0)
 
     def _complete_by_kernel(self, part: slice, factors: Tensor, row_gradient: bool) -> None:
