@@ -252,14 +252,12 @@ class Slice:
 
     def complete_top(self, top: Top) -> Top:
         """The largest logits of all classes, from those of each process. Two collectives."""
-        rows, k = top.ids.shape
+        k = top.ids.shape[1]
         nothing = -torch.inf if top.largest else torch.inf
         # A process with fewer than k classes has found as many; one without any, none.
         found = 0 if self.shard.is_empty else min(k, self.whole.slice_size)
         top.logits[:, found:], top.ids[:, found:] = nothing, 0
-        logits, ids = (
-            gather(x, self.group).movedim(0, 1).flatten(1) for x in (top.logits, top.ids + self.shard.start)
-        )
+        logits, ids = (gather(x, self.group).movedim(0, 1).flatten(1) for x in (top.logits, top.ids + self.shard.start))
         best, place = logits.topk(k, largest=top.largest)
         return replace(top, logits=best, ids=ids.gather(1, place))
 

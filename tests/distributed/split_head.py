@@ -361,7 +361,7 @@ def gpu_schedules() -> list[str]:
                 check(p, group, LIMIT[dtype], options, of_results=1e-5)
             # A slice that is all padding, and one without a class.
             for dtype, z_loss in itertools.product(half[: 2 - hopper], (0.0, 0.01)):
-                options = {"chunk_rows": 8, "skip_ignored": hopper, "stats": ("lse",)}
+                options: dict[str, Any] = {"chunk_rows": 8, "skip_ignored": hopper, "stats": ("lse",)}
                 p = padded(problem((12,), 64, 555, dtype=dtype, bias=True, z_loss=z_loss), 300)
                 check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
                 p = problem((12,), 64, 1, dtype=dtype, softcap=3.0, z_loss=z_loss)
