@@ -4,16 +4,17 @@
     python -m torch.distributed.run --nproc-per-node 8 -m benchmarks.split_head --out results/split-head-8.json
 
 Alone it is the first of 2, 4 and 8 processes whose collectives return at once (PyTorch's "fake" backend): what the
-operator itself adds. Started by torch.distributed.run it is what all take together, links included. Contenders take
-turns, in the same order in all processes; times are medians, of the device alone.
+operator itself adds. Started by torch.distributed.run it is what all take together, links included, and peers take part
+that are installed. Contenders take turns, in the same order in all processes; times are medians, of the device alone.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from torch import Tensor
 import flce
 from flce.core import shard
 from flce.core.shard import bounds
+from flce.tools.bench.cases import Unavailable, needs_package
 from flce.tools.bench.measure import BenchMeter
 from flce.tools.machine import described_run
 
@@ -49,7 +51,8 @@ Step = Callable[[], object]
 
 @dataclass
 class Measured:
-    """One shape in one group of processes: milliseconds of each contender, and MiB of workspace."""
+    """One shape in one group of processes: milliseconds, MiB of workspace and loss of each contender, and why others
+    are not measured."""
 
     tokens: int
     hidden: int
@@ -58,6 +61,8 @@ class Measured:
     sequence_parallel: bool
     milliseconds: dict[str, list[float]] = field(default_factory=dict)
     workspace_mib: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, float] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
     finite: bool = True
 
     def rows(self) -> list[str]:
@@ -121,17 +126,49 @@ class Operands:
         loss.backward()
         return (loss.detach(), *self.grads())
 
-    def logits_in_memory(self, target: Tensor) -> object:
+    def logits_in_memory(self, loss_of: Callable[[Operands, Tensor], Any]) -> object:
         """A bare product, the vocabulary-parallel loss of its logits, and the sum of dX."""
-        logits = F.linear(self.x, self.weight)
-        loss: Any = flce.cross_entropy(
-            logits, target, inplace=True, process_group=self.group, vocab_size=self.case.vocab
-        )
+        loss = loss_of(self, F.linear(self.x, self.weight))
         loss.backward()
         dx, dw = self.grads()
         assert dx is not None
         dist.all_reduce(dx, group=self.group)
         return loss.detach(), dx, dw
+
+    def fused(self, loss_of: Callable[[Operands], Any]) -> object:
+        """A peer's loss of input and weight, which sums dX itself."""
+        loss = loss_of(self)
+        loss.backward()
+        return (loss.detach(), *self.grads())
+
+
+def loss_of_logits(made: Operands, logits: Tensor) -> Any:
+    return flce.cross_entropy(logits, made.target, inplace=True, process_group=made.group, vocab_size=made.case.vocab)
+
+
+def liger_of_logits(made: Operands, logits: Tensor) -> Any:
+    library = importlib.import_module(LIGER + "transformers.vocab_parallel_cross_entropy")
+    return library.LigerVocabParallelCrossEntropy()(logits[:, None], made.target[:, None], made.group).mean()
+
+
+def liger_fused(made: Operands) -> Any:
+    library = importlib.import_module(LIGER + "transformers.functional")
+    return library.liger_fused_linear_scaled_cross_entropy_tp(made.x, made.weight, made.target, made.group).mean()
+
+
+def cce_fused(made: Operands) -> Any:
+    library = importlib.import_module(CCE)
+    options = library.VocabParallelOptions(made.start, made.stop, made.group)
+    return library.linear_cross_entropy(made.x, made.weight, made.target, vocab_parallel_options=options)
+
+
+LIGER, CCE = "liger_kernel.", "cut_cross_entropy"
+LIGER_LOGITS, LIGER_FUSED, CCE_FUSED = "Liger, logits in memory", "Liger, fused", "Cut Cross-Entropy"
+NEEDS: Mapping[str, Unavailable] = {
+    LIGER_LOGITS: needs_package(LIGER + "transformers.vocab_parallel_cross_entropy", "liger-kernel"),
+    LIGER_FUSED: needs_package(LIGER + "ops.fused_linear_scaled_cross_entropy", "liger-kernel"),
+    CCE_FUSED: needs_package(CCE + ".vocab_parallel", "its repository's cut-cross-entropy"),  # 25.1.1 has none
+}
 
 
 def contenders(made: Operands, alone: bool) -> dict[str, Step]:
@@ -145,8 +182,15 @@ def contenders(made: Operands, alone: bool) -> dict[str, Step]:
         return steps
     steps["products, gather and sum one after the other"] = made.one_after_the_other
     steps["flce"] = functools.partial(made.ours, made.target)
-    if not made.case.sequence_parallel:
-        steps["logits in memory"] = functools.partial(made.logits_in_memory, made.target)
+    if not made.case.sequence_parallel:  # which the others do not know
+        steps["logits in memory"] = functools.partial(made.logits_in_memory, loss_of_logits)
+        peers: dict[str, Step] = {
+            LIGER_LOGITS: functools.partial(made.logits_in_memory, liger_of_logits),
+            LIGER_FUSED: functools.partial(made.fused, liger_fused),
+            CCE_FUSED: functools.partial(made.fused, cce_fused),
+        }
+        made.case.missing = {name: why for name in peers if (why := NEEDS[name](made.x.device)) is not None}
+        steps |= {name: step for name, step in peers.items() if name not in made.case.missing}
     return steps
 
 
@@ -160,6 +204,8 @@ def measure(case: Measured, device: torch.device, group: Any, alone: bool, round
         if name != PRODUCTS:
             assert isinstance(outcome, tuple)
             case.finite &= all(bool(t.isfinite().all()) for t in outcome if t is not None)
+            if outcome[0].dim() == 0:
+                case.losses[name] = float(outcome[0])
             returned = sum(t.numel() * t.element_size() for t in outcome if t is not None)
             case.workspace_mib[name] = ((sample.workspace_bytes or 0) - returned) / 2**20
         del outcome
@@ -200,6 +246,7 @@ def main(
             cases.append(case)
             if rank == 0:
                 print("\n".join(case.rows()), "" if case.finite else "NOT FINITE", flush=True)
+                print("".join(f"Not measured: {name}: {why}\n" for name, why in case.missing.items()), end="")
         dist.destroy_process_group()
     if alone or rank == 0:
         out.parent.mkdir(parents=True, exist_ok=True)

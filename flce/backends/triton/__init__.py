@@ -36,6 +36,7 @@ from flce.backends.triton.launch import (
     is_amd,
     launch_of,
     overlap,
+    spills_more,
     threads,
 )
 from flce.backends.triton.replay import run
@@ -125,6 +126,9 @@ SUMS = ("entropy", "mean_logit", "log_sum_sq_prob")
 MOST_PARTS = (4, 2, 1)
 # The same of a gradient alone with label smoothing and class weights: 4 parts have 268 bytes with all options, 2 none.
 MOST_WEIGHTED_PARTS = 2
+# The same over wider logits where the compiler `spills_more`: 4 parts have 100 bytes in a gradient alone with all
+# options (10.0), and in exponentials 140 (10.0) or 164 (12.0).
+MOST_NARROWER_PARTS = 2
 # With one part, and where `_takes_registers`, a program has at most these warps, whose threads then have twice
 # MAX_REGISTERS. Bytes in memory with 32 warps of MAX_REGISTERS: 80 with one part (9.0), 300 in float64 (9.0), 336 on
 # gfx942; with 8 warps of them 72 in bfloat16 on 7.5.
@@ -207,7 +211,8 @@ def _cross_entropy(
     )
     grad_dtype = None if grad is None else grad.dtype
     edges = (tile.first or out is None) and _rows_have_edges(logits, grad, tile.room)
-    most_parts = _most_parts(call)
+    narrower = grad_dtype is not None and grad_dtype.itemsize < logits.element_size()
+    most_parts = _most_parts(call, narrower, logits.device)
     launch = _launch_size(cols, logits.dtype, grad_dtype, out is not None, extras, logits.device, edges, most_parts)
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
@@ -302,13 +307,16 @@ def _outer_level(x: Tensor) -> tuple[int, int]:
     return (x.shape[1], x.stride(0)) if x.dim() == 3 else (1, 0)
 
 
-def _most_parts(call: TileCall) -> int:
+def _most_parts(call: TileCall, narrower: bool, device: torch.device) -> int:
+    """narrower: whether a gradient has a narrower type than its logits."""
     smoothing = call.spec.label_smoothing != 0.0
     weighted = smoothing and call.inputs.class_weight is not None
     if call.out is None:
-        return MOST_WEIGHTED_PARTS if weighted else MOST_PARTS[0]
-    kept = smoothing + weighted + any(getattr(call.out, name) is not None for name in SUMS)
-    return MOST_PARTS[min(2, kept + (kept > 0 and call.out.argmax is not None))]
+        most = MOST_WEIGHTED_PARTS if weighted else MOST_PARTS[0]
+    else:
+        kept = smoothing + weighted + any(getattr(call.out, name) is not None for name in SUMS)
+        most = MOST_PARTS[min(2, kept + (kept > 0 and call.out.argmax is not None))]
+    return min(most, MOST_NARROWER_PARTS) if narrower and spills_more(device) else most
 
 
 def _takes_registers(dtype: torch.dtype, device: torch.device) -> bool:

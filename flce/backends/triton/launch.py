@@ -64,6 +64,11 @@ def threads(device: torch.device, warps: int, registers: int | None = None) -> d
     return {"num_warps": max(1, warps * WARP // found.warp), **limit}
 
 
+def spills_more(device: torch.device) -> bool:
+    """Whether the compiler keeps fewer values in registers than for Hopper: from compute capability 10.0 on."""
+    return device_record(device).capability >= 100
+
+
 def is_amd(device: Device) -> bool:
     return device.arch.startswith("gfx")
 

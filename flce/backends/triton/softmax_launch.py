@@ -22,6 +22,7 @@ from flce.backends.triton.launch import (
     fewest_warps,
     filled,
     overlap,
+    spills_more,
     threads,
 )
 from flce.backends.triton.softmax import (
@@ -209,10 +210,12 @@ def _choose(
     vector = 1 if wanted > 1 else VECTOR_BYTES // min(read.itemsize, written.itemsize)
     row_bytes = cols * wanted * read.itemsize * tensors
     warps = fewest_warps(ONLINE_BACKWARD_WARPS if backward else ONLINE_WARPS, row_bytes, device)
-    block = ONLINE_PARTS * 32 * vector  # of a warp
+    # 4 parts of float64 in backward have 72 bytes in memory for want of registers (12.0).
+    parts = ONLINE_PARTS // 2 if float64 and backward and spills_more(device) else ONLINE_PARTS
+    block = parts * 32 * vector  # of a warp
     while not backward and wanted == 1 and warps > FEWEST_ONLINE_WARPS and filled(cols, warps * block) < FILLED:
         warps //= 2
-    return RowLaunch(False, warps, wanted, parts=ONLINE_PARTS, vector=vector, registers=MAX_REGISTERS)
+    return RowLaunch(False, warps, wanted, parts=parts, vector=vector, registers=MAX_REGISTERS)
 
 
 def _launch(
