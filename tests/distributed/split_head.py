@@ -222,7 +222,11 @@ def padded(p: Problem, classes: int) -> Problem:
 def padded_losses(group_name: str) -> None:
     """Slices of which some or all classes are padding, and slices without classes below very low logits."""
     group, low = groups()[group_name], -2000.0
-    kinds = ({"z_loss": 0.1, "class_weight": True}, {"reduction": "none"}, {"ignored": 0.3, "adapter_ranks": (2,)})
+    kinds: list[dict[str, Any]] = [
+        {"z_loss": 0.1, "class_weight": True},
+        {"reduction": "none"},
+        {"ignored": 0.3, "adapter_ranks": (2,)},
+    ]
     for kwargs, options in itertools.product(kinds, OPTIONS):
         p = problem((3, 4), 16, 41, bias=True, **kwargs)
         same_everywhere(check(padded(p, 20), group, 1e-9, dict(options)), group)
@@ -357,14 +361,15 @@ def gpu_schedules() -> list[str]:
         with _as_on_a_gpu(hopper) as taken:
             for dtype, kwargs in itertools.product(half[: 2 - hopper], losses_.values()):
                 p = problem((2, 12), 64, 1111 if hopper else 555, dtype=dtype, **kwargs)
-                options = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
+                options: dict[str, Any] = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
                 check(p, group, LIMIT[dtype], options, of_results=1e-5)
-            # A slice that is all padding, and one without a class.
-            for dtype, z_loss in itertools.product(half[: 2 - hopper], (0.0, 0.01)):
-                options: dict[str, Any] = {"chunk_rows": 8, "skip_ignored": hopper, "stats": ("lse",)}
-                p = padded(problem((12,), 64, 555, dtype=dtype, bias=True, z_loss=z_loss), 300)
+            # A slice that is all padding, and one without a class. Weights of tokens take another way than the kernel.
+            for dtype, weighted in itertools.product(half[: 2 - hopper], (False, True)):
+                options = {"chunk_rows": 8, "skip_ignored": hopper, "stats": ("lse",)}
+                kwargs = {"dtype": dtype, "z_loss": 0.01, "token_weight": weighted}
+                p = padded(problem((12,), 64, 555, bias=True, **kwargs), 300)
                 check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
-                p = problem((12,), 64, 1, dtype=dtype, softcap=3.0, z_loss=z_loss)
+                p = problem((12,), 64, 1, softcap=3.0, **kwargs)
                 check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
             names.update(taken)
     return sorted(names)
