@@ -84,6 +84,8 @@ def _without_torch_function() -> Any:
 
 
 def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
+    import torch
+
     @contextlib.contextmanager
     def unsharded(unit: Any) -> Iterator[None]:
         handle = unit._handle
@@ -102,7 +104,7 @@ def _fsdp1_unsharded(unshard: Any, reshard: Any, states: Any) -> Any:
         try:
             yield
         finally:
-            with as_in_forward():
+            with as_in_forward(), torch.no_grad():  # with gradients it may leave views of what it frees
                 reshard(unit, handle, True)
 
     return unsharded
@@ -348,6 +350,12 @@ NAMES: dict[str, Name] = {
         "Training under DeepSpeed computes the logits.",
         None,
         after="deepspeed.runtime.utils",
+    ),
+    "current_graph_task_id": Name(
+        ("torch._C._current_graph_task_id",),
+        "several losses of one output under DeepSpeed ZeRO-3",
+        "Two forwards before one backward, with two losses of each, raise an error there.",
+        lambda: -1,
     ),
     # --------------------------------------------------------------------------------------------------- flce bench
     "cuda_sleep": Name(

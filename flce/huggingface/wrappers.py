@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from flce.core import private
-from flce.huggingface.partitioned import is_partitioned
+from flce.huggingface.partitioned import is_partitioned, is_whole
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -93,11 +93,23 @@ def hook_of_function(node: Any) -> Hook | None:
     if function is None:
         return None
     context = SimpleNamespace(**vars(node))  # not the node, which holds the logits' place in the graph
+    last = -1
 
     def hook(grad: Tensor) -> None:
+        nonlocal last
+        before, last = last, private.current_graph_task_id()
+        if last == before != -1 and hasattr(context, "module"):
+            # DeepSpeed counts: once for each output and backward. Here a gradient comes from each loss of the output.
+            if not hasattr(context, "pre_backward_function") or _is_gathered(context.module):
+                return
+            function.apply(grad)  # the backward of another output has freed the weight: count one more
         function.backward(context, grad)
 
     return hook
+
+
+def _is_gathered(module: nn.Module) -> bool:
+    return all(is_whole(p) for p in module.parameters(recurse=False) if is_partitioned(p))
 
 
 def _function_of(node: Any) -> Any:
@@ -168,7 +180,7 @@ def fsdp2_unit(layer: nn.Module | None, owner: nn.Module | None, hooks: Iterable
     kind = _imported("torch.distributed.fsdp", "FSDPModule")
     if kind is None or layer is None:
         return None
-    inside = [] if owner is None else [module for module in owner.modules() if isinstance(module, kind)]
+    inside = [module for module in (layer, *([] if owner is None else owner.modules())) if isinstance(module, kind)]
     states = [_fsdp2_state(hook) for hook in hooks]
     for unit in inside:  # the units of one tree know each other, also those around `owner`
         states += getattr(getattr(private.fsdp_state_of(unit), "_state_ctx", None), "all_states", ())

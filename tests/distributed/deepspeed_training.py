@@ -18,7 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
-from tests.distributed.training import LOSSES, STEPS, batch, error_of, rounding, tiny_llama, with_lora
+from tests.distributed.training import (
+    LOSSES,
+    STEPS,
+    batch,
+    entropies,
+    error_of,
+    rounding,
+    shifted,
+    tiny_llama,
+    with_lora,
+)
 
 # Nothing stays gathered because it is small; what is needed again soon does, from the second step on.
 ZERO_3: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 10000}
@@ -78,6 +88,13 @@ def _check_same(got: Any, want: Any, tolerance: float = 1e-5) -> None:
     assert want[0][-1] != want[0][0]
 
 
+def _two_forwards(model: Any, ids: Tensor) -> Tensor:
+    """Before one backward, several losses of each: one of the first forward is older than the second forward."""
+    logits = model(input_ids=ids).logits
+    older = logits.logsumexp(-1).square().mean()
+    return entropies(model, ids.flip(0)) + F.cross_entropy(*shifted(logits, ids)) + older
+
+
 def compare(
     zero: dict[str, Any],
     loss: str,
@@ -95,10 +112,11 @@ def compare(
     if checkpointing:
         stock.gradient_checkpointing_enable()
     patched = flce.patch_model(copy.deepcopy(stock))
-    want = _train(engine_of(stock, zero, accumulation, **config), LOSSES[loss], direct)
+    function = _two_forwards if loss == "two forwards" else LOSSES[loss]
+    want = _train(engine_of(stock, zero, accumulation, **config), function, direct)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        got = _train(engine_of(patched, zero, accumulation, **config), LOSSES[loss], direct)
+        got = _train(engine_of(patched, zero, accumulation, **config), function, direct)
     _check_same(got, want, tolerance)
     kinds = {w.category for w in caught} & {MaterializedLogitsWarning, NotFusedWarning}
     return flce.report(patched), {kind.__name__ for kind in kinds}

@@ -46,7 +46,7 @@ OFFLOADED = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_
     [
         (KEPT, "labels", {"accumulation": 4, "direct": True, "gradient_clipping": 0.1, "checkpointing": True}),
         (FREED, "own loss", {"tied": True}),
-        (FREED, "entropies", {}),
+        (FREED, "two forwards", {}),
         (FREED, "real logits", {}),
         (FREED, "own loss", {"adapters": "head"}),
         (FREED, "frozen meanwhile", {"adapters": "modules_to_save"}),

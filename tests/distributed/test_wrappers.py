@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
-@pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "DDP"])
+@pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
 def test_late_reads(pair: World, wrapping: str) -> None:
     pair.run(training.late_reads, wrapping)
 
@@ -159,20 +160,20 @@ def test_hybrid_sharding(four: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss, original, precision, head_apart",
+    "loss, original, how",
     [
-        ("labels", True, "no", False),
-        ("own loss", False, "no", False),
-        ("own loss", True, "bf16", False),
-        ("labels", False, "no", True),
-        ("own loss", True, "no", True),
-        ("entropies", True, "no", True),
-        ("real logits", False, "no", True),
-        ("labels", True, "bf16", True),
+        ("labels", True, ("no", False)),
+        ("own loss", False, ("no", False)),
+        ("own loss", True, ("bf16", False)),
+        ("labels", False, ("no", True)),
+        ("own loss", True, ("no", True, "SHARD_GRAD_OP")),
+        ("entropies", True, ("no", True)),
+        ("real logits", False, ("no", True)),
+        ("labels", True, ("bf16", True)),
     ],
 )
-def test_fsdp1(pair: World, loss: str, original: bool, precision: str, head_apart: bool) -> None:
-    for counts, warned in pair.run(training.fsdp1, loss, original, precision, head_apart):
+def test_fsdp1(pair: World, loss: str, original: bool, how: Any) -> None:
+    for counts, warned in pair.run(training.fsdp1, loss, original, *how):
         assert counts["fused"] >= training.STEPS
         assert counts["stock"] == 0
         assert warned == ({"MaterializedLogitsWarning"} if loss == "real logits" else set())

@@ -522,8 +522,11 @@ def late_reads(wrapping: str) -> None:
         logits: Tensor = outputs.logits
         return logits
 
-    if wrapping == "tail, resharded":  # the gathered weight is not kept
+    if wrapping == "head, resharded":  # the gathered weight is not kept
         assert model(input_ids=ids).logits._state.head.weight.untyped_storage().size() == 0
+        with torch.no_grad(), flce.huggingface.lazy_logits(patched):  # no model and no hook tells the head's unit
+            late = patched.lm_head(torch.ones(2, 32, device=device()))
+        assert late.argmax(-1).shape == (2,)
     logits = trained()
     torch.testing.assert_close(logits.softmax(-1), want.softmax(-1))
     logits = trained()
@@ -613,9 +616,9 @@ def only_the_head(loss: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- FSDP1
 
 
-def _fsdp1(model: Any, original: bool, precision: str, head_apart: bool) -> Any:
+def _fsdp1(model: Any, original: bool, precision: str, head_apart: bool, strategy: str) -> Any:
     """Decoder layers, the head if it is to be apart, and the rest."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if precision == "bf16" else None
@@ -625,11 +628,18 @@ def _fsdp1(model: Any, original: bool, precision: str, head_apart: bool) -> Any:
         return recurse or isinstance(module, LlamaDecoderLayer) or apart
 
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=original, mixed_precision=mixed, device_id=device()
+        model,
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=policy,
+        use_orig_params=original,
+        mixed_precision=mixed,
+        device_id=device(),
     )
 
 
-def fsdp1(loss: str, original: bool, precision: str, head_apart: bool) -> tuple[dict[str, int], set[str]]:
+def fsdp1(
+    loss: str, original: bool, precision: str, head_apart: bool, strategy: str = "FULL_SHARD"
+) -> tuple[dict[str, int], set[str]]:
     """Patched beside stock, wrapped alike. Then logits of an evaluation, and logits that are read after backward."""
     results: list[Any] = []
     stock = tiny_llama()
@@ -637,7 +647,7 @@ def fsdp1(loss: str, original: bool, precision: str, head_apart: bool) -> tuple[
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for model in (stock, patched):
-            wrapped = _fsdp1(model, original, precision, head_apart)
+            wrapped = _fsdp1(model, original, precision, head_apart, strategy)
             results.append(train(wrapped, LOSSES[loss]))
     ours = {w.category.__name__ for w in caught if w.category.__module__.startswith("flce")}
     report = flce.report(patched)
@@ -651,6 +661,7 @@ def fsdp1(loss: str, original: bool, precision: str, head_apart: bool) -> tuple[
     best = outputs.logits.argmax(-1)
     outputs.loss.backward()
     assert torch.equal(outputs.logits.argmax(-1), best)
+    assert wrapped(input_ids=ids, labels=ids).loss == outputs.loss
     return {"fused": report.fused, "stock": sum(report.stock.values())}, ours
 
 
