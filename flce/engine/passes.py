@@ -30,6 +30,9 @@ from flce.engine.selection import Selection
 from flce.engine.shards import Slice, with_all_class_weights
 from flce.engine.stage import Stage
 
+# A normalizer beside which no logit has a probability above 0. Not infinite, so that differences are numbers.
+BEYOND_LOGITS = 1e30
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -165,6 +168,8 @@ def stage_of(
         return runtime.new_stage(problem, plan, selection, scales, normalizer, out, upstream=upstream, **more)
     part = Slice(problem, selection, scales, runtime.arena, normalizer, out, upstream)
     local = None if out is None else part.local
+    if part.shard.is_empty:  # the class that stands for a slice may be above all others, which has no probability
+        normalizer = torch.full_like(normalizer, BEYOND_LOGITS)
     return runtime.new_stage(
         part.problem, plan, part.selection, part.local_scales, normalizer, local, split=part, **more
     )

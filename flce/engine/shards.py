@@ -252,14 +252,12 @@ class Slice:
 
     def complete_top(self, top: Top) -> Top:
         """The largest logits of all classes, from those of each process. Two collectives."""
-        rows, k = top.ids.shape
+        k = top.ids.shape[1]
         nothing = -torch.inf if top.largest else torch.inf
         # A process with fewer than k classes has found as many; one without any, none.
         found = 0 if self.shard.is_empty else min(k, self.whole.slice_size)
         top.logits[:, found:], top.ids[:, found:] = nothing, 0
-        logits, ids = (
-            gather(x, self.group).movedim(0, 1).reshape(rows, -1) for x in (top.logits, top.ids + self.shard.start)
-        )
+        logits, ids = (gather(x, self.group).movedim(0, 1).flatten(1) for x in (top.logits, top.ids + self.shard.start))
         best, place = logits.topk(k, largest=top.largest)
         return replace(top, logits=best, ids=ids.gather(1, place))
 
@@ -325,15 +323,20 @@ class Slice:
         made, targets = self.complete(part), self._targets.part(part)
         of_softmax, of_target, of_classes = self.worth(part, made.offset + made.log_sum)
         factor = self.rows.row_factor
-        jacobian = self.whole.spec.jacobian(made.own_logit[:, None], None if factor is None else factor[part])
+        # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
+        counts = made.share != -torch.inf
+        own_logit = torch.where(counts, made.own_logit, 0.0)
+        jacobian = self.whole.spec.jacobian(own_logit[:, None], None if factor is None else factor[part])
         jacobian = jacobian[:, 0] if isinstance(jacobian, Tensor) else jacobian
         # a p - o, of which a is nearly o and p nearly 1 where a model is certain.
         at_target = (of_softmax - of_target) + of_softmax * torch.expm1(-made.nll)
-        own = torch.where(targets.here, at_target, of_softmax * (made.own_logprob + made.share).exp())
+        of_stand_in = torch.where(counts, (made.own_logprob + made.share).exp(), 0.0)
+        own = torch.where(targets.here, at_target, of_softmax * of_stand_in)
         if of_classes is not None:
             own = own - (of_classes if targets.own_weight is None else of_classes * targets.own_weight)
             factors[2] = of_classes * self.whole.spec.scale
-        factors[0] = torch.where(targets.valid, factors[0] * of_softmax * made.share.exp(), 0.0)
+        relative = torch.where(counts, factors[0] * made.share.exp(), 0.0)
+        factors[0] = torch.where(targets.valid, of_softmax * relative, 0.0)
         factors[1] = torch.where(targets.valid, own * jacobian, 0.0)
 
     def _complete_by_kernel(self, part: slice, factors: Tensor, row_gradient: bool) -> None:

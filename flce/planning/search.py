@@ -36,16 +36,32 @@ def plan_of_call(*call: Any) -> ChunkPlan:
 
 @functools.lru_cache(maxsize=64)
 def plan_of_slice(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
-    """The plan of a process that has fewer classes than the one that `plan` is for. It has as many chunks of tokens,
-    after each of which all processes meet."""
-    c = plan.case
-    rows = c.options.chunk_rows if plan.deferred else max(1, min(plan.schedule.tiles(c)[0], c.num_tokens))
-    options = replace(c.options, chunk_rows=rows, strategy=plan.strategy)  # type: ignore[arg-type]
-    return make_plan(replace(c, vocab_size=vocab_size, options=options))
+    """The plan of a process that has fewer classes than the one that `plan` is for. It meets the others as that does.
+    Smaller gradients are returned, so that more of the same memory may count as workspace: that is no error."""
+    c = replace(plan.case, vocab_size=vocab_size)
+    schedule = plan.schedule.of_slice(c)
+    if schedule is not None:
+        return ChunkPlan(c, plan.strategy, schedule)
+    c = replace(c, options=replace(c.options, strategy=plan.strategy))  # type: ignore[arg-type]
+    return _best(c) or _least(c)
 
 
 def make_plan(c: Case) -> ChunkPlan:
     """The plan of a case, searched anew."""
+    plan = _best(c)
+    if plan is not None:
+        return plan
+    least, budget = _least(c), c.options.max_workspace_bytes
+    if budget is None:
+        return least
+    raise ValueError(
+        f"max_workspace_bytes={budget} is too small for {c} with strategy={c.options.strategy!r} and "
+        f"chunk_rows={c.options.chunk_rows}: the least is {least.workspace_bytes} bytes"
+    )
+
+
+def _best(c: Case) -> ChunkPlan | None:
+    """The plan of a case; None: there is none that keeps the budget."""
     default, budget = default_plan(c), c.options.max_workspace_bytes
     # Blocks of classes are for saving memory: a budget says how much there is of it.
     searched = budget is not None and c.options.strategy == "vocab"
@@ -59,13 +75,7 @@ def make_plan(c: Case) -> ChunkPlan:
         fastest = _fastest(c, room)
         if fastest is not None:
             return fastest
-    least = min(_smallest(c), default, key=lambda plan: plan.workspace_bytes)
-    if c.options.max_workspace_bytes is None:
-        return least
-    raise ValueError(
-        f"max_workspace_bytes={budget} is too small for {c} with strategy={c.options.strategy!r} and "
-        f"chunk_rows={c.options.chunk_rows}: the least is {least.workspace_bytes} bytes"
-    )
+    return None
 
 
 def _kinds(c: Case) -> Iterator[tuple[type[Schedule], range]]:
@@ -131,7 +141,7 @@ def _largest_size(taken: Callable[[int], int], sizes: range, budget: int) -> int
     return low if low in sizes else None
 
 
-def _smallest(c: Case) -> ChunkPlan:
+def _least(c: Case) -> ChunkPlan:
     """The plan with the least workspace.
 
     Not always that of the smallest size: a single tile needs no sums over tiles, an aligned one no float32 copy.
@@ -142,4 +152,4 @@ def _smallest(c: Case) -> ChunkPlan:
         for size in {sizes[0], sizes[-1], ALIGNMENT}
         if size in sizes
     ]
-    return min(plans, key=lambda plan: plan.workspace_bytes)
+    return min([*plans, default_plan(c)], key=lambda plan: plan.workspace_bytes)

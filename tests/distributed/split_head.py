@@ -210,6 +210,31 @@ def losses(group_name: str) -> None:
         check(p.with_(reduction="none"), group, 1e-9, dict(options), sequence_parallel=True)
 
 
+def padded(p: Problem, classes: int) -> Problem:
+    """With a bias of -inf on its last classes, as of a vocabulary that is filled up, and targets before these."""
+    assert p.linear_bias is not None
+    first = len(p.linear_weight) - classes
+    bias = torch.where(torch.arange(len(p.linear_bias), device=p.target.device) < first, p.linear_bias, -torch.inf)
+    ignored = p.kwargs.get("ignore_index", -100)
+    return replace(p, linear_bias=bias, target=torch.where(p.target == ignored, ignored, p.target % first))
+
+
+def padded_losses(group_name: str) -> None:
+    """Slices of which some or all classes are padding, and slices without classes below very low logits."""
+    group, low = groups()[group_name], -2000.0
+    kinds: list[dict[str, Any]] = [
+        {"z_loss": 0.1, "class_weight": True},
+        {"reduction": "none"},
+        {"ignored": 0.3, "adapter_ranks": (2,)},
+    ]
+    for kwargs, options in itertools.product(kinds, OPTIONS):
+        p = problem((3, 4), 16, 41, bias=True, **kwargs)
+        same_everywhere(check(padded(p, 20), group, 1e-9, dict(options)), group)
+        p = problem((3, 4), 16, 3, bias=True, **kwargs)
+        p = replace(p, linear_bias=torch.full_like(p.linear_weight[:, 0], low))
+        same_everywhere(check(p, group, 1e-9, dict(options)), group)
+
+
 def token_results(group_name: str) -> None:
     """`flce.linear_logprobs`, beside the same call with all classes in one process."""
     group = groups()[group_name]
@@ -219,6 +244,7 @@ def token_results(group_name: str) -> None:
         {"bias": True, "softcap": 3.0, "logit_scale": -0.5},
         {"adapter_ranks": (3,), "temperatures": True},
         {"ignored": 0.4},
+        {"ignored": 1.0},
     ]
     for vocab, given, sequence_parallel in itertools.product((40, 41, 3), several, (False, True)):
         kwargs = dict(given)
@@ -335,8 +361,16 @@ def gpu_schedules() -> list[str]:
         with _as_on_a_gpu(hopper) as taken:
             for dtype, kwargs in itertools.product(half[: 2 - hopper], losses_.values()):
                 p = problem((2, 12), 64, 1111 if hopper else 555, dtype=dtype, **kwargs)
-                options = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
+                options: dict[str, Any] = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
                 check(p, group, LIMIT[dtype], options, of_results=1e-5)
+            # A slice that is all padding, and one without a class. Weights of tokens take another way than the kernel.
+            for dtype, weighted in itertools.product(half[: 2 - hopper], (False, True)):
+                options = {"chunk_rows": 8, "skip_ignored": hopper, "stats": ("lse",)}
+                kwargs = {"dtype": dtype, "z_loss": 0.01, "token_weight": weighted}
+                p = padded(problem((12,), 64, 555, bias=True, **kwargs), 300)
+                check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
+                p = problem((12,), 64, 1, softcap=3.0, **kwargs)
+                check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
             names.update(taken)
     return sorted(names)
 

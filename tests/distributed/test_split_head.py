@@ -35,6 +35,11 @@ def test_losses(processes: World, group: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["all", "pair"])
+def test_padded_and_empty_slices(processes: World, group: str) -> None:
+    processes.run(split_head.padded_losses, group)
+
+
+@pytest.mark.parametrize("group", ["all", "pair"])
 def test_results_of_tokens(processes: World, group: str) -> None:
     processes.run(split_head.token_results, group)
 

@@ -22,6 +22,7 @@ from flce.core.shard import Split, bounds
 from flce.engine.shards import Slice
 from flce.ops import linear_cross_entropy
 from flce.planning.collectives import Collective, CountingSlice, split_of
+from flce.planning.search import plan_of_slice
 from flce.testing.problem import make_problem
 from tests.distributed import split_head
 
@@ -191,6 +192,26 @@ def test_the_gather_counts_in_a_budget() -> None:
         options = flce.ChunkOptions(max_workspace_bytes=budget)
         made = flce.plan(8192, 4096, 128256, torch.bfloat16, device_kind="H200", shards=1024, options=options)
         assert made.workspace_bytes <= budget
+
+
+def test_processes_with_fewer_classes_send_the_same() -> None:
+    """Also where they would plan otherwise: their logits are few, or their smaller gradients leave less of a budget."""
+    few = 4096, 8192, 2 * 32768 + 2  # logits of 32,768 classes take 512 MiB, those of 32,769 more
+    cases: list[tuple[Any, ...]] = [(*few, torch.bfloat16, {"adapter_ranks": (8,)}, {})]
+    cases += [(8192, 4096, 128256, torch.bfloat16, {}, {})]
+    cases += [(33, 33, 3, torch.float32, {"bias_grad": True}, {"max_workspace_bytes": 16000})]
+    cases += [(2048, 512, 2 * 2048, torch.bfloat16, {}, {"max_workspace_bytes": size << 20}) for size in (8, 10, 30)]
+    taken = set()
+    for tokens, hidden, vocab, dtype, call, options in cases:
+        where: dict[str, Any] = {"device": "cpu"} if dtype == torch.float32 else {"device_kind": "H200"}
+        chosen = flce.ChunkOptions(**options)
+        plan = flce.plan(tokens, hidden, vocab, dtype, shards=2, options=chosen, **where, **call)
+        most = plan.case.vocab_size
+        for fewer in {1, 2, most // 2, most - 1}:
+            other = plan_of_slice(plan, fewer)
+            taken.add(type(plan.schedule).__name__)
+            assert other.collectives == plan.collectives, (plan, other)
+    assert taken >= {"Chunks", "Unnormalized", "Borrowed"}
 
 
 @pytest.mark.parametrize(

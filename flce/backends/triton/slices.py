@@ -138,16 +138,20 @@ def complete_slices_kernel(
         tl.store(factors_ptr + _TARGET * factors_stride + row, of_one_hot, mask=exists)
         return
     share = here - log_sum
+    # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
+    counts = share != float("-inf")
     own = tl.load(sent_ptr + rank * sent_stride + 2 * rows + row, mask=exists, other=0.0)
     # Of the target, a p - o, or of the class that stands in for one that is elsewhere.
     at_target = (of_softmax - of_one_hot) - of_softmax * one_minus_exp(nll)
-    at_target = tl.where(is_here, at_target, of_softmax * tl.exp2((own + share) * LOG2_E))
+    of_stand_in = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
+    at_target = tl.where(is_here, at_target, of_softmax * of_stand_in)
     if HAS_SOFTCAP:
         offset, log_sum = load_log_sum_exp(sent_ptr, rank, sent_stride, row, rows, exists)
-        tanh = (offset + (log_sum + own)) / cap
+        tanh = tl.where(counts, (offset + (log_sum + own)) / cap, 0.0)
         at_target *= scale * cap * ((1.0 - tanh) * (1.0 + tanh))
     elif HAS_SCALE:
         at_target *= scale
-    factor = tl.load(factors_ptr + row, mask=exists, other=0.0) * of_softmax * tl.exp2(share * LOG2_E)
+    factor = tl.load(factors_ptr + row, mask=exists, other=0.0) * tl.exp2(share * LOG2_E)
+    factor = of_softmax * tl.where(counts, factor, 0.0)
     tl.store(factors_ptr + row, tl.where(valid, factor, 0.0), mask=exists)
     tl.store(factors_ptr + factors_stride + row, tl.where(valid, at_target, 0.0), mask=exists)

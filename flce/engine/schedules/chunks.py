@@ -39,6 +39,9 @@ class Chunks(Schedule):
             add_tile(s, dz, part, s.classes, sums)
         finish(sums)
 
+    def of_slice(self, c: Case) -> Chunks:
+        return self
+
 
 @dataclass(frozen=True)
 class NormalizedChunks(Chunks):

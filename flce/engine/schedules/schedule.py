@@ -63,6 +63,11 @@ class Schedule:
         """Gradients, if `deferred`."""
         raise NotImplementedError
 
+    def of_slice(self, c: Case) -> Schedule | None:
+        """The schedule of a process of a divided head that has fewer classes, where this is that of the process with
+        most: both meet equally often, with the same tokens. None: they do with any that makes gradients in backward."""
+        return None
+
     def tiles(self, c: Case) -> tuple[int, list[int]]:
         """Tokens of a chunk, and classes of each block."""
         return getattr(self, "rows", c.num_tokens), [c.vocab_size]

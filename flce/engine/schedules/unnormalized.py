@@ -92,6 +92,9 @@ class Unnormalized(Schedule):
         if s.problem.needs.bias:
             s.add_bias_of_targets(factors, stop)
 
+    def of_slice(self, c: Case) -> Unnormalized:
+        return type(self).sized(c, self.rows) if self.rows in self.sizes(c) else Unnormalized(self.rows)
+
     def _add_input(self, s: Stage, term: int, exps: Tensor, part: slice, factors: Tensor) -> None:
         """dX of a term. The float32 product of logits that were in memory takes no more room than these did."""
         weight = s.terms[term].weight
@@ -183,6 +186,11 @@ class Borrowed(Schedule):
             scaled = borrow_as(product, x.shape, x.dtype)
         scaled = s.scaled_rows(x, part, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
         s.weight_products(0, [dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
+
+    def of_slice(self, c: Case) -> Schedule:
+        count = len(self.exponentials)
+        made = [self.sized(c, size) for size in self.sizes(c)]
+        return min(made, key=lambda other: abs(len(other.exponentials) - count), default=Unnormalized(c.num_tokens))
 
     def describe(self, c: Case) -> str:
         own, others = self.exponentials[0].stop, len(self.exponentials) - 1
