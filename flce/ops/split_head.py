@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -84,7 +85,10 @@ def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Oper
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
             "whether there is a linear_bias": linear_bias is not None,
             "ranks of adapters": [b.shape[-1] for _, b in adapters],
-            "whether input needs a gradient": input.requires_grad and torch.is_grad_enabled(),
+            "which tensors need a gradient": [
+                torch.is_grad_enabled() and t is not None and t.requires_grad
+                for t in (input, linear_weight, linear_bias, *itertools.chain(*adapters))
+            ],
         }
         _check_agreement(group, input.device, {**operands, **others})
     if sequence_parallel:
