@@ -22,10 +22,10 @@ from tests.distributed.training import (
     LOSSES,
     STEPS,
     batch,
-    entropies,
     error_of,
     rounding,
     shifted,
+    smoothed,
     tiny_llama,
     with_lora,
 )
@@ -92,7 +92,7 @@ def _two_forwards(model: Any, ids: Tensor) -> Tensor:
     """Before one backward, several losses of each: one of the first forward is older than the second forward."""
     logits = model(input_ids=ids).logits
     older = logits.logsumexp(-1).square().mean()
-    return entropies(model, ids.flip(0)) + F.cross_entropy(*shifted(logits, ids)) + older
+    return smoothed(model, ids.flip(0)) + F.cross_entropy(*shifted(logits, ids)) + older
 
 
 def compare(

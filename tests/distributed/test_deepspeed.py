@@ -48,7 +48,7 @@ OFFLOADED = {name: {"device": "cpu"} for name in ("offload_optimizer", "offload_
         (FREED, "own loss", {"tied": True}),
         (FREED, "two forwards", {}),
         (FREED, "real logits", {}),
-        (FREED, "own loss", {"adapters": "head"}),
+        (FREED, "smoothed", {"adapters": "head"}),
         (FREED, "frozen meanwhile", {"adapters": "modules_to_save"}),
         (FREED | OFFLOADED, "labels", {"adapters": "backbone"}),
         (FREED | OFFLOADED, "own loss", {}),

@@ -61,8 +61,10 @@ def smoothed(model: Any, ids: Tensor) -> Tensor:
     """As Trainer's label smoother has it."""
     logits, target = shifted(model(input_ids=ids).logits, ids)
     log_probs = -F.log_softmax(logits, dim=-1)
-    nll = log_probs.gather(-1, target[:, None]).mean()
-    return 0.9 * nll + 0.1 * log_probs.sum(-1, keepdim=True).mean() / V
+    nll, others = log_probs.gather(-1, target[:, None]), log_probs.sum(-1, keepdim=True)
+    for each in (nll, others):
+        each.masked_fill_(target[:, None] == 5, 0.0)
+    return 0.9 * nll.mean() + 0.1 * others.mean() / V
 
 
 def z_loss(model: Any, ids: Tensor) -> Tensor:
