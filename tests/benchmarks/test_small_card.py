@@ -44,7 +44,7 @@ def test_nothing_is_tried_when_the_time_is_over() -> None:
 def test_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, where the peak of a step is bounded in the place of the memory of a device."""
     pytest.importorskip("peft")
-    monkeypatch.setattr(small_card, "CLOSE", 0.5)
+    monkeypatch.setattr(small_card, "CLOSE", 1.0)
     monkeypatch.setattr(small_card, "QUICK", 0.0)
     monkeypatch.setattr(small_card, "TINY", small_card.TINY[1:])
     out = tmp_path / "results" / "small.json"

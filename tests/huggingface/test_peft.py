@@ -223,7 +223,7 @@ SURROUNDED = {
         fused(1)""",
     **{
         f"a compiled evaluation of a copied head, {fullgraph=}": f"""
-        model = adapted(patch, build("Llama"), when, CONFIGS["modules_to_save"]()).eval()
+        model = adapted(patch, build("Llama", num_hidden_layers=1), when, CONFIGS["modules_to_save"]()).eval()
         torch.compiler.reset()
         outputs = torch.compile(model, backend="eager", fullgraph={fullgraph})(**batch())
         backward(outputs.loss)
