@@ -34,6 +34,7 @@ from flce.backends import triton as kernels
 from flce.backends.contract import (
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
+    ROW_GRADIENT_SLOTS,
     STATE_SLOTS,
     RowInputs,
     RowOutputs,
@@ -260,7 +261,9 @@ def of_slices() -> Calls:
         out = RowOutputs.of(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
         call = TileCall(inputs, spec, Tile(8000, 8000, 32000, 8000), out)
-        yield partial(kernels.TritonBackend().complete_slices, _new(4, 3 * ROWS + 1), 1, 8000, call, _new(2, ROWS))
+        for slots, row_gradient in ((2, False), (ROW_GRADIENT_SLOTS, True)):
+            given = _new(4, 3 * ROWS + 1), 1, 8000, call, _new(slots, ROWS), row_gradient
+            yield partial(kernels.TritonBackend().complete_slices, *given)
 
 
 def cases(dtype: torch.dtype, device: Device) -> Iterator[Case]:
@@ -293,6 +296,7 @@ def sample(target: Device) -> Calls:
     yield from itertools.islice(of_softmax(torch.bfloat16, 50257), 2)
     if target.own_products:
         yield from itertools.islice(of_calls(next(cases(torch.bfloat16, target))), 1)
+        yield from itertools.islice(of_slices(), 1)
 
 
 def faults(name: str, calls: Iterable[Callable[[], Any]], whole: bool) -> tuple[int, list[str]]:
