@@ -14,7 +14,7 @@ import functools
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +45,10 @@ SHARES = (2, 4, 8)
 ROUNDS, TINY_ROUNDS = 9, 2
 HEAD_START = 0.03  # seconds; the host launches a call in less
 PRODUCTS = "three bare products"
+# Modules of the peers.
+LIGER_LOGITS = "liger_kernel.transformers.vocab_parallel_cross_entropy"
+LIGER_FUSED = "liger_kernel.transformers.functional"
+CCE_FUSED = "cut_cross_entropy"
 
 Step = Callable[[], object]
 
@@ -147,28 +151,47 @@ def loss_of_logits(made: Operands, logits: Tensor) -> Any:
 
 
 def liger_of_logits(made: Operands, logits: Tensor) -> Any:
-    library = importlib.import_module(LIGER + "transformers.vocab_parallel_cross_entropy")
+    library = importlib.import_module(LIGER_LOGITS)
     return library.LigerVocabParallelCrossEntropy()(logits[:, None], made.target[:, None], made.group).mean()
 
 
 def liger_fused(made: Operands) -> Any:
-    library = importlib.import_module(LIGER + "transformers.functional")
+    library = importlib.import_module(LIGER_FUSED)
     return library.liger_fused_linear_scaled_cross_entropy_tp(made.x, made.weight, made.target, made.group).mean()
 
 
 def cce_fused(made: Operands) -> Any:
-    library = importlib.import_module(CCE)
+    library = importlib.import_module(CCE_FUSED)
     options = library.VocabParallelOptions(made.start, made.stop, made.group)
     return library.linear_cross_entropy(made.x, made.weight, made.target, vocab_parallel_options=options)
 
 
-LIGER, CCE = "liger_kernel.", "cut_cross_entropy"
-LIGER_LOGITS, LIGER_FUSED, CCE_FUSED = "Liger, logits in memory", "Liger, fused", "Cut Cross-Entropy"
-NEEDS: Mapping[str, Unavailable] = {
-    LIGER_LOGITS: needs_package(LIGER + "transformers.vocab_parallel_cross_entropy", "liger-kernel"),
-    LIGER_FUSED: needs_package(LIGER + "ops.fused_linear_scaled_cross_entropy", "liger-kernel"),
-    CCE_FUSED: needs_package(CCE + ".vocab_parallel", "its repository's cut-cross-entropy"),  # 25.1.1 has none
-}
+@dataclass(frozen=True)
+class Peer:
+    """Another library's loss of a divided head."""
+
+    name: str
+    unavailable: Unavailable
+    step: Callable[[Operands], object]
+
+
+PEERS = [
+    Peer(
+        "Liger, logits in memory",
+        needs_package(LIGER_LOGITS, "liger-kernel"),
+        lambda made: made.logits_in_memory(liger_of_logits),
+    ),
+    Peer(
+        "Liger, fused",
+        needs_package("liger_kernel.ops.fused_linear_scaled_cross_entropy", "liger-kernel"),
+        lambda made: made.fused(liger_fused),
+    ),
+    Peer(
+        "Cut Cross-Entropy",
+        needs_package("cut_cross_entropy.vocab_parallel", "its repository's cut-cross-entropy"),  # 25.1.1 has none
+        lambda made: made.fused(cce_fused),
+    ),
+]
 
 
 def contenders(made: Operands, alone: bool) -> dict[str, Step]:
@@ -184,13 +207,11 @@ def contenders(made: Operands, alone: bool) -> dict[str, Step]:
     steps["flce"] = functools.partial(made.ours, made.target)
     if not made.case.sequence_parallel:  # which the others do not know
         steps["logits in memory"] = functools.partial(made.logits_in_memory, loss_of_logits)
-        peers: dict[str, Step] = {
-            LIGER_LOGITS: functools.partial(made.logits_in_memory, liger_of_logits),
-            LIGER_FUSED: functools.partial(made.fused, liger_fused),
-            CCE_FUSED: functools.partial(made.fused, cce_fused),
-        }
-        made.case.missing = {name: why for name in peers if (why := NEEDS[name](made.x.device)) is not None}
-        steps |= {name: step for name, step in peers.items() if name not in made.case.missing}
+        for peer in PEERS:
+            if (why := peer.unavailable(made.x.device)) is None:
+                steps[peer.name] = functools.partial(peer.step, made)
+            else:
+                made.case.missing[peer.name] = why
     return steps
 
 

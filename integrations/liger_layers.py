@@ -3,7 +3,8 @@
     python integrations/liger_layers.py
 
 Liger's RMSNorm, RoPE and SwiGLU replace those of Transformers, and its loss is left out. Without a `Trainer`, call
-`apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False, model=model)` before `flce.patch_model(model)`.
+`apply_liger_kernel_to_qwen3(fused_linear_cross_entropy=False, model=model)` before `flce.patch_model(model)`. The
+script takes one GPU: of several `Trainer` makes a `nn.DataParallel`, in which Liger's layers fail.
 
 It trains the same small model stock, and with Liger's layers and flce. It ends with status 1 if the losses differ by
 more than 1e-4: Liger's layers round otherwise than Transformers'.
@@ -11,6 +12,7 @@ more than 1e-4: Liger's layers round otherwise than Transformers'.
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any
 
 import typer
@@ -34,4 +36,5 @@ def main(steps: Annotated[int, typer.Option(min=1)] = 50) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     typer.run(main)

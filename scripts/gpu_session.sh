@@ -119,6 +119,38 @@ report() {
     reports+=($!)
 }
 
+# split_head: a rank's share of a head that is divided, on one device.
+split_head() {
+    part split-head "$(within 120)" "$python" -m benchmarks.split_head "${tiny[@]}" --out "$out/split-head.json"
+}
+
+# The next three take a process for each GPU, and do nothing where there is one GPU.
+linked_split_head() {
+    [ "$processes" -gt 1 ] || return 0
+    part "split-head-$processes" "$(within 120)" "${launch[@]}" -m benchmarks.split_head "${tiny[@]}" \
+        --out "$out/split-head-$processes.json"
+}
+
+wrapped() {
+    local limit
+    [ "$processes" -gt 1 ] || return 0
+    limit=$(within 170)
+    part "wrapped-$processes" "$limit" "${launch[@]}" -m benchmarks.wrapped --seconds $((limit - 40)) \
+        --out "$out/wrapped-$processes.json"
+}
+
+sharded_recipes() {
+    local recipe
+    [ "$processes" -gt 1 ] || return 0
+    for recipe in accelerate_fsdp2 deepspeed_zero3; do
+        if "$python" -c "import ${recipe%%_*}" >/dev/null 2>&1; then
+            part "$recipe" "$(within 80)" "${launch[@]}" "integrations/$recipe.py" --steps 20
+        else
+            lines+=("left out $recipe: ${recipe%%_*} cannot be imported")
+        fi
+    done
+}
+
 # sanitize SECONDS: the tests of kernels in groups, each under each tool, AT_A_TIME at the same time (more take longer:
 # processes share a GPU by turns). An error of a tool is exit status 9; of tests that had no time left, 124.
 AT_A_TIME=4
@@ -201,15 +233,23 @@ fi
 question='import os, torch
 cuda = torch.cuda.is_available()
 memory = torch.cuda.get_device_properties(0).total_memory if cuda else os.cpu_count() * 9 << 30
-print(max(1, min(16, os.cpu_count(), memory // (9 << 30))), torch.cuda.get_device_name() if cuda else "")'
+most = max(1, min(16, os.cpu_count(), memory // (9 << 30)))
+print(most, torch.cuda.device_count(), torch.cuda.get_device_name() if cuda else "")'
 answer=$("$python" -c "$question") || exit
-read -r most device <<<"$answer"
+read -r most processes device <<<"$answer"
 workers=${WORKERS:-$most}
 if [ -z "$device" ] && [ "$preset" != tiny ]; then
     echo "There is no CUDA device here." >&2
     exit 2
 fi
 lines+=("device  ${device:-none}")
+tiny=()
+if [ "$preset" = tiny ]; then
+    tiny=(--tiny)
+    processes=2 # also on a CPU
+fi
+launch=("$python" -m torch.distributed.run --nproc-per-node "$processes" --master-port 29511)
+export NCCL_NVLS_ENABLE=0 # multicast over NVLink
 
 for name in $parts; do
     case $name in
@@ -253,35 +293,22 @@ for name in $parts; do
         # shellcheck disable=SC2086
         model) benchmark model model h200 500 ${ARGS:-} ;;
         logits) benchmark logits rows h200-logits 80 ;;
-        distributed | split-head | wrapped | several)
-            gpus=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')
-            export NCCL_NVLS_ENABLE=0 # multicast over NVLink
-            if [ "$name" = distributed ]; then
-                OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
-                    "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
-            fi
-            size=()
-            [ "$preset" = tiny ] && size=(--tiny)
-            if [[ $name =~ ^(distributed|split-head)$ ]]; then
-                part split-head "$(within 120)" "$python" -m benchmarks.split_head "${size[@]}" \
-                    --out "$out/split-head.json"
-            fi
-            if [ "$gpus" -gt 1 ] || [ "$preset" = tiny ]; then
-                several=$((gpus > 1 ? gpus : 2))
-                run=("$python" -m torch.distributed.run --nproc-per-node "$several" --master-port 29511)
-                [ "$name" = wrapped ] || part "split-head-$several" "$(within 120)" "${run[@]}" \
-                    -m benchmarks.split_head "${size[@]}" --out "$out/split-head-$several.json"
-                limit=$(within 170)
-                [ "$name" = split-head ] || part "wrapped-$several" "$limit" "${run[@]}" \
-                    -m benchmarks.wrapped --seconds $((limit - 40)) --out "$out/wrapped-$several.json"
-                [ "$name" = several ] && for recipe in accelerate_fsdp2 deepspeed_zero3; do
-                    if "$python" -c "import ${recipe%%_*}" >/dev/null 2>&1; then
-                        part "$recipe" "$(within 80)" "${run[@]}" "integrations/$recipe.py" --steps 20
-                    else
-                        lines+=("left out $recipe: ${recipe%%_*} cannot be imported")
-                    fi
-                done
-            fi
+        distributed)
+            OMP_NUM_THREADS=1 part distributed-tests "$(within 330)" \
+                "$python" -m pytest -q --tb=short --maxfail=12 --durations=8 -p no:cacheprovider tests/distributed
+            split_head
+            linked_split_head
+            wrapped
+            ;;
+        split-head)
+            split_head
+            linked_split_head
+            ;;
+        wrapped) wrapped ;;
+        several)
+            linked_split_head
+            wrapped
+            sharded_recipes
             ;;
         small-card)
             PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True part small-card "$(within 345)" \

@@ -149,10 +149,8 @@ class Slice:
         """(N,) Targets that are elsewhere are replaced by classes of this process, each by another: the terms of equal
         targets are summed one after the other."""
         target = self.whole.target
-        local, stand_in = (
-            self.local_ids(target),
-            torch.arange(len(target), device=target.device) % self.whole.slice_size,
-        )
+        local = self.local_ids(target)
+        stand_in = torch.arange(len(target), device=target.device) % self.whole.slice_size
         return torch.where(target == self.whole.spec.ignore_index, IGNORED, torch.where(local >= 0, local, stand_in))
 
     @functools.cached_property

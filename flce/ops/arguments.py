@@ -95,8 +95,12 @@ def linear_arguments(
     if how != NOT_SPLIT:
         if target.is_floating_point():
             raise ValueError("process_group needs class-index targets, got class probabilities")
-        told = {"the shape of target": tuple(target.shape), "shift": shift, "options": (spec, options)}
-        told["whether there is a weight"] = weight is not None
+        told = {
+            "the shape of target": tuple(target.shape),
+            "shift": shift,
+            "options": (spec, options),
+            "whether there is a weight": weight is not None,
+        }
         size = len(linear_weight)
         given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, told)
         input, linear_weight, linear_bias, adapters = given

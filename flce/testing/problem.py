@@ -152,10 +152,19 @@ def run_fused(
     return _after_backward(p, loss, output, grad_output)
 
 
-def run_stock(problem: Problem, grad_output: Tensor | float | None = None) -> CallResult:
-    """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64."""
+def run_stock(problem: Problem, grad_output: Tensor | float | None = None, processes: int = 1) -> CallResult:
+    """``F.linear`` in the dtype of the problem, then ``F.cross_entropy`` on logits of float32, or of float64.
+
+    Args:
+        processes: that divide the head by classes. Each rounds its share of the input's gradient, and autograd adds the
+            shares in the dtype of the problem.
+    """
     p = problem.map(lambda t, _: _leaf(t, True))
-    z = F.linear(p.input, p.linear_weight, p.linear_bias) if p.has_head else p.input
+    z = p.input
+    if p.has_head:
+        weights = p.linear_weight.chunk(processes)
+        biases = [None] * len(weights) if p.linear_bias is None else p.linear_bias.chunk(processes)
+        z = torch.cat([F.linear(p.input, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
     for a, up in p.adapters:
         z = z + F.linear(a, up)
     loss, output = stock_loss(z, p.target, **p.kwargs)

@@ -65,11 +65,10 @@ def test_a_tiny_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 def test_a_larger_gpu_becomes_the_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and launches are those of a 4090, and PyTorch has as much memory."""
     device = torch.device("cuda", 0)
+    monkeypatch.setenv("FLCE_PROFILE", "")
     instead_of_a_gpu(monkeypatch, 80 << 30)
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
-    monkeypatch.setenv("FLCE_PROFILE", "")
-    forget_devices()
     small_card.simulate(device, str(tmp_path))
     record = devices.device_record(device)
     assert record._replace(profile=None) == KNOWN[KIND]._replace(name="H100", memory=small_card.MEMORY)

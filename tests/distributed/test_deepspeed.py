@@ -19,9 +19,12 @@ ACCUMULATION = 4
     "stage, loss, direct",
     [
         (0, "labels", False),
+        (0, "own loss", False),
+        (1, "labels", False),
         (1, "own loss", True),
         (2, "labels", True),
         (2, "own loss", False),
+        (2, "own loss", True),
         (2, "z-loss", True),
     ],
 )

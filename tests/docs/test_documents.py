@@ -96,6 +96,8 @@ def test_python(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requ
         return
     if "process_group" in text:
         a_process_group(tmp_path, request)
+    if "trl.install()" in text:
+        request.addfinalizer(lambda: flce.huggingface.trl.uninstall())
     if re.search(r"transformers|huggingface|Trainer|\bmodel\b", text):
         names |= a_trainer(tmp_path)
     if ".materialize()" in text or "lazy_logits(" in text:

@@ -49,6 +49,7 @@ SCRIPTS: dict[str, list[str]] = {
     "trl_sft": ["trl", "peft"],
     "vision_language": ["PIL"],
 }
+ON_THE_FIRST_GPU = ("liger_layers",)
 IN_TWO_PROCESSES = ("accelerate_fsdp2", "deepspeed_zero3")
 # Each wants an environment of its own (docs/trainers.md has the versions), and changes Transformers as it is imported.
 ALONE = ("axolotl_train", "llama_factory", "megatron_train", "swift_train", "torchtune_recipe")
@@ -137,6 +138,8 @@ def test_the_script(script: str, options: list[str], run_script: Any) -> None:
     module = needs(script)
     if script in ALONE:
         said = run_script(f"{script}.py", f"--steps={STEPS}", *options)
+    elif script in ON_THE_FIRST_GPU:  # in this process PyTorch has found the others
+        said = run_script(f"{script}.py", f"--steps={STEPS}", *options, gpu="0,1")
     elif script in IN_TWO_PROCESSES:  # they print themselves; the first speaks
         on_gpus = (script, options) in RUNS_ON_GPUS
         if on_gpus and torch.cuda.device_count() < 2:

@@ -215,7 +215,9 @@ def finish_kernel(
             ce=ce, second=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS
         )
         factor = tl.where(normalizer > _LEAST, of_softmax / normalizer, float("nan"))
-        of_target = (of_softmax - of_one_hot) - factor * total
+        of_target = -factor * total
+        if HAS_Z_LOSS:  # else the two are one, and a fused multiply-add would leave the rounding of it
+            of_target += of_softmax - of_one_hot
         if HAS_SCALE:
             factor *= scale
         of_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)

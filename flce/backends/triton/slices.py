@@ -142,7 +142,9 @@ def complete_slices_kernel(
     counts = share != float("-inf")
     own = tl.load(sent_ptr + rank * sent_stride + 2 * rows + row, mask=exists, other=0.0)
     # Of the target, a p - o, or of the class that stands in for one that is elsewhere.
-    at_target = (of_softmax - of_one_hot) - of_softmax * one_minus_exp(nll)
+    at_target = -of_softmax * one_minus_exp(nll)
+    if HAS_Z_LOSS:  # else the two are one, and a fused multiply-add would leave the rounding of it
+        at_target += of_softmax - of_one_hot
     of_stand_in = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
     at_target = tl.where(is_here, at_target, of_softmax * of_stand_in)
     if HAS_SOFTCAP:

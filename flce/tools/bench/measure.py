@@ -61,9 +61,9 @@ def first_line(error: Exception) -> str:
 class BenchMeter:
     """On CUDA events, and the peak of the caching allocator; on a CPU perf_counter, process_time and the profiler.
 
-    A GPU is busy for `head_start` seconds before every timed call: that is not waited for, and while it works the host
-    launches the call. `before` is called after that, before the call. How long a GPU is busy depends on its clock: of
-    several GPUs it makes all start at once, if it leaves something to the device in which they wait for each other.
+    The device first does unmeasured work for `head_start` seconds, while the host launches the call: the time of the
+    host is then not measured. How long that work takes depends on the clock of a GPU, so several GPUs would not start
+    the call at once. `before` is launched between the two; where it is a collective, they do.
     """
 
     device: torch.device

@@ -21,10 +21,10 @@ from flce.core.problem import LossSpec
 from flce.core.shard import bounds, gather
 from flce.functional import fused_linear_cross_entropy, plan
 from flce.testing import tolerances
-from flce.testing.problem import CallResult
+from flce.testing.problem import CallResult, run_stock
 from flce.testing.tolerances import Tolerance
 from flce.tools.check.figures import Figure, Measurement, Results, named
-from flce.tools.check.inputs import Inputs, InputsCheck, Shape, problem_of
+from flce.tools.check.inputs import Inputs, InputsCheck, Shape, problem_of, truth
 from flce.tools.check.operator import PLANNED
 from flce.tools.check.run import CheckResult, Task, run_one
 from flce.tools.check.suite import Missing, usual_backend
@@ -71,8 +71,9 @@ class SplitCheck(InputsCheck):
         return named(CallResult(loss.detach(), x.grad, weight.grad, None if bias is None else bias.grad))
 
     def references(self) -> tuple[Results, Results]:
-        stock, truth = super().references()
-        first, second = ({what: self._part(what, t) for what, t in each.items()} for each in (stock, truth))
+        stock = named(run_stock(problem_of(self.inputs), self.inputs.grad_output, processes=dist.get_world_size()))
+        whole = stock, truth(self.inputs)
+        first, second = ({what: self._part(what, t) for what, t in each.items()} for each in whole)
         return first, second
 
     def tolerance(self) -> Tolerance:
