@@ -146,6 +146,24 @@ def test_factors_of_targets_keep_their_digits(device: torch.device) -> None:
     assert relative_error(grad, expected) < 2 * ULP
 
 
+@pytest.mark.gpu
+def test_certain_targets_of_weighted_tokens() -> None:
+    """Without a z-loss, softmax and target have one factor: their difference is 0 also where a compiler fuses products
+    with sums, which the interpreter does not."""
+    x = 8 * torch.eye(64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    weight = torch.randn(2048, 64, generator=torch.Generator().manual_seed(0)).mul(0.1).bfloat16().cuda()
+    weight[:64] = 8 * torch.eye(64)  # the logit of token i and class i is 64, of others less than 4
+    loss = flce.fused_linear_cross_entropy(
+        x,
+        weight.requires_grad_(),
+        torch.arange(64, device="cuda"),
+        weight=torch.linspace(0.5, 2.0, 2048, device="cuda"),
+        token_weight=torch.linspace(0.3, 1.7, 64, device="cuda"),
+    )
+    for grad in torch.autograd.grad(loss, (x, weight)):
+        assert grad.abs().max() < 1e-20
+
+
 def test_sums_in_bfloat16(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less exact, by choice; never wrong."""
     problem = problem_of(device)

@@ -506,6 +506,8 @@ def not_compiled() -> Iterator[None]:
 @pytest.mark.parametrize("name", LIBRARIES[CCE].cases)
 def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str | None, device: torch.device) -> None:
     """In bfloat16, whose rounding of the gradients is what the two may differ by."""
+    if filter_eps == "high" and "vocab_parallel_options" in parameters(original(CCE)):
+        pytest.skip("newer versions than 25.1.1 have no 'high'")
     case = replace(LIBRARIES[CCE].cases[name], dtype=torch.bfloat16)
     # Under a softcap the kernel of 25.1.1 counts the classes that fill up its last block: -inf becomes -softcap.
     how = {"impl": "torch_compile" if "softcap" in case.theirs else "cce", "filter_eps": filter_eps}
