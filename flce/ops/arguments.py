@@ -75,6 +75,7 @@ def linear_arguments(
     `how`: the head is divided. `function`: the one that is called.
     """
     shard, weighted = None, 0
+    instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
     operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target}, optional)
@@ -99,13 +100,14 @@ def linear_arguments(
             "the shape of target": tuple(target.shape),
             "shift": shift,
             "options": (spec, options),
-            "whether there is a weight": weight is not None,
         }
+        # Before the input is gathered, which would lose its tangent.
+        refuse_forward_mode(function, instead, (*operands.values(), linear_bias, token_weight))
         size = len(linear_weight)
-        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, told)
+        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, weight, told)
         input, linear_weight, linear_bias, adapters = given
         # Class weights are those of all classes, or of these.
-        weighted = size if weight is not None and len(weight) == size else shard.vocab_size
+        weighted = size if weight is not None and weight.shape == (size,) else shard.vocab_size
         operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
@@ -142,7 +144,6 @@ def linear_arguments(
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
     else:
-        instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
         refuse_forward_mode(function, instead, (input, linear_weight, linear_bias, token_weight, *others))
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
-from flce.core.shard import Shard, gather
+from flce.core.numbers import integer
+from flce.core.shard import Shard, bounds, gather
 from flce.engine.vectors import looks_at_values
-from flce.ops.vocabulary_parallel import is_dtensor, shard_of
+from flce.ops.vocabulary_parallel import check_group, is_dtensor, shard_of
 from flce.torch_ops.registration import define
 
 # Numbers that processes compare, where the host looks at values, before any other collective.
@@ -35,6 +36,7 @@ class SplitHead(NamedTuple):
         *batch, length = input.shape[:-1] or (1,)
         if not self.sequence_parallel or self.process_group is None or input.dim() < 2:
             return tuple(input.shape[:-1])
+        check_group(self.process_group)
         return (*batch, length * self.process_group.size())
 
 
@@ -60,8 +62,12 @@ def refuse_sharded_weight(input: Tensor, linear_weight: Tensor) -> None:
         )
 
 
-def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Operands, Shard]:
-    """The operands of this process, and which classes it has. `others`: arguments that have to be the same in all.
+def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[str, Any]) -> tuple[Operands, Shard]:
+    """The operands of this process, and which classes it has.
+
+    Args:
+        weight: of the classes.
+        others: arguments that have to be the same in all processes.
 
     Raises:
         TypeError: the group is none, or `sequence_parallel` no bool.
@@ -76,21 +82,22 @@ def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Oper
     input, linear_weight, linear_bias, adapters = given
     if linear_weight.dim() != 2:
         raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
-    shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
+    check_group(group)
     if looks_at_values(input.device) and not torch.compiler.is_compiling():
         operands = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],
-            "V": shard.vocab_size,
+            **_told_of_classes(linear_weight, weight, how),
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
             "whether there is a linear_bias": linear_bias is not None,
-            "ranks of adapters": [b.shape[-1] for _, b in adapters],
+            "ranks of adapters": [tuple(b.shape[-1:]) for _, b in adapters],
             "which tensors need a gradient": [
                 torch.is_grad_enabled() and t is not None and t.requires_grad
                 for t in (input, linear_weight, linear_bias, *itertools.chain(*adapters))
             ],
         }
         _check_agreement(group, input.device, {**operands, **others})
+    shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
     if sequence_parallel:
         input, adapters = _whole_sequence(input, shard), [(_whole_sequence(a, shard), b) for a, b in adapters]
     if shard.is_empty:
@@ -99,6 +106,24 @@ def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Oper
         linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
         adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
     return Operands(input, linear_weight, linear_bias, adapters), shard
+
+
+def _told_of_classes(linear_weight: Tensor, weight: Tensor | None, how: SplitHead) -> dict[str, Any]:
+    """V, whether this process has its slice of that, and of which classes it has weights."""
+    group, vocab_size, _ = how
+    assert group is not None
+    mine = len(linear_weight)
+    total = mine * group.size() if vocab_size is None else integer("vocab_size", vocab_size, "None or an int")
+    start, stop = bounds(total, group.size(), group.rank())
+    # Where one process has all classes, their weights are its slice's too.
+    one_has_all = bounds(total, group.size(), 0)[1] >= total
+    length = None if weight is None else tuple(weight.shape)
+    whose = "all" if length == (total,) or one_has_all else "the slice's" if length == (mine,) else "neither"
+    return {
+        "V": total,
+        f"whether linear_weight has its share of {total} classes, as torch.chunk divides them": stop - start == mine,
+        "whether there is a weight, and of which classes": None if length is None else whose,
+    }
 
 
 def _check_agreement(group: Any, device: torch.device, told: dict[str, Any]) -> None:

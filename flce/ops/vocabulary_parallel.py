@@ -32,13 +32,8 @@ def shard_of(
         TypeError: `process_group` is none, or `vocab_size` no int.
         ValueError: this process is not in it, or should have another number of columns.
     """
-    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
+    check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
-    if rank < 0:
-        raise ValueError(
-            "process_group must have this process in it, got a group of others: call in the group's processes alone"
-        )
     if vocab_size is None:
         return Shard(process_group.group_name, rank * cols, size * cols, sequence_parallel)
     vocab_size = integer("vocab_size", vocab_size, "None or an int")
@@ -49,6 +44,17 @@ def shard_of(
             f"torch.chunk divides them), got {cols}"
         )
     return Shard(process_group.group_name, start, vocab_size, sequence_parallel)
+
+
+def check_group(process_group: Any) -> None:
+    """TypeError for what is no process group, ValueError for one that this process is not in."""
+    none = dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER
+    if not none and not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
+    if none or process_group.rank() < 0:
+        raise ValueError(
+            "process_group must have this process in it, got a group of others: call in the group's processes alone"
+        )
 
 
 def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:

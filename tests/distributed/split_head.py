@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flce
 from flce.core.shard import bounds, gather
@@ -450,14 +451,35 @@ def wrong_arguments() -> None:
         flce.fused_linear_cross_entropy(
             mine.input, mine.weight, torch.rand(3, 4, 41, dtype=torch.float64, device=device()), **mine.how
         )
+    # What `dist.new_group` gives to processes that are not in it.
+    others: Any = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="must have this process in it"):
+        call(process_group=others)
+    how = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
+    with pytest.raises(ValueError, match="must have this process in it"):
+        flce.linear_logprobs(mine.input, mine.weight, None, **how)
+    nothing = torch.ones((), dtype=torch.float64, device=device())
+    with pytest.raises(ValueError, match=r"weight must have shape \(41,\)"):
+        call(weight=nothing, **mine.how)
+    with pytest.raises(ValueError, match=r"adapters\[0\]\[1\] must have shape"):
+        call(adapters=[(mine.input, nothing)], **mine.how)
+    # Gathers would lose a tangent.
+    shares = Mine(problem((3, 4), 16, 41), group, sequence_parallel=True)
+    with forward_ad.dual_level():
+        shares.input = forward_ad.make_dual(shares.input, torch.ones_like(shares.input))
+        with pytest.raises(RuntimeError, match="does not support forward-mode"):
+            shares.loss()
     # What processes do not agree on, where the host looks at values.
     os.environ["FLCE_DEBUG"] = "1"
+    all_weights = torch.ones(41, dtype=torch.float64, device=device())
     for told, kwargs in (
         ("options", {"z_loss": 0.1 * rank}),
         ("V", {"vocab_size": None}),
         ("the shape of target", {}),
         ("dtypes", {}),
-        ("whether there is a weight", {"weight": None if rank else torch.ones(41, device=device()).double()}),
+        ("whether there is a weight", {"weight": None if rank else all_weights}),
+        ("of which classes", {"weight": all_weights if rank == 0 else all_weights[mine.classes]}),
+        ("whether linear_weight has its share of 42 classes", {"vocab_size": 42}),
         ("which tensors need a gradient", {}),
     ):
         how = {**mine.how, **kwargs}
