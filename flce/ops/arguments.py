@@ -220,6 +220,8 @@ def logprob_arguments(
         input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how,
         "linear_logprobs",
     )  # fmt: skip
+    if linear.shard is not None and top_k > linear.shard.vocab_size:
+        raise ValueError(f"top_k must be at most the {linear.shard.vocab_size} classes of all processes, got {top_k}")
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "

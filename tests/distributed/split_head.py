@@ -458,6 +458,8 @@ def wrong_arguments() -> None:
     how = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
     with pytest.raises(ValueError, match="must have this process in it"):
         flce.linear_logprobs(mine.input, mine.weight, None, **how)
+    with pytest.raises(ValueError, match="top_k must be at most the 41 classes of all processes, got 42"):
+        flce.linear_logprobs(mine.input, mine.weight, p.target, top_k=42, **mine.how)
     nothing = torch.ones((), dtype=torch.float64, device=device())
     with pytest.raises(ValueError, match=r"weight must have shape \(41,\)"):
         call(weight=nothing, **mine.how)
