@@ -28,7 +28,7 @@ from flce.core.problem import (
 )
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, refuse_sharded_weight, split
+from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, refuse_dtensors, split
 from flce.torch_ops.frames import is_differentiated_forward
 
 P = ParamSpec("P")
@@ -90,7 +90,7 @@ def linear_arguments(
             f"{tuple(linear_weight.shape)} with input {tuple(input.shape)}"
             f"{': give linear_weight.t()' if transposed else ''}"
         )
-    refuse_sharded_weight(input, linear_weight)
+    refuse_dtensors(input, linear_weight)
     check_options(options)
     shift = check_shift(shift, target)
     if how != NOT_SPLIT:
@@ -98,6 +98,7 @@ def linear_arguments(
             raise ValueError("process_group needs class-index targets, got class probabilities")
         told = {
             "the shape of target": tuple(target.shape),
+            "the shape of token_weight": None if token_weight is None else tuple(token_weight.shape),
             "shift": shift,
             "options": (spec, options),
         }

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
-from flce.core.numbers import integer
 from flce.core.shard import Shard, bounds, gather
 from flce.engine.vectors import looks_at_values
-from flce.ops.vocabulary_parallel import check_group, is_dtensor, shard_of
+from flce.ops.vocabulary_parallel import all_classes, check_group, is_dtensor, shard_of
 from flce.torch_ops.registration import define
 
 # Numbers that processes compare, where the host looks at values, before any other collective.
@@ -52,9 +51,11 @@ class Operands(NamedTuple):
     adapters: Sequence[tuple[Tensor, Tensor]]
 
 
-def refuse_sharded_weight(input: Tensor, linear_weight: Tensor) -> None:
-    """ValueError for a weight that is a DTensor beside an input that is none: which tokens does each process have?"""
-    if is_dtensor(linear_weight) and not is_dtensor(input):
+def refuse_dtensors(input: Tensor, linear_weight: Tensor) -> None:
+    """ValueError for an input that is a DTensor, and for a weight that is one: which tokens does each process have?"""
+    if is_dtensor(input):
+        raise ValueError("input must be a plain tensor, got a DTensor: give input.to_local()")
+    if is_dtensor(linear_weight):
         raise ValueError(
             "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with FSDP, "
             "give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
@@ -89,8 +90,8 @@ def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[s
             "H of linear_weight": linear_weight.shape[1],
             **_told_of_classes(linear_weight, weight, how),
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
-            "whether there is a linear_bias": linear_bias is not None,
-            "ranks of adapters": [tuple(b.shape[-1:]) for _, b in adapters],
+            "whether there is a linear_bias of the slice": _fits(linear_bias, linear_weight),
+            "shapes of adapters": [(tuple(a.shape), b.shape[1:], _fits(b, linear_weight)) for a, b in adapters],
             "which tensors need a gradient": [
                 torch.is_grad_enabled() and t is not None and t.requires_grad
                 for t in (input, linear_weight, linear_bias, *itertools.chain(*adapters))
@@ -99,7 +100,8 @@ def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[s
         _check_agreement(group, input.device, {**operands, **others})
     shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
     if sequence_parallel:
-        input, adapters = _whole_sequence(input, shard), [(_whole_sequence(a, shard), b) for a, b in adapters]
+        input = _whole_sequence("an input", input, shard)
+        adapters = [(_whole_sequence(f"adapters[{k}][0]", a, shard), b) for k, (a, b) in enumerate(adapters)]
     if shard.is_empty:
         # One class of a process that has none. What comes of it is not counted.
         linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
@@ -108,12 +110,17 @@ def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[s
     return Operands(input, linear_weight, linear_bias, adapters), shard
 
 
+def _fits(t: Tensor | None, linear_weight: Tensor) -> bool | None:
+    """Whether `t` has the classes of the slice; None for none."""
+    return None if t is None else t.shape[:1] == linear_weight.shape[:1]
+
+
 def _told_of_classes(linear_weight: Tensor, weight: Tensor | None, how: SplitHead) -> dict[str, Any]:
     """V, whether this process has its slice of that, and of which classes it has weights."""
     group, vocab_size, _ = how
     assert group is not None
     mine = len(linear_weight)
-    total = mine * group.size() if vocab_size is None else integer("vocab_size", vocab_size, "None or an int")
+    total = all_classes(mine, vocab_size, group)
     start, stop = bounds(total, group.size(), group.rank())
     # Where one process has all classes, their weights are its slice's too.
     one_has_all = bounds(total, group.size(), 0)[1] >= total
@@ -150,11 +157,11 @@ def _number(value: Any) -> int:
 # ------------------------------------------------------------------------------------------- sequence parallelism
 
 
-def _whole_sequence(x: Tensor, shard: Shard) -> Tensor:
+def _whole_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
     """(..., S, H) of which `x` is this process's share, (..., S / processes, H). Its gradient is summed over the
     processes and given back in shares."""
     if x.dim() < 2:
-        raise ValueError(f"sequence_parallel needs an input of shape (..., tokens, H), got {tuple(x.shape)}")
+        raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
     whole: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
     return whole
 

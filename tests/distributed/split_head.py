@@ -447,6 +447,8 @@ def wrong_arguments() -> None:
         call(process_group="tp")
     with pytest.raises(ValueError, match=rf"rank {rank} of .* must have a linear_weight of .* vocab_size=9"):
         call(process_group=group, vocab_size=9)
+    with pytest.raises(ValueError, match="vocab_size must be positive, got 0"):
+        call(process_group=group, vocab_size=0)
     with pytest.raises(ValueError, match="class-index targets"):
         flce.fused_linear_cross_entropy(
             mine.input, mine.weight, torch.rand(3, 4, 41, dtype=torch.float64, device=device()), **mine.how
@@ -481,6 +483,9 @@ def wrong_arguments() -> None:
         ("dtypes", {}),
         ("whether there is a weight", {"weight": None if rank else all_weights}),
         ("of which classes", {"weight": all_weights if rank == 0 else all_weights[mine.classes]}),
+        ("whether there is a linear_bias of the slice", {"linear_bias": None if rank else all_weights[:3]}),
+        ("shapes of adapters", {"adapters": [(mine.input[..., :2], mine.weight[: 3 if rank else None, :2])]}),
+        ("the shape of token_weight", {"token_weight": all_weights[:12].view(3, 4)[rank == 0 :]}),
         ("whether linear_weight has its share of 42 classes", {"vocab_size": 42}),
         ("which tensors need a gradient", {}),
     ):
@@ -545,6 +550,8 @@ def dtensors() -> None:
         flce.fused_linear_cross_entropy(p.input, weight, p.target)
     with pytest.raises(ValueError, match=r"flce.gathered\(linear_weight\).*process_group"):
         flce.linear_logprobs(p.input, weight, p.target)
+    with pytest.raises(ValueError, match=r"got a DTensor: give input.to_local\(\)"):
+        flce.fused_linear_cross_entropy(distribute_tensor(p.input, mesh, [Shard(1)]), weight, p.target)
 
 
 def gathered_weights() -> None:
