@@ -28,7 +28,7 @@ from flce.core.problem import (
 )
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, refuse_sharded_weight, split
+from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, refuse_dtensors, split
 from flce.torch_ops.frames import is_differentiated_forward
 
 P = ParamSpec("P")
@@ -75,6 +75,7 @@ def linear_arguments(
     `how`: the head is divided. `function`: the one that is called.
     """
     shard, weighted = None, 0
+    instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
     operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
     check_tensors({**operands, "target": target}, optional)
@@ -89,7 +90,7 @@ def linear_arguments(
             f"{tuple(linear_weight.shape)} with input {tuple(input.shape)}"
             f"{': give linear_weight.t()' if transposed else ''}"
         )
-    refuse_sharded_weight(input, linear_weight)
+    refuse_dtensors(input, linear_weight)
     check_options(options)
     shift = check_shift(shift, target)
     if how != NOT_SPLIT:
@@ -97,15 +98,17 @@ def linear_arguments(
             raise ValueError("process_group needs class-index targets, got class probabilities")
         told = {
             "the shape of target": tuple(target.shape),
+            "the shape of token_weight": None if token_weight is None else tuple(token_weight.shape),
             "shift": shift,
             "options": (spec, options),
-            "whether there is a weight": weight is not None,
         }
+        # Before the input is gathered, which would lose its tangent.
+        refuse_forward_mode(function, instead, (*operands.values(), linear_bias, token_weight))
         size = len(linear_weight)
-        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, told)
+        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, weight, told)
         input, linear_weight, linear_bias, adapters = given
         # Class weights are those of all classes, or of these.
-        weighted = size if weight is not None and len(weight) == size else shard.vocab_size
+        weighted = size if weight is not None and weight.shape == (size,) else shard.vocab_size
         operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
@@ -142,7 +145,6 @@ def linear_arguments(
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
     else:
-        instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
         refuse_forward_mode(function, instead, (input, linear_weight, linear_bias, token_weight, *others))
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard
@@ -219,6 +221,8 @@ def logprob_arguments(
         input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how,
         "linear_logprobs",
     )  # fmt: skip
+    if linear.shard is not None and top_k > linear.shard.vocab_size:
+        raise ValueError(f"top_k must be at most the {linear.shard.vocab_size} classes of all processes, got {top_k}")
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
-from flce.core.shard import Shard, gather
+from flce.core.shard import Shard, bounds, gather
 from flce.engine.vectors import looks_at_values
-from flce.ops.vocabulary_parallel import is_dtensor, shard_of
+from flce.ops.vocabulary_parallel import all_classes, check_group, is_dtensor, shard_of
 from flce.torch_ops.registration import define
 
 # Numbers that processes compare, where the host looks at values, before any other collective.
@@ -35,6 +35,7 @@ class SplitHead(NamedTuple):
         *batch, length = input.shape[:-1] or (1,)
         if not self.sequence_parallel or self.process_group is None or input.dim() < 2:
             return tuple(input.shape[:-1])
+        check_group(self.process_group)
         return (*batch, length * self.process_group.size())
 
 
@@ -50,9 +51,11 @@ class Operands(NamedTuple):
     adapters: Sequence[tuple[Tensor, Tensor]]
 
 
-def refuse_sharded_weight(input: Tensor, linear_weight: Tensor) -> None:
-    """ValueError for a weight that is a DTensor beside an input that is none: which tokens does each process have?"""
-    if is_dtensor(linear_weight) and not is_dtensor(input):
+def refuse_dtensors(input: Tensor, linear_weight: Tensor) -> None:
+    """ValueError for an input that is a DTensor, and for a weight that is one: which tokens does each process have?"""
+    if is_dtensor(input):
+        raise ValueError("input must be a plain tensor, got a DTensor: give input.to_local()")
+    if is_dtensor(linear_weight):
         raise ValueError(
             "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with FSDP, "
             "give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
@@ -60,8 +63,12 @@ def refuse_sharded_weight(input: Tensor, linear_weight: Tensor) -> None:
         )
 
 
-def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Operands, Shard]:
-    """The operands of this process, and which classes it has. `others`: arguments that have to be the same in all.
+def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[str, Any]) -> tuple[Operands, Shard]:
+    """The operands of this process, and which classes it has.
+
+    Args:
+        weight: of the classes.
+        others: arguments that have to be the same in all processes.
 
     Raises:
         TypeError: the group is none, or `sequence_parallel` no bool.
@@ -76,29 +83,54 @@ def split(given: Operands, how: SplitHead, others: dict[str, Any]) -> tuple[Oper
     input, linear_weight, linear_bias, adapters = given
     if linear_weight.dim() != 2:
         raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
-    shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
+    check_group(group)
     if looks_at_values(input.device) and not torch.compiler.is_compiling():
         operands = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],
-            "V": shard.vocab_size,
+            **_told_of_classes(linear_weight, weight, how),
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
-            "whether there is a linear_bias": linear_bias is not None,
-            "ranks of adapters": [b.shape[-1] for _, b in adapters],
+            "whether there is a linear_bias of the slice": _fits(linear_bias, linear_weight),
+            "shapes of adapters": [(tuple(a.shape), b.shape[1:], _fits(b, linear_weight)) for a, b in adapters],
             "which tensors need a gradient": [
                 torch.is_grad_enabled() and t is not None and t.requires_grad
                 for t in (input, linear_weight, linear_bias, *itertools.chain(*adapters))
             ],
         }
         _check_agreement(group, input.device, {**operands, **others})
+    shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
     if sequence_parallel:
-        input, adapters = _whole_sequence(input, shard), [(_whole_sequence(a, shard), b) for a, b in adapters]
+        input = _whole_sequence("an input", input, shard)
+        adapters = [(_whole_sequence(f"adapters[{k}][0]", a, shard), b) for k, (a, b) in enumerate(adapters)]
     if shard.is_empty:
         # One class of a process that has none. What comes of it is not counted.
         linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
         linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
         adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
     return Operands(input, linear_weight, linear_bias, adapters), shard
+
+
+def _fits(t: Tensor | None, linear_weight: Tensor) -> bool | None:
+    """Whether `t` has the classes of the slice; None for none."""
+    return None if t is None else t.shape[:1] == linear_weight.shape[:1]
+
+
+def _told_of_classes(linear_weight: Tensor, weight: Tensor | None, how: SplitHead) -> dict[str, Any]:
+    """V, whether this process has its slice of that, and of which classes it has weights."""
+    group, vocab_size, _ = how
+    assert group is not None
+    mine = len(linear_weight)
+    total = all_classes(mine, vocab_size, group)
+    start, stop = bounds(total, group.size(), group.rank())
+    # Where one process has all classes, their weights are its slice's too.
+    one_has_all = bounds(total, group.size(), 0)[1] >= total
+    length = None if weight is None else tuple(weight.shape)
+    whose = "all" if length == (total,) or one_has_all else "the slice's" if length == (mine,) else "neither"
+    return {
+        "V": total,
+        f"whether linear_weight has its share of {total} classes, as torch.chunk divides them": stop - start == mine,
+        "whether there is a weight, and of which classes": None if length is None else whose,
+    }
 
 
 def _check_agreement(group: Any, device: torch.device, told: dict[str, Any]) -> None:
@@ -125,11 +157,11 @@ def _number(value: Any) -> int:
 # ------------------------------------------------------------------------------------------- sequence parallelism
 
 
-def _whole_sequence(x: Tensor, shard: Shard) -> Tensor:
+def _whole_sequence(name: str, x: Tensor, shard: Shard) -> Tensor:
     """(..., S, H) of which `x` is this process's share, (..., S / processes, H). Its gradient is summed over the
     processes and given back in shares."""
     if x.dim() < 2:
-        raise ValueError(f"sequence_parallel needs an input of shape (..., tokens, H), got {tuple(x.shape)}")
+        raise ValueError(f"sequence_parallel needs {name} of shape (..., tokens, H), got {tuple(x.shape)}")
     whole: Tensor = torch.ops.flce.gather_sequence(x, shard.group)
     return whole
 

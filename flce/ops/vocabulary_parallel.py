@@ -30,25 +30,48 @@ def shard_of(
 
     Raises:
         TypeError: `process_group` is none, or `vocab_size` no int.
-        ValueError: this process is not in it, or should have another number of columns.
+        ValueError: this process is not in it, or should have another number of columns; `vocab_size` is not positive.
     """
-    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
+    check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
-    if rank < 0:
+    total = all_classes(cols, vocab_size, process_group)
+    start, stop = (rank * cols, (rank + 1) * cols) if vocab_size is None else bounds(total, size, rank)
+    if stop - start != cols:
+        raise ValueError(
+            f"rank {rank} of {size} must have {what} of {stop - start} classes of vocab_size={total} (as "
+            f"torch.chunk divides them), got {cols}"
+        )
+    return Shard(process_group.group_name, start, total, sequence_parallel)
+
+
+def check_group(process_group: Any) -> None:
+    """TypeError for what is no process group, ValueError for one that this process is not in."""
+    others = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None  # what `dist.new_group` returns there
+    if dist.is_available() and isinstance(process_group, dist.ProcessGroup):
+        is_member = process_group.rank() >= 0
+    elif others is not None and process_group is others:
+        is_member = False
+    else:
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
+    if not is_member:
         raise ValueError(
             "process_group must have this process in it, got a group of others: call in the group's processes alone"
         )
+
+
+def all_classes(cols: int, vocab_size: int | None, process_group: Any) -> int:
+    """V of a group in which this process has `cols` columns; `vocab_size` None: all have equally many.
+
+    Raises:
+        TypeError: `vocab_size` is no int.
+        ValueError: it is not positive.
+    """
     if vocab_size is None:
-        return Shard(process_group.group_name, rank * cols, size * cols, sequence_parallel)
+        return cols * process_group.size()
     vocab_size = integer("vocab_size", vocab_size, "None or an int")
-    start, stop = bounds(vocab_size, size, rank)
-    if stop - start != cols:
-        raise ValueError(
-            f"rank {rank} of {size} must have {what} of {stop - start} classes of vocab_size={vocab_size} (as "
-            f"torch.chunk divides them), got {cols}"
-        )
-    return Shard(process_group.group_name, start, vocab_size, sequence_parallel)
+    if vocab_size < 1:
+        raise ValueError(f"vocab_size must be positive, got {vocab_size}")
+    return vocab_size
 
 
 def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:

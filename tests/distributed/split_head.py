@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flce
 from flce.core.shard import bounds, gather
@@ -446,18 +447,46 @@ def wrong_arguments() -> None:
         call(process_group="tp")
     with pytest.raises(ValueError, match=rf"rank {rank} of .* must have a linear_weight of .* vocab_size=9"):
         call(process_group=group, vocab_size=9)
+    with pytest.raises(ValueError, match="vocab_size must be positive, got 0"):
+        call(process_group=group, vocab_size=0)
     with pytest.raises(ValueError, match="class-index targets"):
         flce.fused_linear_cross_entropy(
             mine.input, mine.weight, torch.rand(3, 4, 41, dtype=torch.float64, device=device()), **mine.how
         )
+    # What `dist.new_group` gives to processes that are not in it.
+    others: Any = dist.GroupMember.NON_GROUP_MEMBER
+    with pytest.raises(ValueError, match="must have this process in it"):
+        call(process_group=others)
+    how = {"outputs": ("lse",), "process_group": others, "sequence_parallel": True}
+    with pytest.raises(ValueError, match="must have this process in it"):
+        flce.linear_logprobs(mine.input, mine.weight, None, **how)
+    with pytest.raises(ValueError, match="top_k must be at most the 41 classes of all processes, got 42"):
+        flce.linear_logprobs(mine.input, mine.weight, p.target, top_k=42, **mine.how)
+    nothing = torch.ones((), dtype=torch.float64, device=device())
+    with pytest.raises(ValueError, match=r"weight must have shape \(41,\)"):
+        call(weight=nothing, **mine.how)
+    with pytest.raises(ValueError, match=r"adapters\[0\]\[1\] must have shape"):
+        call(adapters=[(mine.input, nothing)], **mine.how)
+    # Gathers would lose a tangent.
+    shares = Mine(problem((3, 4), 16, 41), group, sequence_parallel=True)
+    with forward_ad.dual_level():
+        shares.input = forward_ad.make_dual(shares.input, torch.ones_like(shares.input))
+        with pytest.raises(RuntimeError, match="does not support forward-mode"):
+            shares.loss()
     # What processes do not agree on, where the host looks at values.
     os.environ["FLCE_DEBUG"] = "1"
+    all_weights = torch.ones(41, dtype=torch.float64, device=device())
     for told, kwargs in (
         ("options", {"z_loss": 0.1 * rank}),
         ("V", {"vocab_size": None}),
         ("the shape of target", {}),
         ("dtypes", {}),
-        ("whether there is a weight", {"weight": None if rank else torch.ones(41, device=device()).double()}),
+        ("whether there is a weight", {"weight": None if rank else all_weights}),
+        ("of which classes", {"weight": all_weights if rank == 0 else all_weights[mine.classes]}),
+        ("whether there is a linear_bias of the slice", {"linear_bias": None if rank else all_weights[:3]}),
+        ("shapes of adapters", {"adapters": [(mine.input[..., :2], mine.weight[: 3 if rank else None, :2])]}),
+        ("the shape of token_weight", {"token_weight": all_weights[:12].view(3, 4)[rank == 0 :]}),
+        ("whether linear_weight has its share of 42 classes", {"vocab_size": 42}),
         ("which tensors need a gradient", {}),
     ):
         how = {**mine.how, **kwargs}
@@ -521,6 +550,8 @@ def dtensors() -> None:
         flce.fused_linear_cross_entropy(p.input, weight, p.target)
     with pytest.raises(ValueError, match=r"flce.gathered\(linear_weight\).*process_group"):
         flce.linear_logprobs(p.input, weight, p.target)
+    with pytest.raises(ValueError, match=r"got a DTensor: give input.to_local\(\)"):
+        flce.fused_linear_cross_entropy(distribute_tensor(p.input, mesh, [Shard(1)]), weight, p.target)
 
 
 def gathered_weights() -> None:
