@@ -10,6 +10,7 @@ import torch
 
 from tests.distributed import training
 from tests.distributed.pair import World
+from tests.helpers import pairs
 
 CALLS = ["labels", "own loss"]
 # Every way in which a gradient leaves lazy logits, where the weight stays, where it is freed, and through DDP's sink.
@@ -122,9 +123,7 @@ def test_evaluation_in_a_wrapper(pair: World) -> None:
     pair.run(training.evaluated_in_a_wrapper)
 
 
-@pytest.mark.parametrize("loss", CALLS)
-@pytest.mark.parametrize("wrapping", ["fully_shard(model)", "DDP, unused parameters"])
-@pytest.mark.parametrize("what", ["the model", "the wrapper"])
+@pairs(what=["the model", "the wrapper"], wrapping=["fully_shard(model)", "DDP, unused parameters"], loss=[*CALLS])
 def test_compiled(pair: World, what: str, wrapping: str, loss: str) -> None:
     pair.run(training.compiled, what, wrapping, loss)
 

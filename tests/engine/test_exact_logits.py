@@ -23,7 +23,7 @@ from flce.engine.stage import Stage
 from flce.planning import search
 from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
-from tests.helpers import case_of, upstream_of
+from tests.helpers import case_of, combinations, upstream_of
 from tests.hopper import logits_dtypes_on_a_gpu
 from tests.interpreted_bfloat16 import mend
 
@@ -83,23 +83,20 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return tiles(monkeypatch, lambda x, cols, out: out.dtype)
 
 
-@pytest.mark.parametrize("tokens, hidden, vocab", [(9, 2048, 273), (14, 1023, 167), (14, 511, 10), (300, 15, 8353)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@combinations(
+    shape=[(9, 2048, 273), (14, 1023, 167), (14, 511, 10), (300, 15, 8353)],
+    reduction=["mean", "none"],
+    dtype=[BF16, F16],
+)
 def test_small_calls_make_logits_twice_by_the_same_products(
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    reduction: str,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
+    shape: tuple[int, int, int], reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """Products of other shapes sum in another order. Of logits of 5,000 that is a thousandth of a probability."""
     monkeypatch.undo()
     monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
     mend(monkeypatch)
     shapes = tiles(monkeypatch, lambda x, cols, out: (x.shape, cols.start, cols.stop, out.shape, out.stride()))
+    tokens, hidden, vocab = shape
     problem = make_problem((tokens,), hidden, vocab, dtype=dtype, reduction=reduction)
     run_fused(problem, options=replace(EVERY, strategy="vocab"), grad_output=upstream_of(problem))
     assert len(shapes) == 2
@@ -142,10 +139,12 @@ def test_every_schedule_is_here(triton_backend: str) -> None:
     assert {kind for problem in problems for kind, _ in possible(problem)} == set(MAKE)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+# Float16 takes the same code.
+@pytest.mark.parametrize(
+    "dtype, options", [(BF16, name) for name in OPTIONS] + [(F16, name) for name in list(OPTIONS)[::2]]
+)
 def test_errors(
-    options: str, dtype: torch.dtype, written: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, backend: str
+    dtype: torch.dtype, options: str, written: list[torch.dtype], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """Those that are promised, by every schedule that can make the call. No logits are rounded."""
     problem, how = make_problem(**SHAPE, dtype=dtype, **OPTIONS[options]), EVERY

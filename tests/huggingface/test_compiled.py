@@ -42,8 +42,10 @@ LOSSES: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss, how",
+    [*((loss, "torch.compile") for loss in LOSSES), ("labels", "Module.compile"), ("own", "Module.compile")],
+)
 def test_losses_of_a_compiled_model(loss: str, how: str, compare: Compare) -> None:
     script = """
         model = compiled = patch(small(build))

@@ -600,7 +600,7 @@ def test_a_budget_that_backward_cannot_keep_is_an_error_of_forward() -> None:
 @pytest.mark.parametrize("needs", [False, True])
 def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more memory than a budget says, by the count of the plan."""
-    budget = 1 << 20
+    budget = 1 << 19
     taken: list[ChunkPlan] = []
     before = vars(ops)["plan_of"]
 
@@ -609,7 +609,7 @@ def test_the_plan_is_kept(needs: bool, k: int, monkeypatch: pytest.MonkeyPatch) 
         return taken[-1]
 
     monkeypatch.setattr(ops, "plan_of", noted)
-    call = call_of(256, 16, 2000, k)
+    call = call_of(128, 16, 2000, k)
     out = run(
         call,
         outputs=("logprob", "entropy"),

@@ -84,13 +84,13 @@ def test_what_is_right_and_what_is_not(plain: SplitCheck) -> None:
 
 
 def test_processes_that_hang_or_end(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "SILENCE", 12.0)
+    monkeypatch.setattr(processes, "SILENCE", 6.0)
     monkeypatch.setattr(processes, "AFTER_FAILURE", 1.0)
     started = time.monotonic()
     for title in ("hangs", "ends"):
         (found,) = run_all([of(title, plain), plain])
         assert found.status == "failed"
-        assert "rank 1 ended or gave no answer within 12 s." in found.wrong
+        assert "rank 1 ended or gave no answer within 6 s." in found.wrong
     assert time.monotonic() - started < 60
 
 
