@@ -144,7 +144,7 @@ def linear_arguments(
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
-    else:
+    elif shard is None:  # with one it was refused before
         refuse_forward_mode(function, instead, (input, linear_weight, linear_bias, token_weight, *others))
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard

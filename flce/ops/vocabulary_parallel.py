@@ -34,26 +34,25 @@ def shard_of(
     """
     check_group(process_group)
     rank, size = process_group.rank(), process_group.size()
-    total = all_classes(cols, vocab_size, process_group)
-    start, stop = (rank * cols, (rank + 1) * cols) if vocab_size is None else bounds(total, size, rank)
-    if stop - start != cols:
-        raise ValueError(
-            f"rank {rank} of {size} must have {what} of {stop - start} classes of vocab_size={total} (as "
-            f"torch.chunk divides them), got {cols}"
-        )
+    total, start = all_classes(cols, vocab_size, process_group), rank * cols
+    if vocab_size is not None:
+        start, stop = bounds(total, size, rank)
+        if stop - start != cols:
+            raise ValueError(
+                f"rank {rank} of {size} must have {what} of {stop - start} classes of vocab_size={total} (as "
+                f"torch.chunk divides them), got {cols}"
+            )
     return Shard(process_group.group_name, start, total, sequence_parallel)
 
 
 def check_group(process_group: Any) -> None:
     """TypeError for what is no process group, ValueError for one that this process is not in."""
-    others = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None  # what `dist.new_group` returns there
-    if dist.is_available() and isinstance(process_group, dist.ProcessGroup):
-        is_member = process_group.rank() >= 0
-    elif others is not None and process_group is others:
-        is_member = False
-    else:
+    is_group = dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+    # What `dist.new_group` returns in a process that is not in the group.
+    is_placeholder = dist.is_available() and process_group is dist.GroupMember.NON_GROUP_MEMBER
+    if not (is_group or is_placeholder):
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}")
-    if not is_member:
+    if is_placeholder or process_group.rank() < 0:
         raise ValueError(
             "process_group must have this process in it, got a group of others: call in the group's processes alone"
         )

@@ -91,16 +91,17 @@ def test_contenders_compute_the_same(pair: World) -> None:
                 torch.testing.assert_close(mine, expected, rtol=2e-2, atol=1e-3 if mine.dim() else 1e-5)
 
 
-def missing() -> tuple[set[str], dict[str, float]]:
+def missing() -> tuple[set[str], dict[str, float], float]:
+    """Contenders, their losses, and by how much these may differ: on a GPU logits in memory are rounded to bfloat16."""
     from benchmarks import split_head as bench
 
     case = bench.Measured(64, 32, 1000, 2, False)
     bench.measure(case, training.device(), dist.group.WORLD, alone=False, rounds=1)
-    return set(case.missing) | set(case.losses), case.losses
+    tolerance = 1e-3 if training.device().type == "cuda" else 1e-4
+    return set(case.missing) | set(case.losses), case.losses, tolerance
 
 
 def test_each_is_measured_or_named(pair: World) -> None:
-    for names, losses in pair.run(missing):
+    for names, losses, tolerance in pair.run(missing):
         assert names == {"flce", "logits in memory", *PEERS}
-        # On a GPU logits in memory are rounded to bfloat16.
-        assert losses["flce"] == pytest.approx(losses["logits in memory"], rel=1e-3)
+        assert losses["flce"] == pytest.approx(losses["logits in memory"], rel=tolerance)
