@@ -189,7 +189,7 @@ print(json.dumps(said))
     assert "fortran" in unknown
 
 
-TOOLS = ("flce.tools.bench", "flce.tools.check", "flce.tools.cli", "flce.tools.demo", "flce.testing")
+TOOLS = ("flce.tools.check", "flce.tools.cli", "flce.tools.demo", "flce.testing")
 
 
 def test_the_package_knows_nothing_of_its_tools() -> None:

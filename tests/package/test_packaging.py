@@ -214,17 +214,18 @@ def test_the_issue_template() -> None:
     """It asks for what the commands print, with options that they have."""
     yaml = pytest.importorskip("yaml")
     typer = pytest.importorskip("typer", reason="the command line")
+    from benchmarks.cli import app as benchmarks
     from flce.tools.cli.app import app
 
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     fields = {field["id"]: field for field in form["body"]}
     assert len(fields) == len(form["body"])
-    commands = typer.main.get_command(app).commands
-    for name in ("check", "bench"):
+    for name, started, commands in (("check", "flce check", app), ("bench", "python -m benchmarks quick", benchmarks)):
         assert fields[name]["validations"] == {"required": True}
         asked = fields[name]["attributes"]["description"]
-        assert f"`flce {name}" in asked
-        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert f"`{started}" in asked
+        command = typer.main.get_command(commands).commands[started.split()[-1]]
+        known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", asked)) <= known
 
 

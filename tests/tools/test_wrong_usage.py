@@ -13,39 +13,18 @@ pytest.importorskip("rich", reason="the command line")
 
 from typer.testing import CliRunner
 
-from flce.tools.bench.problem import CALLS
 from flce.tools.cli import main
 from flce.tools.cli.app import app
-from flce.tools.cli.bench import CallMode
-from flce.tools.cli.output import Dtype
 from flce.tools.cli.plan import Optimizer
-from flce.tools.machine import DTYPES
 
-BENCH, LARGE = ("bench", "--device", "cpu", "--shape"), ("plan", "--shape", "8192,4096,128256")
+LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
 TEXT = ("demo", "--text", "{folder}/unknown.json", "--vocab-size", "600", "--hidden-size", "64", "--seq-len", "256")
-SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (("check", "--device", "toaster"), "there is no device 'toaster' here: give one of"),
-        (("bench", "--device", "meta"), "there is no device 'meta' here: give one of"),
-        ((*BENCH, "8,4"), "expected N,H,V as 3 positive numbers, at most 1073741824, got '8,4'"),
-        ((*SHAPE, "--dtype", "int8"), "'int8' is not one of"),
-        ((*SHAPE, "--mode", "sideways"), "'sideways' is not one of"),
-        ((*SHAPE, "--budget", "0.5MiB"), "expected at least 1MiB, got '0.5MiB'"),
-        ((*BENCH, "4000000,8,500", "--budget", "1MiB"), "too small for N=4000000, H=8, V=500 in"),
-        ((*SHAPE, "--contender", "nobody"), "unknown contender nobody; there are: floor"),
-        ((*BENCH, "1000000000,100000,16"), "operands and gradients take 745,058 GiB, and cpu has"),
-        ((*SHAPE, "--seconds", "-1"), "Invalid value for '--seconds'"),
-        ((*SHAPE, "--seconds", "inf"), "'--seconds': expected a finite number, got inf"),
-        ((*SHAPE, "--seconds", "nan"), "Invalid value for '--seconds'"),
-        (
-            (*SHAPE, "--plot", "picture.txt"),
-            "no picture can be drawn as picture.txt: give a name that ends in .png, .pdf, .svg",
-        ),
-        ((*SHAPE, "--plot", "{folder}/words.json/bench.png"), "cannot be written: give another file"),
         (("plan",), "give either --model or --shape"),
         ((*LARGE, "--model", "."), "give either --model or --shape"),
         (("plan", "--shape", "8192,4096"), "expected N,H,V as 3 positive numbers"),
@@ -125,8 +104,6 @@ def test_wrong_usage(
 
 def test_choices_are_those_of_the_code() -> None:
     """The command line does not import it to answer `--help`."""
-    assert [mode.value for mode in CallMode] == list(CALLS)
-    assert [dtype.value for dtype in Dtype] == list(DTYPES)
     memory = pytest.importorskip("flce.huggingface.estimate.training_memory", exc_type=ImportError)
     assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)
 

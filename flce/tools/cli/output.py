@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 from collections.abc import Callable
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,10 +18,6 @@ from rich.text import Text
 T = TypeVar("T")
 FOLDED = 20  # characters that a column of words has at least, if it has as many
 PICTURES = (".png", ".pdf", ".svg")
-# What tensors may be of.
-Dtype = Enum("Dtype", {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float64"})
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to stdout.")]
 
 
@@ -67,13 +61,6 @@ def given(option: str, parse: Callable[..., T], *arguments: Any) -> T:
         return parse(*arguments)
     except ValueError as error:
         raise wrong(option, f"{error}") from None
-
-
-def finite(value: float | None) -> float | None:
-    """The callback of an option: infinity and NaN are refused."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"expected a finite number, got {value}")
-    return value
 
 
 def wrong(option: str, message: str) -> typer.BadParameter:
