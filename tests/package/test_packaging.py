@@ -109,13 +109,13 @@ def test_metadata(built: Built) -> None:
     assert about["Requires-Python"] == ">=3.10"
     assert about["Description-Content-Type"] == "text/markdown"
     assert str(about.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
-    extras = {"cli", "transformers", "demo", "trainers", "docs", "dev"}
+    extras = {"cli", "transformers", "trainers", "docs", "dev"}
     assert set(about.get_all("Provides-Extra", [])) == extras
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [re.split(r"[^\w-]", line)[0] for line in needed] == ["torch", "triton"]
     cli = [line for line in about.get_all("Requires-Dist", []) if 'extra == "cli"' in line]
     assert {re.split(r"[^\w-]", line)[0] for line in cli} == {"matplotlib", "numpy", "psutil", "rich", "typer"}
-    assert 'flce[cli,transformers]; extra == "demo"' in about.get_all("Requires-Dist", [])
+    assert 'flce[cli,transformers]; extra == "trainers"' in about.get_all("Requires-Dist", [])
     assert {line.partition(", ")[2] for line in about.get_all("Project-URL", [])} >= {project.ADDRESS}
     assert "Typing :: Typed" in about.get_all("Classifier", [])
 

@@ -18,7 +18,6 @@ from flce.tools.cli.app import app
 from flce.tools.cli.plan import Optimizer
 
 LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
-TEXT = ("demo", "--text", "{folder}/unknown.json", "--vocab-size", "600", "--hidden-size", "64", "--seq-len", "256")
 
 
 @pytest.mark.parametrize(
@@ -58,31 +57,14 @@ TEXT = ("demo", "--text", "{folder}/unknown.json", "--vocab-size", "600", "--hid
         ((*MODEL, "{folder}/none.json"), "--model': the head has V = 0 and H = 64"),
         ((*MODEL, "{folder}/negative.json"), "no llama can be made of this config: Trying to create tensor with"),
         ((*MODEL, "{folder}/other.json"), "Transformers has no class with a language-model head for a vit"),
-        (("demo", "--text", "nowhere"), "'nowhere' does not exist"),
-        (("demo", "--steps", "0"), "Invalid value for '--steps'"),
-        (("demo", "--learning-rate", "-1"), "expected a positive number, got -1.0"),
-        (("demo", "--learning-rate", "nan"), "expected a positive number, got nan"),
-        (("demo", "--learning-rate", "0"), "expected a positive number, got 0.0"),
-        (("demo", "--seed", "-1"), "Invalid value for '--seed'"),
-        ((*TEXT, "--batch-size", "100000000"), "'--batch-size': 100,000,000 x 256 tokens per step: the tokens of"),
-        ((*TEXT, "--steps", "100000000000"), "the tokens of 100,000,000,000 steps take"),
-        (("demo", "--vocab-size", "-5"), "Invalid value for '--vocab-size'"),
-        (("demo", "--text", "{folder}/empty", "--vocab-size", "600"), "no text to train on"),
-        (("demo", "--output", "demo.xyz"), "no picture can be drawn as demo.xyz"),
-        (("demo", "--memory-picture", "{folder}/a.png"), "cannot be written: give another file"),
         (("conjure",), "No such command 'conjure'"),
         (("info", "--jason"), "No such option: --jason"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_wrong_usage(
-    arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     if "--model" in arguments:
         pytest.importorskip("transformers")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(__file__).parents[2] / ".cache"))
-    for folder in ("empty", "a.png"):
-        (tmp_path / folder).mkdir()
     for name, text in {
         "broken": "{",
         "unknown": '{"model_type": "abacus"}',

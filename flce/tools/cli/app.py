@@ -8,7 +8,6 @@ import typer
 
 import flce
 from flce.tools.cli.check import check
-from flce.tools.cli.demo import demo
 from flce.tools.cli.info import info
 from flce.tools.cli.plan import plan
 
@@ -39,4 +38,3 @@ def _common(
 app.command()(info)
 app.command()(check)
 app.command()(plan)
-app.command()(demo)
