@@ -357,10 +357,10 @@ NAMES: dict[str, Name] = {
         "Two forwards before one backward, with two losses of each, raise an error there.",
         lambda: -1,
     ),
-    # --------------------------------------------------------------------------------------------------- flce bench
+    # ----------------------------------------------------------------------------------------------------- benchmarks
     "cuda_sleep": Name(
         ("torch.cuda._sleep",),
-        "flce bench to time kernels without the host",
+        "benchmarks of the repository, to time kernels without the host",
         "Times of small calls are the host's.",
         lambda cycles: None,
     ),
