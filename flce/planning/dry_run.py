@@ -250,7 +250,7 @@ class CountingStage(Stage):
     def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
         return self._meter.repeated(_shortened(start, stop, step), self._meter.rates.host_block)
 
-    def copy(self, x: Tensor, out: Tensor) -> None:
+    def round(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x, out)
 
     def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
