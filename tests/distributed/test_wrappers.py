@@ -113,6 +113,12 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
+@pytest.mark.parametrize("loss", CALLS)
+def test_tensor_parallelism_of_transformers(pair: World, loss: str) -> None:
+    pytest.importorskip("transformers", minversion="5.20")
+    pair.run(training.transformers_tensor_parallel, loss)
+
+
 @pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
 def test_late_reads(pair: World, wrapping: str) -> None:
     pair.run(training.late_reads, wrapping)
