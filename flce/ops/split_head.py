@@ -14,13 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
+from flce.core.numbers import check_bool
 from flce.core.shard import Shard, bounds, gather
 from flce.engine.vectors import looks_at_values
-from flce.ops.vocabulary_parallel import all_classes, check_group, is_dtensor, shard_of
+from flce.ops.vocabulary_parallel import (
+    all_classes,
+    check_group,
+    refuse_equal_slices,
+    refuse_without_group,
+    shard_of,
+)
 from flce.torch_ops.registration import define
 
-# Numbers that processes compare, where the host looks at values, before any other collective.
-_TOLD = 64
+# Where the host looks at values, processes compare so many numbers before any other collective, and entries of their
+# slices in so many rows and columns.
+_TOLD, _SAMPLES = 64, 16
 
 
 class SplitHead(NamedTuple):
@@ -51,18 +59,6 @@ class Operands(NamedTuple):
     adapters: Sequence[tuple[Tensor, Tensor]]
 
 
-def refuse_dtensors(input: Tensor, linear_weight: Tensor) -> None:
-    """ValueError for an input that is a DTensor, and for a weight that is one: which tokens does each process have?"""
-    if is_dtensor(input):
-        raise ValueError("input must be a plain tensor, got a DTensor: give input.to_local()")
-    if is_dtensor(linear_weight):
-        raise ValueError(
-            "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with FSDP, "
-            "give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
-            "linear_weight.to_local(), process_group=... and vocab_size=..."
-        )
-
-
 def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[str, Any]) -> tuple[Operands, Shard]:
     """The operands of this process, and which classes it has.
 
@@ -76,10 +72,9 @@ def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[s
             ``FLCE_DEBUG=1``, processes were given different arguments.
     """
     group, vocab_size, sequence_parallel = how
-    if not isinstance(sequence_parallel, bool):
-        raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
+    check_bool("sequence_parallel", sequence_parallel)
     if group is None:
-        raise ValueError(f"vocab_size={vocab_size} and sequence_parallel={sequence_parallel} need a process_group")
+        refuse_without_group(vocab_size, sequence_parallel)
     input, linear_weight, linear_bias, adapters = given
     if linear_weight.dim() != 2:
         raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
@@ -97,7 +92,7 @@ def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[s
                 for t in (input, linear_weight, linear_bias, *itertools.chain(*adapters))
             ],
         }
-        _check_agreement(group, input.device, {**operands, **others})
+        _check_agreement(group, {**operands, **others}, linear_weight)
     shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
     if sequence_parallel:
         input = _whole_sequence("an input", input, shard)
@@ -133,20 +128,26 @@ def _told_of_classes(linear_weight: Tensor, weight: Tensor | None, how: SplitHea
     }
 
 
-def _check_agreement(group: Any, device: torch.device, told: dict[str, Any]) -> None:
-    """ValueError, in all processes, where they were not given the same."""
-    marks = torch.zeros(_TOLD, dtype=torch.int64, device=device)
-    values = [_number(value) for value in told.values()]
-    marks[: len(values)] = torch.tensor(values, device=device)
-    all_marks = gather(marks, group)
-    differ = (all_marks != all_marks[0]).any(0).nonzero()[:, 0].tolist()
-    if differ:
-        names = [list(told)[k] for k in differ if k < len(told)]
-        mine = {name: told[name] for name in names}
+def _check_agreement(group: Any, told: dict[str, Any], linear_weight: Tensor) -> None:
+    """ValueError, in all processes, if their arguments differ or their slices do not. One collective."""
+    numbers = [*map(_number, told.values()), *[0] * (_TOLD - len(told)), _mark_of_slice(linear_weight)]
+    marks = gather(torch.tensor(numbers, device=linear_weight.device), group).tolist()
+    names = [name for k, name in enumerate(told) if any(of_rank[k] != marks[0][k] for of_rank in marks)]
+    if names:
         raise ValueError(
             f"the processes of the group were given different values of {', '.join(names)}: rank {group.rank()} has "
-            f"{mine}"
+            f"{ {name: told[name] for name in names} }"
         )
+    refuse_equal_slices([of_rank[-1] or None for of_rank in marks], "linear_weight", "linear_weight.chunk(n)[rank]")
+
+
+def _mark_of_slice(linear_weight: Tensor) -> int:
+    """Return a number made from a few entries of the slice; 0 if its rows are equal (zeros, padding) or not numbers:
+    such slices may be equal."""
+    rows, columns = ((torch.arange(_SAMPLES) * (size - 1) // (_SAMPLES - 1)).clamp(0) for size in linear_weight.shape)
+    entries = linear_weight.detach()[rows][:, columns] if linear_weight.numel() else linear_weight[:0]
+    is_constant = bool((entries == entries[:1]).all()) or bool(entries.isnan().any())
+    return 0 if is_constant else _number(entries.tolist())
 
 
 def _number(value: Any) -> int:
