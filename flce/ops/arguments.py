@@ -21,7 +21,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import MOST_ENTRIES, LogprobSpec, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, split
+from flce.ops.split_head import NOT_SPLIT, SplitHead, split
 from flce.torch_ops.frames import is_differentiated_forward, is_in_transform
 
 P = ParamSpec("P")
@@ -111,7 +111,7 @@ def linear_arguments(
             "shift": shift,
             "options": (spec, options),
         }
-        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, weight, told)
+        given, shard = split(input, linear_weight, linear_bias, adapters, weight, how, told)
         input, linear_weight, linear_bias, adapters = given
         operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     if autocast_dtype(input.device.type) is not None:
