@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
     embedding = owner.get_output_embeddings()
     if not isinstance(embedding, nn.Module):
         return []
-    sizes = _vocabulary_sizes(owner, embedding)
+    sizes = vocabulary_sizes(owner, embedding)
     layers, below = _wide_layers(beside(embedding), sizes), backbone(owner)
     if not layers:
         return []
@@ -82,12 +83,44 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
 def embedding_layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    return _wide_layers(beside(head), _vocabulary_sizes(owner, head)) if isinstance(head, nn.Module) else []
+    return _wide_layers(beside(head), vocabulary_sizes(owner, head)) if isinstance(head, nn.Module) else []
 
 
 def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
     """The plain linear layers among ``modules`` that have one of these numbers of outputs, the vocabulary's."""
     return [m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes and _is_plain(m)]
+
+
+class HeadModules:
+    """The modules in a model's output embedding, and which of them make logits.
+
+    Args:
+        owner: the model.
+        heads: what `find_heads` has found in it.
+    """
+
+    def __init__(self, owner: Any, heads: Sequence[nn.Linear]) -> None:
+        found = {id(head) for head in heads}
+        modules = _modules_of(owner)
+        self._modules = [(weakref.ref(module), id(module) in found) for module in modules]
+        parts = {id(part) for head in heads for part in beside(head) if part is not head}
+        others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in parts]
+        self.adapted = any(module._parameters for module in others)
+        """Whether adapters have parameters outside of linear layers (LoHa, VBLoRA): only sometimes their products are
+        called, as adapters can be disabled or merged."""
+
+    def are_those_of(self, owner: Any, patch: Any) -> bool:
+        """Whether the output embedding has the same modules as then, and its heads still have this patch."""
+        modules = _modules_of(owner)
+        return len(modules) == len(self._modules) and all(
+            ref() is module and (not is_head or module.__dict__.get("_flce") is patch)
+            for module, (ref, is_head) in zip(modules, self._modules, strict=True)
+        )
+
+
+def _modules_of(owner: Any) -> list[nn.Module]:
+    embedding = owner.get_output_embeddings()
+    return beside(embedding) if isinstance(embedding, nn.Module) else []
 
 
 def _is_plain(layer: nn.Linear) -> bool:
@@ -112,7 +145,8 @@ def _quantised_weights(head: Any) -> str | None:
     return None
 
 
-def _vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
+def vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
+    """The numbers of classes that logits of a model may have."""
     size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
     if isinstance(size, int):
         return frozenset({size})
@@ -165,17 +199,17 @@ class WideProducts(TorchFunctionMode):
     """Offers every matrix product that is as wide as the vocabulary to ``replace``.
 
     Args:
-        owner: the model that runs.
-        only_own: pass over products with parameters other than the output embedding's, where that has linear layers.
+        owner: the model that runs. Where its output embedding has linear layers, products with parameters of other
+            layers are passed over.
         replace: ``(hidden, weight, bias)`` to what stands for their product; to None: it is computed.
     """
 
-    def __init__(self, owner: Any, only_own: bool, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
+    def __init__(self, owner: Any, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
         super().__init__()
         self.replaced: list[Tensor] = []
         """Inputs of replaced products. Other products of these inputs are logits too."""
-        self._sizes, self._replace = _vocabulary_sizes(owner, owner.get_output_embeddings()), replace
-        self._heads = [_own_weight(layer) for layer in embedding_layers(owner)] if only_own else []
+        self._sizes, self._replace = vocabulary_sizes(owner, owner.get_output_embeddings()), replace
+        self._heads = [_own_weight(layer) for layer in embedding_layers(owner)]
 
     @never_compiled  # where a graph has ended within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,15 +27,24 @@ from torch import Tensor, nn
 from flce.core import private
 from flce.core.callers import caller
 from flce.core.options import ChunkOptions
-from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
+from flce.huggingface.find_heads import (
+    HeadModules,
+    WideProducts,
+    backbone,
+    beside,
+    embedding_layers,
+    find_heads,
+    find_owners,
+    vocabulary_sizes,
+)
 from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle
-from flce.huggingface.lazy import make_lazy
+from flce.huggingface.lazy import is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.partitioned import is_partitioned
 from flce.huggingface.staleness import optimizer_steps
-from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, listed
+from flce.huggingface.usage import EVALUATION, OTHER_LOGITS, MaterializedLogitsError, Report, Usage, listed
 from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
 from flce.ops.arguments import check_options
 from flce.torch_ops.frames import graph_may_end, mark_frames, never_compiled, not_compiled
@@ -54,8 +63,10 @@ class _Patch:
     """Whether the call that is being compiled has labels. In Python `_running` tells; the compiler knows no threads."""
     leaves_graph: bool = False
     """Whether what a graph makes of the model's outputs becomes tensors where it ends."""
+    known: HeadModules | None = field(default=None, init=False, repr=False)
+    """The heads that were found last."""
     watch_products: bool | None = None
-    """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
+    """Whether logits may be made by other products than the heads'; None: the next call will show."""
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
     lazy_contexts: int = field(default_factory=int, init=False, repr=False)
@@ -73,8 +84,8 @@ class _Patch:
             self.always_lazy = self.lazy_contexts > 0 and self.generations == 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A model that is saved within a context is in none when it is loaded."""
-        return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False}
+        """A model that is saved within a context is in none when it is loaded, and looks for its heads again."""
+        return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False, "known": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
         """A model's copy has a patch of its own. A layer that is copied by itself stays with its model: PEFT trains one
@@ -160,10 +171,9 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
 
 def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """Run the head as it is, where lazy logits were expected."""
-    if (torch.is_grad_enabled() or patch.always_lazy) and patch.settings.on_materialize == "raise":
-        raise MaterializedLogitsError(
-            f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
-        )
+    _forbid_stock(
+        patch, f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
+    )
     _running.stock = True
     try:
         logits = F.linear(input, weight, bias)
@@ -172,6 +182,27 @@ def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tens
     if torch.is_grad_enabled():
         patch.usage.ran_stock(logits, reason)
     return logits
+
+
+def _forbid_stock(patch: _Patch, message: str) -> None:
+    if (torch.is_grad_enabled() or patch.always_lazy) and patch.settings.on_materialize == "raise":
+        raise MaterializedLogitsError(message)
+
+
+def _count_other_logits(owner: Any, patch: _Patch, outputs: Any) -> None:
+    """Count and warn, or raise: the outputs have a loss or logits that neither a head nor a wide product has made."""
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs if type(outputs) in (tuple, list) else ()
+    sizes = {0, *vocabulary_sizes(owner, owner.get_output_embeddings())}
+    made = [v for v in values if isinstance(v, Tensor) and (v.shape[-1] if v.dim() else 0) in sizes and not is_lazy(v)]
+    if not made:
+        return
+    _forbid_stock(patch, f"patch_model(..., on_materialize='raise') forbids logits in memory: {OTHER_LOGITS}")
+    trained = [value for value in made if value.requires_grad]
+    if trained:
+        patch.usage.ran_stock(trained[0], OTHER_LOGITS)
+        if owner.training:
+            patch.usage.trained_stock = OTHER_LOGITS
+            patch.usage.warn_if_not_fused()
 
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
@@ -197,8 +228,9 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
         with products or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
         found = products is not None and bool(products.replaced)
-        # Where neither made them, an adapter around the layers may make the logits by itself from now on.
-        patch.watch_products = found if found or patch.head_called else None
+        if products is not None and not (found or patch.head_called):
+            _count_other_logits(self, patch, outputs)
+        patch.watch_products = found or not patch.head_called or (patch.known is not None and patch.known.adapted)
         return outputs
 
     # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
@@ -312,7 +344,11 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
 @never_compiled
 def _finds_lazy_heads(owner: Any, patch: _Patch) -> bool:
     """Whether this call's logits are to be lazy, before it."""
-    _change(find_heads(owner), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
+    if patch.known is None or not patch.known.are_those_of(owner, patch):
+        # Resizing the vocabulary replaces the layer, adapters add some.
+        heads = find_heads(owner)
+        _change(heads, _head_methods, patch)
+        patch.known, patch.watch_products = HeadModules(owner, heads), None
     return patch.expects_loss(owner)
 
 
@@ -332,7 +368,7 @@ def _watched_products(owner: Any, patch: _Patch) -> WideProducts | None:
         call = HeadCall(weight, bias, patch.usage, None, owner)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
 
-    return WideProducts(owner, not patch.watch_products, lazy_product) if watched else None
+    return WideProducts(owner, lazy_product) if watched else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part

@@ -20,6 +20,10 @@ EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
     "or pass labels"
 )
+OTHER_LOGITS = (
+    "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
+    "forward is set on the layer, as tensor parallelism does (tp_plan), or the model computes its loss by itself"
+)
 _UNUSED = (
     "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
     "do since version 1.16 (flce.huggingface.trl.install(), called before such a trainer is made, takes its place; see "

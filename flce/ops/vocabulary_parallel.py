@@ -115,8 +115,8 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
     sent = gather(mine, shard.process_group)
     shards = len(sent)
     if looks_at_values(sent.device):
-        marks = [_mark_of_state(t[:-1].view(len(slots), -1), t[-1]) for t in sent]
-        refuse_equal_slices(marks, "logits", "logits.chunk(n, -1)[rank]")
+        maxima, sums, *_ = sent[:, :-1].view(shards, len(slots), -1).unbind(1)
+        refuse_equal_logits(maxima, sums.log(), sent[:, -1:])
     states = state.new_zeros(shards, *state.shape)
     for slot, values in zip(slots, sent[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
         states[:, slot] = values
@@ -128,15 +128,17 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
     return merged
 
 
-def _mark_of_state(sent: Tensor, cols: Tensor) -> Hashable | None:
-    """Return the numbers of a slice's rows. None: the logits of each row are equal, and may be so in several slices.
+def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
+    """ValueError if two processes have the same log-sum-exps, unless the logits of each row are equal to each other.
 
     Args:
-        sent: (slots, rows) the largest logit, the sum of exponentials less it, and others.
-        cols: () the number of classes.
+        offsets, log_sums: (processes, rows) the largest logit m, and ``log(sum(exp(z - m)))``.
+        widths: (processes, 1) the number of classes.
     """
-    maxima, sums, *_ = sent
-    return None if bool(((sums == cols) | ~maxima.isfinite()).all()) else (*maxima.tolist(), *sums.tolist())
+    is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
+    numbers = torch.cat((offsets, log_sums), 1).tolist()
+    marks = [None if constant else (*mark,) for constant, mark in zip(is_constant, numbers, strict=True)]
+    refuse_equal_slices(marks, "logits", "logits.chunk(n, -1)[rank]")
 
 
 def _widths_differ(widths: Tensor, shard: Shard) -> Tensor:

@@ -113,6 +113,12 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
+@pytest.mark.parametrize("loss", CALLS)
+def test_tensor_parallelism_of_transformers(pair: World, loss: str) -> None:
+    pytest.importorskip("transformers", minversion="5.20")
+    pair.run(training.transformers_tensor_parallel, loss)
+
+
 @pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
 def test_late_reads(pair: World, wrapping: str) -> None:
     pair.run(training.late_reads, wrapping)
@@ -126,10 +132,6 @@ def test_evaluation_in_a_wrapper(pair: World) -> None:
 @pairs(what=["the model", "the wrapper"], wrapping=["fully_shard(model)", "DDP, unused parameters"], loss=[*CALLS])
 def test_compiled(pair: World, what: str, wrapping: str, loss: str) -> None:
     pair.run(training.compiled, what, wrapping, loss)
-
-
-def test_several_heads(pair: World) -> None:
-    pair.run(training.several_heads)
 
 
 @pytest.mark.parametrize("loss", ["smoothed", "z-loss"])

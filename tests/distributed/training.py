@@ -483,27 +483,45 @@ def fabric(loss: str, order: str) -> None:
     assert not report.stock, report
 
 
-def transformers_fsdp(loss: str) -> None:
+def from_transformers(stock: Any, **config: Any) -> Any:
     """As Transformers itself shards a model that is loaded with a ``DistributedConfig``."""
     import tempfile
 
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    stock = tiny_llama()
     paths = [tempfile.mkdtemp()]
     dist.broadcast_object_list(paths)
     if dist.get_rank() == 0:
         stock.save_pretrained(paths[0])
     dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(
-        paths[0], distributed_config=DistributedConfig(fsdp_size=2), attn_implementation="eager"
+    return AutoModelForCausalLM.from_pretrained(
+        paths[0], distributed_config=DistributedConfig(**config), attn_implementation="eager"
     ).train()
-    flce.patch_model(model)
+
+
+def transformers_fsdp(loss: str) -> None:
+    stock = tiny_llama()
+    model = flce.patch_model(from_transformers(stock, fsdp_size=2))
     check_same(train(model, LOSSES[loss]), reference(stock, LOSSES[loss]))
     report = flce.report(model)
     assert report.fused == STEPS, report
     assert not report.stock, report
+
+
+def transformers_tensor_parallel(loss: str) -> None:
+    """Each process has some rows of the head, and gathers all logits: said in the first call."""
+    stock = tiny_llama(vocab_size=98, num_key_value_heads=2)
+    model = flce.patch_model(from_transformers(stock, tp_size=2, tp_plan="auto"))
+    with pytest.warns(NotFusedWarning, match="tensor parallelism"):
+        got = LOSSES[loss](model, batch(0, 0))
+    torch.testing.assert_close(got, LOSSES[loss](stock, batch(0, 0)))
+    got.backward()
+    report = flce.report(model)
+    assert (report.fused, list(report.stock.values())) == (0, [1]), report
+    flce.patch_model(model, on_materialize="raise")
+    with pytest.raises(flce.huggingface.MaterializedLogitsError, match="tensor parallelism"):
+        LOSSES[loss](model, batch(0, 0))
 
 
 # -------------------------------------------------------------------------------------------------------- late reads
@@ -567,37 +585,6 @@ def compiled(what: str, wrapping: str, loss: str) -> None:
         wrapped.compile(backend="eager")
     check_same(train(wrapped, LOSSES[loss]), reference(stock, LOSSES[loss]))
     assert flce.report(patched).fused or flce.report(patched).materialized or loss == "labels"
-
-
-class SeveralHeads(nn.Module):
-    """As models of codebooks stack them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(32, V, bias=False) for _ in range(2)])
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.stack([head(hidden) for head in self.heads], 1)
-
-
-def several_heads() -> None:
-    """A loss of the second head alone, above a frozen model: only the hook of the stack begins FSDP2's backward."""
-
-    def prepare(model: Any) -> Any:
-        torch.manual_seed(0)
-        model.lm_head = SeveralHeads().to(device())
-        model.model.requires_grad_(False)
-        return model
-
-    def second(model: Any, ids: Tensor) -> Tensor:
-        return F.cross_entropy(*shifted(model(input_ids=ids).logits[:, 1], ids))
-
-    stock = prepare(tiny_llama())
-    patched = flce.patch_model(copy.deepcopy(stock))
-    model = _fsdp2(patched)
-    results = [train(model, second), reference(stock, second)]
-    torch.testing.assert_close(results[0]["losses"], results[1]["losses"], rtol=1e-5, atol=1e-5)
-    assert results[0]["losses"][-1] != results[0]["losses"][0]
 
 
 def error_of(call: Callable[[], Any], text: str) -> None:
