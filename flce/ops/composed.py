@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+from flce.engine.vectors import check_num_items
 from flce.ops.arguments import LinearArguments, LogitsArguments
 
 
@@ -65,6 +66,8 @@ def _loss_of_rows(
     tokens: tuple[int, ...],  # the shape of T losses
 ) -> Tensor | LinearCrossEntropyOutput:
     vocab_size = logits.shape[1]
+    if num_items is not None and num_items.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_num_items(num_items)
     z = _transform(logits.to(accumulation_dtype(logits.dtype)), spec)
     if y.is_floating_point():
         y = y.to(z.dtype)

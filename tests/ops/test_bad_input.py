@@ -41,6 +41,17 @@ def adapter() -> tuple[Tensor, Tensor]:
     return torch.ones(N, 2), torch.ones(V, 2)
 
 
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([torch.ones(2, H), torch.ones(3, H)], layout=layout)
+
+
+class Packed(Tensor):
+    """A tensor whose values are not its elements, as torchao's quantised ones."""
+
+    def dequantize(self) -> Tensor:
+        return self.as_subclass(Tensor) * 2
+
+
 Row = tuple[str, Callable[[], dict[str, Any]], type[Exception], str]
 
 ROWS: list[Row] = [
@@ -51,28 +62,13 @@ ROWS: list[Row] = [
     ("target is None", lambda: good(target=None), TypeError, words("target", "NoneType")),
     ("bias is a list", lambda: good(linear_bias=[0.0] * V), TypeError, words("linear_bias", "list")),
     ("class weight is a list", lambda: good(weight=[1.0] * V), TypeError, words("weight", "list")),
-    (
-        "token weight is a list",
-        lambda: good(token_weight=[1.0] * N),
-        TypeError,
-        words("token_weight", "list"),
-    ),
+    ("token weight is a list", lambda: good(token_weight=[1.0] * N), TypeError, words("token_weight", "list")),
     # ---- dtypes
     ("integer input", lambda: good(input=torch.ones(N, H).long()), TypeError, words("input", "int64")),
     ("bool input", lambda: good(input=torch.ones(N, H).bool()), TypeError, words("input", "bool")),
     ("complex input", lambda: good(input=torch.ones(N, H) * 1j), TypeError, words("input", "complex64")),
-    (
-        "integer head",
-        lambda: good(linear_weight=torch.ones(V, H).int()),
-        TypeError,
-        words("linear_weight", "int32"),
-    ),
-    (
-        "integer bias",
-        lambda: good(linear_bias=torch.ones(V).long()),
-        TypeError,
-        words("linear_bias", "int64"),
-    ),
+    ("integer head", lambda: good(linear_weight=torch.ones(V, H).int()), TypeError, words("linear_weight", "int32")),
+    ("integer bias", lambda: good(linear_bias=torch.ones(V).long()), TypeError, words("linear_bias", "int64")),
     (
         "mixed dtypes of input and head",
         lambda: good(linear_weight=torch.ones(V, H, dtype=bf16)),
@@ -88,32 +84,67 @@ ROWS: list[Row] = [
     (
         "float8 input and head",
         lambda: good(
-            input=torch.ones(N, H).to(torch.float8_e4m3fn),
-            linear_weight=torch.ones(V, H).to(torch.float8_e4m3fn),
+            input=torch.ones(N, H).to(torch.float8_e4m3fn), linear_weight=torch.ones(V, H).to(torch.float8_e4m3fn)
         ),
         TypeError,
         words("float8"),
     ),
-    (
-        "target int16",
-        lambda: good(target=torch.zeros(N, dtype=torch.int16)),
-        TypeError,
-        words("int16", "int64"),
-    ),
-    (
-        "target uint8",
-        lambda: good(target=torch.zeros(N, dtype=torch.uint8)),
-        TypeError,
-        words("uint8", "int64"),
-    ),
+    ("target int16", lambda: good(target=torch.zeros(N, dtype=torch.int16)), TypeError, words("int16", "int64")),
+    ("target uint8", lambda: good(target=torch.zeros(N, dtype=torch.uint8)), TypeError, words("uint8", "int64")),
     ("target bool", lambda: good(target=torch.zeros(N).bool()), TypeError, words("bool", "int64")),
     ("target complex", lambda: good(target=torch.zeros(N) * 1j), TypeError, words("complex64")),
     ("class weight integer", lambda: good(weight=torch.ones(V).long()), TypeError, words("weight", "int64")),
+    ("token weight bool", lambda: good(token_weight=torch.ones(N).bool()), TypeError, words("token_weight", "bool")),
+    # ---- layouts and quantised heads
+    *(
+        (
+            f"{t.layout} input",
+            lambda t=t: good(input=t),
+            TypeError,
+            words("input", "dense", t.layout, r"\.to_dense\(\)"),
+        )
+        for t in (torch.ones(N, H).to_sparse(), torch.ones(N, H).to_sparse_csr(), torch.ones(N, H).to_mkldnn())
+    ),
+    ("sparse target", lambda: good(target=torch.ones(N).long().to_sparse()), TypeError, words("target", "sparse_coo")),
+    *(
+        (
+            f"{layout} nested input",
+            lambda layout=layout: good(input=nested(layout)),
+            TypeError,
+            words("nested", r"torch\.cat\(input\.unbind"),
+        )
+        for layout in (torch.strided, torch.jagged)
+    ),
     (
-        "token weight bool",
-        lambda: good(token_weight=torch.ones(N).bool()),
+        "int8 head",
+        lambda: good(linear_weight=torch.ones(V, H).to(torch.int8)),
         TypeError,
-        words("token_weight", "bool"),
+        words("int8", "quantised head"),
+    ),
+    (
+        "float8 head",
+        lambda: good(linear_weight=torch.ones(V, H).to(torch.float8_e4m3fn)),
+        TypeError,
+        words("float8", "quantised head"),
+    ),
+    (
+        "a head of packed numbers",
+        lambda: good(linear_weight=Packed(torch.ones(V, H))),
+        TypeError,
+        words("Packed of torch.float32", "quantised head"),
+    ),
+    # ---- the order of the arguments
+    (
+        "target first",
+        lambda: good(input=torch.zeros(N).long(), target=torch.ones(N, H)),
+        TypeError,
+        words("input", "int64", "hidden states come first"),
+    ),
+    (
+        "target before the head",
+        lambda: good(linear_weight=torch.zeros(N).int(), target=torch.ones(V, H)),
+        TypeError,
+        words("linear_weight", "int32", "hidden states come first"),
     ),
     # ---- scalars of the wrong type
     ("softcap a string", lambda: good(softcap="30"), TypeError, words("softcap")),
@@ -164,14 +195,13 @@ ROWS: list[Row] = [
         words("shift", "int", "float32"),
     ),
     ("num_items a list", lambda: good(num_items=[3], reduction="sum"), TypeError, words("num_items", "list")),
+    *(
+        (f"num_items {t}", lambda t=t: good(num_items=t, reduction="sum"), TypeError, words("num_items", t.dtype))
+        for t in (torch.tensor(3 + 0j), torch.tensor(True))
+    ),
     ("shift a string", lambda: good(shift="1"), TypeError, words("shift")),
     ("num_items a string", lambda: good(num_items="3", reduction="sum"), TypeError, words("num_items")),
-    (
-        "options a dict",
-        lambda: good(options={"chunk_rows": 4}),
-        TypeError,
-        words("options", "ChunkOptions", "dict"),
-    ),
+    ("options a dict", lambda: good(options={"chunk_rows": 4}), TypeError, words("options", "ChunkOptions", "dict")),
     # ---- shapes
     ("input 0-d", lambda: good(input=torch.tensor(1.0)), ValueError, words("input")),
     ("head 1-d", lambda: good(linear_weight=torch.ones(H)), ValueError, words("linear_weight", rf"\({H},\)")),
@@ -213,12 +243,7 @@ ROWS: list[Row] = [
         words("target", r"\(2, 3\)", r"\(3, 2\)"),
     ),
     ("target flattened", lambda: good(input=torch.ones(2, 3, H)), ValueError, words("target", r"\(2, 3\)")),
-    (
-        "bias too short",
-        lambda: good(linear_bias=torch.ones(V - 1)),
-        ValueError,
-        words("linear_bias", V, V - 1),
-    ),
+    ("bias too short", lambda: good(linear_bias=torch.ones(V - 1)), ValueError, words("linear_bias", V, V - 1)),
     ("bias of one", lambda: good(linear_bias=torch.ones(1)), ValueError, words("linear_bias", V)),
     ("bias 2-d", lambda: good(linear_bias=torch.ones(1, V)), ValueError, words("linear_bias")),
     ("class weight too long", lambda: good(weight=torch.ones(V + 1)), ValueError, words("weight", V, V + 1)),
@@ -236,18 +261,8 @@ ROWS: list[Row] = [
         ValueError,
         words("H|hidden|input|linear_weight", 0),
     ),
-    (
-        "probabilities of the wrong V",
-        lambda: good(target=torch.ones(N, V + 1)),
-        ValueError,
-        words("target", V),
-    ),
-    (
-        "probabilities with a shift",
-        lambda: good(target=probabilities(), shift=1),
-        ValueError,
-        words("shift"),
-    ),
+    ("probabilities of the wrong V", lambda: good(target=torch.ones(N, V + 1)), ValueError, words("target", V)),
+    ("probabilities with a shift", lambda: good(target=probabilities(), shift=1), ValueError, words("shift")),
     (
         "logprob of probabilities",
         lambda: good(target=probabilities(), stats=("logprob",)),
@@ -306,7 +321,7 @@ ROWS: list[Row] = [
         "adapter transposed",
         lambda: good(adapters=[(torch.ones(N, 2), torch.ones(2, V))]),
         ValueError,
-        words(r"adapters\[0\]", V),
+        words(r"^adapters\[0\]\[1\]", V, r"give adapters\[0\]\[1\]\.t\(\)"),
     ),
     (
         "adapter with flat tokens",
@@ -377,20 +392,29 @@ ROWS: list[Row] = [
         words("shift"),
     ),
     ("num_items of a mean", lambda: good(num_items=4), ValueError, words("num_items", "sum", "mean")),
-    (
-        "num_items of none",
-        lambda: good(num_items=4, reduction="none"),
-        ValueError,
-        words("num_items", "none"),
-    ),
+    ("num_items of none", lambda: good(num_items=4, reduction="none"), ValueError, words("num_items", "none")),
     ("num_items 0", lambda: good(num_items=0, reduction="sum"), ValueError, words("num_items", 0)),
-    ("num_items < 0", lambda: good(num_items=-3, reduction="sum"), ValueError, words("num_items", -3)),
-    (
-        "num_items of two",
-        lambda: good(num_items=torch.ones(2), reduction="sum"),
-        ValueError,
-        words("num_items", "2"),
+    *(
+        (
+            f"num_items {count!r}",
+            lambda count=count, changes=changes: good(num_items=count, reduction="sum", **changes),
+            ValueError,
+            words("num_items", -3),
+        )
+        for count, changes in (
+            (-3, {}),
+            (torch.tensor(-3), {}),
+            (torch.tensor(-3.0), {"linear_weight": torch.ones(V, 2, H), "target": torch.zeros(N, 2).long()}),
+        )
     ),
+    (
+        "a class weight with a gradient",
+        lambda: good(weight=torch.ones(V, requires_grad=True)),
+        ValueError,
+        words("weight gets no gradient", r"weight\.detach\(\)"),
+    ),
+    ("vocab_size without a group", lambda: good(vocab_size=V), ValueError, f"^vocab_size={V} needs a process_group"),
+    ("num_items of two", lambda: good(num_items=torch.ones(2), reduction="sum"), ValueError, words("num_items", "2")),
     # ---- devices
     (
         "head on another device",
@@ -441,18 +465,17 @@ ROWS: list[Row] = [
         ValueError,
         words("max_workspace_bytes"),
     ),
-    (
-        "chunk_rows 0",
-        lambda: good(options=flce.ChunkOptions(chunk_rows=0)),
-        ValueError,
-        words("chunk_rows", 0),
+    *(
+        (
+            f"budget {size!r}",
+            lambda size=size: good(options=flce.ChunkOptions(max_workspace_bytes=size)),
+            error,
+            words("max_workspace_bytes", "size"),
+        )
+        for size, error in (("12", ValueError), ("-3MiB", ValueError), ("1 byte", ValueError), (b"", TypeError))
     ),
-    (
-        "chunk_rows < 0",
-        lambda: good(options=flce.ChunkOptions(chunk_rows=-8)),
-        ValueError,
-        words("chunk_rows", -8),
-    ),
+    ("chunk_rows 0", lambda: good(options=flce.ChunkOptions(chunk_rows=0)), ValueError, words("chunk_rows", 0)),
+    ("chunk_rows < 0", lambda: good(options=flce.ChunkOptions(chunk_rows=-8)), ValueError, words("chunk_rows", -8)),
     (
         "unknown strategy",
         lambda: good(options=flce.ChunkOptions(strategy="rows")),  # type: ignore[arg-type]
@@ -490,12 +513,7 @@ ROWS: list[Row] = [
         "got 'half precision'$",
     ),
     # ---- targets out of range
-    (
-        "target V",
-        lambda: good(target=torch.tensor([0, 1, V, 3, 4, 5])),
-        IndexError,
-        words(rf"\b{V}\b", r"\b2\b"),
-    ),
+    ("target V", lambda: good(target=torch.tensor([0, 1, V, 3, 4, 5])), IndexError, words(rf"\b{V}\b", r"\b2\b")),
     ("target -1", lambda: good(target=torch.tensor([0, 1, 2, 3, -1, 5])), IndexError, words("-1", r"\b4\b")),
     (
         "target -100 when another is ignored",
@@ -545,12 +563,7 @@ ROWS: list[Row] = [
         IndexError,
         words(77, r"\b2\b"),
     ),
-    (
-        "target outside, one position",
-        lambda: good(input=torch.ones(H), target=torch.tensor(V)),
-        IndexError,
-        words(V),
-    ),
+    ("target outside, one position", lambda: good(input=torch.ones(H), target=torch.tensor(V)), IndexError, words(V)),
 ]
 
 
@@ -614,6 +627,60 @@ def test_ignored_target_outside_is_no_error(backend: str) -> None:
         assert loss.isfinite()
 
 
+def test_a_budget_in_words() -> None:
+    assert flce.ChunkOptions(max_workspace_bytes="256MiB") == flce.ChunkOptions(max_workspace_bytes=256 << 20)
+
+
+def test_a_class_weight_with_a_gradient_where_none_is_made(torch_backend: str) -> None:
+    """As PyTorch: with gradients off, and with class probabilities, it is as good as another."""
+    weight = torch.ones(V, requires_grad=True)
+    with torch.no_grad():
+        flce.fused_linear_cross_entropy(**good(weight=weight))
+    loss: Any = flce.fused_linear_cross_entropy(**good(weight=weight, target=probabilities()))
+    loss.backward()
+    assert weight.grad is not None
+
+
+def test_values_of_the_debug_variable(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    for value in ("", "0", "1"):
+        monkeypatch.setenv("FLCE_DEBUG", value)
+        flce.fused_linear_cross_entropy(**good())
+    monkeypatch.setenv("FLCE_DEBUG", "foo")
+    with pytest.raises(ValueError, match="FLCE_DEBUG must be 0 or 1, got 'foo'"):
+        flce.fused_linear_cross_entropy(**good())
+
+
+def loss_of(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+    return flce.fused_linear_cross_entropy(x, weight, target)
+
+
+def logprobs_of(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+    logprob: Any = flce.linear_logprobs(x, weight, target).logprob
+    return logprob.sum()
+
+
+@pytest.mark.parametrize("function", [loss_of, logprobs_of])
+def test_transforms(function: Callable[..., Any], torch_backend: str) -> None:
+    """Of the operator's tensors they are refused; around a call with others they change nothing."""
+    x, weight, target = good().values()
+    for transform, argnums, name in (
+        (torch.func.grad, 0, "grad, vjp and jacrev"),
+        (torch.func.jacrev, 1, "grad, vjp and jacrev"),
+        (torch.func.hessian, 0, "forward-mode|grad, vjp"),
+    ):
+        with pytest.raises(RuntimeError, match=f"does not support .*({name}).*torch.autograd.grad"):
+            transform(function, argnums)(x, weight, target)
+    batches = [t.expand(2, *t.shape) for t in (x, weight, target)]
+    for k in range(3):
+        arguments = [batches[i] if i == k else t for i, t in enumerate((x, weight, target))]
+        in_dims = tuple(0 if i == k else None for i in range(3))
+        with pytest.raises(RuntimeError, match=r"does not support torch.func.vmap: use .* as more tokens"):
+            torch.func.vmap(function, in_dims)(*arguments)
+    expected = function(x, weight, target)
+    assert torch.equal(torch.func.grad(lambda s: function(x, weight, target) * s)(torch.tensor(2.0)), expected)
+    assert torch.equal(torch.func.vmap(lambda s: function(x, weight, target) * s)(torch.ones(2))[1], expected)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "tokens", "vocab"])
 def test_bounds_beyond_64_bits(strategy: Any, backend: str) -> None:
     """They are bounds like any other that is large enough, not an overflow in the dispatcher."""
@@ -649,6 +716,7 @@ MODULE_ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ((0, 5), {}, ValueError, "in_features must be > 0, got 0"),
         ((5, -1), {}, ValueError, "num_classes must be > 0, got -1"),
         ((5, 2.0), {}, TypeError, "num_classes must be an int, got float"),
+        ((5, 2), {"bias": "no"}, TypeError, "bias must be a bool, got str"),
         ((5, 2), {"dtype": "bfloat16"}, TypeError, "dtype must be .* got 'bfloat16': give torch.bfloat16"),
     ],
     ids=str,

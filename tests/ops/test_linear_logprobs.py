@@ -584,6 +584,11 @@ def test_topk_kl(direction: str, tail: bool) -> None:
         flce.topk_kl(p, q, "sideways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one shape"):
         flce.topk_kl(p[:2], q)
+    for wrong in ((p.long(), q), (p, q.long()), (p > 0, q), (p * 1j, q), (p.to_sparse(), q), (p.tolist(), q)):
+        with pytest.raises(TypeError, match=r"(candidate|teacher)_logprob must (be|have)"):
+            flce.topk_kl(*wrong)
+    with pytest.raises(TypeError, match="tail must be a bool, got str"):
+        flce.topk_kl(p, q, tail="no")  # type: ignore[arg-type]
 
 
 def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import traceback
@@ -171,6 +172,12 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     for target in (torch.tensor([0, 1, 2]), torch.tensor([0, 6, 3])):
         with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):
             flce.cross_entropy(p.input[:, start:stop], target, process_group=world)
+    for inplace in INPLACE:
+        with pytest.raises(ValueError, match="ranks 0 and 1 of the group were given equal slices of logits"):
+            flce.cross_entropy(p.input.clone().requires_grad_() * 1, p.target, inplace=inplace, process_group=world)
+    constant = p.input[:, :1].expand(3, 4)  # as of a head of zeros
+    loss = flce.cross_entropy(constant, p.target, process_group=world, reduction="sum")
+    torch.testing.assert_close(loss, torch.tensor(3 * math.log(12), dtype=torch.float64))
     x = p.input[:0, start:stop].clone().requires_grad_()
     loss = flce.cross_entropy(x, p.target[:0], process_group=world, vocab_size=7, reduction="sum")
     assert isinstance(loss, Tensor)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from flce.core import private
+from flce.core.problem import MOST_ENTRIES
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import Op, needs
 from flce.huggingface.lazy.state import LazyState, dimension
 from flce.huggingface.lazy.terms import Product
-from flce.ops.arguments import MOST_ENTRIES, widened
+from flce.ops.arguments import widened
 
 
 def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tensor]) -> Tensor:
