@@ -101,7 +101,8 @@ def fused_linear_cross_entropy(
 
     The first two terms are those of `torch.nn.functional.cross_entropy`. Logits are made and consumed a chunk at a
     time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias`, `adapters` and
-    `token_weight`; only the gradients of those that require one are computed.
+    `token_weight`; only the gradients of those that require one are computed. A backward with ``retain_graph=True``
+    copies gradients that forward has computed: `ChunkPlan.retained_workspace_bytes`.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
@@ -157,8 +158,7 @@ def fused_linear_cross_entropy(
             processes were given different arguments.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
             is NaN and nothing is read out of bounds.
-        RuntimeError: in backward, for double backward, and for a second one through gradients that forward made (not
-            with ``reduction="none"``); in forward, for forward-mode differentiation.
+        RuntimeError: in backward, for double backward; in forward, for forward-mode differentiation.
 
     Examples:
         >>> h = torch.randn(2, 6, 16, requires_grad=True)

@@ -18,7 +18,8 @@ class ChunkOptions:
         chunk_rows: tokens per chunk, instead of the planner's choice (for ``strategy="vocab"``: tokens per
             block of classes).
         max_workspace_bytes: upper bound of the memory, in bytes, that a call takes above its inputs and the
-            gradients that it returns. An error names the least possible where this is less.
+            gradients that it returns. An error names the least possible where this is less. A backward with
+            ``retain_graph=True`` may take more: `ChunkPlan.retained_workspace_bytes`.
         strategy: "auto", "tokens" or "vocab"; see `flce.planning.search`.
         logits_dtype: dtype of logits that are written to memory. Default: float32 (float64 for float64 inputs).
             ``torch.bfloat16`` or ``torch.float16``, with inputs of that dtype, rounds them where that saves time:

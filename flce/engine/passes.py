@@ -143,11 +143,11 @@ def backward(
     problem = with_all_class_weights(problem)
     runtime, accum = runtime or runtime_of(plan, problem), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
-    of_all = upstream.to(accum) if upstream.dim() == 0 else None
-    of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
-    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
-    normalizer = selection.take(normalizer, dim=1)
-    stage = stage_of(problem, plan, runtime, selection, scales, normalizer, upstream=of_each)
+    upstream, in_units = upstream.to(accum), plan.dtypes.in_units
+    of_each = None if upstream.dim() == 0 else selection.take(upstream)
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, in_units=in_units, upstream=upstream)
+    normalizer, unit = selection.take(normalizer, dim=1), scales.unit
+    stage = stage_of(problem, plan, runtime, selection, scales, normalizer, upstream=of_each, unit=unit)
     plan.schedule.backward(stage)
     return stage.gradients()
 

@@ -134,10 +134,6 @@ def test_compiled(pair: World, what: str, wrapping: str, loss: str) -> None:
     pair.run(training.compiled, what, wrapping, loss)
 
 
-def test_several_heads(pair: World) -> None:
-    pair.run(training.several_heads)
-
-
 @pytest.mark.parametrize("loss", ["smoothed", "z-loss"])
 def test_one_gather_a_loss(pair: World, loss: str) -> None:
     """Each of these is two losses."""

@@ -587,37 +587,6 @@ def compiled(what: str, wrapping: str, loss: str) -> None:
     assert flce.report(patched).fused or flce.report(patched).materialized or loss == "labels"
 
 
-class SeveralHeads(nn.Module):
-    """As models of codebooks stack them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(32, V, bias=False) for _ in range(2)])
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.stack([head(hidden) for head in self.heads], 1)
-
-
-def several_heads() -> None:
-    """A loss of the second head alone, above a frozen model: only the hook of the stack begins FSDP2's backward."""
-
-    def prepare(model: Any) -> Any:
-        torch.manual_seed(0)
-        model.lm_head = SeveralHeads().to(device())
-        model.model.requires_grad_(False)
-        return model
-
-    def second(model: Any, ids: Tensor) -> Tensor:
-        return F.cross_entropy(*shifted(model(input_ids=ids).logits[:, 1], ids))
-
-    stock = prepare(tiny_llama())
-    patched = flce.patch_model(copy.deepcopy(stock))
-    model = _fsdp2(patched)
-    results = [train(model, second), reference(stock, second)]
-    torch.testing.assert_close(results[0]["losses"], results[1]["losses"], rtol=1e-5, atol=1e-5)
-    assert results[0]["losses"][-1] != results[0]["losses"][0]
-
-
 def error_of(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         call()

@@ -17,7 +17,7 @@ pytest.importorskip("typer", reason="the scripts' command line")
 pytest.importorskip("transformers")
 
 import flce
-from compare import is_fused
+from demo import is_fused
 from flce.huggingface import FlceCallback
 from flce.testing.models import tiny_model
 

@@ -19,7 +19,6 @@ from tests.forced import force
 from tests.helpers import (
     BACKENDS,
     LOSS_FACTORS,
-    REDUCTIONS,
     STATS,
     STRATEGIES,
     allpairs,
@@ -93,15 +92,6 @@ def test_grid(row: dict[str, Any], backend: str, device: torch.device) -> None:
         grads=row["grads"] + "t" * ("T" in row["weights"]),
         grad_output=upstream_of(problem),
     )
-
-
-@combinations(chunking=["rows5", "vocab", "vocab_2x"], reduction=REDUCTIONS)
-def test_every_strategy_with_every_reduction(chunking: str, reduction: str, backend: str, device: torch.device) -> None:
-    problem = make_problem(
-        (11,), 12, 330, bias=True, class_weight=True, ignored=0.25, reduction=reduction, device=device
-    )
-    options = chunk_options(problem, CHUNKING[chunking], stats=STATS)
-    check(problem, options=options, stats=STATS, grad_output=torch.randn(11 if reduction == "none" else ()))
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 3, 7, 8, 63, 64, 65, 127, 128, 129, 511, 513, 1024, 1025])
@@ -212,18 +202,3 @@ def test_gradients_accumulate_over_calls(backend: str, device: torch.device) -> 
     assert w.grad is not None
     assert whole.grad_weight is not None
     torch.testing.assert_close(w.grad, whole.grad_weight, rtol=1e-10, atol=1e-12)
-
-
-def test_pairs_are_all_there() -> None:
-    """Of every two factors, every level of one with every level of the other; and far fewer rows than combinations."""
-    for rows, factors in ((GRID, 15), (allpairs({"a": [1, 2, 3], "b": "xyz", "c": [True, False], "d": [0] * 4}), 4)):
-        names = list(rows[0])
-        assert len(names) == factors
-        for a, b in itertools.combinations(names, 2):
-            levels = [{repr(row[name]) for row in rows} for name in (a, b)]
-            assert {(repr(row[a]), repr(row[b])) for row in rows} == set(itertools.product(*levels))
-    assert len(GRID) < 70
-    mark = combinations(shift=[0, 1], grads=["", "x", "w"], skip=[True, False])
-    backends = [row[0] for row in mark.args[1]]
-    assert (backends.count("torch"), backends.count("triton")) == (12, 6)
-    assert mark.kwargs["indirect"] == ["backend"]
