@@ -796,6 +796,7 @@ def pipelined(name: str) -> None:
                 schedule.step(*[ids] * (0 in places.get(name, [rank])), target=ids, losses=losses)
         results.append(([loss.detach() for loss in losses], [[p.grad for p in m.parameters()] for m in mine]))
         report = flce.report(modules[-1])
-        assert report.fused >= 8 * (patched and modules[-1] in mine), report  # PyTorch may call it once more, for shapes
+        # PyTorch may call it once more, for shapes.
+        assert report.fused >= 8 * (patched and modules[-1] in mine), report
         assert not report.stock, report
     torch.testing.assert_close(results[1], results[0])
