@@ -41,10 +41,10 @@ def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]
     return owners, left
 
 
-def beside(module: nn.Module, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """``module`` and what is in it, without ``others`` and what is in them."""
+def beside(module: Any, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """``module`` and what is in it, without ``others`` and what is in them; nothing of what is no module."""
     found: list[nn.Module] = []
-    waiting, seen = [module], {id(other) for other in others}
+    waiting, seen = [module] if isinstance(module, nn.Module) else [], {id(other) for other in others}
     while waiting:  # no generators: this happens in each call of a model
         module = waiting.pop()
         if id(module) not in seen:
@@ -68,8 +68,6 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
         others: modules outside of ``owner`` that may be heads of it.
     """
     embedding = owner.get_output_embeddings()
-    if not isinstance(embedding, nn.Module):
-        return []
     sizes = vocabulary_sizes(owner, embedding)
     layers, below = _wide_layers(beside(embedding), sizes), backbone(owner)
     if not layers:
@@ -83,7 +81,7 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
 def embedding_layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    return _wide_layers(beside(head), vocabulary_sizes(owner, head)) if isinstance(head, nn.Module) else []
+    return _wide_layers(beside(head), vocabulary_sizes(owner, head))
 
 
 def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
@@ -95,13 +93,13 @@ class HeadModules:
     """The modules in a model's output embedding, and which of them make logits.
 
     Args:
-        owner: the model.
-        heads: what `find_heads` has found in it.
+        embedding: the output embedding.
+        heads: what `find_heads` has found.
     """
 
-    def __init__(self, owner: Any, heads: Sequence[nn.Linear]) -> None:
+    def __init__(self, embedding: Any, heads: Sequence[nn.Linear]) -> None:
         found = {id(head) for head in heads}
-        modules = _modules_of(owner)
+        modules = beside(embedding)
         self._modules = [(weakref.ref(module), id(module) in found) for module in modules]
         parts = {id(part) for head in heads for part in beside(head) if part is not head}
         others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in parts]
@@ -109,18 +107,13 @@ class HeadModules:
         """Whether adapters have parameters outside of linear layers (LoHa, VBLoRA): only sometimes their products are
         called, as adapters can be disabled or merged."""
 
-    def are_those_of(self, owner: Any, patch: Any) -> bool:
+    def are_those_of(self, embedding: Any, patch: Any) -> bool:
         """Whether the output embedding has the same modules as then, and its heads still have this patch."""
-        modules = _modules_of(owner)
+        modules = beside(embedding)
         return len(modules) == len(self._modules) and all(
             ref() is module and (not is_head or module.__dict__.get("_flce") is patch)
             for module, (ref, is_head) in zip(modules, self._modules, strict=True)
         )
-
-
-def _modules_of(owner: Any) -> list[nn.Module]:
-    embedding = owner.get_output_embeddings()
-    return beside(embedding) if isinstance(embedding, nn.Module) else []
 
 
 def _is_plain(layer: nn.Linear) -> bool:

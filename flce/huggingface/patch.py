@@ -37,7 +37,7 @@ from flce.huggingface.find_heads import (
     find_owners,
     vocabulary_sizes,
 )
-from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle
+from flce.huggingface.head_call import HeadCall, is_recorded, obstacle
 from flce.huggingface.lazy import is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
@@ -45,7 +45,7 @@ from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.partitioned import is_partitioned
 from flce.huggingface.staleness import optimizer_steps
 from flce.huggingface.usage import EVALUATION, OTHER_LOGITS, MaterializedLogitsError, Report, Usage, listed
-from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
+from flce.huggingface.wrappers import checkpoint_around, is_reentrant, why_not_lazy
 from flce.ops.arguments import check_options
 from flce.torch_ops.frames import graph_may_end, mark_frames, never_compiled, not_compiled
 
@@ -124,6 +124,8 @@ class _Running(threading.local):
     """Patches of models that were given labels, by id: replicas of a model share the patch, in a thread each."""
     stock = False
     """Whether the head runs as it is, so that its product stays one."""
+    entered: _Call | None = None
+    """What `__call__` has begun, until the `forward` of the same module runs."""
 
 
 _running = _Running()
@@ -223,7 +225,7 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 patch.compiled_call_has_labels = before
         if not _finds_lazy_heads(self, patch):
             return forward(self, *args, **kwargs)
-        products = _watched_products(self, patch)
+        products = None if patch.watch_products is False else _watched_products(self, patch)
         patch.head_called = False
         with products or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
@@ -281,7 +283,16 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
                 if expected and graph_may_end():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
-        call = _Call(self, args, kwargs, place)
+        patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
+        if patch is None:
+            return method(self, *args, **kwargs)
+        call = _running.entered
+        if call is not None and call.owner is self:  # Accelerate needs `__call__`, some wrappers call `forward`
+            _running.entered = None
+            if not call.labels:
+                call.note_labels(args, kwargs, place)
+            return call.leave(method(self, *args, **kwargs))
+        call = _Call(self, patch, args, kwargs, place)
         try:
             return call.leave(method(self, *args, **kwargs))
         finally:
@@ -296,33 +307,37 @@ class _Call:
     """A call of a patched model, or of a wrapper that was patched with it, which has no ``place`` for labels."""
 
     @never_compiled
-    def __init__(self, owner: Any, args: Any, kwargs: Any, place: slice | None) -> None:
-        self.owner = owner
-        self.patch: _Patch | None = None if is_traced() else getattr(owner, "_flce", None)
-        if self.patch is None:
-            return
-        self.labels = place is not None and _has_labels(args, kwargs, place)
-        self.before, self.left_graph = vars(_running).copy(), self.patch.leaves_graph
-        self.patch.leaves_graph = True
+    def __init__(self, owner: Any, patch: _Patch, args: Any, kwargs: Any, place: slice | None) -> None:
+        self.owner, self.patch = owner, patch
+        self.before, self.left_graph = vars(_running).copy(), patch.leaves_graph
+        self.has_left = self.labels = False
+        patch.leaves_graph = True
+        _running.entered = self
         if place is not None:
             _running.owner = owner
-        if self.labels:
+            self.note_labels(args, kwargs, place)
+
+    @never_compiled
+    def note_labels(self, args: Any, kwargs: Any, place: slice | None) -> None:
+        if place is not None and _has_labels(args, kwargs, place):
+            self.labels = True
             _running.with_labels |= {id(self.patch)}
 
     @never_compiled
     def leave(self, outputs: Any) -> Any:
-        if self.patch is None:
+        if self.has_left:
             return outputs
+        self.has_left = True
         outputs = as_tensors(outputs, self.patch.usage, self.owner, passed_by=self.labels)
-        gathered = self.labels and is_data_parallel_replica(self.owner) and torch.is_grad_enabled()
+        # `torch.nn.DataParallel` makes replicas for one call.
+        gathered = self.labels and getattr(self.owner, "_is_replica", False) and torch.is_grad_enabled()
         return without_logits(outputs) if gathered else outputs
 
     @never_compiled
     def end(self) -> None:
-        if self.patch is not None:
-            vars(_running).clear()
-            vars(_running).update(self.before)
-            self.patch.leaves_graph = self.left_graph
+        vars(_running).clear()
+        vars(_running).update(self.before)
+        self.patch.leaves_graph = self.left_graph
 
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
@@ -344,11 +359,12 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
 @never_compiled
 def _finds_lazy_heads(owner: Any, patch: _Patch) -> bool:
     """Whether this call's logits are to be lazy, before it."""
-    if patch.known is None or not patch.known.are_those_of(owner, patch):
+    embedding = owner.get_output_embeddings()
+    if patch.known is None or not patch.known.are_those_of(embedding, patch):
         # Resizing the vocabulary replaces the layer, adapters add some.
         heads = find_heads(owner)
         _change(heads, _head_methods, patch)
-        patch.known, patch.watch_products = HeadModules(owner, heads), None
+        patch.known, patch.watch_products = HeadModules(embedding, heads), None
     return patch.expects_loss(owner)
 
 

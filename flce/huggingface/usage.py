@@ -39,13 +39,8 @@ class Call(Protocol):
     """The number of the model's forward that it was made in."""
 
 
-# Calls of heads whose logits still exist.
-_calls: weakref.WeakSet[Call] = weakref.WeakSet()
-
-
-def watch_call(call: Call) -> None:
-    """Note that logits were returned."""
-    _calls.add(call)
+calls_with_logits: weakref.WeakSet[Call] = weakref.WeakSet()
+"""Calls of heads whose logits still exist."""
 
 
 class NotFusedWarning(UserWarning):
@@ -81,7 +76,7 @@ class Usage:
 
     def forward_begins(self, training: bool) -> None:
         """At the start of every forward with gradients enabled, in training mode or not."""
-        if self.trained_stock is not None or self.forwards >= 2:
+        if self.trained_stock is not None or (self.forwards >= 2 and not self.used):
             self.warn_if_not_fused()
         self.forwards += training
 
@@ -101,7 +96,7 @@ class Usage:
 
     def _all_kept(self) -> bool:
         """Whether no logits were dropped yet: the loss of several forwards may come at the end."""
-        return len({call.forward for call in list(_calls) if call.usage is self}) >= self.forwards
+        return len({call.forward for call in list(calls_with_logits) if call.usage is self}) >= self.forwards
 
     def ran_stock(self, logits: Any, reason: str) -> None:
         """The head ran stock code with gradients enabled; whether that is training shows when a gradient comes back."""

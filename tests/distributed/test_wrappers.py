@@ -188,3 +188,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def test_data_parallel_gathers_no_logits(pair: World) -> None:
     peak, _ = pair.run(training.data_parallel)
     assert peak < 4 * 512 * 16000 * 4 / 3  # of the logits of both GPUs in float32
+
+
+@pytest.mark.parametrize("schedule", training.PIPELINES)
+def test_pipelines(pair: World, schedule: str) -> None:
+    pair.run(training.pipelined, schedule)

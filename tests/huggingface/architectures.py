@@ -678,8 +678,8 @@ def report(results: list[Result], command: str) -> str:
         "patched with `flce.patch_model`, from the same weights. *Fused*: the fused operator computed the loss,",
         "nothing materialised the logits, and loss, outputs and every parameter's gradient are stock's. *Stock fails*:",
         "Transformers itself does not build or train it here, with the error that follows. A model that takes no",
-        "labels is trained with `F.cross_entropy` of its logits. *Computes its logits*: loss, outputs and gradients are",
-        "stock's, but the operation that follows needs the logits. A warning and `flce.report` name the operation.",
+        "labels is trained with `F.cross_entropy` of its logits. *Computes its logits*: loss, outputs and gradients",
+        "are stock's, but the operation that follows needs the logits. A warning and `flce.report` name the operation.",
         "",
         f"Made by `{command}` on {datetime.date.today()} with Transformers {transformers.__version__}, "
         f"PyTorch {torch.__version__}, Python {platform.python_version()}.",
