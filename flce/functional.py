@@ -35,7 +35,7 @@ from flce.ops.arguments import (
     overridable,
     shifted,
 )
-from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fused_cross_entropy
+from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as linear_logprobs_of
 from flce.ops.split_head import SplitHead
@@ -495,30 +495,18 @@ def cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-    args = logits_arguments(
+    problem = logits_arguments(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
-    if args.target.is_floating_point():
-        return composed.cross_entropy(args, spec)
-    weight, token_weight, accum = args.weight, args.token_weight, accumulation_dtype(args.logits.dtype)
-    problem = CrossEntropyProblem(
-        logits=args.logits,
-        target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index),
-        class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.to(accum),
-        num_items=args.num_items,
-        spec=spec,
-        shard=args.shard,
-        shift=args.shift,
-        token_weight_grad=torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad,
-    )
-    overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
+    if problem.target.is_floating_point():
+        return composed.cross_entropy(problem)
+    overwritten = inplace and problem.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
         check_overwritable(logits)
     out = fused_cross_entropy(problem, inplace)
     if overwritten:  # a DTensor counts its versions apart from what is in it
         torch.autograd.graph.increment_version(logits)
-    return _output(out, problem.target, args.target.shape, spec)
+    return _output(out, problem.target, problem.target.shape, spec)
 
 
 def plan(

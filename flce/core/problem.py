@@ -255,6 +255,33 @@ class LinearCrossEntropyProblem:
 
 
 @dataclass(frozen=True)
+class CrossEntropyProblem:
+    """One call: logits of some tokens and all classes, or those of one process."""
+
+    logits: Tensor  # (..., cols)
+    target: Tensor  # (...) int64; `shift` is already applied
+    class_weight: Tensor | None  # (V,) of all classes
+    token_weight: Tensor | None  # (...)
+    num_items: Tensor | None  # ()
+    spec: LossSpec
+    shard: Shard | None  # None: cols is V
+    shift: int = 0
+    token_weight_grad: bool = False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.logits.shape[-1] if self.shard is None else self.shard.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.logits.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+
+@dataclass(frozen=True)
 class LinearLogprobsOutput:
     """What `flce.linear_logprobs` returns. Fields that were not asked for are None.
 

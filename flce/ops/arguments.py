@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from flce.core import private
 from flce.core.numbers import check_bool, integer, real
 from flce.core.options import ChunkOptions
-from flce.core.problem import MOST_ENTRIES, LogprobSpec, LossSpec, accumulation_dtype
+from flce.core.problem import MOST_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
 from flce.ops.split_head import NOT_SPLIT, SplitHead, split
@@ -91,8 +91,8 @@ def linear_arguments(
     composed = probabilities or linear_weight.dim() > 2
     if composed and is_logprobs:
         _refuse_composed_logprobs(linear_weight, target)
-    if weight is not None and weight.requires_grad and not probabilities:
-        refuse_weight_gradient()
+    if weight is not None and not probabilities:
+        refuse_gradient(weight)
     if options is not None:
         check_options(options)
     if type(shift) is not int or shift:
@@ -235,18 +235,6 @@ def _flat_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor)
     return candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
 
 
-class LogitsArguments(NamedTuple):
-    """Checked arguments of `flce.cross_entropy`; of a DTensor the part of this process."""
-
-    logits: Tensor  # (..., cols)
-    target: Tensor  # (...) indices or (..., V) probabilities
-    weight: Tensor | None  # (V,)
-    token_weight: Tensor | None  # (...)
-    num_items: Tensor | None  # ()
-    shift: int
-    shard: Shard | None  # None: cols is V
-
-
 def logits_arguments(
     logits: Tensor,
     target: Tensor,
@@ -258,8 +246,12 @@ def logits_arguments(
     process_group: dist.ProcessGroup | None,
     vocab_size: int | None,
     spec: LossSpec,
-) -> LogitsArguments:
-    """Check the arguments of `flce.cross_entropy`, which documents the errors. `spec` is checked already."""
+) -> CrossEntropyProblem:
+    """Check the arguments of `flce.cross_entropy`, which documents the errors. `spec` is checked already.
+
+    Returns:
+        The problem, of a DTensor that of this process; for class probabilities with the tensors as they were given.
+    """
     tensors = {"logits": logits, "target": target, "weight": weight, "token_weight": token_weight}
     check_tensors(tensors, dtensors=True)
     shift = check_shift(shift, target)
@@ -301,10 +293,15 @@ def logits_arguments(
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
         _check_composed(spec, probabilities=True)
     else:
-        if weight is not None and weight.requires_grad:
-            refuse_weight_gradient()
         refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
-    return LogitsArguments(logits, target, weight, token_weight, num_items, shift, shard)
+        accum = accumulation_dtype(logits.dtype)
+        target = shifted(target.to(torch.int64), shift, spec.ignore_index)
+        if weight is not None:
+            refuse_gradient(weight)
+            weight = weight.detach().to(accum).contiguous()
+        token_weight = None if token_weight is None else token_weight.to(accum)
+    token_weight_grad = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
+    return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, token_weight_grad)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -414,9 +411,9 @@ def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoRetur
     )
 
 
-def refuse_weight_gradient() -> None:
+def refuse_gradient(weight: Tensor) -> None:
     """ValueError where a gradient in the class weights is asked for. PyTorch has none either."""
-    if torch.is_grad_enabled():
+    if weight.requires_grad and torch.is_grad_enabled():
         raise ValueError("weight gets no gradient, got a tensor that requires grad: give weight.detach()")
 
 

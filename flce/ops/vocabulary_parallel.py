@@ -115,8 +115,8 @@ def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: Lo
     sent = gather(mine, shard.process_group)
     shards = len(sent)
     if looks_at_values(sent.device):
-        maxima, sums, *_ = sent[:, :-1].view(shards, len(slots), -1).unbind(1)
-        refuse_equal_logits(maxima, sums.log(), sent[:, -1:])
+        maxima, totals, *_ = sent[:, :-1].view(shards, len(slots), -1).unbind(1)
+        refuse_equal_logits(maxima, totals.log(), sent[:, -1:])
     states = state.new_zeros(shards, *state.shape)
     for slot, values in zip(slots, sent[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
         states[:, slot] = values

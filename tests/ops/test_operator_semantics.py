@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import flce
 from flce.backends.eager import TorchBackend
@@ -390,12 +389,6 @@ def test_any_strides(
     torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
-@pairs(target_dtype=[torch.int32, torch.int64], reduction=REDUCTIONS, backend=BACKENDS)
-def test_target_dtypes(target_dtype: torch.dtype, reduction: str, backend: str, device: torch.device) -> None:
-    p = make_problem((2, 9), 8, 40, ignored=0.3, target_dtype=target_dtype, reduction=reduction, shift=1, device=device)
-    check(p, stats=STATS)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Probabilities and multi-dimensional heads
 
@@ -458,37 +451,6 @@ def test_one_hot_probabilities_equal_indices(backend: str) -> None:
         b = run_fused(replace(reduced, target=one_hot))
         for name in ("loss", "grad_input", "grad_weight", "grad_bias"):
             torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-10, atol=1e-12)
-
-
-class _Calls(TorchDispatchMode):
-    """The names of all operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    "stats, z_loss, made",
-    [
-        ((), 0.0, set()),
-        (("argmax",), 0.0, {"argmax"}),
-        (("entropy",), 0.0, {"special_entr"}),
-        (("lse",), 0.0, {"logsumexp"}),
-        ((), 0.1, {"logsumexp"}),
-        (("lse", "argmax", "entropy"), 0.1, {"argmax", "special_entr", "logsumexp"}),
-    ],
-)
-def test_only_what_is_asked_for_is_made(stats: tuple[str, ...], z_loss: float, made: set[str]) -> None:
-    """Also where the logits are in memory, and each statistic is a pass over them."""
-    x, w, y = torch.randn(4, 8), torch.randn(11, 8), torch.rand(4, 11).softmax(-1)
-    with _Calls() as calls:
-        flce.fused_linear_cross_entropy(x, w, y, stats=stats, z_loss=z_loss)
-    assert calls.names & {"argmax", "special_entr", "logsumexp"} == made
 
 
 def test_statistics_of_probability_targets(backend: str) -> None:
@@ -630,13 +592,6 @@ def test_the_same_bits_every_time(dtype: torch.dtype, strategy: str, backend: st
             assert torch.equal(getattr(first.output, name), getattr(second.output, name)), name
 
 
-def test_statistics_do_not_change_the_loss(backend: str, device: torch.device) -> None:
-    p = make_problem((3, 4), 16, 300, ignored=0.2, device=device)
-    plain, with_stats = run_fused(p), run_fused(p, stats=STATS)
-    torch.testing.assert_close(plain.loss, with_stats.loss, rtol=1e-14, atol=0)
-    torch.testing.assert_close(plain.grad_weight, with_stats.grad_weight, rtol=1e-12, atol=1e-14)
-
-
 def test_statistics_keep_no_graph(backend: str, device: torch.device) -> None:
     p = make_problem((5,), 8, 40, z_loss=0.1, device=device)
     out = run_fused(p, stats=STATS)
@@ -644,30 +599,15 @@ def test_statistics_keep_no_graph(backend: str, device: torch.device) -> None:
         assert getattr(out.output, name).grad_fn is None, name
 
 
-def test_statistics_without_gradients(backend: str, device: torch.device) -> None:
-    p = make_problem((3, 4), 16, 300, ignored=0.2, device=device)
-    check(p, stats=STATS, grads="")
-    with torch.no_grad():
-        out = fused(p.input.clone().requires_grad_(), p.linear_weight, p.target, stats=("lse",))
-    assert not out.loss.requires_grad
-    assert out.correct is None
-
-
 def test_returns_a_tensor_unless_statistics_are_asked_for(backend: str) -> None:
     p = make_problem((5,), 8, 40)
     assert isinstance(fused(p.input, p.linear_weight, p.target), Tensor)
     assert isinstance(fused(p.input, p.linear_weight, p.target, stats=[]), Tensor)
-    out = fused(p.input, p.linear_weight, p.target, stats=["lse"])
+    with torch.no_grad():
+        out = fused(p.input.clone().requires_grad_(), p.linear_weight, p.target, stats=["lse"])
     assert isinstance(out, flce.LinearCrossEntropyOutput)
-    for name in ("loss", "z_loss", *STATS):
-        assert hasattr(out, name)
-
-
-def test_unbound_arguments_are_keywords() -> None:
-    """Only the three tensors are positional, so that a later argument can be added anywhere."""
-    p = make_problem((5,), 8, 40, bias=True)
-    with pytest.raises(TypeError):
-        fused(p.input, p.linear_weight, p.target, p.linear_bias)
+    assert not out.loss.requires_grad
+    assert {name for name in ("z_loss", *STATS) if getattr(out, name) is not None} == {"lse"}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -806,13 +746,6 @@ def test_ignore_index_none_is_the_default(backend: str, device: torch.device) ->
     got: Any = flce.fused_linear_cross_entropy(x, w, y, ignore_index=None)
     want: Any = flce.fused_linear_cross_entropy(x, w, y)
     assert torch.equal(got, want)
-
-
-def test_ignore_index_of_class_indices_is_refused_with_probabilities(device: torch.device) -> None:
-    x, w = torch.randn(5, 4, device=device), torch.randn(7, 4, device=device)
-    y = torch.rand(5, 7, device=device)
-    with pytest.raises(ValueError, match=r"ignore_index=2.*probabilities"):
-        flce.fused_linear_cross_entropy(x, w, y, ignore_index=2)
 
 
 def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, device: torch.device) -> None:

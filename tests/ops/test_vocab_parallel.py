@@ -21,11 +21,10 @@ import flce
 from flce.backends import get_backend
 from flce.backends.contract import LOGIT_SUM, SQUARE_SUM, STATE_SLOTS, RowInputs, Tile, TileCall
 from flce.backends.state import empty_shard, finish, merge_shards, used_slots
-from flce.core.problem import LossSpec
+from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import bounds
 from flce.engine import vectors
 from flce.engine.arena import Arena
-from flce.ops.cross_entropy import CrossEntropyProblem
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
 from tests.extremes import every_extreme, has_a_softmax
