@@ -396,10 +396,9 @@ def gpu_schedules() -> list[str]:
                     patch.setattr("flce.ops.split_head.looks_at_values", lambda device: False)
                     p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
                     x, weight = Mine.leaf(p.input), Mine.leaf(p.linear_weight)
-                    for kwargs in ({}, {"label_smoothing": 0.1}):  # by the kernel, and by PyTorch
-                        loss: Any = flce.fused_linear_cross_entropy(
-                            x, weight, p.target, process_group=group, reduction="none", **kwargs
-                        )
+                    for smoothing in (0.0, 0.1):  # by the kernel, and by PyTorch
+                        how: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
+                        loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **how)
                         assert loss.isnan().all()
             names.update(taken)
     return sorted(names)

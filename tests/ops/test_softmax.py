@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,8 +126,8 @@ EDGED = {name: launch for name, launch in LAUNCHES.items() if name != "online, f
 EDGES_GRID = allpairs(
     {
         "launch": list(EDGED),
-        "columns": [1, 2, 3, 7, 8, 9, 15, 16, 17, 127, 129, *range(264, 272)],
-        "dtypes": [(f16, None), (bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, f16)],
+        "columns": [1, 2, 3, 8, 15, 17, 129, *range(264, 272)],
+        "dtypes": [(bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, f16)],
         "name": list(FUNCTIONS),
         "lines": [False, True],
     }
@@ -191,7 +192,7 @@ def test_slices_that_begin_anywhere(
         both(name, x.flatten()[3 : 3 + 3 * 517].view(3, 517))
 
 
-@pairs(launch=list(LAUNCHES), name=list(FUNCTIONS))
+@pytest.mark.parametrize("launch, name", zip(LAUNCHES, itertools.cycle(FUNCTIONS)))
 def test_launches_on_what_is_not_finite(
     launch: str, name: str, triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
