@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.head_call import HeadCall, watch_gradient
-from flce.huggingface.lazy.state import LazyState, State
+from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of
 from flce.huggingface.usage import ASKED_FOR, forbid_materialized, say_materialized
 from flce.huggingface.wrappers import outside_of_checkpoint
@@ -139,7 +139,7 @@ class LazyBase:
     the source, if that was not written to since.
     """
 
-    _state: State
+    _state: LazyState
     _real: Tensor | None
     _source: Source | None
     # The values of a small view, in memory of their own, for operations that only read.
@@ -152,7 +152,7 @@ class LazyBase:
     _shadow: Tensor | None
     _made_as: Any  # the version of the real logits when their memory was made
 
-    def _init(self, state: State, source: Source | None, shadow: Tensor | None = None) -> None:
+    def _init(self, state: LazyState, source: Source | None, shadow: Tensor | None = None) -> None:
         self._state, self._source, self._shadow = state, source, shadow
         self._real, self._values, self._viewed, self._asked = None, None, False, False
         self._hooked = Hooked(None if source is None else source.lazy._hooked)
@@ -172,7 +172,7 @@ class LazyBase:
             root = viewed
         return root
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: LazyState) -> None:
         """Change in place."""
         raise NotImplementedError
 
@@ -278,7 +278,7 @@ class LazyBase:
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
 
 
-def contiguous_shadow(state: State) -> Tensor:
+def contiguous_shadow(state: LazyState) -> Tensor:
     return torch.empty(state.shape, dtype=state.dtype, device="meta")
 
 
@@ -309,7 +309,7 @@ def made_when(compiling: bool) -> Callable[[type[LazyT]], type[LazyT]]:
     return register
 
 
-def make_lazy(state: State, source: Source | None = None, shadow: Tensor | None = None) -> Any:
+def make_lazy(state: LazyState, source: Source | None = None, shadow: Tensor | None = None) -> Any:
     """Wrap a state in the class that fits: plain under the compiler, a tensor otherwise."""
     compiling = torch.compiler.is_compiling()
     if not torch.is_grad_enabled() and state.requires_grad:
@@ -332,12 +332,12 @@ def note_passing(calls: Sequence[HeadCall], value: Any) -> None:
 
 
 def state_of(logits: Any) -> LazyState | None:
-    """What logits would be computed from; None where they are real, or stand for several heads."""
+    """What logits would be computed from; None where they are real."""
     lazy = isinstance(logits, LazyBase) and logits._existing() is None
-    return logits._state if lazy and isinstance(logits._state, LazyState) else None
+    return logits._state if lazy else None
 
 
-def made_of(state: State, values: Iterable[Any]) -> None:
+def made_of(state: LazyState, values: Iterable[Any]) -> None:
     """Say that ``values`` were made without the logits: wrappers wait for gradients, which come to these instead."""
     for value in values:
         if isinstance(value, Tensor):
@@ -345,7 +345,7 @@ def made_of(state: State, values: Iterable[Any]) -> None:
             watch_gradient(value, state.calls)
 
 
-def told(state: State, func: Any, compute: Callable[[], Tensor]) -> Tensor:
+def told(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
     """The logits that ``compute`` returns, counted and with a warning, or an error, as ``patch_model`` was told to.
 
     Where they can no longer be computed, nothing is said of logits that were.

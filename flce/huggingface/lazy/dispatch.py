@@ -15,7 +15,7 @@ from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, Source, grad_mode, is_lazy, made_of, make_lazy, note_passing, told
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import NoLazyFormError
-from flce.huggingface.lazy.state import LazyState, StackState, State
+from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
 from flce.huggingface.wrappers import asks_for_wrapper, is_wrapper_hook
@@ -36,8 +36,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operation = None if is_differentiated_forward() else tables.OPERATIONS.get(func)
     if func in tables.BROADCAST:
         result = _broadcast(*args, **kwargs)
-    elif operation is not None and operation.kind == "join":
-        result = _join(operation, *args, **kwargs)
     elif args and is_lazy(args[0]):
         result = _of_lazy(args[0], func, operation, args[1:], kwargs)
     elif func in tables.COMMUTES and len(args) == 2 and not kwargs:
@@ -71,12 +69,9 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         return LazyBase.__repr__(lazy)
     if func is torch.Tensor.__iter__:
         return iter(torch.unbind(lazy))
-    run = None if operation is None else operation.of_logits
-    if isinstance(lazy._state, StackState):
-        run = None if operation is None else operation.of_stack
-    if operation is None or run is None:
+    if operation is None or lazy._state.one_class:
         return NotImplemented
-    state, states, named = lazy._state, _states(args), _states(kwargs)
+    run, state, states, named = operation.run, lazy._state, _states(args), _states(kwargs)
     if operation.kind == "in place":
         # Not where other logits share the memory, which would have to change as well, nor where the change is to be
         # hidden from gradients.
@@ -89,14 +84,14 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
         source = _source_of_changed(lazy, result, func, states, named)
         lazy._become(result)
         lazy._source = source
-        return None if func is torch.Tensor.__setitem__ else lazy
+        return lazy
     return _wrapped(lazy, func, operation, _attempt(run, state, *states, **named), states, named)
 
 
-def _source_of_changed(lazy: Any, result: State, func: Any, args: Any, kwargs: Any) -> Source | None:
+def _source_of_changed(lazy: Any, result: LazyState, func: Any, args: Any, kwargs: Any) -> Source | None:
     """What a copy comes from that is about to become `result`, in place. Its gradient still passes there if it can."""
     before = lazy._source
-    several = any(isinstance(value, (LazyState, StackState)) for value in (*args, *kwargs.values()))
+    several = any(isinstance(value, LazyState) for value in (*args, *kwargs.values()))
     if torch.compiler.is_compiling() or (before is None and not several):
         return None
     if before is None or several or not before.is_unchanged():
@@ -111,12 +106,6 @@ def _source_of_changed(lazy: Any, result: State, func: Any, args: Any, kwargs: A
     return _source(before.lazy, repeat, is_view=False)
 
 
-def _join(operation: Operation, several: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(several, Sequence):
-        return NotImplemented
-    return _of_several(_attempt(operation.of_logits, _states(several), *args, **kwargs))
-
-
 def _broadcast(*tensors: Any) -> Any:
     """Lazy logits and tensors that are broadcast to their shape."""
     lazy = [tensor for tensor in tensors if is_lazy(tensor)]
@@ -129,11 +118,9 @@ def _broadcast(*tensors: Any) -> Any:
     return tuple([tensor if tensor is lazy[0] else tensor.expand(shape) for tensor in tensors])
 
 
-def _of_several(state: Any, shadow: Tensor | None = None) -> Any:
+def _of_several(state: LazyState, shadow: Tensor | None = None) -> Any:
     """Lazy logits that come from several others."""
-    if state is NotImplemented:
-        return state
-    lazy = make_lazy(state.copied() if isinstance(state, LazyState) else state, None, shadow)
+    lazy = make_lazy(state.copied(), None, shadow)
     note_passing(state.calls, lazy)
     return lazy
 
@@ -213,7 +200,7 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
             return of
 
         return tuple(_view(lazy, part, piece(i)) for i, part in enumerate(result))
-    if not isinstance(result, (LazyState, StackState)):
+    if not isinstance(result, LazyState):
         made_of(lazy._state, result if isinstance(result, tuple) else (result,))
         return result
     if (
@@ -221,19 +208,16 @@ def _wrapped(lazy: LazyBase, func: Any, operation: Operation, result: Any, args:
         and result is not lazy._state
         and not (func is torch.Tensor.__getitem__ and _copies(args[0]))
     ):
-        view = _view(lazy, result, lambda real: func(real, *args, **kwargs))
-        if isinstance(result, StackState) and isinstance(lazy._state, LazyState):
-            view._read()  # one class, as small as the tokens: worth computing by itself
-        return view
+        return _view(lazy, result, lambda real: func(real, *args, **kwargs))
     contiguous = lazy._viewed_source() is None if lazy._shadow is None else lazy._shadow.is_contiguous()
     if result is lazy._state and (func is not torch.Tensor.contiguous or contiguous):
         return lazy  # as stock: nothing to do
-    if isinstance(result, LazyState) and isinstance(lazy._state, LazyState) and result.ops == lazy._state.ops:
+    if result.ops == lazy._state.ops:
         result = result.copied()
     shadow = None
     if operation.kind == "elementwise" and lazy._shadow is not None and not lazy._shadow.is_contiguous():
         shadow = torch.empty_like(lazy._shadow, dtype=result.dtype)  # keeps the strides
-    if any(isinstance(value, (LazyState, StackState)) for value in (*args, *kwargs.values())):
+    if any(isinstance(value, LazyState) for value in (*args, *kwargs.values())):
         return _of_several(result, shadow)
     return make_lazy(result, _source(lazy, lambda real: func(real, *args, **kwargs), is_view=False), shadow)
 
@@ -251,14 +235,14 @@ def _source(lazy: LazyBase, repeat: Callable[[Tensor], Tensor], is_view: bool) -
     return Source(lazy, repeated, is_view)
 
 
-def _view(lazy: LazyBase, state: State, repeat: Callable[[Tensor], Tensor]) -> Any:
+def _view(lazy: LazyBase, state: LazyState, repeat: Callable[[Tensor], Tensor]) -> Any:
     """A view, or the copy that it is where the strides allow no view."""
     if lazy._shadow is None:
         return make_lazy(state, _source(lazy, repeat, is_view=True))
     with private.disable_torch_function():
         shadow = repeat(lazy._shadow)
     is_view = shadow.untyped_storage()._cdata == lazy._shadow.untyped_storage()._cdata
-    if not is_view and isinstance(state, LazyState):
+    if not is_view:
         state = state.copied()
     return make_lazy(state, _source(lazy, repeat, is_view), shadow if is_view else None)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, made_when
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import State
+from flce.huggingface.lazy.state import LazyState
 
 
 def _forward_functions() -> dict[Any, type]:
@@ -39,12 +39,12 @@ class TracedLazyLogits(LazyBase):
     """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
 
     @staticmethod
-    def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
+    def _wrap(state: LazyState, source: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
         lazy = TracedLazyLogits()
         lazy._init(state, source, shadow)
         return lazy
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: LazyState) -> None:
         self._state, self._source = state, None
 
     def _look_around(self) -> None:
@@ -68,10 +68,6 @@ class TracedLazyLogits(LazyBase):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
-
-    @property
-    def mT(self) -> Any:
-        return self.transpose(-2, -1)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

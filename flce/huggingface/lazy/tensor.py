@@ -14,7 +14,7 @@ from flce.huggingface.head_call import pass_gradient, weights_of
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import State, behind
+from flce.huggingface.lazy.state import LazyState, behind
 from flce.huggingface.staleness import versions_of
 from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
@@ -28,7 +28,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     _version_seen: Any  # of the real logits, when that was found out; None: never
 
     @staticmethod
-    def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> LazyLogits:
+    def _wrap(state: LazyState, source: Any = None, shadow: Tensor | None = None) -> LazyLogits:
         shadow = contiguous_shadow(state) if shadow is None else shadow
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
         lazy._init(state, source, shadow)
@@ -40,7 +40,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             source.lazy._family.waiting.append(weakref.ref(source))
         return lazy
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: LazyState) -> None:
         if state.requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 _InGraph.apply(self, state, None, *state.tensors)
@@ -162,7 +162,7 @@ class _InGraph(torch.autograd.Function):
     """A :class:`LazyLogits`'s place in the autograd graph, for code that skips ``__torch_function__``."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyLogits | None, state: State, shadow: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, lazy: LazyLogits | None, state: LazyState, shadow: Any, *tensors: Tensor) -> Tensor:
         ctx.state, ctx.hooked = state, None
         ctx.set_materialize_grads(False)
         if lazy is not None:  # changed in place: from here on this is where it stands

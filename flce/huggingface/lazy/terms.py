@@ -78,15 +78,12 @@ class Product(Term):
         weight: ``(V, H)``.
         bias: ``(V,)`` or None.
         dtype: the product's.
-        filled: ``(V,)`` bool, the classes whose rows of the weight were replaced by zeros, and their bias by a number;
-            their logits get no gradient. None: no class.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    filled: Tensor | None = None
     what = "the hidden states were"
 
     @property
@@ -158,8 +155,6 @@ def same_sum(terms: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
 
 def _same_term(term: Term, other: Term) -> bool:
     if type(term) is not type(other) or term.ops != other.ops or len(term.tensors) != len(other.tensors):
-        return False
-    if isinstance(term, Product) and isinstance(other, Product) and not same(term.filled, other.filled):
         return False
     return all(same(*both) for both in zip(term.tensors, other.tensors, strict=True))
 
