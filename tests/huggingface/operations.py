@@ -353,6 +353,8 @@ loss  {y} = (-{x}.log_softmax(-1)).gather(-1, chosen({x}))
 loss  {y} = (-{x}.log_softmax(-1)).gather(-1, few({x}))
 loss  {y} = ({x} / 2.0).log_softmax(-1)[..., few({x}).flatten()[:2]]
 loss  {y} = {x}.gather(-1, chosen({x}))[..., 0] - {x}.logsumexp(-1)
+real  note(close({x}.gather(-1, chosen({x})), {x}))
+real  note(close({x}.log_softmax(-1).gather(-1, chosen({x})), {x}.log_softmax(-1)))
 real  {y} = {x}.isnan()
 real  {y} = {x} > 0
 real  {y} = {x} == {x}
@@ -473,6 +475,13 @@ real  {x}.scatter_add_(-1, chosen({x}), noise(chosen({x}).shape))
 real  {x}.addcmul_({o}, {o})
 real  {x}.relu_()
 real  {x}.exp_()
+lazy  {y} = {x} * {n}; note({y}.detach_() is {y})
+lazy  note({x}.view(-1, {x}.shape[-1]).mul_({n}).shape)
+lazy  {x}.flatten(0, -2).div_({n})
+lazy  {l}.view(8, 13).div_(noise((8, 1)).abs())
+lazy  {x}.unsqueeze(0).mul_(scalar({n}))
+lazy  {x}.view({x}.shape).add_(noise({x}.shape[-1:]))
+real  {x}[{s}].mul_({n})
 lazy  {x} *= {n}
 lazy  {x} /= {n}
 lazy  {x} += {o}
@@ -614,7 +623,7 @@ real  hook({x}, keep('{x}'))
 real  hook({x}, lambda gradient: gradient * 2)
 real  retain({x})
 real  {y} = {x}.detach().requires_grad_(); retain({y})
-real  note({x}.requires_grad_() is {x})
+lazy  note({x}.requires_grad_() is {x})
 """
 
 GROUPS = {

@@ -9,33 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.fold import needs
+from flce.huggingface.lazy.fold import UNCHANGED, NoLazyFormError, needs
 from flce.huggingface.lazy.state import LazyState, dimension, merged_calls
 from flce.huggingface.lazy.terms import BiasTerm, Product, same, same_sum
 from flce.huggingface.partitioned import whole
 from flce.ops.arguments import FLOATING, widened
 
-def scale(name: str) -> Callable[..., Any]:
-    def handler(state: LazyState, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return _scale_by_tensor(state, name, other)
-        needs(isinstance(other, (int, float)) and not isinstance(other, bool))
-        return state.with_op(name, other)
+def scaled(state: LazyState, name: str, other: Any) -> Any:
+    """Times or divided by a number, a 0-d tensor, or a temperature for each token."""
+    if isinstance(other, Tensor):
+        return _scale_by_tensor(state, name, other)
+    if not isinstance(other, (int, float)) or isinstance(other, bool):
+        raise NoLazyFormError
+    return state.with_op(name, other)
 
-    return handler
+
+def divide(state: LazyState, other: Any) -> Any:
+    return scaled(state, "div", other)
 
 
 def times(state: LazyState, other: Any) -> Any:
     """A factor, or probabilities times the logits or log-probabilities of the same logits."""
     if not isinstance(other, LazyState):
-        return scale("mul")(state, other)
+        return scaled(state, "mul", other)
     if state.requires_grad != other.requires_grad and not torch.is_grad_enabled():  # it was when one of them was made
         state, other = state.detach(), other.detach()
     needs(same_sum(state.terms, other.terms) and state.device == other.device)
     needs(state.autocast_dtype == other.autocast_dtype)
     shorter, rows = sorted((state.rows, other.rows), key=len)
     needs(all(same(*both) for both in zip(shorter, rows, strict=False)))
-    return replace(state, rows=rows).with_op("times", other.ops)
+    dtype = torch.promote_types(state.dtype, other.dtype)
+    return replace(state, rows=rows, dtype=dtype).with_op("times", other.ops)
 
 
 def _by_row(state: LazyState, name: str, other: Tensor) -> Any:
@@ -84,7 +88,8 @@ def add(state: LazyState, other: Any) -> Any:
     if not torch.compiler.is_compiling():
         needs(other.device.type != "cpu" or bool(other.isfinite().all()))  # a GPU does not wait for that
         term = term.recorded()
-    return replace(state, terms=(*_as_terms(state), term), ops=())
+    dtype = torch.promote_types(state.dtype, other.dtype)
+    return replace(state, terms=(*_as_terms(state), term), ops=(), folded=UNCHANGED, dtype=dtype)
 
 
 def _add_adapter(state: LazyState, other: LazyState) -> Any:
@@ -94,7 +99,8 @@ def _add_adapter(state: LazyState, other: LazyState) -> Any:
     terms = (*_as_terms(state), *_as_terms(other))
     heads = [term.weight for term in terms if isinstance(term, Product)]
     needs(not any(same(a, b) for place, a in enumerate(heads) for b in heads[:place]))
-    return replace(state, terms=terms, ops=(), calls=merged_calls(state, other))
+    dtype, calls = torch.promote_types(state.dtype, other.dtype), merged_calls(state, other)
+    return replace(state, terms=terms, ops=(), folded=UNCHANGED, dtype=dtype, calls=calls)
 
 
 def subtract(state: LazyState, other: Any) -> Any:
@@ -122,7 +128,8 @@ def normalised(name: str) -> Callable[..., Any]:
         needs(dim is not None and dimension(state, dim) == state.ndim - 1)
         if name == "softmax":
             _needs_its_own_pass(state)
-        return (_autocast(state) if dtype is None else to_dtype(state, dtype)).with_op(name)
+        state = _autocast(state) if dtype is None else to_dtype(state, dtype)
+        return state.with_op(name, state.dtype)
 
     return handler
 

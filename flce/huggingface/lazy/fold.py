@@ -11,7 +11,7 @@ from torch import Tensor
 
 # One recorded operation, without tensors:
 #   ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), ("clamp", the least number)
-#   ("log_softmax" | "softmax", None), over the vocabulary; ("exp", None), of log-probabilities
+#   ("log_softmax" | "softmax", dtype), over the vocabulary; ("exp", None), of log-probabilities
 #   ("div_row" | "sub_row", place), by the vector of one number a token that the state has at that place
 #   ("times", operations): the product with what these would make of the same sum
 Op = tuple[str, Any]
@@ -69,7 +69,7 @@ class Folded(NamedTuple):
         return plain and self.form in ("logits", "log-probabilities")
 
 
-_UNCHANGED = Folded(1.0, None)
+UNCHANGED = Folded(1.0, None)
 
 
 def fold(ops: tuple[Op, ...]) -> Folded | None:
@@ -81,10 +81,10 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
     Returns:
         None where the operations do not fit (two tanh, a factor that is not finite).
     """
-    folded: Folded | None = _UNCHANGED
+    folded: Folded | None = UNCHANGED
     for name, value in ops:
-        if name in _STEPS and folded is not None:
-            folded = _STEPS[name](folded, value)
+        if name in STEPS and folded is not None:
+            folded = STEPS[name](folded, value)
     return folded
 
 
@@ -96,14 +96,11 @@ def _multiplied(f: Folded, number: Any) -> Folded | None:
         return None
     cap = None if f.softcap is None else f.softcap * abs(factor)  # tanh is odd: a sign goes inside
     # A softcap of nothing leaves nothing.
-    scale, cap = (0.0, None) if cap == 0.0 else (_snap(f.logit_scale * factor), cap)
+    scale, cap = (0.0, None) if cap == 0.0 else (f.logit_scale * factor, cap)
+    if abs(scale - 1.0) < 1e-14:  # of ``x / c * c``, by a rounding error: let the operator see that there is no scale
+        scale = 1.0
     fits = math.isfinite(scale) and math.isfinite(cap or 0.0)
     return f._replace(logit_scale=scale, softcap=cap, clamped=False) if fits else None
-
-
-def _snap(scale: float) -> float:
-    """``x / c * c`` multiplies by 1 up to a rounding error; let the operator see that there is no scale."""
-    return 1.0 if abs(scale - 1.0) < 1e-14 else scale
 
 
 def _divided(f: Folded, number: Any) -> Folded | None:
@@ -158,7 +155,7 @@ def _times(f: Folded, ops: tuple[Op, ...]) -> Folded | None:
 _WEIGHTED: dict[Form, Form] = {"logits": "weighted logits", "log-probabilities": "weighted log-probabilities"}
 
 
-_STEPS: dict[str, Callable[[Folded, Any], Folded | None]] = {
+STEPS: dict[str, Callable[[Folded, Any], Folded | None]] = {
     "mul": _multiplied,
     "div": _divided,
     "tanh": _tanh,
@@ -203,13 +200,3 @@ def replay(z: Tensor, ops: tuple[Op, ...], rows: Sequence[Tensor] = ()) -> Tenso
         else:
             z = _REPLAYS[name](z, value)
     return z
-
-
-def dtype_after(ops: tuple[Op, ...], before: torch.dtype) -> torch.dtype:
-    dtype = before
-    for name, value in ops:
-        if name == "to":
-            dtype = value
-        elif name == "times":
-            dtype = torch.promote_types(dtype, dtype_after(value, before))
-    return dtype

@@ -39,17 +39,18 @@ class TracedLazyLogits(LazyBase):
     """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
 
     @staticmethod
-    def _wrap(state: LazyState, source: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
+    def _wrap(state: LazyState, origin: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
         lazy = TracedLazyLogits()
-        lazy._init(state, source, shadow)
+        lazy._init(state, origin, shadow)
         return lazy
 
     def _become(self, state: LazyState) -> None:
-        self._state, self._source = state, None
+        self._state = state
 
-    def _look_around(self) -> None:
+    def _existing(self) -> Tensor | None:
         if not torch.compiler.is_compiling() and self._state.requires_grad and not torch.is_grad_enabled():
             self._check_caller()
+        return LazyBase._existing(self)
 
     def _check_caller(self) -> None:
         """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.fold import needs
+from flce.huggingface.lazy.fold import NoLazyFormError, needs
 from flce.huggingface.lazy.state import LazyState, dimension
 from flce.huggingface.lazy.terms import Product
 from flce.huggingface.lazy.values import values_of
@@ -20,18 +20,21 @@ def reshape(state: LazyState, *shape: Any) -> Any:
     """``view`` and ``reshape`` of the token dimensions; the vocabulary stays last."""
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
-    needs(bool(shape) and all(isinstance(size, int) for size in shape))
-    sizes, vocab = shape[:-1], state.vocab_size
-    if shape[-1] == -1:
-        needs(-1 not in sizes and math.prod(sizes) == math.prod(state.shape[:-1]))
-    else:
-        needs(shape[-1] == vocab)
-    if torch.compiler.is_compiling() or not (vocab and _fit(sizes, math.prod(state.shape[:-1]))):
+    head = state.terms[0]
+    assert isinstance(head, Product)
+    vocab, rows = head.weight.shape[0], math.prod(head.hidden.shape[:-1])
+    if not shape or not all([isinstance(size, int) for size in shape]):  # noqa: C419 - faster
+        raise NoLazyFormError
+    sizes, last = shape[:-1], shape[-1]
+    if last != vocab and (last != -1 or -1 in sizes or math.prod(sizes) != rows):
+        raise NoLazyFormError
+    if torch.compiler.is_compiling() or not (vocab and _fit(sizes, rows)):
         torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
-    return _of_sizes(state, sizes)
+    return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
-def _of_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
+def of_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
+    """The state of the same tokens in other dimensions."""
     return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
@@ -53,7 +56,9 @@ def resized(method: Callable[..., Tensor]) -> Callable[..., Any]:
 
         now, wider = shape(state.vocab_size), shape(state.vocab_size + 1)
         needs(now[-1:] == [state.vocab_size] and wider == [*now[:-1], state.vocab_size + 1])
-        return state if now == list(state.shape) else _of_sizes(state, now[:-1])
+        if method is Tensor.flatten and now == list(state.shape):
+            return state  # as stock's, itself
+        return of_sizes(state, now[:-1])
 
     return handler
 
@@ -95,7 +100,8 @@ def getitem(state: LazyState, index: Any) -> Any:
     """Index tokens as the logits would be indexed; an index of the vocabulary takes rows of the head instead."""
     items, classes = _expanded(state, index)
     advanced = any([isinstance(item, Tensor) for item in items])  # noqa: C419 - faster
-    needs(not (advanced and isinstance(classes, Tensor)))  # else it goes together with the tokens' index
+    if advanced and isinstance(classes, Tensor):  # it goes together with the tokens' index
+        raise NoLazyFormError
     tokens = state
     if not all([isinstance(item, slice) and item == slice(None) for item in items]):  # noqa: C419 - faster
         tokens = state.with_hidden(lambda hidden: hidden[tuple(items)])
@@ -138,30 +144,28 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
 def _expanded(state: LazyState, index: Any) -> tuple[list[Any], Any]:
     """An index as the items of the token dimensions (new axes and masks apart) and the item of the classes."""
     items = list(index) if isinstance(index, tuple) else [index]
-    at, ellipsis_at, sizes = 0, None, state.shape
+    at, ellipsis_at, ndim = 0, None, state.terms[0].hidden.dim()  # type: ignore[union-attr]
     for place, item in enumerate(items):
-        if item is Ellipsis:
-            needs(ellipsis_at is None)
+        if isinstance(item, slice) or type(item) is int:
+            at += 1
+        elif item is Ellipsis and ellipsis_at is None:
             ellipsis_at = place
-        elif isinstance(item, list):
-            needs(all(type(i) is int for i in item))
+        elif isinstance(item, list) and all(type(i) is int for i in item):
             items[place] = torch.tensor(item, dtype=torch.int64)
             at += 1
-        elif isinstance(item, Tensor):
-            needs(item.dtype in (torch.int64, torch.int32) or (item.dtype == torch.bool and item.dim() > 0))
+        elif isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 0:
+            # Of another shape it raises an error that is PyTorch's to raise.
+            needs(ellipsis_at is None and item.shape == state.shape[at : at + item.dim()])
+            at += item.dim()
+        elif isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32):
             if item.dim() == 0 and not torch.compiler.is_compiling():
                 items[place] = int(item)  # a view, as of an int
-            if item.dtype == torch.bool:  # of another shape it raises an error that is PyTorch's to raise
-                needs(ellipsis_at is None and item.shape == sizes[at : at + item.dim()])
-            at += item.dim() if item.dtype == torch.bool else 1
-        else:
-            needs(item is None or isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)))
-            at += item is not None
-    missing = [slice(None)] * (state.ndim - at)
-    needs(state.ndim >= at)
+            at += 1
+        elif item is not None:
+            raise NoLazyFormError
     place = len(items) if ellipsis_at is None else ellipsis_at
-    items[place : place + 1] = missing
-    needs(bool(items) and items[-1] is not None)
-    last = items[-1]
-    needs(not (isinstance(last, Tensor) and last.dtype == torch.bool))
-    return items[:-1], last
+    items[place : place + 1] = [slice(None)] * (ndim - at)
+    last = items.pop() if at <= ndim and items else None
+    if last is None or (isinstance(last, Tensor) and last.dtype == torch.bool):
+        raise NoLazyFormError
+    return items, last

@@ -21,7 +21,7 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, needs, replay
+from flce.huggingface.lazy.fold import STEPS, UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
 from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product, in_float32
 from flce.huggingface.staleness import versions_of
 from flce.huggingface.wrappers import Hook
@@ -44,8 +44,9 @@ class LazyState:
 
     Attributes:
         terms: the head's product first, then those of its adapters, and biases.
+        dtype: of the logits.
         ops: elementwise operations since, in order, so that materialised logits are bit for bit the model's.
-            Always such that :func:`fold` accepts them.
+        folded: their normal form.
         autocast_dtype: what the head ran under, None for no autocast.
         device: where the logits are wanted.
         calls: the calls of the head and its adapters that made the terms; none under the compiler.
@@ -54,10 +55,12 @@ class LazyState:
     """
 
     terms: tuple[Product | BiasTerm, ...]
+    dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     device: torch.device
     settings: Settings
     ops: tuple[Op, ...] = ()
+    folded: Folded = UNCHANGED
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
     rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
     one_class: bool = False
@@ -87,27 +90,14 @@ class LazyState:
         return self.head.weight.shape[0]
 
     @property
-    def dtype(self) -> torch.dtype:
-        first, *others = self.terms
-        total = dtype_after(first.ops, first.dtype)
-        for term in others:
-            total = torch.promote_types(total, dtype_after(term.ops, term.dtype))
-        return dtype_after(self.ops, total)
-
-    @property
     def home(self) -> torch.device:
         """Where the products are made."""
         return self.head.hidden.device
 
     @property
-    def folded(self) -> Folded:
-        folded = fold(self.ops)
-        assert folded is not None, "lazy logits hold operations without a normal form"
-        return folded
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*[tensor for term in self.terms for tensor in term.tensors], *self.rows)
+        found = [getattr(term, name, None) for term in self.terms for name in TENSORS]
+        return (*[tensor for tensor in found if tensor is not None], *self.rows)
 
     @property
     def whole_terms(self) -> tuple[Product | BiasTerm, ...]:
@@ -122,10 +112,11 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """The state after one more elementwise operation, if that has a lazy form."""
-        ops = (*self.ops, (name, value))
-        if fold(ops) is None:
+        folded = STEPS[name](self.folded, value) if name in STEPS else self.folded
+        if folded is None:
             raise NoLazyFormError
-        return replace(self, ops=ops)
+        dtype = value if name == "to" else self.dtype
+        return replace(self, ops=(*self.ops, (name, value)), folded=folded, dtype=dtype)
 
     def copied(self) -> LazyState:
         """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""
@@ -189,6 +180,7 @@ class LazyState:
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
 
+        self._note_values()
         with self.weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
@@ -199,8 +191,13 @@ class LazyState:
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return F.linear(hidden, weight[index], None if bias is None else bias[index])
 
+        self._note_values()
         with self.weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
+
+    def _note_values(self) -> None:
+        for call in self.calls:
+            call.gave_values = True
 
     def _sum_of_products(
         self,
@@ -272,6 +269,7 @@ class LazyState:
         if place is not None:
             spec["temperature"] = self.rows[place].squeeze(-1) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.home)
+        self._note_values()
         with self.weights():
             made: LinearLogprobsOutput = self._operator(
                 linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
@@ -284,7 +282,9 @@ class LazyState:
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
         """
-        if torch.compiler.is_compiling():  # results that a state has are no part of the graph
+        # Results that a state has are no part of a graph. A checkpoint that logits come to from outside computes anew
+        # what its first pass has computed.
+        if torch.compiler.is_compiling() or any([call.is_outside for call in self.calls]):  # noqa: C419 - faster
             made = self.per_token("lse", "entropy")
         else:
             with self.weights():  # results that are known already are of weights that have not changed
@@ -377,7 +377,7 @@ def head_state(
     dtype = hidden.dtype if autocast is None else narrowed(hidden.dtype, device.type)
     term = Product(hidden, weight, bias, dtype)
     settings = Settings() if settings is None else settings
-    state = LazyState((term,), autocast, device, settings)
+    state = LazyState((term,), dtype, autocast, device, settings)
     return state if call is None else state.recorded((call,))
 
 

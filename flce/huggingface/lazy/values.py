@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flce.core import private
 from flce.huggingface.lazy.elementwise import to_dtype
-from flce.huggingface.lazy.fold import Op, needs
+from flce.huggingface.lazy.fold import Op, fold, needs
 from flce.huggingface.lazy.state import LazyState, dimension
 from flce.huggingface.staleness import versions_of
 from flce.ops.arguments import MOST_ENTRIES, widened
@@ -28,8 +28,10 @@ def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tenso
     if state.folded.form == "logits":
         return take(state.copied())
     needs(not state.folded.form.startswith("weighted"))
-    at = next(at for at, (name, _) in enumerate(state.ops) if name in _NORMALISING)
-    logits, count = replace(state, ops=state.ops[:at]), index.shape[-1]
+    at, dtype = next((at, value) for at, (name, value) in enumerate(state.ops) if name in _NORMALISING)
+    count, folded = index.shape[-1], fold(state.ops[:at])
+    assert folded is not None
+    logits = replace(state, ops=state.ops[:at], folded=folded, dtype=dtype)
     with logits.weights():
         if count == 1 and index.dim() == state.ndim:
             made = logits.per_token("logprob", target=index.squeeze(-1)).logprob
