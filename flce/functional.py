@@ -109,7 +109,8 @@ def fused_linear_cross_entropy(
         linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
             `torch.nn.functional.linear`). A K-dimensional head (V, d_1, ..., d_K, H) is computed with
             its logits in memory.
-        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
+        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing (a NaN
+            or infinity in their hidden states: see `ChunkOptions.skip_ignored`).
             Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
         linear_bias: (V,) bias of the head, in the dtype of `input` or, for half precision, float32.
         adapters: (..., r) and (V, r) pairs, each adds ``a @ B.T`` to the logits before bias, `logit_scale` and
@@ -285,9 +286,8 @@ def linear_logprobs(
     )  # fmt: skip
     args, spec = checked.linear, checked.spec
     problem = linear_problem(args, spec, row_factor=checked.row_factor)
-    wanted = checked.candidates if spec.candidates else None
-    made = linear_logprobs_of(problem, wanted, options or _DEFAULT)
-    return logprob_output(made, problem.target, args.input.shape[:-1], spec, candidates)
+    made = linear_logprobs_of(problem, checked.candidates, options or _DEFAULT)
+    return logprob_output(made, problem.target, args.input.shape[:-1], spec)
 
 
 def topk_kl(

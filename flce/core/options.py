@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from flce.core.numbers import check_dtype, integer
+
+SkipIgnored: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class ChunkOptions:
             Their number must be known to the host: on a CPU that is free, on an accelerator it waits for the
             device. That costs about a millisecond and pays from a tenth of the rows on. A schedule that can count
             the rows on the device has the first product to do meanwhile. "auto": True on a CPU, False elsewhere:
-            nothing waits that was not asked to.
+            nothing waits that was not asked to. If the hidden states of an ignored token hold a NaN or infinity, the
+            gradients of weights and bias may be NaN, as with PyTorch's operators, which multiply it by 0. With True
+            the token contributes nothing.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -44,7 +48,7 @@ class ChunkOptions:
     strategy: Literal["auto", "tokens", "vocab"] = "auto"
     logits_dtype: torch.dtype | None = None
     accum_dtype: torch.dtype = torch.float32
-    skip_ignored: bool | Literal["auto"] = "auto"
+    skip_ignored: SkipIgnored = "auto"
 
     def __post_init__(self) -> None:
         for name in ("chunk_rows", "max_workspace_bytes"):

@@ -621,18 +621,13 @@ _OF_LOGPROBS = tuple(field.name for field in fields(LinearLogprobsOutput))
 
 
 def logprob_output(
-    made: Mapping[str, Tensor | None],
-    target: Tensor,
-    tokens: torch.Size,
-    spec: LogprobSpec,
-    candidates: Tensor | None,
+    made: Mapping[str, Tensor | None], target: Tensor, tokens: torch.Size, spec: LogprobSpec
 ) -> LinearLogprobsOutput:
     """The results that were asked for, in the shape of the tokens.
 
     Args:
         made: those of N tokens by name; the argmax is there for "correct", too.
         target: (N,) as the call saw it.
-        candidates: as the user gave them.
     """
     named = dict(made)
     argmax = made["argmax"]
@@ -646,9 +641,6 @@ def logprob_output(
         value = named.get(name)
         if value is not None:
             shaped[name] = value.reshape((*tokens, *value.shape[1:]))
-    normalizer = made["normalizer"]
-    if candidates is not None and not spec.candidates and normalizer is not None:
-        shaped["candidate_logprob"] = target.new_empty((*tokens, 0), dtype=normalizer.dtype)
     return LinearLogprobsOutput(**shaped)
 
 
