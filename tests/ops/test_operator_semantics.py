@@ -95,6 +95,37 @@ def test_all_ignored_and_divided_by_their_number(
             assert torch.equal(grad, torch.zeros_like(grad))
 
 
+@combinations(skip=SKIP, reduction=REDUCTIONS, strategy=STRATEGIES, dtype=[torch.float64, torch.bfloat16])
+def test_ignored_rows_that_hold_no_numbers(
+    skip: Any, reduction: str, strategy: str, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    """They change nothing but, unless they are left out, the gradients of weights that multiply their columns."""
+    p = make_problem((16,), 8, 70, bias=True, adapter_ranks=(3,), ignored=0.4, dtype=dtype, device=device)
+    ((a, up),), ignored = p.adapters, p.target == -100
+
+    def gradients(bad: float) -> tuple[Tensor, ...]:
+        x, low = p.input.clone(), a.clone()
+        x[ignored, 2] = low[ignored, 1] = bad
+        options = options_for(strategy, skip_ignored=skip)
+
+        def loss(x: Tensor, w: Tensor, b: Tensor, low: Tensor, up: Tensor) -> Any:
+            more: dict[str, Any] = {"linear_bias": b, "adapters": [(low, up)], "reduction": reduction}
+            return flce.fused_linear_cross_entropy(x, w, p.target, options=options, **more)
+
+        return tuple(losses_and_grads(loss, x, p.linear_weight, p.linear_bias, low, up))
+
+    want = gradients(0.0)
+    for bad in (math.nan, math.inf):
+        got = gradients(bad)
+        for k, infected in ((2, 2), (5, 1)):  # of the weight and of B
+            if skip is not True and device.type == "cpu":
+                assert got[k][:, infected].isnan().all()
+                got[k][:, infected] = want[k][:, infected]
+        # On a GPU it depends on the schedule which gradients of weights and bias are NaN.
+        compared = slice(None) if skip is True or device.type == "cpu" else slice(2)
+        torch.testing.assert_close(got[compared], want[compared])
+
+
 @combinations(reduction=REDUCTIONS, strategy=STRATEGIES, leading=[(0,), (2, 0, 3)])
 def test_empty_batch(
     reduction: str, strategy: str, leading: tuple[int, ...], backend: str, device: torch.device

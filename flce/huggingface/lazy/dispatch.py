@@ -23,6 +23,7 @@ from flce.huggingface.staleness import versions_of
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
 from flce.huggingface.wrappers import asks_for_wrapper, is_wrapper_hook
 
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation with lazy logits among its arguments."""
     if not args and is_lazy(kwargs.get("input")):
