@@ -26,6 +26,7 @@ from flce.engine.schedules.blocks import Blocks
 from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
 from flce.engine.selection import Selection
+from flce.engine.shards import AllClasses
 from flce.engine.stage import Stage
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import make_plan
@@ -309,7 +310,8 @@ def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> No
     )
     selection = Selection(made, torch.arange(96, device=device), Counted())  # type: ignore[arg-type]
     dtypes, no_scales = Dtypes(*[torch.bfloat16] * 5), cast(Any, None)
-    at_work = Stage(made, get_backend(device), Arena(device), dtypes, True, selection, no_scales, torch.empty(2, 96))
+    classes = AllClasses(made, selection, no_scales, Arena(device), torch.empty(2, 96))
+    at_work = Stage(classes, get_backend(device), Arena(device), dtypes, True)
     assert list(at_work.chunks(64)) == [slice(0, 64)]  # begun before it is known
     assert list(at_work.chunks(64)) == [slice(0, 36)]
 
