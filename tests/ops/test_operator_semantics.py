@@ -831,7 +831,11 @@ def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, devi
 @pytest.fixture
 def one_process() -> Iterator[Any]:
     """A group of this process alone: calls take the code of a divided head."""
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -848,7 +852,8 @@ def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Ten
     elif kind == "lazy logits":
         loss = flce.cross_entropy(cast(Any, make_lazy(head_state(leaf, w, None))), y, **arguments)
     elif kind == "linear_logprobs":
-        loss = -flce.linear_logprobs(leaf, w, y, **arguments).logprob.mean()
+        out: Any = flce.linear_logprobs(leaf, w, y, **arguments)
+        loss = -out.logprob.mean()
     else:
         target = torch.rand(6, 15, device=device).softmax(1) if kind == "probabilities" else y
         if kind == "divided":
