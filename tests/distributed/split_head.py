@@ -222,6 +222,17 @@ def padded(p: Problem, classes: int) -> Problem:
     return replace(p, linear_bias=bias, target=torch.where(p.target == ignored, ignored, p.target % first))
 
 
+def uneven(p: Problem) -> Problem:
+    """With rows that are certain of their target, that give it hardly any probability, that are far from the others,
+    or for which the first classes have none."""
+    x, weight, n = p.input.clone(), p.linear_weight.clone(), len(p.target)
+    x[:, :n], weight[:, :n] = torch.eye(n, dtype=x.dtype, device=x.device), 0.0
+    weight[p.target[0], 0] = weight[p.target[1], 1] = 60.0
+    weight[p.target[2], 2] = weight[p.target[3], 3] = -60.0
+    weight[:140, 4], weight[:, 5] = -200.0, 16.0
+    return replace(p, input=x, linear_weight=weight)
+
+
 def padded_losses(group_name: str) -> None:
     """Slices of which some or all classes are padding, and slices without classes below very low logits."""
     group, low = groups()[group_name], -2000.0
@@ -362,18 +373,33 @@ def gpu_schedules() -> list[str]:
     }
     for hopper in (False, True):
         with _as_on_a_gpu(hopper) as taken:
-            for dtype, kwargs in itertools.product(half[: 2 - hopper], losses_.values()):
+            dtypes = itertools.cycle(half[: 2 - hopper])
+            for kwargs in losses_.values():
+                dtype = next(dtypes)
                 p = problem((2, 12), 64, 1111 if hopper else 555, dtype=dtype, **kwargs)
                 options: dict[str, Any] = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
                 check(p, group, LIMIT[dtype], options, of_results=1e-5)
             # A slice that is all padding, and one without a class. Weights of tokens take another way than the kernel.
-            for dtype, weighted in itertools.product(half[: 2 - hopper], (False, True)):
+            for weighted in (False, True):
+                dtype = next(dtypes)
                 options = {"chunk_rows": 4, "skip_ignored": hopper, "stats": ("lse",)}
                 kwargs = {"dtype": dtype, "z_loss": 0.01, "token_weight": weighted}
                 p = padded(problem((6,), 64, 257, bias=True, **kwargs), 140)
                 check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
                 p = problem((6,), 64, 1, softcap=3.0, **kwargs)
                 check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
+            for reduction in ("mean", "none"):
+                p = uneven(problem((10,), 64, 257, dtype=half[0], reduction=reduction))
+                check(p, group, LIMIT[half[0]], {"skip_ignored": hopper, "stats": ("lse", "logprob")}, of_results=1e-5)
+            if hopper:  # Processes with other numbers of classes, where the host looks at no values.
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("flce.ops.split_head.looks_at_values", lambda device: False)
+                    p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
+                    x, weight = Mine.leaf(p.input), Mine.leaf(p.linear_weight)
+                    for smoothing in (0.0, 0.1):  # by the kernel, and by PyTorch
+                        how: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
+                        loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **how)
+                        assert loss.isnan().all()
             names.update(taken)
     return sorted(names)
 
@@ -544,7 +570,7 @@ def captured() -> None:
 
 def one_raises() -> str:
     """One process raises an error before the collective. The others' ends with the group's timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     p = problem((3, 4), 16, 41)
     mine = Mine(p, group)
     try:
