@@ -108,7 +108,8 @@ def fused_linear_cross_entropy(
         linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
             `torch.nn.functional.linear`). A K-dimensional head (V, d_1, ..., d_K, H) is computed with
             its logits in memory.
-        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
+        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing (a NaN
+            or infinity in their hidden states: see `ChunkOptions.skip_ignored`).
             Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
         linear_bias: (V,) bias of the head, in the dtype of `input` or, for half precision, float32.
         adapters: (..., r) and (V, r) pairs, each adds ``a @ B.T`` to the logits before bias, `logit_scale` and
@@ -324,10 +325,8 @@ def linear_logprobs(
         logit_scale, ignore_index, shift, options, SplitHead(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
     problem, tokens = linear_problem(args, spec, row_factor), args.input.shape[:-1]
-    made = linear_logprobs_of(problem, wanted if spec.candidates else None, options or _DEFAULT)
+    made = linear_logprobs_of(problem, wanted, options or _DEFAULT)
     shaped = _shaped(made, problem.target, tokens, spec)
-    if wanted is not None and not spec.candidates:
-        shaped["candidate_logprob"] = wanted.new_empty((*tokens, 0), dtype=accumulation_dtype(problem.dtype))
     return LinearLogprobsOutput(**{name: shaped.get(name) for name in _OF_LOGPROBS})
 
 

@@ -23,6 +23,7 @@ from flce.huggingface.staleness import versions_of
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
 from flce.huggingface.wrappers import asks_for_wrapper, is_wrapper_hook
 
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation with lazy logits among its arguments."""
     if not args and is_lazy(kwargs.get("input")):
@@ -162,7 +163,8 @@ def _detach(lazy: Any) -> Any:
 def _repeats_checkpoint(lazy: Any) -> bool:
     """Whether logits that exist are to be taken for lazy ones.
 
-    In a checkpoint that logits come to from outside, they may have been lazy in the first pass, and have been read since.
+    In a checkpoint around code that uses logits from outside, the logits may have been lazy in the first pass, and
+    have been read since.
     """
     family = lazy._family
     outside = not torch.compiler.is_compiling() and any(call.is_outside for call in lazy._state.calls)
