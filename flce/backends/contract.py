@@ -51,8 +51,9 @@ def normalizer_slots(spec: LossSpec) -> int:
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
-    """log(sum(exp(z))) of each row, from its normalizer, (slots, ...)."""
-    return normalizer[OFFSET] + normalizer[LOG_SUM]
+    """log(sum(exp(z))) of each row, from its normalizer, (slots, ...): inf where a logit is."""
+    offset = normalizer[OFFSET]
+    return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
 # Classes of a block. `Backend.product_statistics` keeps `product_planes` numbers of the accumulation dtype for each row

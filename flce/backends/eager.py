@@ -272,7 +272,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     if "mean_logit" in spec.stats:
         merged[LOGIT_SUM] = z.sum(1)
     # Nothing but -inf so far: exponentials relative to 0, which are 0, instead of -inf - -inf.
-    safe_max = row_max if tile.last else torch.where(row_max == -torch.inf, 0.0, row_max)
+    safe_max = torch.where(row_max == -torch.inf, 0.0, row_max)
     z.sub_(safe_max[:, None])
     relative = z.clone() if "entropy" in spec.stats else z
     exps = z.exp_()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flce.backends import load
 from flce.backends.contract import Backend, RowOutputs
+from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.arena import Arena
@@ -64,7 +65,7 @@ class Runtime(NamedTuple):
     backend: Backend
     arena: Arena
     stage: Callable[..., Stage] = Stage
-    select: Callable[[LinearCrossEntropyProblem, bool, bool], Selection] = Selection.of
+    select: Callable[[LinearCrossEntropyProblem, SkipIgnored, bool], Selection] = Selection.of
 
     def new_stage(
         self,
@@ -110,7 +111,7 @@ def forward(
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
-    skip_ignored = plan.case.skip_ignored and not all_count
+    skip_ignored = not all_count and plan.case.skip_ignored
     counts_on_device = schedule.counts_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
@@ -143,11 +144,11 @@ def backward(
     problem = with_all_class_weights(problem)
     runtime, accum = runtime or runtime_of(plan, problem), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
-    of_all = upstream.to(accum) if upstream.dim() == 0 else None
-    of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
-    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
-    normalizer = selection.take(normalizer, dim=1)
-    stage = stage_of(problem, plan, runtime, selection, scales, normalizer, upstream=of_each)
+    upstream, in_units = upstream.to(accum), plan.dtypes.in_units
+    of_each = None if upstream.dim() == 0 else selection.take(upstream)
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, in_units=in_units, upstream=upstream)
+    normalizer, unit = selection.take(normalizer, dim=1), scales.unit
+    stage = stage_of(problem, plan, runtime, selection, scales, normalizer, upstream=of_each, unit=unit)
     plan.schedule.backward(stage)
     return stage.gradients()
 

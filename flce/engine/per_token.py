@@ -68,7 +68,7 @@ def forward(
     vectors.check_candidates(candidates, problem.vocab_size)
     problem = replace(problem, row_factor=vectors.check_row_factor(problem.row_factor))
     runtime = runtime or runtime_of(plan, problem)
-    selection = runtime.select(problem, plan.case.skip_ignored and not all_count, False)
+    selection = runtime.select(problem, not all_count and plan.case.skip_ignored, False)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     top = Top.of(selection.most_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
@@ -131,11 +131,18 @@ def backward(
         ids = selection.take(candidates)
         of_candidates = of_candidates.where(is_class(ids, problem.vocab_size), 0.0)
         upstream = upstream._replace(candidate_logprob=of_candidates)
-    of_rows = _row_gradient(runtime, selection, kept, upstream)
+    of_rows, unit = _row_gradient(runtime, selection, kept, upstream), None
     if of_candidates is not None:
         entries = _entries(runtime, selection, ids, kept, of_candidates, of_rows)
+    if plan.dtypes.in_units:
+        unit = _grad_unit(selection, of_rows, entries)
+        for gradients in (of_rows, None if entries is None else entries.values):
+            if gradients is not None:
+                gradients *= unit
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    stage = stage_of(problem, plan, runtime, selection, scales, kept.normalizer, row_gradient=of_rows, entries=entries)
+    stage = stage_of(
+        problem, plan, runtime, selection, scales, kept.normalizer, row_gradient=of_rows, entries=entries, unit=unit
+    )
     if stage.split is not None:
         of_rows[TARGET].masked_fill_(~stage.split.has_target, 0.0)
         if entries is not None:
@@ -165,6 +172,19 @@ def _row_gradient(runtime: Runtime, selection: Selection, kept: Kept, upstream: 
         of_entropy += given(upstream.entropy)
         of_softmax -= of_entropy * kept.entropy
     return made
+
+
+def _grad_unit(selection: Selection, of_rows: Tensor, entries: Entries | None) -> Tensor:
+    """() the power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK."""
+    spec, row_factor = selection.problem.spec, selection.row_factor
+    if not of_rows.numel():
+        return of_rows.new_ones(())
+    peak = of_rows.nan_to_num(0.0, 0.0, 0.0).abs().max() * spec.typical_gradient
+    if row_factor is not None:
+        peak = peak * row_factor.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    if entries is not None:
+        peak = torch.maximum(peak, entries.values.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return vectors.power_of_two(vectors.FLOAT16_GRAD_PEAK / peak)
 
 
 def _entries(

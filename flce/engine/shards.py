@@ -396,7 +396,7 @@ def merged(sent: Mapping[str, Tensor], p: LinearCrossEntropyProblem, owner: Tens
     offsets, spec = sent["offset"], p.spec
     widths = p.shard.widths(offsets)
     offset = offsets.amax(0)
-    nothing = offset == -torch.inf
+    nothing = offset.isinf()  # no row with such a logit has probabilities
     safe = torch.where(nothing, 0.0, offset)
     lse = torch.where(offsets == -torch.inf, -torch.inf, (offsets - safe) + sent["log_sum"])  # less the offset
     log_sum = lse.logsumexp(0)

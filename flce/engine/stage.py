@@ -62,6 +62,7 @@ class Stage:
         normalizer: (slots, rows), written by losses and statistics, read by gradients.
         out: where the results of rows go. None in backward.
         upstream: (rows,) gradient of each row's loss; None: that of all is in `scales`.
+        unit: () what gradients of logits are too large by, see `Dtypes.in_units`; None: 1.
         row_gradient: (slots, rows), see `TileCall.row_gradient`: in the place of scales and upstream.
         entries: gradients of some logits of each row, which are written over what the others are made of.
         top: the largest logits of each row, which are collected while statistics are made.
@@ -79,6 +80,7 @@ class Stage:
     normalizer: Tensor
     out: RowOutputs | None = None
     upstream: Tensor | None = None
+    unit: Tensor | None = None
     row_gradient: Tensor | None = None
     entries: Entries | None = None
     top: Top | None = None
@@ -135,16 +137,24 @@ class Stage:
     def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.arena.new(shape, dtype)
 
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x`, or a copy of another dtype."""
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A sum of gradients, or a copy of another dtype that is divided by the unit."""
         if x.dtype == dtype:
             return x
         out = self.new(*x.shape, dtype=dtype)
-        self.copy(x, out)
+        self.round(x, out)
         return out
 
-    def copy(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(x)
+    def round(self, x: Tensor, out: Tensor) -> None:
+        """Write a sum of gradients to memory of another dtype, divided by the unit."""
+        if self.unit is None:
+            out.copy_(x)
+        else:
+            torch.mul(x, 1.0 / self.unit, out=out)
+
+    def rounds(self, memory: Tensor) -> bool:
+        """Return whether gradients have to be divided by the unit before they are in this memory."""
+        return self.dtypes.in_units and memory.dtype == self.dtypes.weight_grad
 
     def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
         """A part of the selected rows of `x`, (N, H)."""
@@ -236,7 +246,9 @@ class Stage:
             for k, grad in zip(self.wanted_inputs, grads, strict=True):
                 self.split.reduced(k, grad)
         grads += [self.dw_memory(k) for k in self.wanted_weights]
-        return [*grads, self.db_memory()] if self.problem.needs.bias else grads
+        if not self.problem.needs.bias:
+            return grads
+        return [*grads, self.db_memory() if self.unit is None else self.db_memory().div_(self.unit)]
 
     # ------------------------------------------------------------------------------------------- from logits
 

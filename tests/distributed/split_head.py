@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -465,8 +467,13 @@ def wrong_arguments() -> None:
     p = problem((3, 4), 16, 41)
     mine = Mine(p, group)
     call = functools.partial(flce.fused_linear_cross_entropy, mine.input, mine.weight, p.target)
-    with pytest.raises(ValueError, match="need a process_group"):
-        call(vocab_size=41)
+    for how, given in (
+        ({"vocab_size": 41}, "^vocab_size=41 needs a"),
+        ({"sequence_parallel": True}, "^sequence_parallel=True needs a"),
+        ({"vocab_size": 41, "sequence_parallel": True}, "^vocab_size=41 and sequence_parallel=True need a"),
+    ):
+        with pytest.raises(ValueError, match=f"{given} process_group: give"):
+            call(**how)
     with pytest.raises(TypeError, match="sequence_parallel must be a bool"):
         call(process_group=group, vocab_size=41, sequence_parallel=1)
     with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
@@ -525,6 +532,18 @@ def wrong_arguments() -> None:
             weight = weight.detach()
         with pytest.raises(ValueError, match=f"given different values of .*{told}"):
             flce.fused_linear_cross_entropy(x, weight, target, **how)
+    # The same slice in all processes, with and without its number of classes.
+    equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"
+    for function in (flce.fused_linear_cross_entropy, flce.linear_logprobs):
+        with pytest.raises(ValueError, match=equal):
+            function(mine.input, p.linear_weight, p.target, process_group=group)
+    how = {"process_group": group, "vocab_size": 5 * group.size()}
+    with pytest.raises(ValueError, match=equal):
+        flce.fused_linear_cross_entropy(mine.input, p.linear_weight[:5], p.target % 5, **how)
+    for constant in (torch.zeros(10, 16), torch.linspace(0, 1, 16).expand(10, 16)):  # as before training, or padding
+        weight = constant.to(p.linear_weight)
+        loss = flce.fused_linear_cross_entropy(mine.input, weight, p.target % 10, process_group=group)
+        torch.testing.assert_close(loss, torch.full_like(loss, math.log(10 * group.size())))
     target = p.target.clone()
     target[0, 0] = 41
     with pytest.raises(IndexError, match="expected 0 <= target < 41"):
@@ -567,7 +586,7 @@ def one_raises() -> str:
 def dtensors() -> None:
     """A weight that is sharded over processes could mean either."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     p = problem((3, 4), 16, 41)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
@@ -578,6 +597,20 @@ def dtensors() -> None:
         flce.linear_logprobs(p.input, weight, p.target)
     with pytest.raises(ValueError, match=r"got a DTensor: give input.to_local\(\)"):
         flce.fused_linear_cross_entropy(distribute_tensor(p.input, mesh, [Shard(1)]), weight, p.target)
+    for name, value, instead in (
+        ("target", distribute_tensor(p.target, mesh, [Replicate()]), "target.to_local()"),
+        ("target", distribute_tensor(p.target, mesh, [Shard(1)]), "target.full_tensor()"),
+        ("linear_bias", weight[:, 0], "linear_bias.to_local()"),
+        ("token_weight", distribute_tensor(torch.ones(3, 4), mesh, [Replicate()]), "token_weight.to_local()"),
+        ("adapters[0][1]", weight, "adapters[0][1].to_local()"),
+        ("num_items", distribute_tensor(torch.tensor(3), mesh, [Replicate()]), "num_items.to_local()"),
+    ):
+        given = {"adapters": [(p.input, value)]} if name == "adapters[0][1]" else {name: value}
+        arguments: Any = {"target": p.target, "reduction": "sum", **given}
+        with pytest.raises(
+            ValueError, match=re.escape(f"{name} must be a plain tensor, got a DTensor: give {instead}")
+        ):
+            flce.fused_linear_cross_entropy(p.input, p.linear_weight, **arguments)
 
 
 def gathered_weights() -> None:

@@ -107,6 +107,12 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
+@pytest.mark.parametrize("loss", CALLS)
+def test_tensor_parallelism_of_transformers(pair: World, loss: str) -> None:
+    pytest.importorskip("transformers", minversion="5.20")
+    pair.run(training.transformers_tensor_parallel, loss)
+
+
 @pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
 def test_late_reads(pair: World, wrapping: str) -> None:
     pair.run(training.late_reads, wrapping)
@@ -178,3 +184,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def test_data_parallel_gathers_no_logits(pair: World) -> None:
     peak, _ = pair.run(training.data_parallel)
     assert peak < 4 * 512 * 16000 * 4 / 3  # of the logits of both GPUs in float32
+
+
+@pytest.mark.parametrize("schedule", training.PIPELINES)
+def test_pipelines(pair: World, schedule: str) -> None:
+    pair.run(training.pipelined, schedule)

@@ -120,8 +120,8 @@ def possible(problem: Problem, options: flce.ChunkOptions = EVERY) -> list[tuple
     return [(kind, grads) for kind, grads in asked if kind.sizes(case_of(problem, options, grads))]
 
 
-def errors(problem: Problem, grads: str, **kwargs: Any) -> dict[str, float]:
-    upstream = upstream_of(problem)
+def errors(problem: Problem, grads: str, scale: float = 1.0, **kwargs: Any) -> dict[str, float]:
+    upstream = upstream_of(problem) * scale
     mine = run_fused(problem, grads=grads, grad_output=upstream, **kwargs)
     exact = run_oracle(problem, upstream)
     compared: dict[str, tuple[Tensor | None, Tensor | None]] = {
@@ -162,6 +162,28 @@ def test_errors(
         plans.clear()
     assert len(off) >= 3
     assert set(written) == {F32}
+    assert {kind: errors for kind, errors in off.items() if errors} == {}
+
+
+@pytest.mark.parametrize("options", ["weights", "softcap", "smoothing", "adapters", "none"])
+def test_float16_without_a_loss_scale(options: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Gradients of logits are smaller than any number of float16, those of inputs and weights are not: their first two
+    columns are large, and change no logit."""
+
+    def loud(t: Tensor, letter: str) -> Tensor:
+        if letter in "bt":
+            return t
+        changed, large = t.clone(), 0 if letter in "wB" else 1
+        changed[..., large], changed[..., 1 - large] = (torch.rand(t.shape[:-1]) - 0.5) * 2.0**16, 0.0
+        return changed
+
+    problem = make_problem(**SHAPE, dtype=F16, **OPTIONS[options]).map(loud)
+    how, off = replace(EVERY, skip_ignored=options == "weights"), {}
+    for kind, grads in possible(problem, how):
+        forced(monkeypatch, kind)
+        found = errors(problem, grads, scale=2.0**-18, options=how)
+        off[kind.__name__] = {name: e for name, e in found.items() if not e <= 2 * LIMIT[F16]}
+    assert len(off) >= 3
     assert {kind: errors for kind, errors in off.items() if errors} == {}
 
 

@@ -156,6 +156,7 @@ def test_extreme_logits(name: str, route: Route, device: torch.device) -> None:
         assert stock.grad_input is not None
         assert_near(outcome.loss, stock.loss, route.tolerance, "loss")
         assert_near(outcome.output.logprob, stock.output.logprob.where(counts, 0.0), route.tolerance, "logprob")
+        assert_near(outcome.output.lse, stock.output.lse.where(counts, 0.0), route.tolerance, "lse")
         assert_near(outcome.grad_input, stock.grad_input.where(counts[:, None], 0.0), route.tolerance, "gradient x")
 
 

@@ -135,7 +135,7 @@ def test_variables_of_the_environment_are_documented() -> None:
     assert named(ROOT / "docs" / "troubleshooting.md") >= VARIABLES
 
 
-TOOLS = ("flce.tools.bench", "flce.tools.check", "flce.tools.cli", "flce.tools.demo", "flce.testing")
+TOOLS = ("flce.tools.check", "flce.tools.cli", "flce.testing")
 
 
 def test_the_package_knows_nothing_of_its_tools() -> None:
@@ -144,7 +144,7 @@ def test_the_package_knows_nothing_of_its_tools() -> None:
     for file in {*package.rglob("*.py")} - {package / "__main__.py"}:
         floor = ".".join(["flce", *file.relative_to(package).parts])
         others: tuple[str, ...] = ("benchmarks", "integrations", "tests") if floor.startswith(TOOLS) else TOOLS
-        if not floor.startswith(("flce.tools.cli", "flce.tools.demo")):
+        if not floor.startswith("flce.tools.cli"):
             others += ("typer", "rich", "flce.tools.cli")
         found = re.findall(r"^ *(?:from|import) ([\w.]+)", file.read_text(), re.M)
         assert not [name for name in found if name.startswith(others)], file

@@ -108,13 +108,13 @@ def test_metadata(built: Built) -> None:
     assert about["Requires-Python"] == ">=3.10"
     assert about["Description-Content-Type"] == "text/markdown"
     assert str(about.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
-    extras = {"cli", "transformers", "demo", "trainers", "docs", "dev"}
+    extras = {"cli", "transformers", "trainers", "docs", "dev"}
     assert set(about.get_all("Provides-Extra", [])) == extras
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [re.split(r"[^\w-]", line)[0] for line in needed] == ["torch", "triton"]
     cli = [line for line in about.get_all("Requires-Dist", []) if 'extra == "cli"' in line]
     assert {re.split(r"[^\w-]", line)[0] for line in cli} == {"matplotlib", "numpy", "psutil", "rich", "typer"}
-    assert 'flce[cli,transformers]; extra == "demo"' in about.get_all("Requires-Dist", [])
+    assert 'flce[cli,transformers]; extra == "trainers"' in about.get_all("Requires-Dist", [])
     assert {line.partition(", ")[2] for line in about.get_all("Project-URL", [])} >= {project.ADDRESS}
     assert "Typing :: Typed" in about.get_all("Classifier", [])
 
@@ -237,17 +237,18 @@ def test_the_issue_template() -> None:
     """It asks for what the commands print, with options that they have."""
     yaml = pytest.importorskip("yaml")
     typer = pytest.importorskip("typer", reason="the command line")
+    from benchmarks.cli import app as benchmarks
     from flce.tools.cli.app import app
 
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     fields = {field["id"]: field for field in form["body"]}
     assert len(fields) == len(form["body"])
-    commands = typer.main.get_command(app).commands
-    for name in ("check", "bench"):
+    for name, started, commands in (("check", "flce check", app), ("bench", "python -m benchmarks quick", benchmarks)):
         assert fields[name]["validations"] == {"required": True}
         asked = fields[name]["attributes"]["description"]
-        assert f"`flce {name}" in asked
-        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert f"`{started}" in asked
+        command = typer.main.get_command(commands).commands[started.split()[-1]]
+        known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", asked)) <= known
 
 

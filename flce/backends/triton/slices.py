@@ -87,7 +87,7 @@ def complete_slices_kernel(
     wrong = tl.full((), 0.0, tl.float32)
     for process in range(processes):
         offset, log_sum = load_log_sum_exp(sent_ptr, process, sent_stride, row, rows, exists)
-        lse = tl.where(offset == float("-inf"), offset, offset + log_sum)
+        lse = tl.where(tl.abs(offset) == float("inf"), offset, offset + log_sum)
         largest = tl.where((lse > largest) | (lse != lse), lse, largest)
         told = tl.load(sent_ptr + process * sent_stride + 3 * rows)
         expected = tl.minimum(tl.maximum(vocab_size - process * classes, 0), classes)
@@ -113,7 +113,7 @@ def complete_slices_kernel(
     x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - of_owner)
     more = tl.maximum(x, 0.0) + log1p(tl.exp2(-tl.abs(x) * LOG2_E))
     nll = tl.where(of_owner == float("-inf"), float("inf"), nll + tl.where(others == 0.0, 0.0, more))
-    nll = tl.where(in_range & (largest != float("-inf")), nll, float("nan")) + wrong
+    nll = tl.where(in_range & (tl.abs(largest) != float("inf")), nll, float("nan")) + wrong
 
     row_weight, target_weight = load_weights(
         row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
