@@ -62,6 +62,9 @@ class LossScales:
     in_units: bool = False
     upstream: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self._for_gradient: Tensor | None = None
+
     @functools.cached_property
     def of_loss(self) -> Tensor | None:
         """None for statistics of unweighted classes, which need none. Then `reduce` makes them, in the same kernel."""
@@ -77,13 +80,15 @@ class LossScales:
             return grad_unit(self.problem, self.of_loss[0], self.upstream)
         return grad_unit(self.problem, self.of_loss[0] * self.upstream)
 
-    @functools.cached_property
-    def of_gradient(self) -> Tensor | None:
-        scales = self.of_loss
-        for factor in (self.unit, self.upstream):
-            if scales is not None and factor is not None and factor.dim() == 0:
-                scales = torch.cat((scales[:2] * factor, scales[2:]))
-        return scales
+    def for_gradient(self) -> Tensor | None:
+        """Return the scales times the unit and the upstream gradient of all. The first call launches kernels."""
+        if self._for_gradient is None:
+            self._for_gradient = self.of_loss
+            for factor in (self.unit, self.upstream):
+                if self._for_gradient is not None and factor is not None and factor.dim() == 0:
+                    scales = self._for_gradient
+                    self._for_gradient = torch.cat((scales[:2] * factor, scales[2:]))
+        return self._for_gradient
 
 
 def grad_unit(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
-from flce.backends.state import empty_shard, finish
+from flce.backends.state import Targets, empty_shard, write_results
 from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.engine import vectors
@@ -116,7 +116,7 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Te
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
     logits, order = rows_of(p.logits)
-    inputs = _row_inputs(p, order, scales.of_gradient)
+    inputs = _row_inputs(p, order, scales.for_gradient())
     # The gradient in the weights of tokens is made of losses without them.
     of_loss = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
@@ -155,10 +155,11 @@ def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: 
         backend.statistics(logits, call, state)
     else:
         empty_shard(state)
-    merged = vocabulary_parallel.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
+    target, cols = call.inputs.target, logits.shape[-1]
+    results = vocabulary_parallel.results_of_all(state, cols, target, p.class_weight, p.spec, p.shard)
     # Not before: the other processes would wait for one that has raised an error.
     vectors.check_targets(p)
-    finish(merged, call)
+    write_results(results, call, Targets.of(call))
 
 
 def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:

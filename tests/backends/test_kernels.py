@@ -86,13 +86,22 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
     for start, stop in itertools.pairwise(edges):
         rows.statistics(mine, *rows.tile(start, stop), state, out)
     assert_same(out, expected, tolerance)
+    normalizer, full = expected.normalizer, rows.tile(0, rows.vocab)[1]
     for start, stop in itertools.pairwise(edges):
-        results = []
+        results, of_rows = [], []
         for backend in (mine, theirs):
             logits, tile = rows.tile(start, stop)
+            of_rows.append(rows.row_gradient(backend, tile, normalizer))
             results.append(gradient_buffer(logits, tile))
-            rows.gradient(backend, logits, results[-1], tile, expected.normalizer, rows.upstream)
-        assert_close(results[0], results[1], tolerance)
+            rows.gradient(backend, logits, results[-1], tile, normalizer, rows.upstream)
+            logits, tile = rows.tile(start, stop)
+            results.append(gradient_buffer(logits, tile))
+            rows.gradient_of_rows(
+                backend, logits, results[-1], tile, normalizer, rows.row_gradient(backend, full, normalizer)
+            )
+        assert_close(of_rows[0], of_rows[1], tolerance)
+        for other in results[1:]:
+            assert_close(results[0], other, tolerance)
 
 
 @pytest.mark.parametrize("cols", [40, 100, 333])

@@ -183,12 +183,12 @@ LAUNCHES: dict[str, tuple[str, float, int]] = {
     "NormalizedChunks": ("xw", 1.0, 9),  # four blocks of logits
     "Unnormalized": ("xw", 1.0, 11),
     "Borrowed": ("xw", 1.0, 14),  # two tiles
-    "Recomputed": ("xw", 0.5, 19),  # two chunks
-    "DeferredChunks": ("xw", 1.0, 4),
-    "Blocks": ("xw", 0.5, 6),  # two blocks
-    "BlocksAroundSum": ("xw", 0.5, 8),  # three
-    "ChunksOfBlocks": ("x", 0.5, 38),  # two chunks, 16 blocks of each
-    "Apart": ("xw", 0.5, 40),  # as many, and two blocks
+    "Recomputed": ("xw", 0.5, 20),  # two chunks
+    "DeferredChunks": ("xw", 1.0, 5),
+    "Blocks": ("xw", 0.5, 7),  # two blocks
+    "BlocksAroundSum": ("xw", 0.5, 9),  # three
+    "ChunksOfBlocks": ("x", 0.5, 40),  # two chunks, 16 blocks of each
+    "Apart": ("xw", 0.5, 43),  # as many, and two blocks
 }
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import flce
 from flce.backends.eager import TorchBackend
 from flce.core.problem import NUMBERS, LossSpec, loss_spec
+from flce.huggingface.lazy import make_lazy
+from flce.huggingface.lazy.state import head_state
 from flce.ops import arguments
 from flce.ops.arguments import COMPOSED_FIELDS
 from flce.testing.oracle import oracle
@@ -787,42 +792,76 @@ def test_shift_of_int32_targets_with_an_ignore_index_of_int64(backend: str, devi
     assert torch.equal(got, want)
 
 
-# Of each number of the loss a value that changes it. A new one belongs here.
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("kind", ["fused", "vocab", "logits", "probabilities", "K-dimensional"])
-def test_no_number_of_the_loss_is_ignored(name: str, kind: str, backend: str, device: torch.device) -> None:
-    """It changes the loss and the gradient, or is refused."""
+@pytest.fixture
+def one_process() -> Iterator[Any]:
+    """A group of this process alone: calls take the code of a divided head."""
+    dist.init_process_group(
+        store=dist.HashStore(),  # type: ignore[attr-defined]
+        rank=0,
+        world_size=1,
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def loss_of_kind(kind: str, device: torch.device, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """The loss of a few tokens with these arguments, by one of the ways to it, and a gradient."""
     torch.manual_seed(0)
     x = torch.randn(6, 8, device=device)
     w = 2 * torch.randn((5, 3, 8) if kind == "K-dimensional" else (15, 8), device=device)
     y = torch.randint(0, w.shape[0], (6, 3) if kind == "K-dimensional" else (6,), device=device)
-    target = torch.rand(6, 15, device=device).softmax(1) if kind == "probabilities" else y
-    options = flce.ChunkOptions(strategy="vocab" if kind == "vocab" else "auto")
+    leaf = (x @ w.t() if kind == "logits" else x).detach().requires_grad_()
+    if kind == "logits":
+        loss: Any = flce.cross_entropy(leaf, y, **arguments)
+    elif kind == "lazy logits":
+        loss = flce.cross_entropy(cast(Any, make_lazy(head_state(leaf, w, None))), y, **arguments)
+    elif kind == "linear_logprobs":
+        out: Any = flce.linear_logprobs(leaf, w, y, **arguments)
+        loss = -out.logprob.mean()
+    else:
+        target = torch.rand(6, 15, device=device).softmax(1) if kind == "probabilities" else y
+        if kind == "divided":
+            arguments |= {"process_group": dist.group.WORLD, "vocab_size": 15}
+        options = flce.ChunkOptions(strategy="vocab" if kind == "vocab" else "auto")
+        loss = flce.fused_linear_cross_entropy(leaf, w, target, options=options, **arguments)
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
 
-    def loss_and_gradient(**arguments: Any) -> tuple[Tensor, Tensor]:
-        leaf = (x @ w.t() if kind == "logits" else x).detach().requires_grad_()
-        if kind == "logits":
-            loss = flce.cross_entropy(leaf, y, **arguments)
-        else:
-            loss = flce.fused_linear_cross_entropy(leaf, w, target, options=options, **arguments)
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        assert leaf.grad is not None
-        return loss.detach(), leaf.grad
 
+# Of each number of the loss a value that changes it. A new one belongs here.
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "kind",
+    ["fused", "vocab", "divided", "logits", "lazy logits", "linear_logprobs", "probabilities", "K-dimensional"],
+)
+def test_no_number_of_the_loss_is_ignored(
+    name: str, kind: str, backend: str, device: torch.device, one_process: Any
+) -> None:
+    """It changes the loss and the gradient, or is refused."""
+    option = {name: OTHER_VALUES[name]}
     if kind in ("probabilities", "K-dimensional") and name not in COMPOSED_FIELDS:
         with pytest.raises(ValueError, match=name):
-            loss_and_gradient(**{name: OTHER_VALUES[name]})
+            loss_of_kind(kind, device, **option)
         return
-    plain, other = loss_and_gradient(), loss_and_gradient(**{name: OTHER_VALUES[name]})
+    if kind == "linear_logprobs" and name not in inspect.signature(flce.linear_logprobs).parameters:
+        with pytest.raises(TypeError, match=name):
+            loss_of_kind(kind, device, **option)
+        return
+    plain, other = loss_of_kind(kind, device), loss_of_kind(kind, device, **option)
     for a, b in zip(plain, other, strict=True):
         assert relative_error(b, a) > 1e-3
+    if kind not in ("fused", "probabilities", "K-dimensional"):  # which have another gradient, or another loss
+        expected = loss_of_kind("fused", device, **option)
+        assert relative_error(other[0], expected[0]) < 1e-5
+        if other[1].shape == expected[1].shape:
+            assert relative_error(other[1], expected[1]) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "K-dimensional"])
 def test_an_option_that_is_not_composed_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "COMPOSED_FIELDS", COMPOSED_FIELDS - {"z_loss"})
-    test_no_number_of_the_loss_is_ignored("softcap", kind, "torch", torch.device("cpu"))
+    assert loss_of_kind(kind, torch.device("cpu"), softcap=2.0)[0].isfinite()
     w = torch.ones((5, 3, 8) if kind == "K-dimensional" else (15, 8))
     y = torch.zeros(6, 3, dtype=torch.int64) if kind == "K-dimensional" else torch.full((6, 15), 1 / 15)
     with pytest.raises(ValueError, match=r"z_loss=0\.1 needs class-index targets"):

@@ -19,8 +19,15 @@ from torch import Tensor
 
 import flce
 from flce.backends import get_backend
-from flce.backends.contract import LOGIT_SUM, SQUARE_SUM, STATE_SLOTS, RowInputs, Tile, TileCall
-from flce.backends.state import empty_shard, finish, merge_shards, used_slots
+from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
+from flce.backends.state import (
+    RowResults,
+    Targets,
+    empty_shard,
+    merge_shards,
+    results_of_state,
+    write_results,
+)
 from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import bounds
 from flce.engine import vectors
@@ -61,7 +68,7 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     whole, merged = (vectors.allocate(problem, rows, Arena(device)) for _ in range(2))
     kernels = get_backend(z.device)
     kernels.statistics(z, TileCall(inputs, spec, Tile(0, 37, 37, room=37, keep=True), whole), None)
-    states, sums = [], []
+    shards = []
     for start, stop in itertools.pairwise(edges):
         state = torch.full((STATE_SLOTS, rows), 3.0, dtype=torch.float64, device=device)
         if start == stop:
@@ -69,10 +76,14 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
         else:
             tile = Tile(start, stop - start, 37, room=stop - start, shard=True, keep=True)
             kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
-        states.append(state)
-        sums.append(weight[start:stop].sum())
-    assert sorted(used_slots(spec)) == [slot for slot in range(STATE_SLOTS) if slot not in (LOGIT_SUM, SQUARE_SUM)]
-    finish(merge_shards(torch.stack(states), sums, spec), TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged))
+        made = results_of_state(state, spec, stop - start, weight[start:stop].sum())
+        shards.append(made)
+    stacked = RowResults._make(None if ts[0] is None else torch.stack(ts) for ts in zip(*shards, strict=True))
+    widths = torch.tensor([[stop - start] for start, stop in itertools.pairwise(edges)], device=device)
+    sums = torch.stack([weight[start:stop].sum() for start, stop in itertools.pairwise(edges)])[:, None]
+    owner = torch.searchsorted(torch.tensor(edges, device=device), p.target.clamp(0, 36), right=True) - 1
+    call = TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged)
+    write_results(merge_shards(stacked, widths, sums, owner), call, Targets.of(call))
     defined = has_a_softmax(z)
     for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax"):
         mine, other = (t if name == "loss" else t[..., defined] for t in (getattr(merged, name), getattr(whole, name)))
