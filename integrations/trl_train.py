@@ -1,7 +1,6 @@
 """TRL's `SFTTrainer` and `DPOTrainer` with flce.
 
     python integrations/trl_train.py
-    python integrations/trl_train.py --lora
     python integrations/trl_train.py --by dpo
 
 TRL (1.16) does not call the output embedding, which is what `patch_model` changes: it runs the model without it and
