@@ -148,6 +148,12 @@ NAMES: dict[str, Name] = {
         "Gradients are not scaled in place, which takes more memory. " + _SLOWER,
         lambda x: True,
     ),
+    "is_gradtrackingtensor": Name(
+        ("torch._C._functorch.is_gradtrackingtensor",),
+        "the error for torch.func.grad",
+        "PyTorch's error says less.",
+        lambda x: False,
+    ),
     "is_legacy_batchedtensor": Name(
         ("torch._C._functorch.is_legacy_batchedtensor",),
         "torch.autograd.grad(is_grads_batched=True)",

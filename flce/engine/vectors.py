@@ -62,6 +62,9 @@ class LossScales:
     in_units: bool = False
     upstream: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        self._for_gradient: Tensor | None = None
+
     @functools.cached_property
     def of_loss(self) -> Tensor | None:
         """None for statistics of unweighted classes, which need none. Then `reduce` makes them, in the same kernel."""
@@ -77,13 +80,15 @@ class LossScales:
             return grad_unit(self.problem, self.of_loss[0], self.upstream)
         return grad_unit(self.problem, self.of_loss[0] * self.upstream)
 
-    @functools.cached_property
-    def of_gradient(self) -> Tensor | None:
-        scales = self.of_loss
-        for factor in (self.unit, self.upstream):
-            if scales is not None and factor is not None and factor.dim() == 0:
-                scales = torch.cat((scales[:2] * factor, scales[2:]))
-        return scales
+    def for_gradient(self) -> Tensor | None:
+        """Return the scales times the unit and the upstream gradient of all. The first call launches kernels."""
+        if self._for_gradient is None:
+            self._for_gradient = self.of_loss
+            for factor in (self.unit, self.upstream):
+                if self._for_gradient is not None and factor is not None and factor.dim() == 0:
+                    scales = self._for_gradient
+                    self._for_gradient = torch.cat((scales[:2] * factor, scales[2:]))
+        return self._for_gradient
 
 
 def grad_unit(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> Tensor:
@@ -161,9 +166,16 @@ def _weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ign
 
 def looks_at_values(device: torch.device) -> bool:
     """Whether the host looks at values: where that is free (CPU), or was asked for (FLCE_DEBUG=1)."""
-    if device.type == "meta":
-        return False  # it has none
-    return device.type == "cpu" or os.environ.get("FLCE_DEBUG", "0") not in ("", "0")
+    debug = os.environ.get("FLCE_DEBUG", "")
+    if debug not in ("", "0", "1"):
+        raise ValueError(f"FLCE_DEBUG must be 0 or 1, got {debug!r}")
+    return device.type == "cpu" or (debug == "1" and device.type != "meta")  # which has no values
+
+
+def check_num_items(num_items: Tensor) -> None:
+    """ValueError for a negative number."""
+    if bool(num_items < 0):
+        raise ValueError(f"num_items must be > 0, got {num_items.item()}")
 
 
 def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
@@ -198,10 +210,12 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
 
 
 def check_targets(p: RowProblem) -> bool:
-    """IndexError for a target out of range, where the host looks at values. Returns whether it is known that
-    none is ignored."""
+    """IndexError for a target out of range, and ValueError for a negative `num_items`, where the host looks at values.
+    Return whether it is known that no target is ignored."""
     if not looks_at_values(p.target.device):
         return False
+    if p.num_items is not None:
+        check_num_items(p.num_items)
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
     if target.numel():

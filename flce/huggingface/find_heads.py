@@ -13,13 +13,14 @@ import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from flce.ops.arguments import is_quantised
 from flce.torch_ops.frames import never_compiled
 
 
@@ -118,7 +119,8 @@ class HeadModules:
 def _is_plain(layer: nn.Linear) -> bool:
     forward = type(layer).forward
     plain = forward is nn.Linear.forward or inspect.unwrap(forward) is nn.Linear.forward
-    return plain and not _is_quantised(_own_weight(layer))
+    weight = _own_weight(layer)
+    return plain and (weight is None or not is_quantised(weight))
 
 
 def _own_weight(layer: nn.Module) -> Tensor | None:
@@ -126,8 +128,14 @@ def _own_weight(layer: nn.Module) -> Tensor | None:
     return layer._parameters.get("weight")
 
 
-def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
-    return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+def _quantised_weights(head: Any) -> str | None:
+    """The kind of the weights of a quantised head; None: it is not one."""
+    tensors = [*head.parameters(recurse=False), *head.buffers(recurse=False)] if isinstance(head, nn.Module) else []
+    for tensor in tensors:
+        # Of bitsandbytes' layers also before they are moved to a GPU, which quantises them.
+        if tensor.dim() > 1 and (is_quantised(tensor) or hasattr(tensor, "quant_state")):
+            return f"{tensor.dtype}" if type(tensor) in (Tensor, nn.Parameter) else type(tensor).__name__
+    return None
 
 
 def vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
@@ -146,10 +154,10 @@ def _why_not(owner: Any) -> str | None:
         return None
     name, head = type(owner).__name__, owner.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    weight = _own_weight(head) if isinstance(head, nn.Module) else None
-    if _is_quantised(weight):
+    quantised = _quantised_weights(head)
+    if quantised is not None:
         return (
-            f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
+            f"the output embedding of {name} is a {kind} with {quantised} weights: a quantised head. Keep the head "
             "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
             "again"
         )

@@ -76,6 +76,8 @@ class HeadCall:
         self.passed_by = False
         """Whether a gradient will pass by the logits, which hooks of users would not see."""
         self.backward_began = False
+        self.gave_values = False
+        """Whether some of the logits, or values of them, were computed without the others."""
         self._layer = None if layer is None else weakref.ref(layer)
         self._owner = None if owner is None else weakref.ref(owner)
         self._parameters = [

@@ -390,6 +390,12 @@ def _watched_products(owner: Any, patch: _Patch) -> WideProducts | None:
 # ----------------------------------------------------------------------------------------------- the public part
 
 
+def check_on_materialize(value: object) -> None:
+    """ValueError for anything but a way to treat logits that are read."""
+    if value not in get_args(OnMaterialize):
+        raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {value!r}")
+
+
 def patch_model(
     model: ModelT,
     *,
@@ -423,8 +429,7 @@ def patch_model(
         ValueError: another ``on_materialize``.
     """
     check_options(options)
-    if on_materialize not in get_args(OnMaterialize):
-        raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {on_materialize!r}")
+    check_on_materialize(on_materialize)
     settings = Settings(options, on_materialize)
     _check_model("patch_model", model)
     if private.make_wrapper_subclass is None:

@@ -122,7 +122,9 @@ def forbid_materialized(func: Any, on_materialize: str, usage: Usage | None, wit
     )
 
 
-def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool) -> None:
+def say_materialized(
+    func: Any, on_materialize: str, usage: Usage | None, with_gradient: bool, values_before: bool = False
+) -> None:
     """Count logits that were computed, and warn, as ``patch_model`` was told to.
 
     Args:
@@ -130,11 +132,14 @@ def say_materialized(func: Any, on_materialize: str, usage: Usage | None, with_g
         on_materialize: as in ``patch_model``.
         usage: where to count.
         with_gradient: whether the logits have one.
+        values_before: whether values were computed without them before.
     """
     by = caller()
     where, hint = _counted(func, by, usage, with_gradient)
     if on_materialize == "ignore":
         return
+    if values_before:
+        hint += " Values that were read before may differ from these logits in the last bits."
     by.warn(
         f"{where} needs the logits themselves, so they were computed and no memory is saved here.{hint} Call "
         "logits.materialize() to ask for them without this warning.",

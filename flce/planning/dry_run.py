@@ -170,6 +170,9 @@ class Meter:
     def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
         return (*rows.losses, None)
 
+    def row_gradient(self, call: TileCall, out: Tensor) -> None:
+        self.moved(out)
+
     def statistics(self, logits: Tensor, call: TileCall, *args: Any) -> None:
         self._pass(logits, keep=call.tile.keep)
 
@@ -237,12 +240,11 @@ class CountingStage(Stage):
     """A stage that measures what it is asked for. Its loops are shortened, see `_shortened`."""
 
     def __post_init__(self) -> None:
+        self._meter, c = cast(Meter, self.backend), self.split
+        if self._meter.case.split is not None:
+            fields = c.full_problem, c.rows, c.scales, c.arena, c.normalizer, c.out, c.upstream
+            self.split = CountingSlice(*fields, split=self._meter.case.split, tally=self._meter.tally)
         super().__post_init__()
-        self._meter = cast(Meter, self.backend)
-        split = self._meter.case.split
-        if split is not None:
-            arena, forward = cast(CountingArena, self.arena), self.out is not None
-            self.split = cast(Any, CountingSlice(self.problem, split, arena, self._meter.tally, forward))
 
     def chunks(self, step: int) -> Iterator[slice]:
         return self._meter.repeated(_shortened(0, self.selection.num_rows, step), self._meter.rates.host)

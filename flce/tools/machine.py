@@ -58,20 +58,14 @@ def exact_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def interpreted(device: torch.device, backend: str) -> bool:
-    """Whether Triton's kernels run in its interpreter, which is slow."""
-    return backend == "triton" and device.type == "cpu"
-
-
 def why_no_backend(device: torch.device, backend: str) -> str | None:
     """Why a backend cannot run on a device; None: it can."""
     if backend == "torch":
         return None
     with chosen(""):  # by flce, whatever the user has asked for
-        if backend_name(device) == backend:
-            return None
-        hint = ". TRITON_INTERPRET=1 runs them in Triton's interpreter" if device.type == "cpu" else ""
-        return why_backend(device) + hint
+        if backend_name(device) != backend:
+            return why_backend(device)
+    return "Triton's interpreter is for tests" if device.type == "cpu" else None
 
 
 @contextlib.contextmanager

@@ -250,6 +250,11 @@ def test_save_and_resume(tmp_path):
 
 
 class TestCallback:
+    @pytest.mark.parametrize("kwargs", [{"on_materialize": "zzz"}, {"unpatch": "no"}, {"options": {}}], ids=str)
+    def test_wrong_arguments(self, kwargs: dict[str, Any]) -> None:
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(kwargs))} must be"):
+            FlceCallback(**kwargs)
+
     def make(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
         arguments = transformers.TrainingArguments(**demo.trainer_settings(str(folder), 1))
         data = demo.examples(4)

@@ -39,6 +39,7 @@ from flce.backends.triton.launch import (
     spills_more,
     threads,
 )
+from flce.backends.triton.math import row_gradient_kernel
 from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
 from flce.core.devices import device_record
@@ -134,6 +135,7 @@ MOST_NARROWER_PARTS = 2
 # gfx942; with 8 warps of them 72 in bfloat16 on 7.5.
 DEMANDING_WARPS = 16
 SCALE_BLOCK, SCALE_WARPS = 4096, 8
+ROW_GRADIENT_ROWS = 128
 # Programs for each multiprocessor. On an H200:
 #   programs                        2                4               8        2048 in all
 #   us, with nothing to do                           1.6             2.1      3.7
@@ -151,6 +153,9 @@ class TritonBackend:
         run(_cross_entropy, logits, grad, call, None)
 
     loss_and_gradient = gradient
+
+    def row_gradient(self, call: TileCall, out: Tensor) -> None:
+        run(_row_gradient, call, out)
 
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
@@ -251,6 +256,17 @@ def _cross_entropy(
         state_stride=0 if state is None else state.stride(0),
         factors_ptr=logits if factors is None else factors,
         factors_stride=0 if factors is None else factors.stride(0),
+    )
+
+
+def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
+    yield launch_of(
+        row_gradient_kernel,
+        (triton.cdiv(out.shape[1], ROW_GRADIENT_ROWS),),
+        call,
+        {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_ROWS},
+        row_gradient_ptr=out,
+        row_gradient_stride=out.stride(0),
     )
 
 

@@ -15,22 +15,20 @@ from flce.backends.triton.slices import complete_slices_kernel
 ROWS = 64
 
 
-def complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor, row_gradient: bool) -> None:
-    run(_complete_slices, sent, rank, classes, call, factors, row_gradient)
+def complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> None:
+    run(_complete_slices, sent, rank, classes, call, factors)
 
 
-def _complete_slices(
-    sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor, row_gradient: bool
-) -> Iterator[Launch]:
+def _complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> Iterator[Launch]:
     yield launch_of(
         complete_slices_kernel,
-        (triton.cdiv(factors.shape[1], ROWS),),
+        (triton.cdiv(len(call.inputs.target), ROWS),),
         call,
-        {"ROW_GRADIENT": row_gradient, "ROWS": ROWS},
+        {"HAS_FACTORS": factors is not None, "ROWS": ROWS},
         sent_ptr=sent,
-        factors_ptr=factors,
+        factors_ptr=sent if factors is None else factors,
         sent_stride=sent.stride(0),
-        factors_stride=factors.stride(0),
+        factors_stride=0 if factors is None else factors.stride(0),
         processes=len(sent),
         rank=rank,
         classes=classes,
