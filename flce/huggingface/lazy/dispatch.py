@@ -23,6 +23,7 @@ from flce.huggingface.staleness import versions_of
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
 from flce.huggingface.wrappers import asks_for_wrapper, is_wrapper_hook
 
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation with lazy logits among its arguments."""
     if not args and is_lazy(kwargs.get("input")):
@@ -194,8 +195,17 @@ def _changed(lazy: Any, result: LazyState, step: Step, plain: bool) -> Any:
         return NotImplemented
     origin = root._origin
     if origin is not None:  # of a copy
-        if plain and root is lazy and origin.is_unchanged():
-            origin = replace(origin, steps=(*origin.steps, step))
+        if plain and origin.is_unchanged():
+            steps = () if root is lazy else lazy._origin.steps
+
+            def change(real: Tensor) -> Tensor:
+                part = real
+                for view in steps:
+                    part = view.of_real(part)
+                step.of_real(part)
+                return real
+
+            origin = replace(origin, steps=(*origin.steps, replace(step, func=change, args=(), named={})))
         else:
             note_passing(result.calls, result)
             origin = None

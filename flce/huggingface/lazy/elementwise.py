@@ -15,6 +15,7 @@ from flce.huggingface.lazy.terms import BiasTerm, Product, same, same_sum
 from flce.huggingface.partitioned import whole
 from flce.ops.arguments import FLOATING, widened
 
+
 def scaled(state: LazyState, name: str, other: Any) -> Any:
     """Times or divided by a number, a 0-d tensor, or a temperature for each token."""
     if isinstance(other, Tensor):
