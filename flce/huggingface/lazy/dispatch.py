@@ -133,8 +133,8 @@ def _unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict
 
 def _of_graph(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A hook of a user, or ``grad_fn``: of the real logits, which copies are made from then."""
-    nowhere = isinstance(lazy, Tensor) and lazy._real is None and not lazy._state.requires_grad
-    if nowhere or asks_for_wrapper():
+    nowhere = lazy._real is None and not lazy._state.requires_grad
+    if (nowhere and isinstance(lazy, Tensor)) or asks_for_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
     _check_graph(lazy, func)
