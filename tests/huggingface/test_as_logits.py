@@ -208,7 +208,7 @@ PROGRAMS = {
         t1.view(-1, 13).div_(0.7)
         hook(lg, lambda gradient: gradient * 3)
         loss1 = loss_of(t1)""",
-    "a copy from before a change in place, and a hook after it": """
+    "a copy from before a change, and a hook after it": """
         t1 = lg * 2
         lg.mul_(3.0)
         hook(lg, lambda gradient: gradient * 5)

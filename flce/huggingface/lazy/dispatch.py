@@ -163,7 +163,7 @@ def _detach(lazy: Any) -> Any:
 def _repeats_checkpoint(lazy: Any) -> bool:
     """Whether logits that exist are to be taken for lazy ones.
 
-    In a checkpoint that logits come to from outside, they may have been lazy in the first pass, and have been read since.
+    In a checkpoint that logits come to from outside, they may have been lazy in the first pass, and read since.
     """
     family = lazy._family
     outside = not torch.compiler.is_compiling() and any(call.is_outside for call in lazy._state.calls)
