@@ -46,7 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(RUN) -m flce demo $(ARGS)
+	$(RUN) integrations/demo.py $(ARGS)
 
 # The scripts that train with other libraries, stock and patched, in full; a few minutes.
 recipes: $(READY)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flce.tools.bench.cases import BenchCase, Effort
-from flce.tools.bench.measure import Prepared, compete
-from flce.tools.bench.results import SCHEMA, BenchResult, Entry, Run
-from flce.tools.bench.tables import Table
+from benchmarks.cases import BenchCase, Effort
+from benchmarks.measure import Prepared, compete
+from benchmarks.runs import SCHEMA, BenchResult, Entry, Run
+from benchmarks.tables import Table
 from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:

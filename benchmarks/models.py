@@ -22,13 +22,13 @@ from torch import nn
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.cases import BenchCase, Contender, Effort, known, needs_package
+from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
+from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.reports import overview
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import NONE, Columns, Table, gibibytes, ratio, table_of
 from flce.core.sizes import GIB, MIB
-from flce.tools.bench.cases import BenchCase, Contender, Effort, known, needs_package
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, Sample, release
-from flce.tools.bench.plots import Panel, Series, compared, draw, points
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import NONE, Columns, Table, gibibytes, ratio, table_of
 from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The fused linear cross entropy: time, workspace, and exactness of forward and backward.
 
-`flce.tools.bench.comparison` measures a case. A case is a line of a preset, a contender one of
+`benchmarks.comparison` measures a case. A case is a line of a preset, a contender one of
 `contenders.CONTENDERS`, a promise one of `targets.TARGETS`.
 """
 
@@ -14,9 +14,16 @@ from unittest import mock
 
 import torch
 
-from benchmarks import reports
+from benchmarks import comparison, reports, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.call_meter import CallMeter
+from benchmarks.cases import Effort
+from benchmarks.comparison import HEAD_START, error_columns, figure, products_ms
+from benchmarks.contenders import OperatorContender, budget_name, select
+from benchmarks.measure import BenchMeter, Entrant, Prepared
+from benchmarks.problem import CALLS, FEATURES, Mode, OperatorCase, Shape
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import Columns, Table
 from benchmarks.targets import (
     CURVE_SHAPES,
     EXACT_TARGETS,
@@ -35,14 +42,6 @@ from benchmarks.targets import (
 )
 from flce.ops import linear_cross_entropy
 from flce.planning import device_kinds
-from flce.tools.bench import comparison, tables
-from flce.tools.bench.cases import Effort
-from flce.tools.bench.comparison import HEAD_START, error_columns, figure, products_ms
-from flce.tools.bench.contenders import OperatorContender, budget_name, select
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared
-from flce.tools.bench.problem import CALLS, FEATURES, Mode, OperatorCase, Shape
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import Columns, Table
 
 # --- cases ---
 

@@ -29,17 +29,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks import reports
+from benchmarks import reports, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
+from benchmarks.measure import BenchMeter, Entrant, Prepared, nothing, release
+from benchmarks.plots import Panel, Series, draw
 from benchmarks.row_calls import Calls, make_region
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import Table
 from benchmarks.targets import Finding, judge, middle, tally, verdict_table
 from flce.core.sizes import MIB
-from flce.tools.bench import tables
-from flce.tools.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, nothing, release
-from flce.tools.bench.plots import Panel, Series, draw
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import Table
 from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from accelerate_loop import train_with
-from compare import Curve, compare, has_gpu, need
+from demo import Curve, compare, has_gpu, need
 from processes import in_two_processes, of_all_processes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from compare import Curve, compare, examples, has_gpu
+from demo import Curve, compare, examples, has_gpu
 from flce.testing.models import tiny_model
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import flce
-from compare import Curve
+from demo import Curve
 from flce.testing.models import tiny_model
 
 

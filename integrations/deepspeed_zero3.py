@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerate_loop import train_with
-from compare import Curve, compare, curve_of, examples, has_gpu, keeping_losses, need, trainer_settings
+from demo import Curve, compare, curve_of, examples, has_gpu, keeping_losses, need, trainer_settings
 from flce.testing.models import tiny_model
 from processes import in_two_processes, of_all_processes
 

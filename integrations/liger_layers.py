@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, cannot_run, compare, curve_of, has_gpu, need
+from demo import Curve, cannot_run, compare, curve_of, has_gpu, need
 from trainer import make_trainer
 
 LAYERS: dict[str, Any] = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}

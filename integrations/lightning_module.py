@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import Curve, compare, examples, has_gpu
+from demo import Curve, compare, examples, has_gpu
 
 if TYPE_CHECKING:
     import lightning

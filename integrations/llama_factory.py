@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, losses_of_accelerate, need, save_model, trainer_settings
+from demo import Curve, compare, excerpts, losses_of_accelerate, need, save_model, trainer_settings
 
 
 def arguments(folder: Path, steps: int, lora: bool) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, curve_of, has_gpu, need
+from demo import Curve, compare, curve_of, has_gpu, need
 from flce.testing.models import tiny_model
 from trainer import make_trainer
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, curve_of, examples, keeping_losses, trainer_settings
+from demo import Curve, compare, curve_of, examples, keeping_losses, trainer_settings
 from flce.testing.models import tiny_model
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import (
+from demo import (
     Curve,
     compare,
     curve_of,

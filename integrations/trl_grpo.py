@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import (
+from demo import (
     Curve,
     compare,
     excerpts,

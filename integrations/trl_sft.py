@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import (
+from demo import (
     Curve,
     compare,
     curve_of,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compare import Curve, compare, examples, excerpts, has_gpu, need
+from demo import Curve, compare, examples, excerpts, has_gpu, need
 from flce.testing.models import VOCAB_SIZE
 
 if TYPE_CHECKING:

@@ -136,11 +136,23 @@ NAMES: dict[str, Name] = {
         "torch.jit.is_tracing() is asked, which takes longer.",
         _is_tracing,
     ),
+    "keeps_graph": Name(
+        ("torch._C._autograd._get_current_graph_task_keep_graph",),
+        "seeing whether a backward is one with retain_graph=True",
+        "It is taken for granted that each is: gradients are not scaled in place, which takes more memory.",
+        lambda: True,
+    ),
     "is_batchedtensor": Name(
         ("torch._C._functorch.is_batchedtensor",),
         "a backward under torch.vmap",
         "Gradients are not scaled in place, which takes more memory. " + _SLOWER,
         lambda x: True,
+    ),
+    "is_gradtrackingtensor": Name(
+        ("torch._C._functorch.is_gradtrackingtensor",),
+        "the error for torch.func.grad",
+        "PyTorch's error says less.",
+        lambda x: False,
     ),
     "is_legacy_batchedtensor": Name(
         ("torch._C._functorch.is_legacy_batchedtensor",),
@@ -357,10 +369,10 @@ NAMES: dict[str, Name] = {
         "Two forwards before one backward, with two losses of each, raise an error there.",
         lambda: -1,
     ),
-    # --------------------------------------------------------------------------------------------------- flce bench
+    # ----------------------------------------------------------------------------------------------------- benchmarks
     "cuda_sleep": Name(
         ("torch.cuda._sleep",),
-        "flce bench to time kernels without the host",
+        "benchmarks of the repository, to time kernels without the host",
         "Times of small calls are the host's.",
         lambda cycles: None,
     ),

@@ -10,7 +10,7 @@ import torch
 from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, product_planes, unknown_to_products
 from flce.core.device_record import Device
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
-from flce.core.options import ChunkOptions
+from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.core.shard import Split
 
@@ -178,9 +178,10 @@ class Case:
         return Dtypes(logits, logits_grad, sums, grads, grads)
 
     @functools.cached_property
-    def skip_ignored(self) -> bool:
+    def skip_ignored(self) -> SkipIgnored:
+        """Whether rows of ignored tokens are dropped. "auto": unless a gradient differs without them."""
         skip = self.options.skip_ignored
-        return self.device_type == "cpu" if skip == "auto" else bool(skip)
+        return False if skip == "auto" and self.device_type != "cpu" else skip
 
     @functools.cached_property
     def in_registers(self) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flce.backends import load
 from flce.backends.contract import Backend, RowOutputs
+from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.arena import Arena
@@ -61,7 +62,7 @@ class Runtime(NamedTuple):
     backend: Backend
     arena: Arena
     stage: Callable[..., Stage] = Stage
-    select: Callable[[LinearCrossEntropyProblem, bool, bool], Selection] = Selection.of
+    select: Callable[[LinearCrossEntropyProblem, SkipIgnored, bool], Selection] = Selection.of
 
 
 def runtime_of(plan: Plan, problem: LinearCrossEntropyProblem) -> Runtime:
@@ -91,7 +92,7 @@ def forward(
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
-    skip_ignored = plan.case.skip_ignored and not all_count
+    skip_ignored = not all_count and plan.case.skip_ignored
     counts_on_device = schedule.counts_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)

@@ -80,7 +80,7 @@ def forward(
     vectors.check_candidates(candidates, problem.vocab_size)
     problem = replace(problem, row_factor=vectors.check_row_factor(problem.row_factor))
     runtime = runtime or runtime_of(plan, problem)
-    selection = runtime.select(problem, plan.case.skip_ignored and not all_count, False)
+    selection = runtime.select(problem, not all_count and plan.case.skip_ignored, False)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     top = Top.of(selection.most_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)

@@ -166,9 +166,16 @@ def _weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ign
 
 def looks_at_values(device: torch.device) -> bool:
     """Whether the host looks at values: where that is free (CPU), or was asked for (FLCE_DEBUG=1)."""
-    if device.type == "meta":
-        return False  # it has none
-    return device.type == "cpu" or os.environ.get("FLCE_DEBUG", "0") not in ("", "0")
+    debug = os.environ.get("FLCE_DEBUG", "")
+    if debug not in ("", "0", "1"):
+        raise ValueError(f"FLCE_DEBUG must be 0 or 1, got {debug!r}")
+    return device.type == "cpu" or (debug == "1" and device.type != "meta")  # which has no values
+
+
+def check_num_items(num_items: Tensor) -> None:
+    """ValueError for a negative number."""
+    if bool(num_items < 0):
+        raise ValueError(f"num_items must be > 0, got {num_items.item()}")
 
 
 def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
@@ -203,10 +210,12 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
 
 
 def check_targets(p: RowProblem) -> bool:
-    """IndexError for a target out of range, where the host looks at values. Returns whether it is known that
-    none is ignored."""
+    """IndexError for a target out of range, and ValueError for a negative `num_items`, where the host looks at values.
+    Return whether it is known that no target is ignored."""
     if not looks_at_values(p.target.device):
         return False
+    if p.num_items is not None:
+        check_num_items(p.num_items)
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
     if target.numel():

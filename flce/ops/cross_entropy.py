@@ -14,7 +14,6 @@ Both take rows where they are (`row_layout`), and between the passes finish stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
 from flce.backends.state import Targets, empty_shard, write_results
-from flce.core.problem import LossSpec, accumulation_dtype
+from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.engine import vectors
 from flce.engine.arena import Arena
@@ -42,38 +41,6 @@ _NUM_TENSORS = 5
 # The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; what backward needs of
 # `Backend.loss_scales`, (3,), or (0,) if there are none; and the gradient in the weights of tokens, (...), or (0,).
 _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants", "Tensor weight_grad"])
-
-
-@dataclass(frozen=True)
-class CrossEntropyProblem:
-    """One call: logits of some tokens and all classes, or those of one process."""
-
-    logits: Tensor  # (..., cols)
-    target: Tensor  # (...) int64; `shift` is already applied
-    class_weight: Tensor | None  # (V,) of all classes
-    token_weight: Tensor | None  # (...)
-    num_items: Tensor | None  # ()
-    spec: LossSpec
-    shard: Shard | None  # None: cols is V
-    shift: int = 0
-    token_weight_grad: bool = False
-
-    @property
-    def start(self) -> int:
-        """The first of the classes."""
-        return self.shard.start if self.shard else 0
-
-    @property
-    def vocab_size(self) -> int:
-        return self.shard.vocab_size if self.shard else self.logits.shape[-1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.logits.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
 
 
 def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:

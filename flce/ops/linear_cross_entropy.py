@@ -299,7 +299,6 @@ def _keep(
     assert tensors[0] is not None
     ctx.dtype = tensors[0].dtype
     ctx.deferred = not grads
-    ctx.handed_out = False
     ctx.save_for_backward(weight_grad, *((normalizer, *tensors) if ctx.deferred else (*grads, grad_unit)))
 
 
@@ -315,14 +314,9 @@ def _wanted(ctx: Any, grad_loss: Tensor | None) -> list[Tensor | None]:
     if grad_loss is None:
         return [None] * (len(ctx.needs.flat) + 1)
     refuse_double_backward("fused_linear_cross_entropy", "torch.nn.functional.linear and cross_entropy")
-    if ctx.handed_out:
-        raise RuntimeError(
-            "backward through the same fused_linear_cross_entropy a second time: its gradients were handed out "
-            "the first time. Call the function again instead of using retain_graph=True."
-        )
     flops.tell_active_counters()
-    # In place only where the gradient of one loss is asked for, not of each of a batch.
-    in_place, (weight_grad, *saved) = not is_batched(grad_loss), ctx.saved_tensors
+    # In place only where nothing needs what was saved again: another backward, or another upstream gradient of a batch.
+    in_place, (weight_grad, *saved) = not (private.keeps_graph() or is_batched(grad_loss)), ctx.saved_tensors
     gradients = (
         for_each(lambda upstream: _gradients(ctx, saved, upstream, in_place), grad_loss) if ctx.needs.any else ()
     )
@@ -355,7 +349,6 @@ def _gradients(ctx: Any, saved: Sequence[Tensor], upstream: Tensor, in_place: bo
         else:
             result.append(scale_cast(grad, factor, dtype))
     if in_its_place:
-        ctx.handed_out = True
         (_scale_all if directly else torch.ops.flce.scale_)(in_its_place, factor)
     return result
 

@@ -30,6 +30,7 @@ from flce.ops.arguments import refuse_double_backward
 from flce.ops.linear_cross_entropy import fake_gradients, fields_of_case, plan_of, product_flops, run_plan
 from flce.planning import new_shapes
 from flce.planning.plan import ChunkPlan
+from flce.planning.search import BudgetError
 from flce.torch_ops import flops
 from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import for_each, register_loop
@@ -66,13 +67,19 @@ def linear_logprobs(
     """The results of all tokens by name, None for what was not asked for. Differentiable once, as often as one likes.
 
     Args:
-        candidates: (N, K) int64.
+        candidates: (N, K) int64. Results of K = 0 are differentiable, too: their gradients are 0.
     """
+    spec = per_token.spec_of(problem)
     if not torch.compiler.is_compiling():
         flops.tell_active_counters()
-    made = Results._make(torch.ops.flce.linear_logprobs(*_pack(problem, candidates, options)))
-    asked = _asked(per_token.spec_of(problem))
-    return {name: value if there else None for name, value, there in zip(Results._fields, made, asked, strict=True)}
+    packed = _pack(problem, candidates if spec.candidates else None, options)
+    made = Results._make(torch.ops.flce.linear_logprobs(*packed))._asdict()
+    for name, asked in zip(Results._fields, _asked(spec), strict=True):
+        if name == "candidate_logprob" and candidates is not None:
+            made[name] = made[name].view(candidates.shape)
+        elif not asked:
+            made[name] = None
+    return made
 
 
 def _asked(spec: LogprobSpec) -> list[bool]:
@@ -147,11 +154,23 @@ def _unpack(
     return _Call(LinearCrossEntropyProblem(terms, target, *others), candidates, options, traced)
 
 
+def _plans(call: _Call) -> list[ChunkPlan]:
+    """The plan of forward and, if gradients are needed, of backward. Where either cannot keep the budget, the error is
+    raised before the work, and names a budget that is enough for both."""
+    plans, refused = [], []
+    for gradients in (False, True)[: 1 + call.problem.needs.any]:
+        try:
+            plans.append(call.plan(gradients))
+        except BudgetError as error:
+            refused.append(error)
+    if refused:
+        raise max(refused, key=lambda error: error.least)
+    return plans
+
+
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     call = _unpack(*args)
-    plan, problem = call.plan(False), _without_gradients(call.problem)
-    if call.problem.needs.any:
-        call.plan(True)  # where no plan keeps the budget, the error comes before the work
+    (plan, *_), problem = _plans(call), _without_gradients(call.problem)
     if log.telling():
         new_shapes.log_new_shape(plan, new_shapes.IN_GRAPH if call.traced else new_shapes.WATCHED)
     rows, *others = run_plan(lambda plan: per_token.forward(problem, plan, call.candidates), plan, problem.shard)
@@ -240,7 +259,7 @@ def _backward(
     kept = per_token.Kept(
         normalizer, entropy if asked.entropy else None, candidate_logprob if asked.candidate_logprob else None
     )
-    upstream = per_token.Upstream(of_logprob, of_entropy, of_lse, of_candidates)
+    upstream = per_token.Upstream(of_logprob, of_entropy, of_lse, of_candidates if asked.candidate_logprob else None)
     return run_plan(
         lambda plan: per_token.backward(call.problem, plan, call.candidates, kept, upstream),
         call.plan(True),

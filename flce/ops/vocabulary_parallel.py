@@ -7,6 +7,7 @@ need nothing more.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,33 @@ def check_group(process_group: Any) -> None:
         )
 
 
+def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool = False) -> None:
+    """ValueError that names the arguments that were given."""
+    given = [f"vocab_size={vocab_size}"] if vocab_size is not None else []
+    given += ["sequence_parallel=True"] if sequence_parallel else []
+    raise ValueError(
+        f"{' and '.join(given)} need{'' if given[1:] else 's'} a process_group: give the group over which the classes "
+        "are divided, or give neither"
+    )
+
+
+def refuse_equal_slices(marks: Sequence[Hashable | None], name: str, own: str) -> None:
+    """ValueError, in all processes, if two of them have the same mark of their slice; None is not compared.
+
+    Args:
+        marks: one for each rank.
+        name: of the argument.
+        own: the slice of a process, in code.
+    """
+    for rank, mark in enumerate(marks):
+        first = marks.index(mark)
+        if mark is not None and first < rank:
+            raise ValueError(
+                f"ranks {first} and {rank} of the group were given equal slices of {name}, probably all classes in "
+                f"each. Give each process its own classes, {own}, and the number of all classes as vocab_size"
+            )
+
+
 def all_classes(cols: int, vocab_size: int | None, process_group: Any) -> int:
     """V of a group in which this process has `cols` columns; `vocab_size` None: all have equally many.
 
@@ -93,7 +121,23 @@ def results_of_all(
             f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
             f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
         )
-    return put_together(received(sent, names, shard), target, class_weight, shard)
+    shards = received(sent, names, shard)
+    if looks_at_values(sent.device):
+        refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
+    return put_together(shards, target, class_weight, shard)
+
+
+def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
+    """ValueError if two processes have the same log-sum-exps, unless the logits of each row are equal to each other.
+
+    Args:
+        offsets, log_sums: (processes, rows) the largest logit m, and ``log(sum(exp(z - m)))``.
+        widths: (processes, 1) the number of classes.
+    """
+    is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
+    numbers = torch.cat((offsets, log_sums), 1).tolist()
+    marks = [None if constant else (*mark,) for constant, mark in zip(is_constant, numbers, strict=True)]
+    refuse_equal_slices(marks, "logits", "logits.chunk(n, -1)[rank]")
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:

@@ -31,6 +31,8 @@ SAMPLES = 6
 class Count:
     workspace_bytes: int
     """Peak of memory above the inputs and the returned gradients, over forward and backward."""
+    retained_workspace_bytes: int
+    """The same with ``retain_graph=True``."""
     flops: int
     """Work of the matrix products."""
     seconds: float
@@ -52,7 +54,12 @@ def count(plan: Plan) -> Count:
             meter.tally.add("all-gather", "inputs", whole)
             if needed:
                 meter.tally.add("reduce-scatter", "gradients of inputs", whole)
-    return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds, meter.tally.collectives)
+    workspace = arena.peak - c.returned_bytes
+    if not plan.deferred:  # Those that are scaled in place, as they are not cast, are copied instead.
+        saved = grads[: sum(c.needs.flat)]
+        grads += [arena.new(g.shape, g.dtype) for g in saved if g.dim() == 1 or g.dtype == c.dtype]
+    retained = arena.peak - c.returned_bytes
+    return Count(workspace, retained, round(meter.flops), meter.seconds, meter.tally.collectives)
 
 
 def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import memory
 from benchmarks.benchmark import save
+from benchmarks.cases import Effort
 from benchmarks.models import (
     ARCHITECTURES,
     CONTENDERS,
@@ -29,8 +30,7 @@ from benchmarks.models import (
     liger,
 )
 from benchmarks.reports import markdown, shortfalls
-from flce.tools.bench.cases import Effort
-from flce.tools.bench.results import Run
+from benchmarks.runs import Run
 
 CPU = torch.device("cpu")
 

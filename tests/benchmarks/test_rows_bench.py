@@ -12,6 +12,8 @@ pytest.importorskip("matplotlib")
 
 
 from benchmarks import rows
+from benchmarks.cases import Effort
+from benchmarks.measure import BenchMeter
 from benchmarks.reports import markdown
 from benchmarks.row_calls import Calls, launched, make_region
 from benchmarks.rows import (
@@ -26,10 +28,8 @@ from benchmarks.rows import (
     make_calls,
     targets,
 )
+from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.targets import MET, MISSED, NEARLY
-from flce.tools.bench.cases import Effort
-from flce.tools.bench.measure import BenchMeter
-from flce.tools.bench.results import BenchResult, Entry, Run
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {

@@ -16,9 +16,13 @@ from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from benchmarks.benchmark import save
+from benchmarks.cases import Effort
 from benchmarks.cli import app
+from benchmarks.contenders import budget_name, select
 from benchmarks.operator import CURVE, OPERATOR, PRESETS, SHAPES, call_case, peer_case
+from benchmarks.problem import OperatorCase
 from benchmarks.reports import shortfalls
+from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.targets import (
     CALL_TARGETS,
     CURVE_MIB,
@@ -40,10 +44,6 @@ from benchmarks.targets import (
     target_cases,
 )
 from flce.core.sizes import MIB
-from flce.tools.bench.cases import Effort
-from flce.tools.bench.contenders import budget_name, select
-from flce.tools.bench.problem import OperatorCase
-from flce.tools.bench.results import BenchResult, Entry, Run
 
 HEAD: dict[str, Any] = {
     "date": "2026-11-21T00:00:00Z",

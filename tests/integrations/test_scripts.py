@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 import typer
 from typer.testing import CliRunner, Result
 
-import compare
+import demo
 from tests.distributed.pair import World
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
@@ -176,9 +176,9 @@ def test_what_a_script_cannot_do(
 
 
 def test_a_missing_package_is_why_a_script_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    compare.need("pytest")
+    demo.need("pytest")
     with pytest.raises(typer.Exit) as refusal:
-        compare.need("pytest", "no-such-package")
+        demo.need("pytest", "no-such-package")
     assert refusal.value.exit_code == 2
     assert "cannot run here: no-such-package is not installed" in capsys.readouterr().err
 
@@ -199,13 +199,13 @@ def test_a_missing_package_is_why_a_script_cannot_run(capsys: pytest.CaptureFixt
 )
 def test_options_of_a_library(script: str, arguments: dict[str, Any], how: dict[str, Any]) -> None:
     module = needs(script)
-    assert compare.compare("", lambda patched: module.train(patched, steps=4, **arguments), **how) == 0
+    assert demo.compare("", lambda patched: module.train(patched, steps=4, **arguments), **how) == 0
 
 
 @pytest.mark.parametrize("last, fused, status", [(2.0, True, 0), (2.1, True, 1), (math.nan, True, 1), (2.0, False, 1)])
 def test_a_difference_is_found(last: float, fused: bool, status: int, capsys: pytest.CaptureFixture[str]) -> None:
-    curves = {False: compare.Curve([1.0, 2.0], [False] * 2), True: compare.Curve([1.0, last], [fused, True])}
-    assert compare.compare("made up", curves.__getitem__) == status
+    curves = {False: demo.Curve([1.0, 2.0], [False] * 2), True: demo.Curve([1.0, last], [fused, True])}
+    assert demo.compare("made up", curves.__getitem__) == status
     assert ("The loss curves agree." in capsys.readouterr().out) == (status == 0)
 
 

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Transformers' Trainer needs it")
 pytest.importorskip("typer", reason="the scripts' command line")
 
-import compare  # noqa: E402
+import demo  # noqa: E402
 import flce  # noqa: E402
 import trainer as script  # noqa: E402
 from flce.huggingface import FlceCallback, LazyLogits, MaterializedLogitsError  # noqa: E402
@@ -23,14 +23,14 @@ from flce.testing.models import tiny_model  # noqa: E402
 STEPS = 3
 
 
-def both(**arguments: Any) -> tuple[compare.Curve, compare.Curve]:
+def both(**arguments: Any) -> tuple[demo.Curve, demo.Curve]:
     stock, patched = (script.train(patch, **{"steps": STEPS, **arguments}) for patch in (False, True))
     assert not any(stock.fused)
     return stock, patched
 
 
-def assert_agree(stock: compare.Curve, patched: compare.Curve, tolerance: float = 1e-5) -> None:
-    assert compare.max_difference(stock, patched) <= tolerance
+def assert_agree(stock: demo.Curve, patched: demo.Curve, tolerance: float = 1e-5) -> None:
+    assert demo.max_difference(stock, patched) <= tolerance
     assert all(patched.fused)
 
 
@@ -81,7 +81,7 @@ def test_compiled():
     with torch.profiler.profile() as profile:
         patched = script.train(True, steps=3, torch_compile=True, torch_compile_backend="aot_eager")
     # A Trainer that compiles turns TF32 on.
-    assert compare.max_difference(stock, patched) <= (1e-4 if torch.cuda.is_available() else 1e-5)
+    assert demo.max_difference(stock, patched) <= (1e-4 if torch.cuda.is_available() else 1e-5)
     assert any(event.name == "flce::linear_cross_entropy" for event in profile.events())
 
 
@@ -104,7 +104,7 @@ def test_compiled_evaluation_before_training(tmp_path):
 def test_auto_find_batch_size(tmp_path):
     """The first batches do not fit: training starts again with smaller ones, and with the patched model."""
 
-    def run(patched: bool) -> tuple[compare.Curve, int]:
+    def run(patched: bool) -> tuple[demo.Curve, int]:
         trainer = script.make_trainer(patched, str(tmp_path), steps=STEPS, auto_find_batch_size=True, use_cpu=True)
         sizes: list[int] = []
 
@@ -217,9 +217,14 @@ def test_save_and_resume(tmp_path):
 
 
 class TestCallback:
+    @pytest.mark.parametrize("kwargs", [{"on_materialize": "zzz"}, {"unpatch": "no"}, {"options": {}}], ids=str)
+    def test_wrong_arguments(self, kwargs: dict[str, Any]) -> None:
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(kwargs))} must be"):
+            FlceCallback(**kwargs)
+
     def make(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
-        arguments = transformers.TrainingArguments(**compare.trainer_settings(str(folder), 1))
-        data = compare.examples(4)
+        arguments = transformers.TrainingArguments(**demo.trainer_settings(str(folder), 1))
+        data = demo.examples(4)
         return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
 
     def test_patches_when_the_trainer_is_made_and_leaves_it_so(self, tmp_path):
@@ -247,12 +252,12 @@ class TestCallback:
         """Accelerate has put another forward on the instance when the callback sees it."""
         losses = []
         for callbacks in ([], [FlceCallback()]):
-            settings = {**compare.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
+            settings = {**demo.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
             trainer = transformers.Trainer(
                 model_init=lambda: tiny_model(),
                 args=transformers.TrainingArguments(**settings),
-                train_dataset=compare.examples(8),
-                eval_dataset=compare.examples(8, seed=1),
+                train_dataset=demo.examples(8),
+                eval_dataset=demo.examples(8, seed=1),
                 callbacks=callbacks,
             )
             trainer.train()
@@ -274,11 +279,11 @@ class TestCallback:
         losses = []
         for callbacks in ([], [FlceCallback()]):
             config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-            trainer = compare.keeping_losses(transformers.Trainer)(
+            trainer = demo.keeping_losses(transformers.Trainer)(
                 model=peft.get_peft_model(tiny_model(), config),
-                args=transformers.TrainingArguments(**compare.trainer_settings(str(tmp_path), STEPS)),
-                train_dataset=compare.examples(4 * STEPS),
-                eval_dataset=compare.examples(8, seed=1),
+                args=transformers.TrainingArguments(**demo.trainer_settings(str(tmp_path), STEPS)),
+                train_dataset=demo.examples(4 * STEPS),
+                eval_dataset=demo.examples(8, seed=1),
                 callbacks=callbacks,
             )
             trainer.train()
@@ -295,7 +300,7 @@ class TestCallback:
 
     def test_on_materialize_reaches_the_logits(self, tmp_path):
         callback = FlceCallback(on_materialize="raise")
-        trainer = self.make(tmp_path, callback, model=tiny_model(), eval_dataset=compare.examples(4))
+        trainer = self.make(tmp_path, callback, model=tiny_model(), eval_dataset=demo.examples(4))
         trainer.compute_metrics = accuracy
         with pytest.raises(MaterializedLogitsError):
             trainer.evaluate()

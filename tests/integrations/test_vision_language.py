@@ -11,7 +11,7 @@ pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("PIL")
 pytest.importorskip("typer", reason="the scripts' command line")
 
-import compare
+import demo
 import flce
 import vision_language as script
 
@@ -27,8 +27,8 @@ def gradient_of_the_eyes(patched: bool, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def test_gradients_reach_the_pictures():
-    ids = [row["input_ids"] for row in compare.examples(4, script.TOKENS)]
-    batch = script.collate(list(zip(compare.excerpts(4, script.TOKENS), ids, strict=True)))
+    ids = [row["input_ids"] for row in demo.examples(4, script.TOKENS)]
+    batch = script.collate(list(zip(demo.excerpts(4, script.TOKENS), ids, strict=True)))
     stock, patched = gradient_of_the_eyes(False, batch), gradient_of_the_eyes(True, batch)
     assert stock.norm() > 0
     torch.testing.assert_close(patched, stock, rtol=1e-4, atol=1e-7)

@@ -584,6 +584,11 @@ def test_topk_kl(direction: str, tail: bool) -> None:
         flce.topk_kl(p, q, "sideways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one shape"):
         flce.topk_kl(p[:2], q)
+    for wrong in ((p.long(), q), (p, q.long()), (p > 0, q), (p * 1j, q), (p.to_sparse(), q), (p.tolist(), q)):
+        with pytest.raises(TypeError, match=r"(candidate|teacher)_logprob must (be|have)"):
+            flce.topk_kl(*wrong)
+    with pytest.raises(TypeError, match="tail must be a bool, got str"):
+        flce.topk_kl(p, q, tail="no")  # type: ignore[arg-type]
 
 
 def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:
@@ -611,6 +616,33 @@ def test_a_budget_that_backward_cannot_keep_is_an_error_of_forward() -> None:
         run(call, outputs=("logprob",), options=small)
     with torch.no_grad():
         run(call, outputs=("logprob",), options=small)
+
+
+@pytest.mark.parametrize("how", [{}, {"strategy": "vocab"}], ids=str)
+def test_the_least_budget_is_enough(how: dict[str, Any], torch_backend: str) -> None:
+    """For forward and backward: see `test_the_plan_is_kept`. One byte less is not."""
+    call = call_of(16, 16, 301, 3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"the least is (\d+) bytes") as error:
+        run(call, options=options(max_workspace_bytes=1, **how))
+    least = int(str(error.value).split()[-2])
+    run(call, options=options(max_workspace_bytes=least, **how)).logprob.sum().backward()
+    with pytest.raises(ValueError, match=f"the least is {least} bytes"):
+        run(call, options=options(max_workspace_bytes=least - 1, **how))
+
+
+@pytest.mark.parametrize("needs", ["xw", "x", ""])
+def test_no_candidates_have_a_gradient(needs: str, torch_backend: str) -> None:
+    """Of 0, as the results of a gather of none."""
+    call = call_of(3)
+    for name, leaf in (("x", call.x), ("w", call.w)):
+        leaf.requires_grad_(name in needs)
+    out: Any = flce.linear_logprobs(call.x, call.w, call.y, candidates=call.candidates[:, :0])
+    assert out.candidate_logprob.shape == (3, 0)
+    assert out.candidate_logprob.requires_grad == bool(needs)
+    if needs:
+        out.candidate_logprob.sum().backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in (call.x, call.w))
+    assert (call.x.grad is not None, call.w.grad is not None) == ("x" in needs, "w" in needs)
 
 
 @pytest.mark.parametrize("k", [0, 32])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import traceback
@@ -27,11 +28,10 @@ from flce.backends.state import (
     results_of_state,
     write_results,
 )
-from flce.core.problem import LossSpec
+from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import bounds
 from flce.engine import vectors
 from flce.engine.arena import Arena
-from flce.ops.cross_entropy import CrossEntropyProblem
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
 from tests.extremes import every_extreme, has_a_softmax
@@ -182,6 +182,12 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     for target in (torch.tensor([0, 1, 2]), torch.tensor([0, 6, 3])):
         with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):
             flce.cross_entropy(p.input[:, start:stop], target, process_group=world)
+    for inplace in INPLACE:
+        with pytest.raises(ValueError, match="ranks 0 and 1 of the group were given equal slices of logits"):
+            flce.cross_entropy(p.input.clone().requires_grad_() * 1, p.target, inplace=inplace, process_group=world)
+    constant = p.input[:, :1].expand(3, 4)  # as of a head of zeros
+    loss = flce.cross_entropy(constant, p.target, process_group=world, reduction="sum")
+    torch.testing.assert_close(loss, torch.tensor(3 * math.log(12), dtype=torch.float64))
     x = p.input[:0, start:stop].clone().requires_grad_()
     loss = flce.cross_entropy(x, p.target[:0], process_group=world, vocab_size=7, reduction="sum")
     assert isinstance(loss, Tensor)

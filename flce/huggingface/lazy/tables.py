@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.functional import cross_entropy
-from flce.huggingface.lazy import elementwise, indexing, several, values
+from flce.huggingface.lazy import elementwise, indexing, values
 from flce.huggingface.lazy.state import LazyState
 
 
@@ -27,72 +27,60 @@ class Operation(NamedTuple):
     """What one function of PyTorch does to lazy logits.
 
     Attributes:
-        of_logits: takes the state and the function's other arguments; for ``"join"`` the sequence of states.
-        of_stack: the same for a :class:`StackState`; None: real logits are needed.
+        run: takes the state and the function's other arguments.
         kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
             it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what
-            the logits become. ``"join"``: the first argument is a sequence of lazy logits.
+            the logits become.
     """
 
-    of_logits: Callable[..., Any]
-    of_stack: Callable[..., Any] | None = None
-    kind: Literal["new", "elementwise", "view", "in place", "join"] = "new"
+    run: Callable[..., Any]
+    kind: Literal["new", "elementwise", "view", "in place"] = "new"
 
 
-_float = elementwise.cast(torch.float32)
 _TABLE: dict[str, Operation] = {
-    "view reshape": Operation(indexing.reshape, several.stack_reshape, "view"),
-    "split": Operation(indexing.split, None, "view"),
-    "chunk": Operation(indexing.chunk, None, "view"),
-    "unbind": Operation(indexing.unbind, several.stack_unbind, "view"),
+    "view reshape": Operation(indexing.reshape, "view"),
+    "flatten": Operation(indexing.resized(Tensor.flatten), "view"),
+    "squeeze": Operation(indexing.resized(Tensor.squeeze), "view"),
+    "unsqueeze": Operation(indexing.resized(Tensor.unsqueeze), "view"),
+    "transpose": Operation(indexing.transpose, "view"),
+    "split": Operation(indexing.split, "view"),
+    "chunk": Operation(indexing.chunk, "view"),
+    "unbind": Operation(indexing.unbind, "view"),
+    "__getitem__": Operation(indexing.getitem, "view"),
     "index_select": Operation(indexing.index_select),
-    "__getitem__": Operation(indexing.getitem, several.stack_getitem, "view"),
-    "select": Operation(indexing.select, several.stack_select, "view"),
-    "narrow": Operation(indexing.narrow, None, "view"),
-    "detach data": Operation(LazyState.detach, several.of_each(LazyState.detach), "view"),
-    "contiguous": Operation(elementwise.contiguous, several.of_each(elementwise.contiguous)),
-    "clone": Operation(elementwise.clone, None, "elementwise"),
-    "to": Operation(elementwise.to, several.of_each(elementwise.to), "elementwise"),
-    "cpu": Operation(lambda state: elementwise.to(state, "cpu"), None, "elementwise"),
-    "type": Operation(elementwise.to_dtype, None, "elementwise"),
-    "type_as": Operation(lambda state, other: elementwise.to(state, other=other), None, "elementwise"),
-    "float": Operation(_float, several.of_each(_float), "elementwise"),
-    "double": Operation(elementwise.cast(torch.float64), None, "elementwise"),
-    "half": Operation(elementwise.cast(torch.float16), None, "elementwise"),
-    "bfloat16": Operation(elementwise.cast(torch.bfloat16), None, "elementwise"),
-    "mul multiply __mul__ __rmul__": Operation(elementwise.times, None, "elementwise"),
-    "div divide true_divide __truediv__": Operation(elementwise.scale("div"), None, "elementwise"),
-    "add __add__ __radd__": Operation(elementwise.add(1), None, "elementwise"),
-    "sub subtract __sub__": Operation(elementwise.add(-1), None, "elementwise"),
-    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), None, "elementwise"),
-    "tanh": Operation(elementwise.recorded("tanh"), None, "elementwise"),
+    "detach data": Operation(LazyState.detach, "view"),
+    "contiguous": Operation(elementwise.contiguous),
+    "clone": Operation(elementwise.clone, "elementwise"),
+    "to": Operation(elementwise.to, "elementwise"),
+    "cpu": Operation(lambda state: elementwise.to(state, "cpu"), "elementwise"),
+    "type": Operation(elementwise.to_dtype, "elementwise"),
+    "type_as": Operation(lambda state, other: elementwise.to(state, other=other), "elementwise"),
+    "float": Operation(elementwise.cast(torch.float32), "elementwise"),
+    "double": Operation(elementwise.cast(torch.float64), "elementwise"),
+    "half": Operation(elementwise.cast(torch.float16), "elementwise"),
+    "bfloat16": Operation(elementwise.cast(torch.bfloat16), "elementwise"),
+    "mul multiply __mul__ __rmul__": Operation(elementwise.times, "elementwise"),
+    "div divide true_divide __truediv__": Operation(elementwise.divide, "elementwise"),
+    "add __add__ __radd__": Operation(elementwise.add, "elementwise"),
+    "sub subtract __sub__": Operation(elementwise.subtract, "elementwise"),
+    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), "elementwise"),
+    "tanh": Operation(elementwise.recorded("tanh"), "elementwise"),
     "log_softmax": Operation(elementwise.normalised("log_softmax")),
     "softmax": Operation(elementwise.normalised("softmax")),
-    "exp": Operation(elementwise.exp, None, "elementwise"),
-    "clamp clip": Operation(elementwise.clamp, None, "elementwise"),
-    "masked_fill": Operation(indexing.masked_fill, None, "elementwise"),
+    "exp": Operation(elementwise.exp, "elementwise"),
+    "clamp": Operation(elementwise.clamp, "elementwise"),
     "__eq__ eq": Operation(values.equals_itself),
     "argmax": Operation(values.argmax),
     "logsumexp": Operation(values.logsumexp),
     "gather": Operation(values.gather),
-    "take_along_dim": Operation(values.take_along_dim),
     "sum": Operation(values.total),
     "cross_entropy": Operation(values.cross_entropy),
     "nll_loss": Operation(values.nll_loss),
-    "stack": Operation(several.stack, None, "join"),
-    "cat concat concatenate": Operation(several.cat, None, "join"),
-    "__setitem__": Operation(indexing.set_item, None, "in place"),
-    "masked_fill_": Operation(indexing.masked_fill, None, "in place"),
-    "mul_ multiply_ __imul__": Operation(elementwise.scale("mul"), None, "in place"),
-    "div_ divide_ true_divide_ __itruediv__": Operation(elementwise.scale("div"), None, "in place"),
-    "add_ __iadd__": Operation(elementwise.add(1), None, "in place"),
-    "sub_ subtract_ __isub__": Operation(elementwise.add(-1), None, "in place"),
-    "neg_ negative_": Operation(elementwise.recorded("mul", -1), None, "in place"),
-    "tanh_": Operation(elementwise.recorded("tanh"), None, "in place"),
+    "mul_ multiply_ __imul__": Operation(elementwise.times, "in place"),
+    "div_ divide_ true_divide_ __itruediv__": Operation(elementwise.divide, "in place"),
+    "add_ __iadd__": Operation(elementwise.add, "in place"),
+    "tanh_": Operation(elementwise.recorded("tanh"), "in place"),
 }
-
-for _name in "flatten permute transpose mT swapaxes swapdims movedim moveaxis squeeze unsqueeze".split():  # noqa: SIM905
-    _TABLE[_name] = Operation(indexing.rearranged(_name), None, "view")
 
 OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}
 

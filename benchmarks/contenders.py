@@ -21,9 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.core.sizes import MIB
-from flce.testing.problem import IGNORED
-from flce.tools.bench.cases import (
+from benchmarks.cases import (
     Condition,
     Contender,
     Step,
@@ -33,7 +31,9 @@ from flce.tools.bench.cases import (
     needs_cuda,
     needs_package,
 )
-from flce.tools.bench.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
+from benchmarks.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
+from flce.core.sizes import MIB
+from flce.testing.problem import IGNORED
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 

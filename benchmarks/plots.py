@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flce.tools.bench.results import Entry
+from benchmarks.runs import Entry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,24 +1,21 @@
-"""The fused linear cross entropy beside others: one case measured, judged, and shown as a table and as a picture."""
+"""The fused linear cross entropy beside others: how a case is measured, its columns of a table, its picture."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from flce.core.sizes import GIB, MIB
-from flce.testing.tolerances import of_one_call
-from flce.tools.bench import tables
-from flce.tools.bench.contenders import OperatorContender, in_budget, sums_in_bfloat16
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
-from flce.tools.bench.plots import Panel, Series, compared, draw, points
-from flce.tools.bench.problem import OperatorCase, OperatorProblem, Shape, exactness, make_oracle
-from flce.tools.bench.results import NO_RESULT, BenchResult, Entry, Run
-from flce.tools.bench.tables import Columns, Table
-from flce.tools.machine import DTYPES, memory_of
+from benchmarks import tables
+from benchmarks.contenders import OperatorContender, in_budget, sums_in_bfloat16
+from benchmarks.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
+from benchmarks.plots import Panel, Series, compared, draw, points
+from benchmarks.problem import OperatorCase, OperatorProblem, exactness, make_oracle
+from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
+from benchmarks.tables import Columns
+from flce.core.sizes import MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,68 +61,10 @@ def prepare(case: OperatorCase, device: torch.device, meter: BenchMeter | None =
     return meter, enter
 
 
-# --- what a case takes ---
-
-# The float64 products of the right answer: about three seconds of a CPU, or of a GPU half a second where
-# it is made for float64 and a quarter of a minute where it is not.
-CHEAP_FLOPS = {"cpu": 2e11, "cuda": 2e13}
-CHEAP_SHARE = 0.25  # of the memory
-
-
-def default_shape(device: torch.device) -> Shape:
-    """Half a minute for everybody together: a head of Llama 3 on a GPU, a smaller one on a CPU."""
-    if device.type == "cpu":
-        return 512, 512, 32000
-    return (4096, 4096, 128256) if memory_of(device) >= 32 * GIB else (2048, 2048, 128256)
-
-
-def operand_bytes(case: OperatorCase) -> int:
-    """Hidden states and head, and their gradients."""
-    entries = (case.tokens + case.vocab) * case.hidden
-    return 2 * entries * DTYPES[case.dtype].itemsize
-
-
-def exactness_is_cheap(case: OperatorCase, device: torch.device) -> bool:
-    entries = (case.tokens + case.vocab) * case.hidden
-    flops = 6 * case.tokens * case.hidden * case.vocab
-    return flops <= CHEAP_FLOPS[device.type] and 16 * entries <= CHEAP_SHARE * memory_of(device)
-
-
-# --- what was found ---
-
-
-def faults(entry: Entry) -> list[str]:
-    """What is wrong with ours: no figures, or results that are further from float64 than stock's."""
-    found = []
-    stock = entry.by_name("stock").errors or {}
-    for result in entry.results:
-        if result.family not in ("ours", "repeat"):
-            continue
-        if result.status != "ok":
-            found.append(f"{entry.case.title}: {result.title} {tables.FAILURES[result.status]}: {result.reason}")
-        for name, error in (result.errors or {}).items():
-            limit = may_be_off(entry.case, name, stock.get(name, math.inf))
-            if not error <= limit or not math.isfinite(error):
-                figures = f"{tables.relative(error)} from float64; stock's {tables.relative(stock.get(name))}"
-                found.append(f"{entry.case.title}: the {NAMES[name]} of {result.title} is {figures}")
-    return found
-
-
-NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
-
-
-def may_be_off(case: OperatorCase, name: str, stock: float) -> float:
-    """The most that a result of ours may be from float64, where stock's is so far."""
-    tolerance = of_one_call(case.torch_dtype, case.tokens)
-    return (tolerance.loss if name == "loss" else tolerance.gradient).allowed(stock)
-
-
 # --- what is shown ---
 
 
-WORKSPACE = "MiB: the peak of memory above the inputs and the returned gradients"
-EXACTNESS = "loss, dX, dW: relative error against float64 (of tensors: norm of the difference over norm)"
-NO_EXACTNESS = "not compared with float64 (--errors does)"
+NAMES = {"loss": "loss", "input_grad": "dX", "weight_grad": "dW"}
 
 
 def products_ms(entry: Entry) -> float | None:
@@ -139,21 +78,6 @@ def error_columns() -> Columns:
         return lambda result: tables.relative((result.errors or {}).get(name))
 
     return {title: show(name) for name, title in NAMES.items()}
-
-
-def comparison_table(entry: Entry) -> Table:
-    """Time, workspace and exactness of all who have figures, one line each."""
-    floor_ms, stock_ms = products_ms(entry), entry.by_name("stock").median_ms
-    columns: Columns = {
-        "": lambda r: r.title,
-        "ms": lambda r: tables.milliseconds(r.median_ms),
-        "x products": lambda r: tables.ratio(r.median_ms, floor_ms),
-        "x stock": lambda r: tables.ratio(r.median_ms, stock_ms),
-        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-        **error_columns(),
-    }
-    table = tables.table_of(entry, [r for r in entry.results if r.samples_ms and r.family != "repeat"], columns)
-    return replace(table, notes=[*table.notes, WORKSPACE, EXACTNESS if entry.case.errors else NO_EXACTNESS])
 
 
 def in_curve(contender: str) -> bool:
