@@ -120,7 +120,7 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Te
     # The gradient in the weights of tokens is made of losses without them.
     of_loss = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
-    if p.shard is None:
+    if not p.shard:
         vectors.check_targets(p)
         upstream = inputs.token_weight if p.token_weight_grad else None
         backend.loss_and_gradient(logits, logits, TileCall(of_loss, p.spec, _tile(p), out, upstream=upstream))
@@ -145,7 +145,7 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstre
 
 
 def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
-    if p.shard is None:
+    if not p.shard:
         vectors.check_targets(p)
         backend.statistics(logits, call, None)
         return
@@ -165,9 +165,7 @@ def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: 
 def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
     # What lies behind the last class of a row is none of ours: no room.
     cols = p.logits.shape[-1]
-    if p.shard is None:
-        return Tile(0, cols, cols, room=cols, keep=keep)
-    return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
+    return Tile(p.start, cols, p.vocab_size, room=cols, shard=bool(p.shard), keep=keep)
 
 
 def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:
@@ -250,7 +248,6 @@ class _InPlace(torch.autograd.Function):
 
 
 def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
-    shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
     return (
         p.logits,
         p.target,
@@ -260,7 +257,9 @@ def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
         as_text(p.spec),
         p.shift,
         p.token_weight_grad,
-        *shard,
+        p.shard.group if p.shard else None,
+        p.start,
+        p.vocab_size,
     )
 
 

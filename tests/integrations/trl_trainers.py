@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from demo import excerpts, tiny_tokenizer, trainer_settings, trl_installed
 from flce.testing.models import tiny_model
-from trl_dpo import preferences
+from trl_train import preferences
 
 disable_progress_bars()
 
