@@ -65,7 +65,7 @@ def _loss_of_rows(
     tokens: tuple[int, ...],  # the shape of T losses
 ) -> Tensor | LinearCrossEntropyOutput:
     vocab_size = logits.shape[1]
-    z = _transform(logits.to(accumulation_dtype(logits.dtype)), spec)
+    z = spec.transform(logits.to(accumulation_dtype(logits.dtype)))
     if y.is_floating_point():
         y = y.to(z.dtype)
         valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
@@ -112,13 +112,6 @@ def _loss_of_rows(
         None if z_loss is None else z_loss.detach(),
         **{name: value.reshape(tokens) for name, value in stats.items() if name in spec.stats},
     )
-
-
-def _transform(a: Tensor, spec: LossSpec) -> Tensor:
-    z = a * spec.logit_scale
-    if spec.softcap is not None:
-        z = spec.softcap * torch.tanh(z / spec.softcap)
-    return z / spec.temperature
 
 
 def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec) -> dict[str, Tensor]:
