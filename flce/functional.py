@@ -24,6 +24,7 @@ from flce.core.problem import (
     loss_spec,
 )
 from flce.core.shard import bounds
+from flce.engine.case import Case
 from flce.ops import composed
 from flce.ops.arguments import (
     LinearArguments,
@@ -589,7 +590,7 @@ def plan(
     except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
     of_adapters, split = (True,) * len(ranks), split_of(shards, sequence_parallel, num_tokens)
-    made = plan_of_call(
+    c = Case(
         num_tokens,
         (hidden_size, *ranks),
         vocab_size if split is None else bounds(vocab_size, split.processes, 0)[1],
@@ -601,4 +602,4 @@ def plan(
         options or _DEFAULT,
         split,
     )
-    return made.made_for(kind_text(device, device_kind))
+    return plan_of_call(c).made_for(kind_text(device, device_kind))
