@@ -65,13 +65,9 @@ def _loss_of_rows(
     tokens: tuple[int, ...],  # the shape of T losses
 ) -> Tensor | LinearCrossEntropyOutput:
     vocab_size = logits.shape[1]
-<<<<<<< HEAD
     if num_items is not None and num_items.device.type == "cpu" and not torch.compiler.is_compiling():
         check_num_items(num_items)
-    z = _transform(logits.to(accumulation_dtype(logits.dtype)), spec)
-=======
     z = spec.transform(logits.to(accumulation_dtype(logits.dtype)))
->>>>>>> w-autograd
     if y.is_floating_point():
         y = y.to(z.dtype)
         valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)

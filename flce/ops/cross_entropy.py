@@ -14,12 +14,7 @@ Both take rows where they are (`row_layout`), and between the passes finish stat
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from typing import Any
-=======
-from dataclasses import dataclass
 from typing import Any, NamedTuple
->>>>>>> w-autograd
 
 import torch
 from torch import Tensor
@@ -251,25 +246,8 @@ class _InPlace(torch.autograd.Function):
 # Operators
 
 
-<<<<<<< HEAD
-def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
-    return (
-        p.logits,
-        p.target,
-        p.class_weight,
-        p.token_weight,
-        p.num_items,
-        as_text(p.spec),
-        p.shift,
-        p.token_weight_grad,
-        p.shard.group if p.shard else None,
-        p.start,
-        p.vocab_size,
-    )
-=======
 class _Arguments(NamedTuple):
     """The arguments of an operator, in the order of `_SCHEMA`; or, by the same names, their gradients."""
->>>>>>> w-autograd
 
     logits: Any = None
     target: Any = None
