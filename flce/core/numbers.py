@@ -46,6 +46,12 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
+def check_bool(name: str, value: Any) -> None:
+    """TypeError for anything but a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {_describe(value)}")
+
+
 def check_dtype(name: str, value: Any, expected: str = "a torch.dtype") -> None:
     """TypeError for anything but a dtype. Of a string that names one it says which."""
     if isinstance(value, torch.dtype):

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from flce.core.numbers import check_dtype, integer
+from flce.core.sizes import parse_bytes
 
 SkipIgnored: TypeAlias = bool | Literal["auto"]
 
@@ -19,9 +20,10 @@ class ChunkOptions:
     Args:
         chunk_rows: tokens per chunk, instead of the planner's choice (for ``strategy="vocab"``: tokens per
             block of classes).
-        max_workspace_bytes: upper bound of the memory, in bytes, that a call takes above its inputs and the
-            gradients that it returns. An error names the least possible where this is less. A backward with
-            ``retain_graph=True`` may take more: `ChunkPlan.retained_workspace_bytes`.
+        max_workspace_bytes: upper bound of the memory that a call takes above its inputs and the gradients that it
+            returns: a number of bytes, or text such as ``"256MiB"``, which is stored as that number. An error names
+            the least possible where this is less. A backward with ``retain_graph=True`` may take more:
+            `ChunkPlan.retained_workspace_bytes`.
         strategy: "auto", "tokens" or "vocab"; see `flce.planning.search`.
         logits_dtype: dtype of logits that are written to memory. Default: float32 (float64 for float64 inputs).
             ``torch.bfloat16`` or ``torch.float16``, with inputs of that dtype, rounds them where that saves time:
@@ -44,18 +46,20 @@ class ChunkOptions:
     """
 
     chunk_rows: int | None = None
-    max_workspace_bytes: int | None = None
+    max_workspace_bytes: int | str | None = None
     strategy: Literal["auto", "tokens", "vocab"] = "auto"
     logits_dtype: torch.dtype | None = None
     accum_dtype: torch.dtype = torch.float32
     skip_ignored: SkipIgnored = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("chunk_rows", "max_workspace_bytes"):
+        for name, expected in (("chunk_rows", "None or an int"), ("max_workspace_bytes", "None, an int or a size")):
             value = getattr(self, name)
             if value is None:
                 continue
-            value = integer(name, value, "None or an int")
+            if name == "max_workspace_bytes" and isinstance(value, str):
+                value = parse_bytes(value, name)
+            value = integer(name, value, expected)
             if value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
             object.__setattr__(self, name, value)

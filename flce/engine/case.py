@@ -99,6 +99,12 @@ class Dtypes:
     """dW as it leaves the schedule."""
 
     @property
+    def in_units(self) -> bool:
+        """Whether gradients of logits are multiples of a unit by which sums of them are divided when a schedule rounds
+        them: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
+        return self.logits_grad == torch.float16 == self.weight_grad
+
+    @property
     def wider_logits(self) -> bool:
         """Whether logits take more bytes than their gradients. Then they are made in blocks beside a tile of these."""
         return self.logits.itemsize > self.logits_grad.itemsize

@@ -8,7 +8,6 @@ outermost frame of a patched model is left to Python, which changes what comes o
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from flce.core.callers import caller
 from flce.huggingface.head_call import HeadCall
 from flce.huggingface.lazy import TracedLazyLogits, is_lazy, make_lazy
-from flce.huggingface.lazy.state import StackState
 from flce.huggingface.lazy.terms import Product
 from flce.huggingface.usage import Usage
 
@@ -41,25 +39,22 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
 
 
 def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return value
     if isinstance(value, TracedLazyLogits):
         real: Tensor | None = value._existing()
         return make_lazy(_watched(value._state, call_of)) if real is None else real
     if isinstance(value, MutableMapping):
         for key, item in list(value.items()):
-            new = _replaced(item, call_of)
-            if new is not item:
-                value[key] = new
+            if not (item is None or isinstance(item, Tensor)):
+                new = _replaced(item, call_of)
+                if new is not item:
+                    value[key] = new
     elif type(value) in (tuple, list):
-        return type(value)(_replaced(item, call_of) for item in value)
+        return type(value)(item if isinstance(item, Tensor) else _replaced(item, call_of) for item in value)
     return value
 
 
 def _watched(state: Any, call_of: Callable[[Product], HeadCall]) -> Any:
     """From now on changes of what the logits are made from are noticed, and hooks of wrappers are called."""
-    if isinstance(state, StackState):
-        return replace(state, parts=tuple(_watched(part, call_of) for part in state.parts))
     return state.recorded(tuple(call_of(term) for term in state.terms if isinstance(term, Product)))
 
 

@@ -14,7 +14,6 @@ Both take rows where they are (`row_layout`), and between the passes finish stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
-from flce.backends.state import empty_shard, finish
-from flce.core.problem import LossSpec, accumulation_dtype
+from flce.backends.state import Targets, empty_shard, write_results
+from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.engine import vectors
 from flce.engine.arena import Arena
@@ -41,33 +40,6 @@ _SCHEMA = (
 # The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; what backward needs of
 # `Backend.loss_scales`, (3,), or (0,) if there are none; and the gradient in the weights of tokens, (...), or (0,).
 _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants", "Tensor weight_grad"])
-
-
-@dataclass(frozen=True)
-class CrossEntropyProblem:
-    """One call: logits of some tokens and all classes, or those of one process."""
-
-    logits: Tensor  # (..., cols)
-    target: Tensor  # (...) int64; `shift` is already applied
-    class_weight: Tensor | None  # (V,) of all classes
-    token_weight: Tensor | None  # (...)
-    num_items: Tensor | None  # ()
-    spec: LossSpec
-    shard: Shard | None  # None: cols is V
-    shift: int = 0
-    token_weight_grad: bool = False
-
-    @property
-    def vocab_size(self) -> int:
-        return self.logits.shape[-1] if self.shard is None else self.shard.vocab_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.logits.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
 
 
 def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
@@ -143,11 +115,11 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Te
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
     logits, order = rows_of(p.logits)
-    inputs = _row_inputs(p, order, scales.of_gradient)
+    inputs = _row_inputs(p, order, scales.for_gradient())
     # The gradient in the weights of tokens is made of losses without them.
     of_loss = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
-    if p.shard is None:
+    if not p.shard:
         vectors.check_targets(p)
         upstream = inputs.token_weight if p.token_weight_grad else None
         backend.loss_and_gradient(logits, logits, TileCall(of_loss, p.spec, _tile(p), out, upstream=upstream))
@@ -172,7 +144,7 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstre
 
 
 def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
-    if p.shard is None:
+    if not p.shard:
         vectors.check_targets(p)
         backend.statistics(logits, call, None)
         return
@@ -182,18 +154,17 @@ def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: 
         backend.statistics(logits, call, state)
     else:
         empty_shard(state)
-    merged = vocabulary_parallel.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
+    target, cols = call.inputs.target, logits.shape[-1]
+    results = vocabulary_parallel.results_of_all(state, cols, target, p.class_weight, p.spec, p.shard)
     # Not before: the other processes would wait for one that has raised an error.
     vectors.check_targets(p)
-    finish(merged, call)
+    write_results(results, call, Targets.of(call))
 
 
 def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
     # What lies behind the last class of a row is none of ours: no room.
     cols = p.logits.shape[-1]
-    if p.shard is None:
-        return Tile(0, cols, cols, room=cols, keep=keep)
-    return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
+    return Tile(p.start, cols, p.vocab_size, room=cols, shard=bool(p.shard), keep=keep)
 
 
 def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:
@@ -292,9 +263,9 @@ class _Arguments(NamedTuple):
 
     @staticmethod
     def of(p: CrossEntropyProblem) -> _Arguments:
-        shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
         tensors = p.logits, p.target, p.class_weight, p.token_weight, p.num_items
-        return _Arguments(*tensors, as_text(p.spec), p.shift, p.token_weight_grad, *shard)
+        scalars = as_text(p.spec), p.shift, p.token_weight_grad, p.shard.group if p.shard else None
+        return _Arguments(*tensors, *scalars, p.start, p.vocab_size)
 
     @property
     def problem(self) -> CrossEntropyProblem:

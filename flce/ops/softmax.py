@@ -14,7 +14,7 @@ from torch import Tensor
 from flce.backends import get_backend
 from flce.core.numbers import check_dtype, integer
 from flce.core.problem import accumulation_dtype
-from flce.ops.arguments import FLOATING, check_tensor, refuse_forward_mode, widened
+from flce.ops.arguments import FLOATING, check_tensor, refuse_transforms, widened
 from flce.torch_ops.registration import define
 from flce.torch_ops.vmap import register_loop
 
@@ -83,7 +83,7 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
     dims = max(1, input.dim())  # of no dimensions: as if there were one
     if not -dims <= dim < dims:
         raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")
-    refuse_forward_mode(name, f"torch.nn.functional.{name}", (input,))
+    refuse_transforms(name, f"torch.nn.functional.{name}", (input,))
     if dtype is None:
         # As PyTorch has it, autocast on a CPU does not make softmax float32.
         kind = input.device.type

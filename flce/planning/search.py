@@ -74,7 +74,8 @@ def _best(c: Case) -> ChunkPlan | None:
         if c.device.memory is None:
             return default
         budget = int(c.device.memory * MEMORY_SHARE)
-    for room in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
+    most = int(budget)
+    for room in (most - ALLOCATOR_SLACK.get(c.device_type, 0), most):
         if default.workspace_bytes <= room and not searched:
             return default
         fastest = _fastest(c, room)

@@ -270,6 +270,7 @@ class Run:
         self.code = ""
         self.hooked: list[tuple[str, Tensor]] = []
         self.retained: list[Tensor] = []
+        self.learned: list[tuple[str, Tensor]] = []
         self.models: dict[str, Head] = {}
         self.before: dict[str, list[Tensor]] = {}
         self.globals: dict[str, Any] = {
@@ -282,6 +283,9 @@ class Run:
             "retain": self._retain,
             "noise": self._noise,
             "scalar": self._scalar,
+            "learned": self._learned,
+            "row": lambda x: self._noise(x.shape[:-1]).unsqueeze(-1),
+            "spike": self._spike,
             "requires_grad": self._requires_grad,
             "adapter": self._adapter,
             "model": lambda: self._model("a"),
@@ -344,6 +348,17 @@ class Run:
     def _scalar(self, number: float) -> Tensor:
         return torch.tensor(number, dtype=DTYPES[self.setup.dtype])
 
+    def _learned(self, x: Tensor) -> Tensor:
+        """A leaf, whose gradient is compared."""
+        leaf = x.detach().clone().requires_grad_()
+        self.learned.append((self.code, leaf))
+        return leaf
+
+    def _spike(self, x: Tensor, number: float) -> Tensor:
+        spike = self._noise(x.shape[-1:])
+        spike[-1] = number
+        return spike
+
     def step(self, code: str) -> None:
         self.code = code
         exec(compiled(code), self.globals, self.tensors)
@@ -375,6 +390,8 @@ class Run:
                 yield f"gradient of {letter}.{name}", parameter.grad
         for x in self.retained:
             yield "retained gradient", x.grad
+        for code, x in self.learned:
+            yield f"gradient of a factor or a vector in `{code}`", x.grad
         hooked = sorted(self.hooked, key=itemgetter(0))  # of two tensors either may be the first
         yield f"calls of hooks: {[name for name, _ in hooked]}", None
         yield from ((f"gradient in the hook of {name}", gradient) for name, gradient in hooked)
@@ -445,6 +462,13 @@ def tangent(x: Tensor) -> float:
         return float(forward_ad.unpack_dual((x * factor).tanh().sum()).tangent)
 
 
+def close(few: Tensor, x: Tensor) -> bool:
+    """Whether values that were read first are those of the real logits, but for the last bits."""
+    return torch.allclose(
+        few, x.sort(-1).values.gather(-1, x.argsort(-1).argsort(-1).gather(-1, chosen(x))), 1e-3, 1e-3
+    )
+
+
 def picked(x: Tensor) -> Tensor:
     return x.log_softmax(-1).gather(-1, chosen(x)).squeeze(-1)
 
@@ -476,6 +500,7 @@ TOOLS: dict[str, Any] = {
     "loss_of": loss_of,
     "tangent": tangent,
     "few": few,
+    "close": close,
     "Tripled": Tripled,
     "custom_tanh": custom_tanh,
     "flce": flce,

@@ -50,23 +50,17 @@ lazy  {y} = {l}[:, 1:].flatten(0, 1)
 lazy  note({g}.flatten(0, -2) is {g})
 real  {y} = {x}.flatten()
 real  {y} = {x}.unflatten(0, (1, -1))
-lazy  {y} = {x}.transpose({d}, {e})
-lazy  {y} = {l}.transpose(0, 1).transpose(-1, 0).transpose(0, -1)
+real  {y} = {x}.transpose({d}, {e})
 lazy  {y} = {l}.transpose(0, 1)[1:]
-lazy  {y} = {x}.permute({p})
-lazy  {y} = {g}.mT
 real  {y} = {g}[0].T
-lazy  {y} = {x}.movedim(-1, 0)
-lazy  {y} = torch.movedim({l}, -1, 1)
 lazy  {y} = {x}.unsqueeze({d})
-lazy  {y} = {x}.unsqueeze(-1)
-lazy  {y} = {l}.unsqueeze(1).transpose(1, 3)
+real  {y} = {x}.unsqueeze(-1)
 lazy  {y} = {x}.squeeze()
 lazy  {y} = {x}.squeeze({d})
 lazy  {y} = {l}[:1].squeeze(0)
 lazy  {y} = {x}[None]
 lazy  {y} = {l}[:, None]
-lazy  {y} = {x}[..., None]
+real  {y} = {x}[..., None]
 lazy  {y} = {x}[{i0}]
 lazy  {y} = {x}[-1]
 lazy  {y} = {x}[torch.tensor({i0})]
@@ -82,16 +76,14 @@ lazy  {y} = {x}[..., {c}]
 lazy  {y} = {x}[..., torch.tensor({c})]
 lazy  {y} = {x}[..., {c}:{c} + 1]
 lazy  {y} = {l}[0, 0, 5]
-lazy  {y} = {l}[:1].select(-1, 5)
+real  {y} = {l}[:1].select(-1, 5)
 lazy  {y} = {g}[..., :-1, :]
 lazy  {y} = {g}[:, -1]
 lazy  {y} = {g}[..., -1, :]
 lazy  {y} = {x}[...]
 lazy  {y} = {x}[:]
-lazy  {y} = {x}.narrow({d}, {i}, 1)
-lazy  {y} = torch.narrow({l}, -1, 0, 6)
-lazy  {y} = {x}.select({d}, {i})
-lazy  {y} = {l}.select(1, -1)
+real  {y} = {x}.narrow({d}, {i}, 1)
+lazy  {y} = {l}.transpose(0, 1)
 lazy  {y} = {x}.unbind({d})[{i}]
 real  {y}, {z} = {x}.tensor_split(2, {d})
 lazy  {y} = {x}.split(2, {d})[-1]
@@ -99,7 +91,6 @@ lazy  {y}, {z} = {x}.split([1, {x}.shape[{d}] - 1], {d})
 lazy  {y}, {z} = torch.split({l}, [1, 3], dim=1)
 lazy  {y} = {x}.chunk(2, {d})[0]
 real  {y} = {x}.expand(2, *{x}.shape)
-lazy  {y} = {x}.swapaxes({d}, {e})
 real  {y} = {g}.diagonal(dim1=-2, dim2=-1)
 lazy  {y} = next(iter({x}))
 lazy  {y} = [row for row in {x}][-1]
@@ -116,12 +107,12 @@ lazy  {y} = {x}.contiguous()
 lazy  {y} = {l}.view(-1, 13).contiguous()
 lazy  {y} = {g}[0].contiguous()
 lazy  {y} = {l}[:, 1:].contiguous()
-lazy  {y} = {g}.mT.contiguous()
 lazy  {y} = {l}.transpose(0, 1).clone()
 lazy  {y} = {x}.float()
 lazy  {y} = {l}[:, 1:].float()
 lazy  {y} = {x}.double()
 lazy  {y} = {x}.half()
+lazy  {y} = {x}.bfloat16()
 real  {y} = {x}.long().double()
 lazy  {y} = {x}.to({t})
 lazy  {y} = {x}.to(dtype={t})
@@ -130,8 +121,7 @@ lazy  {y} = {x}.to({x}.dtype, copy=True)
 lazy  {y} = {x}.to(copy=True, dtype={t}, device={x}.device)
 lazy  {y} = {x}.to(torch.device('cpu'), {t})
 lazy  {y} = {x}.to(noise(1).float())
-lazy  {y} = {x}.type_as(noise(1))
-lazy  {y} = {x}.type_as(noise(1).float())
+real  {y} = {x}.type_as(noise(1).float())
 value {y} = noise(1).float().to({x})
 value {y} = noise(1).expand_as({x})
 lazy  {y} = {x}.to('cpu')
@@ -150,10 +140,7 @@ lazy  {y} = {g}[:, index({g}, 1)]
 value {y} = {g}[:, -1, [0, -1]]
 value {y} = ({l} * 2)[:, -1, torch.tensor([3, 0], dtype=torch.int32)]
 value {y} = {l}[1, :, torch.tensor([[1], [4]])]
-value {y} = torch.tanh({l}.transpose(1, 2))[:, [2, 1], 1:]
-value {y} = {l}[:, None, ..., [2, 1], None][..., 0]
-loss  {y} = ({l}.log_softmax(-1) * -2)[..., [7, 2]]
-loss  {y} = {l}.transpose(1, 2).log_softmax(1).log_softmax(1)[:, [7, 2]]
+real  {y} = {l}[:, None, ..., [2, 1], None][..., 0]
 value {y} = {l}[bits((2, 4)), 5]
 value {y} = {l}[torch.tensor([1]), 2, 5].squeeze(0)
 value {y} = {l}[torch.tensor([1, 0]), torch.tensor([3, 2]), -1]
@@ -161,7 +148,7 @@ lazy  {y} = {l}[torch.tensor([0, 1, 1]), torch.tensor([3, 2, 2])]
 real  {y} = {l}[torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([3, 4])]
 value {y} = {l}[..., [0, 1, 2, 3]]
 real  {y} = {l}[..., [0, 1, 2, 3, 4]]
-lazy  {y} = {x}.index_select({d}, index({x}, {d}))
+real  {y} = {x}.index_select({d}, index({x}, {d}))
 real  {y} = {l}.index_select(-1, torch.arange(13))
 real  {y} = {x}.repeat(2, *[1] * ({x}.ndim - 1))
 real  {y} = {x}.repeat_interleave(2, {d})
@@ -186,14 +173,12 @@ lazy  {y} = {x} * {n}
 lazy  {y} = {n} * {x}
 lazy  {y} = {x} / {n}
 real  {y} = {x} + {n}
-real  {y} = {n} + {x}
 real  {y} = {x} - {n}
 real  {y} = {n} - {x}
 real  {y} = {n} / {x}
 lazy  {y} = -{x}
 lazy  {y} = torch.mul({x}, {n})
 lazy  {y} = torch.div({x}, {n})
-real  {y} = torch.div({x}, {n}, rounding_mode='floor')
 real  {y} = {x} / 0
 lazy  {y} = {x} * scalar({n})
 lazy  {y} = {x} / scalar({n})
@@ -204,6 +189,7 @@ real  {y} = {x} * torch.arange({x}.shape[-1])
 real  {y} = {x} + torch.arange({x}.shape[-1])
 real  {y} = torch.arange({x}.shape[-1]) - {x}
 lazy  {y} = {x} + noise({x}.shape[-1:])
+lazy  {y} = {x} + learned(noise({x}.shape[-1:]))
 lazy  {y} = noise({x}.shape[-1:]) + {x}
 real  {y} = noise({x}.shape[-1:]) - {x}
 lazy  {y} = noise({x}.shape[-1:]).float() + {x}
@@ -211,38 +197,43 @@ lazy  {y} = {x}.float() + noise({x}.shape[-1:])
 lazy  {y} = torch.add({l} / 7.0, noise((13,)).view(1, 1, -1))
 lazy  {y} = noise((13,)).view(1, -1) + {l}
 real  {y} = {l} + noise((13,)).view(1, 1, 1, -1)
-lazy  {y} = (-2.0 * {l} - noise((13,)))[..., 2:9]
+real  {y} = (-2.0 * {l} - noise((13,)))[..., 2:9]
 real  {y} = torch.add({x}, noise({x}.shape[-1:]), alpha=2)
-real  {y} = torch.add(noise({x}.shape[-1:]), {x}, alpha=2)
 real  {y} = {x}.tanh() + noise({x}.shape[-1:])
 real  {y} = {x} * noise({x}.shape[-1:])
-lazy  {y} = {x} + noise({x}.shape[:-1]).unsqueeze(-1)
+real  {y} = {x} + noise({x}.shape[:-1]).unsqueeze(-1)
 lazy  {y} = {x} - {x}.logsumexp(-1, keepdim=True)
-lazy  {y} = (torch.tanh({l}) - noise((4, 1)).float())[:, 1:].reshape(-1, 13) * 3.0
+real  {y} = (torch.tanh({l}) - noise((4, 1)).float())[:, 1:].reshape(-1, 13) * 3.0
 lazy  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).float().log_softmax(-1)
+real  {y} = ({x}.log_softmax(-1) + row({x})).log_softmax(-1)
+real  {y} = ({x}.log_softmax(-1) + row({x})).softmax(-1)
+real  {y} = ({x}.log_softmax(-1) - row({x})).log_softmax(-1).exp()
+real  {y} = ({x} - learned(row({x}))).log_softmax(-1)
+real  {y} = {x} * learned(scalar(1.3))
+real  {y} = {x} / learned(scalar(1.3))
+real  {y} = learned(scalar(2.0)) * torch.tanh({x} / learned(scalar(2.0)))
+lazy  {y} = {x} + learned(noise({x}.shape[-1:])) * learned(scalar(1.3))
+real  {y} = {x}.masked_fill(bits({x}.shape[-1:]), -5.0) * learned(scalar(1.3))
+real  {y} = {x} + spike({x}, float('inf'))
+real  {y} = {x} + spike({x}, float('nan'))
 real  {y} = torch.tanh({x} - noise((1,)))
 real  {y} = {x} * noise({x}.shape[:-1]).unsqueeze(-1)
 lazy  {y} = {x} / noise({x}.shape[:-1]).abs().unsqueeze(-1)
 lazy  {y} = (3.0 * torch.tanh({l}) / noise((2, 1, 1)).abs())[1:].unbind(1)[2]
-lazy  {y} = {l}.transpose(1, 2).div(noise((1, 4)).float().abs()).squeeze()
 real  {y} = {x} / noise({x}.shape[:-1]).unsqueeze(-1)
 real  {y} = {x} / noise({x}.shape[:-1]).abs().unsqueeze(-1).requires_grad_()
 real  {y} = {x} + noise({x}.shape)
 lazy  {y} = {x} + {o}
-lazy  {y} = {x} - {o}
+real  {y} = {x} - {o}
 real  {y} = {x} * {o}
 lazy  {y} = {x} + {o} * 0.7
-lazy  {y} = {x} + {x}
-lazy  {y} = ({x} + {x}).masked_fill(bits({x}.shape[-1:]), 3.0)
-lazy  {y} = ({x} * 0.5).float() + {x}[...] - {x} / 3
+real  {y} = {x} + {x}
 real  {y} = ({x} * 0.5 + {x}) * 2.0 + noise({x}.shape[-1:])
 real  {y} = {x} - {x}.mean()
 real  {y} = torch.add({x}, {o}, alpha=2)
 real  {y} = torch.lerp({x}, {o}, 0.3)
 lazy  {y} = torch.tanh({x} / {n}) * {n}
 lazy  {y} = ({x} / 3.0).tanh() * -3.0 / 2.0
-lazy  {y} = torch.tanh({g}.mT)
-lazy  {y} = {g}.mT * 2
 real  {y} = torch.tanh(torch.tanh({x}))
 lazy  {y} = {x}.tanh()
 real  {y} = {x}.sin()
@@ -253,10 +244,7 @@ real  {y} = {x} ** 2
 real  {y} = {x}.clamp(-0.5, 0.5)
 lazy  {y} = torch.clamp({x}, min=torch.finfo({x}.dtype).min)
 real  {y} = {x}.nan_to_num(0.5, 2.0, -2.0)
-lazy  {y} = {x}.masked_fill(bits({x}.shape[-1:]), {inf})
-lazy  {y} = {x}.masked_fill(torch.arange({x}.shape[-1]) < 4, {inf})
-lazy  {y} = {x}.float().masked_fill(bits({x}.shape[-1:])[None], {inf})
-real  {y} = ({x} / 4).masked_fill(bits({x}.shape[-1:])[None], {inf})
+real  {y} = {x}.masked_fill(bits({x}.shape[-1:]), {inf})
 real  {y} = {x}.masked_fill(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
 real  {y} = {x}.masked_fill(bits({x}.shape), {inf})
 real  {y} = torch.where(bits({x}.shape), {x}, {n})
@@ -272,9 +260,7 @@ lazy  {y} = F.log_softmax({x}, -1)
 lazy  {y} = F.log_softmax({x}, -1)
 lazy  {y} = F.log_softmax({x}, dim=-1, dtype=torch.float64)
 lazy  {y} = F.log_softmax(3.0 * torch.tanh({l} / 3.0), dim=-1, dtype=torch.float32)[:, 1:].half()
-lazy  {y} = torch.log_softmax({l}.transpose(0, 2), 0).log_softmax(0)
-lazy  {y} = {l}.transpose(1, 2).log_softmax(1)
-lazy  {y} = {x}.log_softmax(-1) * 2
+real  {y} = {x}.log_softmax(-1) * 2
 lazy  {y} = -F.log_softmax({x}, dim=-1)
 real  {y} = {x}.log_softmax(-1) + noise({x}.shape[-1:])
 real  {y} = {x}.log_softmax(-1) * scalar(2.0)
@@ -283,19 +269,17 @@ real  {y} = {x}.log_softmax(-1).tanh()
 real  {y} = {x}.log_softmax({d})
 lazy  {y} = {x}.softmax(-1)
 lazy  {y} = {x}.softmax(-1)
-lazy  {y} = {l}.transpose(1, 2).softmax(1)
 real  {y} = {x}.softmax({d})
 lazy  {y} = F.softmax({x}, -1, dtype=torch.float32)
 lazy  {y} = torch.exp({x}.log_softmax(-1))
-lazy  {y} = ({x} / 2.0).log_softmax(-1).exp()[..., None]
+real  {y} = ({x} / 2.0).log_softmax(-1).exp()[..., None]
 real  {y} = {x}.exp()
 real  {y} = (-{x}.log_softmax(-1)).exp()
 real  {y} = {x}.softmax(-1).log_softmax(-1)
 lazy  {y} = {x}.softmax(-1) * {x}
 lazy  {y} = {x}.log_softmax(-1) * {x}.softmax(-1)
-lazy  {y} = torch.mul({x}.softmax(-1), {x} / 2.0).float()[..., :1, :]
+real  {y} = torch.mul({x}.softmax(-1), {x} / 2.0).float()[..., :1, :]
 real  {y} = {x}.softmax(-1) * {o}.log_softmax(-1)
-real  {y} = {x}.softmax(-1) * ({x} / 2.0).log_softmax(-1)
 real  {y} = {x}.softmax(-1) * {x} * {x}
 real  {y} = {x}.softmax(-1) / {x}
 real  {y} = {x}.cumsum({d})
@@ -315,8 +299,7 @@ loss  {y} = (-({x} / 0.5).log_softmax(-1) * ({x} / 0.5).softmax(-1)).sum(dim=(-1
 loss  {y} = entropy({x})
 loss  {y} = entropy({x}.float() / noise({x}.shape[:-1]).abs().unsqueeze(-1))
 loss  {y} = {x}.logsumexp(-1) - torch.sum(F.softmax({x}, dim=-1) * {x}, dim=-1)
-loss  {y} = (({x}.float() / -0.7).softmax(-1) * {x} * 2.0).sum(-1, dtype=torch.float64)
-loss  {y} = ((3.0 * {l}.tanh() / 0.7).transpose(1, 2).softmax(1) * {l}.tanh().transpose(1, 2)).sum(1)
+real  {y} = (({x}.float() / -0.7).softmax(-1) * {x} * 2.0).sum(-1, dtype=torch.float64)
 loss  {y} = Categorical(logits={x}).entropy()
 loss  {y} = Categorical(logits={x} / 2.0, validate_args=False).log_prob(chosen({x}).squeeze(-1))
 lazy  {y} = Categorical(logits={x}).probs
@@ -324,13 +307,12 @@ real  {y} = ({x}.softmax(-1) * {x}.log_softmax(-1)).sum()
 real  {y} = {x}.softmax(-1).sum(-1)
 real  {y} = ({x} - {x}.logsumexp(-1, keepdim=True)).sum(-1)
 loss  {y} = {x}.softmax(-1).gather(-1, few({x}))
-loss  {y} = ({x}.softmax(-1) * 2.0)[..., few({x}).flatten()[:2]]
 loss  {y} = {x}.softmax(-1).argmax(-1)
 real  {y} = ({x}.softmax(-1) * {x}).argmax(-1)
 real  {y} = ({x}.softmax(-1) * {x}).gather(-1, chosen({x}))
-value {y} = ({x} - noise({x}.shape[:-1]).unsqueeze(-1)).gather(-1, few({x}))
-loss  {y} = ({x} - noise({x}.shape[:-1]).unsqueeze(-1)).logsumexp(-1)
-loss  {y} = ({x}.log_softmax(-1) - noise({x}.shape[:-1]).unsqueeze(-1)).gather(-1, few({x}))
+real  {y} = ({x} - noise({x}.shape[:-1]).unsqueeze(-1)).gather(-1, few({x}))
+real  {y} = ({x} - noise({x}.shape[:-1]).unsqueeze(-1)).logsumexp(-1)
+real  {y} = ({x}.log_softmax(-1) - noise({x}.shape[:-1]).unsqueeze(-1)).gather(-1, few({x}))
 loss  {y} = ({x} / noise({x}.shape[:-1]).abs().unsqueeze(-1)).log_softmax(-1).gather(-1, chosen({x}))
 real  {y} = {x}.sum({d}, keepdim=True)
 loss  {y} = (-F.log_softmax({x}, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32)
@@ -338,14 +320,14 @@ real  {y} = {x}.mean()
 real  {y} = {x}.mean({d})
 real  {y} = {x}.mean(-1)
 loss  {y} = {x}.logsumexp(-1)
+real  {y} = ({x} + spike({x}, float('inf'))).logsumexp(-1)
+real  {y} = {x}.masked_fill(bits({x}.shape[-1:]) | True, float('-inf')).logsumexp(-1)
 real  {y} = {x}.logsumexp({d})
 loss  {y} = ({x} * 3).float().logsumexp(dim=-1, keepdim=True)
-loss  {y} = torch.tanh({l}.transpose(1, 2)).logsumexp(1)
 loss  {y} = torch.stack([torch.logsumexp(row, dim=-1) for row in {g}])
 loss  {y} = {x}.argmax(-1)
 real  {y} = {x}.argmax({d})
 loss  {y} = torch.argmax({x} / 2, dim=-1, keepdim=True)
-loss  {y} = {l}.transpose(1, 2).argmax(1)
 loss  {y} = {x}.log_softmax(-1).argmax(-1)
 real  {y} = {x}.amax(-1)
 real  {y} = {x}.max(-1).values
@@ -356,25 +338,17 @@ real  {y} = {x}.topk(1).values
 real  {y} = {x}.sort(-1).values
 value {y} = {x}.gather(-1, chosen({x}))
 value {y} = {x}.gather(-1, chosen({x})).squeeze(-1)
-value {y} = {g}.mT.gather(-2, chosen({g}).mT)
 value {y} = {x}.gather(-1, few({x}))
 real  {y} = {x}.gather(-1, few({x}).repeat_interleave(2, -1))
 value {y} = {x}.gather(-1, few({x})[..., :2])
 value {y} = {x}.gather(-1, few({x})[..., :0])
-value {y} = {g}.mT.gather(-2, few({g})[..., :2].mT)
-value {y} = torch.tanh({g}.mT / 3.0).gather(-2, few({g}).mT)
 loss  {y} = {x}.log_softmax(-1).gather(-1, chosen({x})).squeeze(-1)
 loss  {y} = (-{x}.log_softmax(-1)).gather(-1, chosen({x}))
 loss  {y} = (-{x}.log_softmax(-1)).gather(-1, few({x}))
 loss  {y} = ({x} / 2.0).log_softmax(-1)[..., few({x}).flatten()[:2]]
 loss  {y} = {x}.gather(-1, chosen({x}))[..., 0] - {x}.logsumexp(-1)
-value {y} = {x}.take_along_dim(chosen({x}), -1)
-value {y} = {x}.take_along_dim(chosen({x})[:1], -1)
-real  {y} = {x}.take_along_dim(chosen({x}))
-real  {y} = {l}.take_along_dim(chosen({l}) % 4, 1)
-loss  {y} = torch.take_along_dim({x}.log_softmax(-1), chosen({x})[:1], -1)
-value {y} = {g}.mT.take_along_dim(chosen({g}).mT, -2)
-value {y} = {g}.mT.tanh().take_along_dim(indices=chosen({g}).mT, dim=-2)
+real  note(close({x}.gather(-1, chosen({x})), {x}))
+real  note(close({x}.log_softmax(-1).gather(-1, chosen({x})), {x}.log_softmax(-1)))
 real  {y} = {x}.isnan()
 real  {y} = {x} > 0
 real  {y} = {x} == {x}
@@ -388,34 +362,12 @@ TOGETHER = """
 real  {y} = torch.cat([{x}, {o}], {d})
 real  {y} = torch.cat([{x}, {o}], -1)
 real  {y} = torch.cat([{x}, {o}])
-lazy  {y} = torch.cat([{x}, {x}], dim={d})
-real  {y} = torch.cat([{x}[:1], {o}])
-real  {y} = torch.cat([{x}[..., :1], {o}], -1)
-lazy  {y} = torch.cat(({l}[..., :4], {l}), dim=-1)
 real  {y} = torch.cat([{x}, noise({x}.shape)])
 real  {y} = torch.cat([{x}, noise({x}.shape)], -1)
-lazy  {y} = torch.cat([{x}])
-real  {y} = torch.cat([{x}.detach(), {o}.detach()]).argmax(-1)
-lazy  {y} = torch.stack([{x}, {o}])
-lazy  {y} = torch.stack([{x}, {o}])
-lazy  {y} = torch.stack([{x}, {o}], -1)
-lazy  {y} = torch.stack([{x}, {o}], {d})
-lazy  {y} = torch.stack([{x}, {o}])[0]
-lazy  {y} = torch.stack([{x}, {o}])[1:]
-lazy  {y}, {z} = torch.stack([{x}, {o}]).unbind()
-lazy  {y}, {z} = torch.stack([{x}, {o}], -1).unbind(-1)
-lazy  {y} = torch.stack([{x}, {o}]).select(0, 1)
+real  {y} = torch.stack([{x}, {o}])
+real  {y} = torch.stack([{x}, {o}], -1)
 real  {y} = torch.stack([{x}, {o}]).mean(0)
-real  {y} = torch.stack([{x}, noise({x}.shape)])
-lazy  {y} = torch.stack(list({x}))
-real  {y} = torch.stack([torch.stack([{x}, {o}]), torch.stack([{o}, {x}])])[0, 1]
-lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1)
-lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1)[:, :, -3:]
-lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1)[:, 1:].float()[:, 0].contiguous().view(-1, 13)
-lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).select(1, -1).detach()
-lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).reshape(6, 4, 13)
-lazy  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).view(6, 4, 13)
-real  {y} = torch.stack([{l}, {l} * 2, -{l}], 1).sum()
+real  {y} = torch.stack(list({x}))
 real  {y} = torch.cat([{x}, {o}]).view(2, *{x}.shape)
 real  {y} = torch.cat([{x}, {o}])[{x}.shape[0]:]
 """
@@ -425,7 +377,6 @@ lazy  {y} = b(ids)
 lazy  {y} = b(ids)
 lazy  {y} = a(ids.flip(0))
 lazy  {y} = a(ids)
-loss  {y} = torch.cat([a(ids).detach(), a(ids.flip(0)).detach()]).argmax(-1)
 """
 
 # What programs do to the models between their call and the loss, and to names.
@@ -445,19 +396,17 @@ WRITES = """
 real  {x}[0] = {n}
 real  {x}[-1] = {inf}
 real  {x}[{s}] = {n}
-lazy  {x}[..., {c}] = {n}
+real  {x}[..., {c}] = {n}
 real  {x}[..., {c}] = noise({x}.shape[:-1])
-lazy  {x}[..., [0, -1]] = {inf}
-lazy  {x}[..., []] = {n}
-lazy  {x}[..., {c}:] = {inf}
-lazy  {x}[..., bits({x}.shape[-1:])] = {inf}
+real  {x}[..., [0, -1]] = {inf}
+real  {x}[..., bits({x}.shape[-1:])] = {inf}
 real  {x}[bits({x}.shape)] = {inf}
 real  {x}[bits({x}.shape[:-1])] = {n}
 real  {x}[{x} < 0] = {n}
 real  {x}[0] = {o}[-1]
 real  {x}[{s}] = noise({x}[{s}].shape)
 real  {x}[:] = {o}
-lazy  {x}[...] = {n}
+real  {x}[...] = {n}
 real  {x}[{s}] *= {n}
 real  {x}[..., {c}] += {n}
 real  {x}[{i0}] += {o}[{i0}]
@@ -465,15 +414,11 @@ real  {x}[:-1] = {x}[1:].clone()
 real  {x}[{x} < {x}.topk(1).values] = {inf}
 lazy  note({x}.mul_({n}) is {x})
 lazy  note({x}.add_(noise({x}.shape[-1:])) is {x})
-lazy  note({x}.neg_() is {x}, torch.neg_({x}) is {x})
-lazy  note({x}.masked_fill_(bits({x}.shape[-1:]), {inf}) is {x})
+real  note({x}.masked_fill_(bits({x}.shape[-1:]), {inf}) is {x})
 real  note({x}.zero_() is {x})
 real  note({x}.clamp_(max=0.5) is {x})
 real  note(torch.exp_({x}) is {x})
 real  note(F.relu({x}, inplace=True) is {x})
-real  note(F.silu({x}, inplace=True) is {x})
-real  note(F.elu({x}, inplace=True) is {x})
-real  note(F.leaky_relu({x}, inplace=True) is {x})
 real  note({x}.copy_(noise({x}.shape[-1:])) is {x})
 real  note({x}.__iadd__({n}) is {x})
 lazy  {y} = {x}.mul_({n})
@@ -491,16 +436,13 @@ lazy  {x}.div_({n})
 real  {y} = {x}.add_({n})
 lazy  {x}.add_({o})
 lazy  {y} = {x}.add_(noise({x}.shape[-1:]))
-lazy  {y} = {x}.sub_(noise({x}.shape[-1:]))
 real  {x}.sub_({n})
-lazy  {x}.sub_({o})
-lazy  {y} = {x}.neg_()
-lazy  {y} = {x}.tanh_()
-lazy  note({x}.tanh_() is {x})
+real  {y} = {x}.tanh_()
+real  note({x}.tanh_() is {x})
 real  {x}.zero_()
 real  {x}.zero_()
 real  {x}.fill_({n})
-lazy  {y} = {x}.masked_fill_(bits({x}.shape[-1:]), {inf})
+real  {y} = {x}.masked_fill_(bits({x}.shape[-1:]), {inf})
 real  {x}.masked_fill_(bits({x}.shape[:-1]).unsqueeze(-1), {inf})
 real  {x}.masked_fill_(bits({x}.shape), {inf})
 real  {x}.copy_({o})
@@ -514,14 +456,21 @@ real  {x}.scatter_add_(-1, chosen({x}), noise(chosen({x}).shape))
 real  {x}.addcmul_({o}, {o})
 real  {x}.relu_()
 real  {x}.exp_()
+lazy  {y} = {x} * {n}; note({y}.detach_() is {y})
+lazy  note({x}.view(-1, {x}.shape[-1]).mul_({n}).shape)
+lazy  {x}.flatten(0, -2).div_({n})
+lazy  {l}.view(8, 13).div_(noise((8, 1)).abs())
+lazy  {x}.unsqueeze(0).mul_(scalar({n}))
+lazy  {x}.view({x}.shape).add_(noise({x}.shape[-1:]))
+real  {x}[{s}].mul_({n})
 lazy  {x} *= {n}
 lazy  {x} /= {n}
 lazy  {x} += {o}
 real  {x} += {n}
 lazy  {x} += noise({x}.shape[-1:])
-lazy  {x} -= noise({x}.shape[:-1]).unsqueeze(-1)
+real  {x} -= noise({x}.shape[:-1]).unsqueeze(-1)
 lazy  {x}.div_(noise({x}.shape[:-1]).abs().unsqueeze(-1))
-lazy  {x} -= noise({x}.shape[-1:])
+real  {x} -= noise({x}.shape[-1:])
 lazy  {x} *= scalar({n})
 real  {x}.data.mul_({n})
 real  {x}.detach().mul_({n})
@@ -591,15 +540,11 @@ loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), label_
 loss  {loss} = F.cross_entropy({g}.flatten(0, -2), labels({g}).flatten(), weight=noise({g}.shape[-1:]).abs())
 loss  {loss} = F.cross_entropy({g}[-1], labels({g}[-1]), noise({g}.shape[-1:]).abs(), label_smoothing=0.2)
 loss  {loss} = nn.CrossEntropyLoss()({g}.flatten(0, -2), labels({g}).flatten())
-loss  {loss} = F.cross_entropy({g}.movedim(-1, 1), labels({g}))
-loss  {loss} = F.cross_entropy({g}.transpose(1, -1), labels({g}.transpose(1, -1).movedim(1, -1)), reduction='sum')
-loss  {loss} = F.cross_entropy({l}.transpose(1, 2), labels({l}), reduction='none') * torch.arange(4)
+real  {loss} = F.cross_entropy({l}.transpose(1, 2), labels({l}), reduction='none') * torch.arange(4)
 loss  {loss} = F.cross_entropy({l}[0, 0], labels({l})[0, 0])
 loss  {loss} = F.cross_entropy({g}[:, :-1].flatten(0, -2), labels({g}[:, :-1]).flatten())
 loss  {loss} = F.cross_entropy({g}[:, :-1, :].contiguous().view(-1, {g}.shape[-1]), labels({g}[:, :-1]).view(-1))
 loss  {loss} = F.cross_entropy({g}[-1], labels({g}[-1]))
-real  {loss} = F.cross_entropy({l}, labels({l}.mT))
-real  {loss} = F.cross_entropy({l}.mT, noise((2, 13, 4)).softmax(1))
 loss  {loss} = F.cross_entropy({l}[..., :9].reshape(-1, 9), labels({l}[..., :9]).view(-1))
 loss  {loss} = F.cross_entropy(({g} * 0.5 / 3).flatten(0, -2), labels({g}).flatten())
 loss  {loss} = F.cross_entropy((torch.tanh({g} / 2.0) * 2.0).flatten(0, -2), labels({g}).flatten())
@@ -614,7 +559,6 @@ real  {loss} = F.cross_entropy({g}.flatten(0, -2), noise({g}.shape).softmax(-1).
 loss  {loss} = F.nll_loss({g}.log_softmax(-1).flatten(0, -2), labels({g}).flatten())
 loss  {loss} = F.nll_loss(F.log_softmax({g}, -1).view(-1, {g}.shape[-1]), labels({g}).view(-1), reduction='sum')
 loss  {loss} = F.nll_loss(F.log_softmax({g}[-1], -1), chosen({g}[-1])[..., 0], noise({g}.shape[-1:]), ignore_index=3)
-loss  {loss} = nn.NLLLoss(reduction='none')({l}.transpose(1, 2).log_softmax(1), labels({l}))
 real  {loss} = F.nll_loss({g}.flatten(0, -2), labels({g}).flatten())
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}))
 loss  {loss} = flce.cross_entropy({g}, labels({g}), shift=1)
@@ -626,7 +570,7 @@ loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), weight=noise({g}.shape[-
 loss  {loss} = flce.cross_entropy({g} * 2, labels({g}), stats=('lse', 'entropy', 'argmax'), z_loss=1e-3, shift=1).loss
 loss  {loss} = flce.CrossEntropyLoss(z_loss=1e-2)({g}, labels({g}), token_weight=noise({g}.shape[:-1]).abs())
 loss  {loss} = loss_of({g})
-loss  {loss} = loss_of(torch.stack([{g}, {o}], 1)[:, 0])
+real  {loss} = loss_of(torch.stack([{g}, {o}], 1)[:, 0])
 loss  {loss} = -{g}.log_softmax(-1).gather(-1, chosen({g})).mean()
 loss  {loss} = ({g}.logsumexp(-1) - {g}.gather(-1, chosen({g})).squeeze(-1)).mean()
 loss  {loss} = {g}.logsumexp(-1).square().mean()
@@ -660,7 +604,7 @@ real  hook({x}, keep('{x}'))
 real  hook({x}, lambda gradient: gradient * 2)
 real  retain({x})
 real  {y} = {x}.detach().requires_grad_(); retain({y})
-real  note({x}.requires_grad_() is {x})
+lazy  note({x}.requires_grad_() is {x})
 """
 
 GROUPS = {

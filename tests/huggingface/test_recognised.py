@@ -197,6 +197,9 @@ def test_checkpoints(name: str, reentrant: bool, compare: Compare) -> None:
 READ: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1).square().sum(),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(),
+    "logsumexp": lambda x: x.logsumexp(-1).square().mean(),
+    "z-loss": lambda x: F.cross_entropy(x.flatten(0, 1), IDS.flatten()) + x.logsumexp(-1).square().mean(),
+    "log-probabilities": lambda x: x[:, :-1].float().log_softmax(-1).gather(-1, IDS[:, 1:, None]).square().sum(),
     "a view": lambda x: x.view(-1, x.shape[-1]).exp().sum() + x[:, -1].square().sum(),
     "a few": lambda x: x[:1, -1].exp().sum(),
     "and a loss": lambda x: x.softmax(-1).square().sum() + F.cross_entropy(x.flatten(0, 1), IDS.flatten()),
@@ -209,13 +212,20 @@ def some_are_kept() -> Any:
 
 
 @pytest.mark.parametrize("contexts", [noop_context_fn, some_are_kept])
+@pytest.mark.parametrize("when", ["never", "before", "after"])
 @pytest.mark.parametrize("name", READ)
-def test_logits_that_are_read_in_a_checkpoint(name: str, contexts: Any, compare: Compare) -> None:
-    """A recomputation is given the logits that the first pass computed."""
+def test_logits_that_are_read_in_a_checkpoint(name: str, when: str, contexts: Any, compare: Compare) -> None:
+    """A recomputation does what the first pass did, also where something else has read the logits since."""
     script = """
         model = patch(build("Llama", num_hidden_layers=1), on_materialize="ignore")
-        backward(checkpoint(read, model(input_ids=IDS).logits, use_reentrant=False, context_fn=contexts))"""
-    compare(script, read=READ[name], contexts=contexts)
+        logits = model(input_ids=IDS).logits
+        if when == "before":
+            note(logits.std())
+        loss = checkpoint(read, logits, use_reentrant=False, context_fn=contexts)
+        if when == "after":
+            note(logits.std())
+        backward(loss)"""
+    compare(script, read=READ[name], when=when, contexts=contexts)
 
 
 def test_inference_in_training_mode_is_no_checkpoint(build: Build) -> None:
@@ -246,11 +256,9 @@ def medusa_heads(hidden: int = 32) -> nn.ModuleList:
     )
 
 
-def loss_of_heads(model: Any, heads: Any, stacked: bool = False) -> Tensor:
+def loss_of_heads(model: Any, heads: Any) -> Tensor:
     hidden = model.model(input_ids=IDS).last_hidden_state
     logits: Any = [head(hidden) for head in (model.lm_head, *heads)]
-    if stacked:
-        logits = torch.stack(logits, 0)
     losses = [F.cross_entropy(logits[i][:, : -1 - i].flatten(0, 1), IDS[:, i + 1 :].flatten()) for i in range(3)]
     return sum(losses[1:], losses[0])
 
@@ -288,10 +296,9 @@ class OwnFunction(nn.Parameter):
 
 
 HEADS = {
-    **{
-        f"heads beside the model, {stacked=}": f"""
+    "heads beside the model": """
         def run(inner):
-            return loss_of_heads(inner, model.medusa_head, {stacked})
+            return loss_of_heads(inner, model.medusa_head)
         model = patch(Around(build("Llama"), run, medusa_head=medusa_heads()), on_materialize="raise")
         for _ in range(2):
             backward(model())
@@ -301,9 +308,7 @@ HEADS = {
         unpatch(model)
         backward(model())
         fused(0)
-        assert type(model.get_submodule("medusa_head.0.1")) is nn.Linear"""
-        for stacked in (False, True)
-    },
+        assert type(model.get_submodule("medusa_head.0.1")) is nn.Linear""",
     "heads of the model": """
         model = build("Llama")
         model.medusa_head = medusa_heads()

@@ -377,6 +377,23 @@ def test_half_precision_under_a_loss_scale(backend: str) -> None:
         assert all(relative_error(a, b) <= 1e-3 for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("feature", ["plain", "both"])
+def test_float16_gradients_that_are_small(feature: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Those of logits are smaller than any number of float16; the first two columns of inputs and weights, which change
+    no logit, make their own large."""
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+    call = call_of(40, dtype=torch.float16, **FEATURES[feature])
+    for x, w in [(call.x, call.w), *call.kwargs["adapters"]]:
+        with torch.no_grad():
+            x[:, 0], x[:, 1], w[:, 0], w[:, 1] = 0.0, 2.0**15, (torch.rand(len(w)) - 0.5) * 2.0**16, 0.0
+    expected, made = oracle(call)
+    upstream = weights_of(run(call), WITH_GRADIENTS)
+    got = torch.autograd.grad(weighted(vars(run(call)), upstream) * 2.0**-20, leaves(call))
+    want = torch.autograd.grad(weighted(expected, upstream) * 2.0**-20, made)
+    for leaf, a, b in zip(leaves(call), got, want, strict=True):
+        assert leaf.dim() == 1 or relative_error(a, b) <= LIMITS[torch.float16][1]
+
+
 @pytest.mark.parametrize("feature", ["plain", "both", "bias"])
 def test_opcheck(feature: str, backend: str) -> None:
     recorded = []
@@ -569,6 +586,11 @@ def test_topk_kl(direction: str, tail: bool) -> None:
         flce.topk_kl(p, q, "sideways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one shape"):
         flce.topk_kl(p[:2], q)
+    for wrong in ((p.long(), q), (p, q.long()), (p > 0, q), (p * 1j, q), (p.to_sparse(), q), (p.tolist(), q)):
+        with pytest.raises(TypeError, match=r"(candidate|teacher)_logprob must (be|have)"):
+            flce.topk_kl(*wrong)
+    with pytest.raises(TypeError, match="tail must be a bool, got str"):
+        flce.topk_kl(p, q, tail="no")  # type: ignore[arg-type]
 
 
 def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:

@@ -20,7 +20,7 @@ Each module uses those above it:
 |---|---|
 | `terms`, `fold` | the products and biases that logits are the sum of; what has been done to the sum |
 | `state` | what lazy logits would be computed from, and how to do without them |
-| `elementwise`, `values`, `indexing`, `several` | what operations do to a state: a function an operation |
+| `elementwise`, `values`, `indexing` | what operations do to a state: a function an operation |
 | `tables` | which function of PyTorch is which operation |
 | `base` | what both classes share: views, copies, and the real logits |
 | `dispatch` | how an operation of PyTorch finds its way |

@@ -1,18 +1,19 @@
-"""What both kinds of lazy logits share: the state, what they are views or copies of, and the real logits."""
+"""What both kinds of lazy logits share: the state, the family, and the real logits."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flce.huggingface.head_call import HeadCall, watch_gradient
-from flce.huggingface.lazy.state import LazyState, State
+from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of
 from flce.huggingface.usage import ASKED_FOR, forbid_materialized, say_materialized
 from flce.huggingface.wrappers import outside_of_checkpoint
@@ -20,159 +21,208 @@ from flce.huggingface.wrappers import outside_of_checkpoint
 LazyT = TypeVar("LazyT")
 
 
-class Source:
-    """What lazy logits come from.
+@dataclass(eq=False)
+class Step:
+    """One operation that made a view or a copy, to be repeated.
 
-    Args:
-        lazy: other lazy logits.
-        repeat: makes these logits' real ones of real ones of `lazy`.
-        is_view: they share their memory; else a copy, of what `lazy` is now.
+    Attributes:
+        func: the function of PyTorch.
+        run: the same of a state.
+        args, named: arguments behind the first, without lazy logits.
+        piece: which of several results; None: there is one.
+        mode: whether gradients were recorded, and inference mode; None: within a graph.
+        versions: of arguments that are tensors.
     """
 
-    def __init__(self, lazy: LazyBase, repeat: Callable[[Tensor], Tensor], is_view: bool) -> None:
-        self.lazy, self.repeat, self.is_view, self._state = lazy, repeat, is_view, lazy._state
-        self._given: Tensor | None = None
+    func: Callable[..., Any]
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    named: Mapping[str, Any]
+    piece: int | None
+    mode: tuple[bool, bool] | None
+    versions: list[tuple[Tensor, Any]]
 
-    def is_followed(self) -> bool:
-        """Whether these logits are made of those of `lazy` as soon as they exist."""
-        return self.is_view or self.lazy._is_awaited()
+    def of_state(self, state: LazyState) -> LazyState:
+        return self._repeat(self.run, state)
+
+    def of_real(self, real: Tensor) -> Tensor:
+        return self._repeat(self.func, real)
+
+    def can_repeat(self) -> bool:
+        """Whether the arguments are what they were."""
+        return all(versions_of(tensor) == version for tensor, version in self.versions)
+
+    def _repeat(self, function: Callable[..., Any], first: Any) -> Any:
+        mode = self.mode
+        if mode is None or mode == (torch.is_grad_enabled(), torch.is_inference_mode_enabled()):
+            made = function(first, *self.args, **self.named)
+        else:
+            with grad_mode(*mode):
+                made = function(first, *self.args, **self.named)
+        return made if self.piece is None else made[self.piece]
+
+
+@dataclass(eq=False)
+class Origin:
+    """What lazy logits are a view or a copy of.
+
+    Attributes:
+        lazy: other lazy logits; of a view those that have the memory.
+        steps: what makes these logits of those.
+        is_view: they share the memory.
+        changes: those of the family at that time.
+    """
+
+    lazy: LazyBase
+    steps: tuple[Step, ...]
+    is_view: bool
+    changes: int
+    _real: Tensor | None = None
+
+    def state(self) -> LazyState:
+        state = self.lazy._state
+        for step in self.steps:
+            state = step.of_state(state)
+        return state
+
+    def real(self) -> Tensor | None:
+        """The real logits, if those of the origin exist."""
+        if self._real is None and self.lazy._real is not None:
+            with outside(self.lazy._state):
+                real = self.lazy._real
+                for step in self.steps:
+                    real = step.of_real(real)
+            self._real = real
+        return self._real
 
     def is_unchanged(self) -> bool:
-        lazy = self.lazy
-        return lazy._state is self._state and (lazy._real is None or lazy._made_as == versions_of(lazy._real))
+        """Whether a copy can still be made of the real logits of its origin."""
+        family = self.lazy._family
+        return family.changes == self.changes and not family.is_written() and all(s.can_repeat() for s in self.steps)
 
-    def give(self) -> Tensor | None:
-        """The real logits, if they can be made of `lazy`'s."""
-        memory = self.lazy._real
-        if self._given is None and memory is not None and (self.is_view or self.is_unchanged()):
-            self._given = self.repeat(memory)
-        return self._given
-
-    def _existing(self) -> Tensor | None:
-        self.lazy._existing()
-        return self.give()
+    @property
+    def is_piece(self) -> bool:
+        """Whether an operation with several results has made it."""
+        return any(step.piece is not None for step in self.steps)
 
 
+@dataclass(eq=False)
 class Hooked:
     """Whether a hook waits for the gradient of lazy logits. Their places in the autograd graph refer to it.
 
-    Args:
-        source: the same of what these logits come from.
+    Attributes:
+        source: the same of what these logits are a copy of.
     """
 
-    def __init__(self, source: Hooked | None) -> None:
-        self.now, self._source = False, source
+    source: Hooked | None = None
+    now: bool = False
 
     def anywhere(self) -> bool:
         """Whether one waits here, or at what these logits come from."""
         hooked: Hooked | None = self
         while hooked is not None and not hooked.now:
-            hooked = hooked._source
+            hooked = hooked.source
         return hooked is not None
 
 
-class _Family:
-    """The views of one memory, and the copies of what is in it.
-
-    Args:
-        width: entries in a row of the memory.
+@dataclass(eq=False)
+class Family:
+    """Lazy logits and their views, which share one memory, and the copies that were made of them.
 
     Attributes:
-        waiting: those that are not real yet, and have to be before the memory is written to. A view without gradients
-            is known by its source: `torch.utils.swap_tensors(x, logits.detach())` takes no tensor with weak references.
-        views: those that are real, and the part of the memory that each lies in.
+        memory: the real logits of what has the memory; None: they do not exist.
+        changes: how many operations in place were recorded.
+        waiting: views that are not real, or their origins: `torch.utils.swap_tensors` refuses tensors with weak
+            references, and without gradients a view needs none.
+        members: views that have a place in the autograd graph.
+        copies: of which the gradients may have to come to a hook.
+        has_views: within a graph of ``torch.compile``, where they are not listed.
     """
 
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self.waiting: list[weakref.ref[LazyBase | Source]] = []
-        self.views: list[tuple[weakref.ref[LazyBase], _Box]] = []
+    hooked: Hooked
+    memory: Tensor | None = None
+    changes: int = 0
+    waiting: list[weakref.ref[Any]] = field(default_factory=list)
+    members: list[weakref.ref[Any]] = field(default_factory=list)
+    copies: list[weakref.ref[Any]] = field(default_factory=list)
+    has_views: bool = False
+    _made_as: Any = None
+    _seen: Any = None
 
-    def add_view(self, view: LazyBase, real: Tensor) -> None:
-        self.views.append((weakref.ref(view), _box(real, self._width)))
+    def set_memory(self, real: Tensor) -> None:
+        self.memory, self._made_as, self._seen = real, versions_of(real), versions_of(real)
+
+    def is_written(self) -> bool:
+        """Whether the real logits were changed since they were made."""
+        return self.memory is not None and versions_of(self.memory) != self._made_as
+
+    def was_written_now(self) -> bool:
+        """Whether the real logits were changed since the last call."""
+        before, self._seen = self._seen, None if self.memory is None else versions_of(self.memory)
+        return bool(before != self._seen)
 
     def make_real(self) -> None:
-        """Make those that wait real, if the memory exists."""
-        if not self.waiting:
-            return
-        waiting, self.waiting = self.waiting, []
-        self.views = [view for view in self.views if view[0]() is not None]
-        for ref in waiting:
-            one = ref()
-            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows: an error where it is used
-                if one is not None and one._existing() is None and _may_come(one):
-                    self.waiting.append(ref)
+        """Make the views real, if the memory exists: it may be written to, or exchanged."""
+        if self.memory is not None and self.waiting:
+            waiting, self.waiting = self.waiting, []
+            for one in alive(waiting):
+                with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows
+                    one.real() if isinstance(one, Origin) else one._existing()
 
-    def overlapping(self, real: Tensor) -> list[LazyBase]:
-        """The views that may have elements of ``real``."""
-        first, end, left, right = _box(real, self._width)
-        near = [ref() for ref, (f, e, lo, hi) in self.views if f < end and first < e and lo < right and left < hi]
-        return [lazy for lazy in near if isinstance(lazy, LazyBase)]  # PyTorch may have swapped it for another tensor
+    def allows_change(self, requires_grad: bool) -> bool:
+        """Whether autograd would let the views of logits see an operation in place."""
+        for one in alive(self.waiting):
+            with_gradient = not isinstance(one, Origin)
+            if with_gradient != requires_grad or (with_gradient and one._origin.is_piece):
+                return False
+        return not self.has_views
 
 
-def _may_come(one: LazyBase | Source) -> bool:
-    """Whether this can still be made of what it comes from."""
-    source = one if isinstance(one, Source) else one._source
-    return source is not None and (source.is_view or source.is_unchanged())
+def alive(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
+    return (one for one in [ref() for ref in refs] if one is not None)
 
 
-_Box = tuple[int, int, int, int]
-
-
-def _box(real: Tensor, width: int) -> _Box:
-    """The elements of its memory that a tensor lies between, and the columns, if a row has ``width`` elements."""
-    start, width = int(real.storage_offset()), max(width, 1)
-    if not real.numel():
-        return start, start, 0, 0
-    steps = [(int((size - 1) * stride), stride) for size, stride in zip(real.shape, real.stride(), strict=True)]
-    left = start % width
-    right = left + 1 + sum(length for length, stride in steps if stride % width)
-    return start, start + 1 + sum(length for length, _ in steps), *((left, right) if right <= width else (0, width))
+def outside(state: LazyState) -> contextlib.AbstractContextManager[None]:
+    """Where real logits are made: outside of a checkpoint that was given lazy ones, whose recomputation finds them."""
+    inside = not torch.compiler.is_compiling() and any(call.is_outside for call in state.calls)
+    return outside_of_checkpoint() if inside else contextlib.nullcontext()
 
 
 class LazyBase:
     """What both kinds of lazy logits share: the state, and the real logits once they exist.
 
-    Views and copies refer to what they come from, their source. There is one memory for a root and all its views:
-    whatever makes one of them real makes the root real, and repeats the views on it. So a write to one shows in all, as
-    in stock. A copy is a root of its own, unless a hook waits for gradients at its source: then it is made from
-    the source, if that was not written to since.
+    Whatever makes one member of a family real makes the root real, and repeats the views on it. So a write to one shows
+    in all, as in stock. A copy has a family of its own. It is made from its origin only if a hook waits there.
     """
 
-    _state: State
+    _state: LazyState
     _real: Tensor | None
-    _source: Source | None
+    _origin: Origin | None
     # The values of a small view, in memory of their own, for operations that only read.
     _values: Tensor | None
-    _viewed: bool  # has views
-    _asked: bool  # for its place in the autograd graph, where gradients of copies have to pass then
-    _family: _Family  # shared by a root and all its views
-    _hooked: Hooked
+    _family: Family
+    _changes: int  # of the family, that are in the state
     # A tensor without data that has the shape and strides of stock's logits: tells views from copies.
     _shadow: Tensor | None
-    _made_as: Any  # the version of the real logits when their memory was made
 
-    def _init(self, state: State, source: Source | None, shadow: Tensor | None = None) -> None:
-        self._state, self._source, self._shadow = state, source, shadow
-        self._real, self._values, self._viewed, self._asked = None, None, False, False
-        self._hooked = Hooked(None if source is None else source.lazy._hooked)
-        root = self._viewed_source()
-        self._family = _Family(state.shape[-1]) if root is None else root._family
-        if root is not None:
-            root._viewed = True
+    def _init(self, state: LazyState, origin: Origin | None, shadow: Tensor | None) -> None:
+        self._state, self._origin, self._shadow, self._real, self._values = state, origin, shadow, None, None
+        if origin is None:
+            self._family = Family(Hooked())
+        else:
+            family = origin.lazy._family
+            self._family = family if origin.is_view else Family(Hooked(family.hooked))
+        self._changes = self._family.changes
 
-    def _viewed_source(self) -> LazyBase | None:
-        """What this is a view of; None: it has memory of its own."""
-        return self._source.lazy if self._source is not None and self._source.is_view else None
+    def _is_view(self) -> bool:
+        return self._origin is not None and self._origin.is_view
 
     def _root(self) -> LazyBase:
-        """What this is a view of, or a view of a view; itself, if it has memory of its own."""
-        root: LazyBase = self
-        while (viewed := root._viewed_source()) is not None:
-            root = viewed
-        return root
+        """What has the memory."""
+        origin = self._origin
+        return origin.lazy if origin is not None and origin.is_view else self
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: LazyState) -> None:
         """Change in place."""
         raise NotImplementedError
 
@@ -199,65 +249,63 @@ class LazyBase:
         """Whether the real logits exist."""
         return self._existing() is not None
 
-    def _is_awaited(self) -> bool:
-        """Whether a hook waits for gradients here, or at what this comes from."""
-        lazy: LazyBase = self
-        while not lazy._asked and lazy._source is not None:
-            lazy = lazy._source.lazy
-        return lazy._asked
-
     def _existing(self) -> Tensor | None:
-        behind: list[LazyBase] = []
-        lazy: LazyBase = self
-        while lazy._real is None and lazy._source is not None and lazy._source.is_followed():
-            behind.append(lazy)
-            lazy = lazy._source.lazy
-        lazy._look_around()
-        for lazy in reversed(behind):
-            source = lazy._source
-            real = None if source is None else source.give()
-            if source is not None and real is not None:
-                lazy._set_real(real)
-                if source.is_view:
-                    lazy._made_as = source.lazy._made_as
-            lazy._look_around()
+        """The real logits, if they exist. Brings this object up to date."""
+        origin = self._origin
+        if self._real is None and origin is not None and origin.is_view:
+            root = origin.lazy
+            if root._existing() is not None:
+                self._set_real(origin.real())
+            elif self._changes != self._family.changes:
+                self._state, self._values, self._changes = origin.state(), None, self._family.changes
         return self._real
 
-    def _look_around(self) -> None:
-        """Notice what was done to this object by code that asks no object."""
-
-    def _set_real(self, real: Tensor) -> None:
-        self._real, self._values, self._made_as = real, None, versions_of(real)
-
-    def _moved(self) -> bool:
-        """Whether the real logits were written to since this object last stood where they do in the autograd graph."""
-        return False
-
-    def _relatives(self) -> Sequence[tuple[LazyBase, Tensor]]:
-        """What shares some of this object's memory, itself among them, with their real logits."""
-        return []
-
-    def _follow(self, func: Any) -> None:
-        """After a write to the real logits: gives this object and its views the real ones' grad_fn."""
+    def _set_real(self, real: Tensor | None) -> None:
+        self._real, self._values = real, None
+        if real is not None and not self._is_view():
+            self._family.set_memory(real)
 
     def _make_real(self) -> Tensor:
         if self._existing() is None:
             root = self._root()
             root._set_real(root._compute())
-            if root._source is not None:  # a copy, not made from what it is a copy of
+            if root._origin is not None:  # a copy, not made from what it is a copy of
                 note_passing(root._state.calls, root._state)
         real = self._existing()
         assert real is not None
         return real
 
+    def _await_gradient(self) -> None:
+        """Make copies real from here on down: a hook, or who asks for the place in the graph, waits for gradients."""
+        self._make_real()
+        families = [self._family]
+        while families:
+            family = families.pop()
+            copies, family.copies = family.copies, []
+            for copy in alive(copies):
+                if copy._existing() is None and copy._origin is not None and copy._origin.is_unchanged():
+                    copy._origin.lazy._existing()
+                    copy._set_real(copy._origin.real())
+                    families.append(copy._family)
+
+    def _follow(self, always: bool = False) -> None:
+        """After an operation of real logits: if it has written to them, give the family their places in the graph."""
+        family, written = self._family, self._family.was_written_now()
+        if written or always:
+            family.members = [ref for ref in family.members if ref() is not None]
+            for lazy in (self._root(), *alive(family.members)):
+                lazy._stand_behind(written)
+
+    def _stand_behind(self, written: bool) -> None:
+        """Take the place of the real logits in the graph."""
+
     def _compute(self) -> Tensor:
         state = self._state
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
         inference = not torch.compiler.is_compiling() and state.tensors[0].is_inference()
-        outside = any(call.is_outside for call in state.calls)  # a recomputation will find these logits, as stock's
-        with grad_mode(True, inference), outside_of_checkpoint() if outside else contextlib.nullcontext():
+        with grad_mode(True, inference), outside(state):
             real = watch_gradient(state.logits(), state.calls)
-            return real if self._shadow is None or self._viewed_source() is not None else _laid_out(real, self._shadow)
+            return real if self._shadow is None or self._is_view() else _laid_out(real, self._shadow)
 
     def _read(self) -> Tensor:
         """The values of a small view."""
@@ -267,19 +315,16 @@ class LazyBase:
 
     def _is_small(self) -> bool:
         """Whether this is a view of so few logits that reading is no reason to compute all."""
-        root = self._root()
         # A graph drops what it does not use: there each view is made by itself.
-        return root is not self and (self._shadow is None or 4 * self._shadow.numel() <= math.prod(root._state.shape))
+        if not self._is_view():
+            return False
+        return self._shadow is None or 4 * self._shadow.numel() <= math.prod(self._root()._state.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         state, values = self._state, self._values if self._existing() is None else self._real
         if values is not None:
             return repr(values)
         return f"LazyLogits(shape={tuple(state.shape)}, dtype={state.dtype}, device='{state.device}')"
-
-
-def contiguous_shadow(state: State) -> Tensor:
-    return torch.empty(state.shape, dtype=state.dtype, device="meta")
 
 
 def _laid_out(real: Tensor, shadow: Tensor) -> Tensor:
@@ -309,13 +354,13 @@ def made_when(compiling: bool) -> Callable[[type[LazyT]], type[LazyT]]:
     return register
 
 
-def make_lazy(state: State, source: Source | None = None, shadow: Tensor | None = None) -> Any:
+def make_lazy(state: LazyState, origin: Origin | None = None, shadow: Tensor | None = None) -> Any:
     """Wrap a state in the class that fits: plain under the compiler, a tensor otherwise."""
     compiling = torch.compiler.is_compiling()
     if not torch.is_grad_enabled() and state.requires_grad:
         state = state.detach()
     # Graphs have no writes that would show: they need no shadow.
-    return _classes[compiling]._wrap(state, source, None if compiling else shadow)
+    return _classes[compiling]._wrap(state, origin, None if compiling else shadow)
 
 
 @contextlib.contextmanager
@@ -332,12 +377,12 @@ def note_passing(calls: Sequence[HeadCall], value: Any) -> None:
 
 
 def state_of(logits: Any) -> LazyState | None:
-    """What logits would be computed from; None where they are real, or stand for several heads."""
+    """What logits would be computed from; None where they are real."""
     lazy = isinstance(logits, LazyBase) and logits._existing() is None
-    return logits._state if lazy and isinstance(logits._state, LazyState) else None
+    return logits._state if lazy else None
 
 
-def made_of(state: State, values: Iterable[Any]) -> None:
+def made_of(state: LazyState, values: Iterable[Any]) -> None:
     """Say that ``values`` were made without the logits: wrappers wait for gradients, which come to these instead."""
     for value in values:
         if isinstance(value, Tensor):
@@ -345,7 +390,7 @@ def made_of(state: State, values: Iterable[Any]) -> None:
             watch_gradient(value, state.calls)
 
 
-def told(state: State, func: Any, compute: Callable[[], Tensor]) -> Tensor:
+def told(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
     """The logits that ``compute`` returns, counted and with a warning, or an error, as ``patch_model`` was told to.
 
     Where they can no longer be computed, nothing is said of logits that were.
@@ -367,5 +412,5 @@ def told(state: State, func: Any, compute: Callable[[], Tensor]) -> Tensor:
     except Exception:  # memory, as a rule, for want of which the warning is wanted
         say_materialized(*needed)
         raise
-    say_materialized(*needed)
+    say_materialized(*needed, values_before=any(call.gave_values for call in state.calls))
     return logits

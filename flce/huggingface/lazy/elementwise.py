@@ -1,4 +1,4 @@
-"""What casts, factors, sums, tanh and fills do to the state of lazy logits."""
+"""Elementwise operations on the state of lazy logits: casts, factors, sums, tanh, softmax."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.fold import needs
-from flce.huggingface.lazy.state import LazyState, StackState, dimension, merged_calls
+from flce.huggingface.lazy.fold import UNCHANGED, NoLazyFormError, needs
+from flce.huggingface.lazy.state import LazyState, dimension, merged_calls
 from flce.huggingface.lazy.terms import BiasTerm, Product, same, same_sum
 from flce.huggingface.partitioned import whole
 from flce.ops.arguments import FLOATING, widened
 
-_STATES = (LazyState, StackState)
+
+def scaled(state: LazyState, name: str, other: Any) -> Any:
+    """Times or divided by a number, a 0-d tensor, or a temperature for each token."""
+    if isinstance(other, Tensor):
+        return _scale_by_tensor(state, name, other)
+    if not isinstance(other, (int, float)) or isinstance(other, bool):
+        raise NoLazyFormError
+    return state.with_op(name, other)
 
 
-def scale(name: str) -> Callable[..., Any]:
-    def handler(state: LazyState, other: Any) -> Any:
-        if isinstance(other, Tensor):
-            return _scale_by_tensor(state, name, other)
-        needs(isinstance(other, (int, float)) and not isinstance(other, bool))
-        return state.with_op(name, other)
-
-    return handler
+def divide(state: LazyState, other: Any) -> Any:
+    return scaled(state, "div", other)
 
 
 def times(state: LazyState, other: Any) -> Any:
-    """A factor, or probabilities times what they weigh."""
+    """A factor, or probabilities times the logits or log-probabilities of the same logits."""
     if not isinstance(other, LazyState):
-        return scale("mul")(state, other)
+        return scaled(state, "mul", other)
     if state.requires_grad != other.requires_grad and not torch.is_grad_enabled():  # it was when one of them was made
         state, other = state.detach(), other.detach()
-    needs(same_sum(state.terms, other.terms) and (state.class_dim, state.device) == (other.class_dim, other.device))
+    needs(same_sum(state.terms, other.terms) and state.device == other.device)
     needs(state.autocast_dtype == other.autocast_dtype)
     shorter, rows = sorted((state.rows, other.rows), key=len)
     needs(all(same(*both) for both in zip(shorter, rows, strict=False)))
-    return replace(state, rows=rows).with_op("times", other.ops)
+    dtype = torch.promote_types(state.dtype, other.dtype)
+    return replace(state, rows=rows, dtype=dtype).with_op("times", other.ops)
 
 
 def _by_row(state: LazyState, name: str, other: Tensor) -> Any:
     """An operation with one number for each token, broadcast over its classes."""
-    sizes = list(state.shape)
-    sizes[state.class_dim] = 1
+    sizes = [*state.shape[:-1], 1]
     missing = state.ndim - other.dim()
     needs(other.dim() > 0 and missing >= 0 and other.device == state.device == state.home)
     needs(all(size in (1, wanted) for size, wanted in zip(other.shape, sizes[missing:], strict=True)))
     needs(other.dtype != torch.float64 or state.head.dtype == torch.float64)  # else wider than flce computes
     copy = other.expand(sizes).clone()  # the vector may be written to later
-    sizes[state.class_dim] = 2
     state = to_dtype(state, torch.promote_types(state.dtype, other.dtype))
-    return replace(state, rows=(*state.rows, copy.expand(sizes))).with_op(name, len(state.rows))
+    return replace(state, rows=(*state.rows, copy)).with_op(name, len(state.rows))
 
 
 def _divide_by_row(state: LazyState, other: Tensor) -> Any:
@@ -64,12 +64,12 @@ def _divide_by_row(state: LazyState, other: Tensor) -> Any:
 
 
 def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
-    """A 0-d factor goes onto the products' inputs: reading it synchronises, and it may need a gradient."""
-    needs(other.is_floating_point())
+    """A 0-d factor multiplies the inputs of the products, because reading its value would make the host wait."""
+    needs(other.is_floating_point() and not (other.requires_grad and torch.is_grad_enabled()))
     if name == "div" and other.dim() > 0:
         return _divide_by_row(state, other)
     needs(other.dim() == 0 and state.folded.linear)
-    scale = torch.mul if name == "mul" else torch.div
+    scale, other = torch.mul if name == "mul" else torch.div, other.detach()
     terms: list[Product | BiasTerm] = []
     with state.weights():
         for term in state.with_hidden(lambda hidden: scale(hidden, other)).terms:
@@ -78,34 +78,36 @@ def _scale_by_tensor(state: LazyState, name: str, other: Tensor) -> Any:
     return replace(state, terms=tuple(terms))
 
 
-def add(sign: int) -> Callable[..., Any]:
-    def handler(state: LazyState, other: Any) -> Any:
-        if isinstance(other, LazyState):
-            return _add_terms(state, other, sign)
-        needs(isinstance(other, Tensor) and other.is_floating_point())
-        if same_for_every_token(state, other):
-            return _add_bias(state, other, sign)
-        return _by_row(state, "add_row" if sign == 1 else "sub_row", other)
-
-    return handler
-
-
-def _add_terms(state: LazyState, other: LazyState, sign: int) -> Any:
-    """The sum of two products of one shape, such as a head's and its adapter's."""
-    needs((state.shape, state.class_dim, state.device) == (other.shape, other.class_dim, other.device))
-    needs(state.autocast_dtype == other.autocast_dtype and state.home == other.home)
-    right = _as_terms(other if sign == 1 else other.with_op("mul", sign))
-    return replace(state, terms=(*_as_terms(state), *right), ops=(), calls=merged_calls(state, other))
-
-
-def _add_bias(state: LazyState, other: Tensor, sign: int) -> Any:
-    """A tensor that is the same for every token."""
-    needs(other.device == state.device)
+def add(state: LazyState, other: Any) -> Any:
+    """A head and its adapter, or logits and a vector that is the same for every token."""
+    if isinstance(other, LazyState):
+        return _add_adapter(state, other)
+    needs(isinstance(other, Tensor) and other.is_floating_point() and other.device == state.device == state.home)
+    needs(0 < other.dim() <= state.ndim and other.numel() == state.vocab_size == other.shape[-1])
     needs(other.dtype != torch.float64 or state.head.dtype == torch.float64)  # else wider than the loss is computed in
-    bias = other.reshape(-1)
-    term = BiasTerm(bias, ops=() if sign == 1 else (("mul", sign),))
-    term = term if torch.compiler.is_compiling() else term.recorded()
-    return replace(state, terms=(*_as_terms(state), term), ops=())
+    term = BiasTerm(other.reshape(-1))
+    if not torch.compiler.is_compiling():
+        needs(other.device.type != "cpu" or bool(other.isfinite().all()))  # a GPU does not wait for that
+        term = term.recorded()
+    dtype = torch.promote_types(state.dtype, other.dtype)
+    return replace(state, terms=(*_as_terms(state), term), ops=(), folded=UNCHANGED, dtype=dtype)
+
+
+def _add_adapter(state: LazyState, other: LazyState) -> Any:
+    """The sum of products that different layers have computed for the same tokens."""
+    needs((state.shape, state.device) == (other.shape, other.device))
+    needs(state.autocast_dtype == other.autocast_dtype and state.home == other.home)
+    terms = (*_as_terms(state), *_as_terms(other))
+    heads = [term.weight for term in terms if isinstance(term, Product)]
+    needs(not any(same(a, b) for place, a in enumerate(heads) for b in heads[:place]))
+    dtype, calls = torch.promote_types(state.dtype, other.dtype), merged_calls(state, other)
+    return replace(state, terms=terms, ops=(), folded=UNCHANGED, dtype=dtype, calls=calls)
+
+
+def subtract(state: LazyState, other: Any) -> Any:
+    """Logits minus their own normalizer, as ``torch.distributions.Categorical`` normalizes them."""
+    needs(isinstance(other, Tensor) and state.is_own_logsumexp(other))
+    return _by_row(state, "sub_row", other)
 
 
 def _as_terms(state: LazyState) -> tuple[Product | BiasTerm, ...]:
@@ -118,23 +120,17 @@ def _as_terms(state: LazyState) -> tuple[Product | BiasTerm, ...]:
     return (replace(term, ops=(*term.ops, *state.ops)),)
 
 
-def same_for_every_token(state: LazyState, vector: Tensor) -> bool:
-    """Whether a tensor broadcasts to the logits with one entry a class, and is where the products are made."""
-    vocab = state.vocab_size
-    fits = 0 < vector.dim() <= state.ndim and vector.numel() == vocab == vector.shape[-1]
-    return state.vocab_last and fits and vector.device == state.home
-
-
 def normalised(name: str) -> Callable[..., Any]:
     """``log_softmax`` or ``softmax``."""
 
     def handler(
         state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Any:
-        needs(dim is not None and dimension(state, dim) == state.class_dim)
+        needs(dim is not None and dimension(state, dim) == state.ndim - 1)
         if name == "softmax":
             _needs_its_own_pass(state)
-        return (_autocast(state) if dtype is None else to_dtype(state, dtype)).with_op(name)
+        state = _autocast(state) if dtype is None else to_dtype(state, dtype)
+        return state.with_op(name, state.dtype)
 
     return handler
 
@@ -190,7 +186,7 @@ def to(
     for arg in args:
         if isinstance(arg, torch.dtype):
             dtype = arg
-        elif isinstance(arg, (Tensor, *_STATES)):
+        elif isinstance(arg, (Tensor, LazyState)):
             other = arg
         elif isinstance(arg, (torch.device, str)) or (isinstance(arg, int) and not isinstance(arg, bool)):
             device = arg

@@ -11,8 +11,8 @@ from torch import Tensor
 
 # One recorded operation, without tensors:
 #   ("mul" | "div", number), ("tanh", None), ("to", dtype), ("clone", None), ("clamp", the least number)
-#   ("log_softmax" | "softmax", None), over the vocabulary; ("exp", None), of log-probabilities
-#   ("div_row" | "add_row" | "sub_row", place), by the vector of one number a token that the state has at that place
+#   ("log_softmax" | "softmax", dtype), over the vocabulary; ("exp", None), of log-probabilities
+#   ("div_row" | "sub_row", place), by the vector of one number a token that the state has at that place
 #   ("times", operations): the product with what these would make of the same sum
 Op = tuple[str, Any]
 
@@ -38,38 +38,38 @@ class Folded(NamedTuple):
         logit_scale: of x, the sum of the terms.
         softcap: None: no tanh.
         form: what was made of z.
-        factor: times that; of the logits themselves it is in `logit_scale`.
+        negative: minus that; of the logits themselves the sign is in `logit_scale`.
         divisor: the place of a vector of one number a token; None: none.
-        shifts: what was added in the end: places of such vectors, each times a number.
+        normalizer: the place of the vector of logsumexps that was subtracted from the logits; None: none.
         clamped: no class is -inf.
     """
 
     logit_scale: float
     softcap: float | None
     form: Form = "logits"
-    factor: float = 1.0
+    negative: bool = False
     divisor: int | None = None
-    shifts: tuple[tuple[int, float], ...] = ()
+    normalizer: int | None = None
     clamped: bool = False
 
     @property
     def linear(self) -> bool:
-        plain = self.softcap is None and self.divisor is None and not self.shifts
+        plain = self.softcap is None and self.divisor is None and self.normalizer is None
         return plain and self.form == "logits" and not self.clamped
 
     @property
     def is_logprob(self) -> bool:
-        """Whether these are log-probabilities, and no multiple of them."""
-        return self.form == "log-probabilities" and self.factor == 1.0 and not self.shifts
+        """Whether these are log-probabilities, and not their negatives."""
+        return self.form == "log-probabilities" and not self.negative
 
     @property
     def has_loss(self) -> bool:
         """Whether the loss of these is one of z, which has no divisor."""
-        plain = self.divisor is None and not self.shifts and not self.clamped
+        plain = self.divisor is None and self.normalizer is None and not self.clamped and not self.negative
         return plain and self.form in ("logits", "log-probabilities")
 
 
-_UNCHANGED = Folded(1.0, None)
+UNCHANGED = Folded(1.0, None)
 
 
 def fold(ops: tuple[Op, ...]) -> Folded | None:
@@ -81,31 +81,26 @@ def fold(ops: tuple[Op, ...]) -> Folded | None:
     Returns:
         None where the operations do not fit (two tanh, a factor that is not finite).
     """
-    folded: Folded | None = _UNCHANGED
+    folded: Folded | None = UNCHANGED
     for name, value in ops:
-        if name in _STEPS and folded is not None:
-            folded = _STEPS[name](folded, value)
+        if name in STEPS and folded is not None:
+            folded = STEPS[name](folded, value)
     return folded
 
 
 def _multiplied(f: Folded, number: Any) -> Folded | None:
     factor = float(number)
-    if not math.isfinite(factor):
-        return None
-    shifts = tuple([(place, weight * factor) for place, weight in f.shifts])
     if f.form != "logits":
-        made = f._replace(factor=f.factor * factor, shifts=shifts, clamped=False)
-    else:
-        cap = None if f.softcap is None else f.softcap * abs(factor)  # tanh is odd: a sign goes inside
-        # A softcap of nothing leaves nothing.
-        scale, cap = (0.0, None) if cap == 0.0 else (_snap(f.logit_scale * factor), cap)
-        made = f._replace(logit_scale=scale, softcap=cap, shifts=shifts, clamped=False)
-    return made if math.isfinite(made.logit_scale) and math.isfinite(made.softcap or made.factor) else None
-
-
-def _snap(scale: float) -> float:
-    """``x / c * c`` multiplies by 1 up to a rounding error; let the operator see that there is no scale."""
-    return 1.0 if abs(scale - 1.0) < 1e-14 else scale
+        return f._replace(negative=not f.negative, clamped=False) if factor == -1.0 else None
+    if not math.isfinite(factor) or f.normalizer is not None:
+        return None
+    cap = None if f.softcap is None else f.softcap * abs(factor)  # tanh is odd: a sign goes inside
+    # A softcap of nothing leaves nothing.
+    scale, cap = (0.0, None) if cap == 0.0 else (f.logit_scale * factor, cap)
+    if abs(scale - 1.0) < 1e-14:  # of ``x / c * c``, by a rounding error: let the operator see that there is no scale
+        scale = 1.0
+    fits = math.isfinite(scale) and math.isfinite(cap or 0.0)
+    return f._replace(logit_scale=scale, softcap=cap, clamped=False) if fits else None
 
 
 def _divided(f: Folded, number: Any) -> Folded | None:
@@ -117,8 +112,8 @@ def _tanh(f: Folded, _: Any) -> Folded | None:
 
 
 def _log_softmax(f: Folded, _: Any) -> Folded | None:
-    if f.form == "logits" or (f.form == "log-probabilities" and f.factor == 1.0):
-        return f._replace(form="log-probabilities", shifts=(), clamped=False)
+    if f.form == "logits" or f.is_logprob:
+        return f._replace(form="log-probabilities", normalizer=None, clamped=False)
     return None
 
 
@@ -136,42 +131,31 @@ def _clamp(f: Folded, _: Any) -> Folded | None:
 
 
 def _divided_by_row(f: Folded, place: int) -> Folded | None:
-    fits = f.form == "logits" and f.divisor is None and not f.shifts
+    fits = f.form == "logits" and f.divisor is None and f.normalizer is None
     return f._replace(divisor=place, clamped=False) if fits else None
 
 
-def _shifted(sign: float) -> Callable[[Folded, int], Folded | None]:
-    def step(f: Folded, place: int) -> Folded | None:
-        if f.form not in ("logits", "log-probabilities"):
-            return None
-        return f._replace(shifts=(*f.shifts, (place, sign)), clamped=False)
-
-    return step
+def _normalised_by_row(f: Folded, place: int) -> Folded | None:
+    fits = f.form == "logits" and f.normalizer is None
+    return f._replace(normalizer=place, clamped=False) if fits else None
 
 
 def _times(f: Folded, ops: tuple[Op, ...]) -> Folded | None:
-    """Probabilities times the logits that they are of, or a multiple of those, or their logarithms."""
+    """Probabilities times the logits that they are of, or times the logarithms of the probabilities."""
     other = fold(ops)
     if other is None:
         return None
     p, x = (f, other) if f.form == "probabilities" else (other, f)
-    if p.form != "probabilities" or p.divisor != x.divisor or p.logit_scale == 0.0:
+    if p.form != "probabilities" or p.negative or p[:2] != x[:2] or p.divisor != x.divisor:
         return None
-    ratio = x.logit_scale / p.logit_scale
-    cap = None if p.softcap is None else p.softcap * abs(ratio)
-    if (cap is None) != (x.softcap is None) or not math.isclose(cap or 1.0, x.softcap or 1.0, rel_tol=1e-12):
-        return None
-    factor, shifts = p.factor * x.factor, tuple([(place, weight * p.factor) for place, weight in x.shifts])
-    if x.form == "logits":
-        made = p._replace(form="weighted logits", factor=factor * ratio)
-    elif x.form == "log-probabilities" and math.isclose(ratio, 1.0, rel_tol=1e-12):
-        made = p._replace(form="weighted log-probabilities", factor=factor)
-    else:
-        return None
-    return made._replace(shifts=shifts, clamped=x.clamped)
+    form = _WEIGHTED.get(x.form)
+    return None if form is None else x._replace(form=form)
 
 
-_STEPS: dict[str, Callable[[Folded, Any], Folded | None]] = {
+_WEIGHTED: dict[Form, Form] = {"logits": "weighted logits", "log-probabilities": "weighted log-probabilities"}
+
+
+STEPS: dict[str, Callable[[Folded, Any], Folded | None]] = {
     "mul": _multiplied,
     "div": _divided,
     "tanh": _tanh,
@@ -180,8 +164,7 @@ _STEPS: dict[str, Callable[[Folded, Any], Folded | None]] = {
     "exp": _exp,
     "clamp": _clamp,
     "div_row": _divided_by_row,
-    "add_row": _shifted(1.0),
-    "sub_row": _shifted(-1.0),
+    "sub_row": _normalised_by_row,
     "times": _times,
 }
 
@@ -197,11 +180,7 @@ _REPLAYS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "clone": lambda z, _: z.clone(),
     "to": Tensor.to,
 }
-_ROW_REPLAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "div_row": torch.div,
-    "add_row": torch.add,
-    "sub_row": torch.sub,
-}
+_ROW_REPLAYS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"div_row": torch.div, "sub_row": torch.sub}
 
 
 def replay(z: Tensor, ops: tuple[Op, ...], rows: Sequence[Tensor] = ()) -> Tensor:
@@ -221,13 +200,3 @@ def replay(z: Tensor, ops: tuple[Op, ...], rows: Sequence[Tensor] = ()) -> Tenso
         else:
             z = _REPLAYS[name](z, value)
     return z
-
-
-def dtype_after(ops: tuple[Op, ...], before: torch.dtype) -> torch.dtype:
-    dtype = before
-    for name, value in ops:
-        if name == "to":
-            dtype = value
-        elif name == "times":
-            dtype = torch.promote_types(dtype, dtype_after(value, before))
-    return dtype

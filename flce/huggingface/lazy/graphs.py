@@ -15,7 +15,7 @@ from torch import Tensor
 from flce.huggingface.lazy import tables
 from flce.huggingface.lazy.base import LazyBase, made_when
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import State
+from flce.huggingface.lazy.state import LazyState
 
 
 def _forward_functions() -> dict[Any, type]:
@@ -39,17 +39,18 @@ class TracedLazyLogits(LazyBase):
     """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
 
     @staticmethod
-    def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
+    def _wrap(state: LazyState, origin: Any = None, shadow: Tensor | None = None) -> TracedLazyLogits:
         lazy = TracedLazyLogits()
-        lazy._init(state, source, shadow)
+        lazy._init(state, origin, shadow)
         return lazy
 
-    def _become(self, state: State) -> None:
-        self._state, self._source = state, None
+    def _become(self, state: LazyState) -> None:
+        self._state = state
 
-    def _look_around(self) -> None:
+    def _existing(self) -> Tensor | None:
         if not torch.compiler.is_compiling() and self._state.requires_grad and not torch.is_grad_enabled():
             self._check_caller()
+        return LazyBase._existing(self)
 
     def _check_caller(self) -> None:
         """TypeError within an ``autograd.Function`` that was given this object: autograd does not see it."""
@@ -68,10 +69,6 @@ class TracedLazyLogits(LazyBase):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
-
-    @property
-    def mT(self) -> Any:
-        return self.transpose(-2, -1)
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

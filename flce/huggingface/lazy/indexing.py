@@ -1,4 +1,4 @@
-"""What reshapes, indices and slices do to the state of lazy logits."""
+"""Views, indices and slices of the state of lazy logits."""
 
 from __future__ import annotations
 
@@ -10,78 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.huggingface.lazy.elementwise import same_for_every_token
-from flce.huggingface.lazy.fold import needs
-from flce.huggingface.lazy.state import LazyState, StackState, State, dimension
-from flce.huggingface.lazy.terms import BiasTerm, Product
+from flce.huggingface.lazy.fold import NoLazyFormError, needs
+from flce.huggingface.lazy.state import LazyState, dimension
+from flce.huggingface.lazy.terms import Product
 from flce.huggingface.lazy.values import values_of
-
-
-def _fill(state: LazyState, columns: Any, value: Any) -> Any:
-    """Some classes' logits set to a number: their rows of the head become zero, and the bias that number.
-
-    Costs a copy of the head. Exact, also in gradients.
-    """
-    needs(isinstance(value, (int, float)) and not isinstance(value, bool) and not torch.compiler.is_compiling())
-    head, dtype = state.head, state.head.weight.dtype
-    number = torch.tensor(value, dtype=state.dtype).double()
-    # Else the sum of the products would not be that number.
-    needs(all(name == "to" for name, _ in (*state.ops, *head.ops)) and bool(number.to(dtype).double() == number))
-    mask = torch.zeros(state.vocab_size, dtype=torch.bool, device=state.home)
-    mask[columns] = True
-    with state.weights():
-        return replace(state, terms=_filled_terms(state, mask, value))
-
-
-def _filled_terms(state: LazyState, mask: Tensor, value: float) -> tuple[Product | BiasTerm, ...]:
-    terms: list[Product | BiasTerm] = []
-    for place, term in enumerate(state.whole_terms):
-        if isinstance(term, BiasTerm):
-            terms.append(replace(term, bias=term.bias.masked_fill(mask, 0.0), watched=None))
-            continue
-        first = place == 0
-        everywhere = mask if term.filled is None else mask | term.filled
-        weight = term.weight.masked_fill(mask[:, None], 0.0)
-        filled = replace(term, weight=weight, bias=None, filled=everywhere)
-        bias = term.weight.new_zeros(state.vocab_size) if first and term.bias is None else term.bias
-        if bias is not None:
-            filled = replace(filled, bias=bias.masked_fill(mask, value if first else 0.0))
-        terms.append(filled)
-    return tuple(terms)
-
-
-def set_item(state: LazyState, index: Any, value: Any) -> Any:
-    """``logits[..., columns] = number``."""
-    items = expand_index(state, index)
-    needs(len(items) == state.ndim)
-    columns = items.pop(state.class_dim)
-    needs(columns is not None and all(isinstance(item, slice) and item == slice(None) for item in items))
-    # The logsumexp of nothing but -inf is not that of the fused loss.
-    count = len(range(*columns.indices(state.vocab_size))) if isinstance(columns, slice) else 1
-    all_classes = count == state.vocab_size
-    needs(not (all_classes and isinstance(value, float) and math.isinf(value)))
-    return _fill(state, columns, value)
-
-
-def masked_fill(state: LazyState, mask: Tensor, value: Any) -> Any:
-    """Masks that are the same for every token."""
-    needs(isinstance(mask, Tensor) and mask.dtype == torch.bool and same_for_every_token(state, mask))
-    return _fill(state, mask.reshape(-1), value)
 
 
 def reshape(state: LazyState, *shape: Any) -> Any:
     """``view`` and ``reshape`` of the token dimensions; the vocabulary stays last."""
     if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
         shape = tuple(shape[0])
-    needs(bool(shape) and state.vocab_last and all(isinstance(size, int) for size in shape))
-    sizes, vocab = shape[:-1], state.vocab_size
-    if shape[-1] == -1:
-        needs(-1 not in sizes and math.prod(sizes) == math.prod(state.shape[:-1]))
-    else:
-        needs(shape[-1] == vocab)
-    if torch.compiler.is_compiling() or not (vocab and _fit(sizes, math.prod(state.shape[:-1]))):
+    head = state.terms[0]
+    assert isinstance(head, Product)
+    vocab, rows = head.weight.shape[0], math.prod(head.hidden.shape[:-1])
+    if not shape or not all([isinstance(size, int) for size in shape]):  # noqa: C419 - faster
+        raise NoLazyFormError
+    sizes, last = shape[:-1], shape[-1]
+    if last != vocab and (last != -1 or -1 in sizes or math.prod(sizes) != rows):
+        raise NoLazyFormError
+    if torch.compiler.is_compiling() or not (vocab and _fit(sizes, rows)):
         torch.empty(state.shape, device="meta").reshape(shape)  # PyTorch's error, if it is one
-    return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]), len(sizes))
+    return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
+
+
+def of_sizes(state: LazyState, sizes: Sequence[int]) -> LazyState:
+    """The state of the same tokens in other dimensions."""
+    return state.with_hidden(lambda hidden: hidden.reshape(*sizes, hidden.shape[-1]))
 
 
 def _fit(sizes: tuple[int, ...], rows: int) -> bool:
@@ -92,28 +46,28 @@ def _fit(sizes: tuple[int, ...], rows: int) -> bool:
     return known == rows if -1 not in sizes else sizes.count(-1) == 1 and known > 0 and rows % known == 0
 
 
-def rearranged(name: str) -> Callable[..., Any]:
-    """A method that rearranges dimensions, told no sizes: done to the hidden states as it would be to the logits."""
-    method = getattr(Tensor, name)
-    method = method if callable(method) else method.__get__
+def resized(method: Callable[..., Tensor]) -> Callable[..., Any]:
+    """``flatten``, ``squeeze`` or ``unsqueeze`` of the token dimensions."""
 
     def handler(state: LazyState, *args: Any, **kwargs: Any) -> Any:
-        def shape(size: int) -> list[int]:
-            """The result's shape for logits with ``size`` classes. Raises PyTorch's error, if it is one."""
-            before = (*state.shape[: state.class_dim], size, *state.shape[state.class_dim + 1 :])
-            return list(method(torch.empty(before, device="meta"), *args, **kwargs).shape)
+        def shape(classes: int) -> list[int]:
+            """The result's shape for logits with so many classes. Raises PyTorch's error, if it is one."""
+            return list(method(torch.empty((*state.shape[:-1], classes), device="meta"), *args, **kwargs).shape)
 
         now, wider = shape(state.vocab_size), shape(state.vocab_size + 1)
-        grown = [dim for dim, size in enumerate(now) if [size] != wider[dim : dim + 1]]
-        # Else tokens and classes are in one dimension, or classes in none.
-        needs(len(grown) == 1 and now[grown[0]] == state.vocab_size)
-        result = state.with_hidden(lambda hidden: method(hidden, *args, **kwargs), grown[0])
-        if result.head.hidden is state.head.hidden:
-            return state  # there was nothing to do
-        needs(result.ndim == len(now) and result.shape == torch.Size(now))  # a hidden size of 1 may be squeezed away
-        return result
+        needs(now[-1:] == [state.vocab_size] and wider == [*now[:-1], state.vocab_size + 1])
+        if method is Tensor.flatten and now == list(state.shape):
+            return state  # as stock's, itself
+        return of_sizes(state, now[:-1])
 
     return handler
+
+
+def transpose(state: LazyState, dim0: int, dim1: int) -> Any:
+    """Of token dimensions."""
+    dims = dimension(state, dim0), dimension(state, dim1)
+    needs(state.ndim - 1 not in dims)
+    return state.with_hidden(lambda hidden: hidden.transpose(*dims))
 
 
 def split(state: LazyState, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Any:
@@ -126,75 +80,47 @@ def chunk(state: LazyState, chunks: int, dim: int = 0) -> Any:
 
 
 def unbind(state: LazyState, dim: int = 0) -> Any:
-    return _pieces(state, dim, lambda hidden: hidden.unbind(dim), lost=1)
+    return _pieces(state, dim, lambda hidden: hidden.unbind(dim))
 
 
-def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]], lost: int = 0) -> Any:
-    """Tokens cut apart along `dim`, which the pieces may have `lost`."""
-    needs(dimension(state, dim) != state.class_dim)
-    class_dim = state.class_dim - (lost if dimension(state, dim) < state.class_dim else 0)
-    pieces = [iter(together) for together in zip(*[cut(tensor) for tensor in state.of_tokens], strict=True)]
-    return tuple(state.with_hidden(lambda _, rest=rest: next(rest), class_dim) for rest in pieces)  # type: ignore[misc]
-
-
-def index_select(state: LazyState, dim: int, index: Tensor) -> Any:
-    needs(dimension(state, dim) != state.class_dim)
-    return state.with_hidden(lambda hidden: hidden.index_select(dim, index))
+def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]]) -> Any:
+    """Tokens cut apart along ``dim``."""
+    needs(dimension(state, dim) != state.ndim - 1)
+    of_tokens = [*[term.hidden for term in state.terms if isinstance(term, Product)], *state.rows]
+    pieces = [iter(together) for together in zip(*map(cut, of_tokens), strict=True)]
+    return tuple(state.with_hidden(lambda _, rest=rest: next(rest)) for rest in pieces)  # type: ignore[misc]
 
 
 def getitem(state: LazyState, index: Any) -> Any:
     """Index tokens as the logits would be indexed; an index of the vocabulary takes rows of the head instead."""
-    items = expand_index(state, index)
-    kept, class_item, advanced, at, class_dim = 0, slice(None), False, 0, -1
-    for place, item in enumerate(items):
-        if item is None:
-            kept += 1
-        elif at == state.class_dim:
-            class_item, items[place], class_dim = item, slice(None), kept
-            at, kept = at + 1, kept + 1
-        elif isinstance(item, Tensor):
-            # Else an error that is PyTorch's to raise.
-            needs(item.dtype != torch.bool or item.shape == state.shape[at : at + item.dim()])
-            advanced = True
-            at += item.dim() if item.dtype == torch.bool else 1
-        else:
-            at += 1
-            kept += isinstance(item, slice)
-    needs(class_dim >= 0 and (state.vocab_last or not advanced))
-    if isinstance(class_item, Tensor):
-        needs(class_item.dtype in (torch.int64, torch.int32))
-        needs(not advanced or class_item.dim() == 0)  # else it goes together with the tokens' index
-    all_tokens = all([isinstance(item, slice) and item == slice(None) for item in items])  # noqa: C419 - faster
-    if not all_tokens:
-        selected = state.with_hidden(lambda hidden: hidden[tuple(items)], class_dim)
-        state = replace(selected, class_dim=selected.ndim - 1) if advanced else selected
-    if isinstance(class_item, slice):
-        if class_item != slice(None):
-            return _slice_classes(state, class_item)
-        return replace(state) if all_tokens else state
-    if isinstance(class_item, Tensor):
-        return _few_classes(state, class_item)
-    # A view of one class, where nothing copies: writes to it have to reach the logits.
-    if advanced or torch.compiler.is_compiling():
-        return _few_classes(state, torch.tensor(class_item))
-    return _one_class(state, class_item)
+    items, classes = _expanded(state, index)
+    advanced = any([isinstance(item, Tensor) for item in items])  # noqa: C419 - faster
+    if advanced and isinstance(classes, Tensor):  # it goes together with the tokens' index
+        raise NoLazyFormError
+    tokens = state
+    if not all([isinstance(item, slice) and item == slice(None) for item in items]):  # noqa: C419 - faster
+        tokens = state.with_hidden(lambda hidden: hidden[tuple(items)])
+    if isinstance(classes, Tensor):
+        return _few_classes(tokens, classes)
+    if isinstance(classes, slice):
+        if classes != slice(None):
+            return _slice_classes(tokens, classes)
+        return replace(state) if tokens is state else tokens
+    if advanced or torch.compiler.is_compiling():  # a copy, or in a graph, where writes to it would not show
+        return _few_classes(tokens, torch.tensor(classes))
+    needs(-state.vocab_size <= classes < state.vocab_size)  # else an error that is PyTorch's to raise
+    first = classes % state.vocab_size
+    return replace(_slice_classes(tokens, slice(first, first + 1)), one_class=True)
 
 
-def _slice_classes(state: LazyState, classes: slice) -> Any:
+def _slice_classes(state: LazyState, classes: slice) -> LazyState:
     needs(state.folded.form == "logits")  # over the whole vocabulary
-    names = ("weight", "bias", "filled")
+    needs(state.folded.normalizer is None)
     with state.weights():
-        sliced = replace(state, terms=tuple([term.changed(lambda t: t[classes], *names) for term in state.whole_terms]))
+        terms = [term.changed(lambda tensor: tensor[classes], "weight", "bias") for term in state.whole_terms]
+    sliced = replace(state, terms=tuple(terms))
     needs(sliced.vocab_size > 0)
     return sliced
-
-
-def _one_class(state: LazyState, index: int) -> Any:
-    vocab = state.vocab_size
-    needs(-vocab <= index < vocab)  # else an error that is PyTorch's to raise
-    one = _slice_classes(state, slice(index % vocab, index % vocab + 1))
-    shape = (*state.shape[: state.class_dim], *state.shape[state.class_dim + 1 :])
-    return StackState((one,), 0, shape)
 
 
 def _few_classes(state: LazyState, index: Tensor) -> Any:
@@ -202,46 +128,39 @@ def _few_classes(state: LazyState, index: Tensor) -> Any:
 
     The copy is written, and read beside the rows: from a third of the classes on, all logits cost no more.
     """
-    needs(3 * index.numel() < state.vocab_size)
+    needs(index.dtype in (torch.int64, torch.int32) and 3 * index.numel() < state.vocab_size)
     needs(index.device.type == "cpu" or index.device == state.device)  # else an error that is PyTorch's to raise
     columns = index.flatten()
     positive = columns.where(columns >= 0, columns + state.vocab_size)
     values = values_of(state, positive, lambda logits: logits.columns(columns))
-    values = values.movedim(-1, state.class_dim).contiguous()
-    return values.reshape((*values.shape[: state.class_dim], *index.shape, *values.shape[state.class_dim + 1 :]))
+    return values.contiguous().reshape((*values.shape[:-1], *index.shape))
 
 
-def expand_index(state: State, index: Any) -> list[Any]:
-    """The index as one item per dimension (new axes and masks apart), if we follow all items."""
+def _expanded(state: LazyState, index: Any) -> tuple[list[Any], Any]:
+    """An index as the items of the token dimensions (new axes and masks apart) and the item of the classes."""
     items = list(index) if isinstance(index, tuple) else [index]
-    consumed, ellipsis_at = 0, None
+    at, ellipsis_at, ndim = 0, None, state.terms[0].hidden.dim()  # type: ignore[union-attr]
     for place, item in enumerate(items):
-        if item is Ellipsis:
-            needs(ellipsis_at is None)
+        if isinstance(item, slice) or type(item) is int:
+            at += 1
+        elif item is Ellipsis and ellipsis_at is None:
             ellipsis_at = place
         elif isinstance(item, list) and all(type(i) is int for i in item):
             items[place] = torch.tensor(item, dtype=torch.int64)
-            consumed += 1
-        elif isinstance(item, Tensor):
-            needs(item.dtype in (torch.int64, torch.int32) or (item.dtype == torch.bool and item.dim() > 0))
+            at += 1
+        elif isinstance(item, Tensor) and item.dtype == torch.bool and item.dim() > 0:
+            # Of another shape it raises an error that is PyTorch's to raise.
+            needs(ellipsis_at is None and item.shape == state.shape[at : at + item.dim()])
+            at += item.dim()
+        elif isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32):
             if item.dim() == 0 and not torch.compiler.is_compiling():
                 items[place] = int(item)  # a view, as of an int
-            consumed += item.dim() if item.dtype == torch.bool else 1
-        elif isinstance(item, slice) or (isinstance(item, int) and not isinstance(item, bool)):
-            consumed += 1
-        else:
-            needs(item is None)
-    missing = state.ndim - consumed
-    needs(missing >= 0)
-    if ellipsis_at is None:
-        return items + [slice(None)] * missing
-    return items[:ellipsis_at] + [slice(None)] * missing + items[ellipsis_at + 1 :]
-
-
-def select(state: LazyState, dim: int, index: int) -> Any:
-    return getitem(state, (*[slice(None)] * dimension(state, dim), index))
-
-
-def narrow(state: LazyState, dim: int, start: int, length: int) -> Any:
-    needs(isinstance(start, int) and start >= 0)
-    return getitem(state, (*[slice(None)] * dimension(state, dim), slice(start, start + length)))
+            at += 1
+        elif item is not None:
+            raise NoLazyFormError
+    place = len(items) if ellipsis_at is None else ellipsis_at
+    items[place : place + 1] = [slice(None)] * (ndim - at)
+    last = items.pop() if at <= ndim and items else None
+    if last is None or (isinstance(last, Tensor) and last.dtype == torch.bool):
+        raise NoLazyFormError
+    return items, last

@@ -21,8 +21,9 @@ from flce.core.options import ChunkOptions
 from flce.core.problem import LinearLogprobsOutput, accumulation_dtype
 from flce.functional import fused_linear_cross_entropy, linear_logprobs
 from flce.huggingface.head_call import HeadCall, weights_of
-from flce.huggingface.lazy.fold import Folded, NoLazyFormError, Op, dtype_after, fold, needs, replay
+from flce.huggingface.lazy.fold import STEPS, UNCHANGED, Folded, NoLazyFormError, Op, needs, replay
 from flce.huggingface.lazy.terms import TENSORS, BiasTerm, Product, in_float32
+from flce.huggingface.staleness import versions_of
 from flce.huggingface.wrappers import Hook
 from flce.ops.arguments import autocast_dtype, narrowed, widened
 
@@ -39,28 +40,30 @@ class Settings:
 
 @dataclass(frozen=True)
 class LazyState:
-    """The sum of some terms, of one shape and ``class_dim``, and what was done to it.
+    """The sum of some terms of one shape, and what was done to it. The last dimension are the classes.
 
     Attributes:
         terms: the head's product first, then those of its adapters, and biases.
-        class_dim: which dimension of the logits is the vocabulary.
+        dtype: of the logits.
         ops: elementwise operations since, in order, so that materialised logits are bit for bit the model's.
-            Always such that :func:`fold` accepts them.
+        folded: their normal form.
         autocast_dtype: what the head ran under, None for no autocast.
         device: where the logits are wanted.
         calls: the calls of the head and its adapters that made the terms; none under the compiler.
-        rows: vectors of one number a token, which operations refer to by their place here. Of the logits' shape, with
-            two equal classes, so that operations on the token dimensions are done to them as to the logits.
+        rows: ``(..., 1)``, vectors of one number a token, which operations refer to by their place here.
+        one_class: there is one class, and no dimension of classes.
     """
 
     terms: tuple[Product | BiasTerm, ...]
-    class_dim: int
+    dtype: torch.dtype
     autocast_dtype: torch.dtype | None
     device: torch.device
     settings: Settings
     ops: tuple[Op, ...] = ()
+    folded: Folded = UNCHANGED
     calls: tuple[HeadCall, ...] = field(default=(), compare=False, repr=False)
     rows: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    one_class: bool = False
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What was computed of the same tokens; states that operations on the logits make share it."""
 
@@ -75,29 +78,16 @@ class LazyState:
     @property
     def shape(self) -> torch.Size:
         head = self.head
-        sizes = list(head.hidden.shape)
-        sizes[self.class_dim] = head.weight.shape[0]
-        return torch.Size(sizes)
+        tokens = head.hidden.shape[:-1]
+        return tokens if self.one_class else torch.Size((*tokens, head.weight.shape[0]))
 
     @property
     def ndim(self) -> int:
-        return self.head.hidden.dim()
+        return self.head.hidden.dim() - self.one_class
 
     @property
     def vocab_size(self) -> int:
         return self.head.weight.shape[0]
-
-    @property
-    def vocab_last(self) -> bool:
-        return self.class_dim == self.head.hidden.dim() - 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        first, *others = self.terms
-        total = dtype_after(first.ops, first.dtype)
-        for term in others:
-            total = torch.promote_types(total, dtype_after(term.ops, term.dtype))
-        return dtype_after(self.ops, total)
 
     @property
     def home(self) -> torch.device:
@@ -105,24 +95,14 @@ class LazyState:
         return self.head.hidden.device
 
     @property
-    def folded(self) -> Folded:
-        folded = fold(self.ops)
-        assert folded is not None, "lazy logits hold operations without a normal form"
-        return folded
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*[tensor for term in self.terms for tensor in term.tensors], *self.rows)
+        found = [getattr(term, name, None) for term in self.terms for name in TENSORS]
+        return (*[tensor for tensor in found if tensor is not None], *self.rows)
 
     @property
     def whole_terms(self) -> tuple[Product | BiasTerm, ...]:
         """The terms with their values, within :meth:`weights`."""
         return tuple([term.whole() for term in self.terms])
-
-    @property
-    def of_tokens(self) -> list[Tensor]:
-        """What operations on the token dimensions are done to."""
-        return [*[term.hidden for term in self.terms if isinstance(term, Product)], *self.rows]
 
     @property
     def requires_grad(self) -> bool:
@@ -132,22 +112,22 @@ class LazyState:
 
     def with_op(self, name: str, value: Any = None) -> LazyState:
         """The state after one more elementwise operation, if that has a lazy form."""
-        ops = (*self.ops, (name, value))
-        if fold(ops) is None:
+        folded = STEPS[name](self.folded, value) if name in STEPS else self.folded
+        if folded is None:
             raise NoLazyFormError
-        return replace(self, ops=ops)
+        dtype = value if name == "to" else self.dtype
+        return replace(self, ops=(*self.ops, (name, value)), folded=folded, dtype=dtype)
 
     def copied(self) -> LazyState:
         """The state of a copy. Autograd keeps what some operations return: a copy of that may be changed in place."""
         kept = self.ops and self.ops[-1][0] in ("tanh", "log_softmax", "softmax", "exp")
         return replace(self, ops=(*self.ops, ("clone", None))) if kept else self
 
-    def with_hidden(self, function: Callable[[Tensor], Tensor], class_dim: int | None = None) -> LazyState:
+    def with_hidden(self, function: Callable[[Tensor], Tensor]) -> LazyState:
         """The state after an operation on the token dimensions, which is done to the hidden states instead."""
         terms = tuple([t.with_hidden(function(t.hidden)) if isinstance(t, Product) else t for t in self.terms])
-        rows = tuple(map(function, self.rows))
-        class_dim = self.class_dim if class_dim is None else class_dim
-        return replace(self, terms=terms, rows=rows, class_dim=class_dim, known={})  # it would keep those of each piece
+        rows = tuple([function(row) for row in self.rows])
+        return replace(self, terms=terms, rows=rows, known={})  # it would keep those of each piece
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> LazyState:
         """The state on the next of other tensors, in the order of :attr:`tensors`."""
@@ -189,8 +169,8 @@ class LazyState:
     def logits(self) -> Tensor:
         """Compute the logits as the model would have, with the same roundings."""
         with self.weights(waiting_is_fine=True):
-            logits = self._sum_of_products(F.linear)
-            return (logits if self.vocab_last else logits.movedim(-1, self.class_dim)).to(self.device)
+            logits = self._sum_of_products(F.linear).to(self.device)
+            return logits.squeeze(-1) if self.one_class else logits
 
     def picked(self, index: Tensor) -> Tensor:
         """Some logits of each token: ``index`` is of the tokens' shape and ends with the number of classes."""
@@ -200,6 +180,7 @@ class LazyState:
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
 
+        self._note_values()
         with self.weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
@@ -210,8 +191,13 @@ class LazyState:
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return F.linear(hidden, weight[index], None if bias is None else bias[index])
 
+        self._note_values()
         with self.weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
+
+    def _note_values(self) -> None:
+        for call in self.calls:
+            call.gave_values = True
 
     def _sum_of_products(
         self,
@@ -221,9 +207,7 @@ class LazyState:
         total = None
         for term in self.whole_terms:
             if isinstance(term, Product):
-                z = self._in_head_autocast(product, self._classes_last(term.hidden), term.weight, term.bias)
-                if term.filled is not None:
-                    z = torch.where(vector(term.filled), z.detach(), z)
+                z = self._in_head_autocast(product, term.hidden, term.weight, term.bias)
             else:
                 z = vector(term.bias)
             z = replay(z, term.ops)
@@ -233,14 +217,16 @@ class LazyState:
 
     def replayed(self, z: Tensor, ops: tuple[Op, ...]) -> Tensor:
         """Logits or results of all tokens, with the classes last, after some operations."""
-        return replay(z, ops, [self._classes_last(row)[..., :1].to(z.device) for row in self.rows])
+        return replay(z, ops, [row.to(z.device) for row in self.rows])
 
-    def shift(self) -> Tensor | float:
-        """What was added to each token's logits or results in the end, of the tokens' shape."""
-        return sum(self._row(place) * weight for place, weight in self.folded.shifts)
+    def normalizer(self) -> Tensor | float:
+        """What was subtracted from each token's logits, of the tokens' shape."""
+        place = self.folded.normalizer
+        return 0.0 if place is None else self.rows[place].squeeze(-1)
 
-    def _row(self, place: int) -> Tensor:
-        return self.rows[place].select(self.class_dim, 0)
+    def is_own_logsumexp(self, vector: Tensor) -> bool:
+        """Whether a vector is what ``logsumexp`` has returned for these logits."""
+        return any([vector is own and version == versions_of(own) for own, version in self.known.get("own", ())])  # noqa: C419
 
     def cross_entropy(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Tensor:
         """The loss without the logits. ``target``: class indices, of the tokens' shape."""
@@ -252,8 +238,7 @@ class LazyState:
     def statistics(self, *names: str) -> tuple[Tensor, ...]:
         """``"argmax"`` and ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
         state = self.detach()
-        tokens = [size for dim, size in enumerate(state.shape) if dim != state.class_dim]
-        target = torch.zeros(tokens, dtype=torch.int64, device=self.home)
+        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.home)
         with self.weights(waiting_is_fine="lse" not in names):
             output = state.fused(target, reduction="none", ignore_index=-100, stats=names)
         return tuple(getattr(output, name).to(self.device) for name in names)
@@ -282,8 +267,9 @@ class LazyState:
             options = replace(options, logits_dtype=None)
         place = self.folded.divisor
         if place is not None:
-            spec["temperature"] = self._row(place) * spec.get("temperature", 1.0)
+            spec["temperature"] = self.rows[place].squeeze(-1) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.home)
+        self._note_values()
         with self.weights():
             made: LinearLogprobsOutput = self._operator(
                 linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
@@ -296,7 +282,9 @@ class LazyState:
         A formula that takes one from the other asks twice. The gradients of two calls would be rounded apart, and their
         difference is small where probabilities are nearly equal.
         """
-        if torch.compiler.is_compiling():  # results that a state has are no part of the graph
+        # Results that a state has are no part of a graph. A checkpoint that logits come to from outside computes anew
+        # what its first pass has computed.
+        if torch.compiler.is_compiling() or any([call.is_outside for call in self.calls]):  # noqa: C419 - faster
             made = self.per_token("lse", "entropy")
         else:
             with self.weights():  # results that are known already are of weights that have not changed
@@ -328,7 +316,7 @@ class LazyState:
                 bias = term.bias.to(accumulation_dtype(dtype))
                 biases.append(bias if factor == 1.0 else bias * factor)
             if isinstance(term, Product):
-                hidden, weights = self._classes_last(term.hidden), term.weight
+                hidden, weights = term.hidden, term.weight
                 hidden = hidden if factor == 1.0 else hidden * factor
                 if self.autocast_dtype is None:  # an adapter in float32 on a head in bfloat16 is cast, not the head
                     hidden, weights = hidden.to(dtype), weights.to(dtype)
@@ -340,9 +328,15 @@ class LazyState:
             call.passed_by |= requires_grad
             call.usage.used |= call.passed_by
         folded = self.folded
+        hidden, weights = products[0]
+        # What was subtracted before a normalisation gets a gradient of zeros.
+        cancelled = [row for place, row in enumerate(self.rows) if row.requires_grad and place != folded.normalizer]
+        if cancelled and requires_grad:
+            hidden = _WithZeros.apply(hidden, *cancelled)
         return self._in_head_autocast(
             function,
-            *products[0],
+            hidden,
+            weights,
             None if target is None else target.to(self.home),
             linear_bias=sum(biases[1:], biases[0]) if biases else None,
             logit_scale=folded.logit_scale,
@@ -350,9 +344,6 @@ class LazyState:
             options=options,
             **spec,
         )
-
-    def _classes_last(self, hidden: Tensor) -> Tensor:
-        return hidden if self.vocab_last else hidden.movedim(self.class_dim, -1)
 
     def _in_head_autocast(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call with the autocast state the head was called with, which may have been left since."""
@@ -386,85 +377,13 @@ def head_state(
     dtype = hidden.dtype if autocast is None else narrowed(hidden.dtype, device.type)
     term = Product(hidden, weight, bias, dtype)
     settings = Settings() if settings is None else settings
-    state = LazyState((term,), hidden.dim() - 1, autocast, device, settings)
+    state = LazyState((term,), dtype, autocast, device, settings)
     return state if call is None else state.recorded((call,))
 
 
 def merged_calls(*states: LazyState) -> tuple[HeadCall, ...]:
     """The calls that several states come from, each once."""
     return tuple({id(call): call for state in states for call in state.calls}.values())
-
-
-@dataclass(frozen=True)
-class StackState:
-    """``torch.stack`` of several lazy logits: what models with a head per codebook make.
-
-    Can be taken apart again; anything else needs the logits.
-
-    Attributes:
-        parts: they have one shape, dtype and device.
-        dim: the new dimension.
-        viewed_as: the shape that the stack was given since, after which it cannot be taken apart. None: its own.
-    """
-
-    parts: tuple[LazyState, ...]
-    dim: int
-    viewed_as: tuple[int, ...] | None = None
-
-    @property
-    def shape(self) -> torch.Size:
-        if self.viewed_as is not None:
-            return torch.Size(self.viewed_as)
-        sizes = list(self.parts[0].shape)
-        sizes.insert(self.dim, len(self.parts))
-        return torch.Size(sizes)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
-    @property
-    def settings(self) -> Settings:
-        return self.parts[0].settings
-
-    @property
-    def calls(self) -> tuple[HeadCall, ...]:
-        return merged_calls(*self.parts)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for part in self.parts for tensor in part.tensors)
-
-    def part(self, index: int) -> LazyState:
-        """One of them, to be taken out. The others get gradients of zeros, as they do of what ``torch.stack`` made."""
-        part = self.parts[index]
-        others = [t for other in self.parts if other is not part for t in other.tensors if t.requires_grad]
-        if not others or not torch.is_grad_enabled():
-            return part
-        hidden: Tensor = _WithZeros.apply(part.head.hidden, *others)
-        return replace(part, terms=(part.head.with_hidden(hidden), *part.terms[1:]))
-
-    @property
-    def requires_grad(self) -> bool:
-        return any(part.requires_grad for part in self.parts)
-
-    def with_tensors(self, tensors: Iterator[Tensor]) -> StackState:
-        return replace(self, parts=tuple(part.with_tensors(tensors) for part in self.parts))
-
-    def detach(self) -> StackState:
-        return replace(self, parts=tuple(part.detach() for part in self.parts))
-
-    def logits(self) -> Tensor:
-        logits = torch.stack([part.logits() for part in self.parts], self.dim)
-        return logits if self.viewed_as is None else logits.reshape(self.viewed_as)
 
 
 class _WithZeros(torch.autograd.Function):
@@ -481,10 +400,7 @@ class _WithZeros(torch.autograd.Function):
         return grad, *zeros
 
 
-State = LazyState | StackState
-
-
-def behind(state: State, copy: State, hook: Hook) -> State:
+def behind(state: LazyState, copy: LazyState, hook: Hook) -> LazyState:
     """The state of a copy that a wrapper's function made without gradients; those of the copy run ``hook`` first.
 
     Args:
@@ -492,19 +408,10 @@ def behind(state: State, copy: State, hook: Hook) -> State:
         copy: the state that the copy has.
         hook: what the function does in backward.
     """
-    calls = {id(call): call.behind(hook) for call in copy.calls}
-
-    def of_call(one: LazyState, other: LazyState) -> LazyState:
-        return replace(one, calls=tuple([calls[id(call)] for call in other.calls]))
-
-    if isinstance(state, StackState):
-        assert isinstance(copy, StackState)
-        return replace(state, parts=tuple(of_call(*both) for both in zip(state.parts, copy.parts, strict=True)))
-    assert isinstance(copy, LazyState)
-    return of_call(state, copy)
+    return replace(state, calls=tuple([call.behind(hook) for call in copy.calls]))
 
 
-def dimension(state: State, dim: int) -> int:
+def dimension(state: LazyState, dim: int) -> int:
     if not -state.ndim <= dim < state.ndim:
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-state.ndim}, {state.ndim - 1}], but got {dim})"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.functional import cross_entropy
-from flce.huggingface.lazy import elementwise, indexing, several, values
+from flce.huggingface.lazy import elementwise, indexing, values
 from flce.huggingface.lazy.state import LazyState
 
 
@@ -27,76 +27,66 @@ class Operation(NamedTuple):
     """What one function of PyTorch does to lazy logits.
 
     Attributes:
-        of_logits: takes the state and the function's other arguments; for ``"join"`` the sequence of states.
-        of_stack: the same for a :class:`StackState`; None: real logits are needed.
+        run: the function of the state and its other arguments.
+        why: who needs it: an architecture of Transformers, or code that people use with it.
         kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
             it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what
-            the logits become. ``"join"``: the first argument is a sequence of lazy logits.
+            the logits become.
     """
 
-    of_logits: Callable[..., Any]
-    of_stack: Callable[..., Any] | None = None
-    kind: Literal["new", "elementwise", "view", "in place", "join"] = "new"
+    run: Callable[..., Any]
+    why: str
+    kind: Literal["new", "elementwise", "view", "in place"] = "new"
 
 
-_float = elementwise.cast(torch.float32)
+_cast = elementwise.cast
+# An operation without a reason here computes the real logits: a wrong result is worse than a warning.
 _TABLE: dict[str, Operation] = {
-    "view reshape": Operation(indexing.reshape, several.stack_reshape, "view"),
-    "split": Operation(indexing.split, None, "view"),
-    "chunk": Operation(indexing.chunk, None, "view"),
-    "unbind": Operation(indexing.unbind, several.stack_unbind, "view"),
-    "index_select": Operation(indexing.index_select),
-    "__getitem__": Operation(indexing.getitem, several.stack_getitem, "view"),
-    "select": Operation(indexing.select, several.stack_select, "view"),
-    "narrow": Operation(indexing.narrow, None, "view"),
-    "detach data": Operation(LazyState.detach, several.of_each(LazyState.detach), "view"),
-    "contiguous": Operation(elementwise.contiguous, several.of_each(elementwise.contiguous)),
-    "clone": Operation(elementwise.clone, None, "elementwise"),
-    "to": Operation(elementwise.to, several.of_each(elementwise.to), "elementwise"),
-    "cpu": Operation(lambda state: elementwise.to(state, "cpu"), None, "elementwise"),
-    "type": Operation(elementwise.to_dtype, None, "elementwise"),
-    "type_as": Operation(lambda state, other: elementwise.to(state, other=other), None, "elementwise"),
-    "float": Operation(_float, several.of_each(_float), "elementwise"),
-    "double": Operation(elementwise.cast(torch.float64), None, "elementwise"),
-    "half": Operation(elementwise.cast(torch.float16), None, "elementwise"),
-    "bfloat16": Operation(elementwise.cast(torch.bfloat16), None, "elementwise"),
-    "mul multiply __mul__ __rmul__": Operation(elementwise.times, None, "elementwise"),
-    "div divide true_divide __truediv__": Operation(elementwise.scale("div"), None, "elementwise"),
-    "add __add__ __radd__": Operation(elementwise.add(1), None, "elementwise"),
-    "sub subtract __sub__": Operation(elementwise.add(-1), None, "elementwise"),
-    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), None, "elementwise"),
-    "tanh": Operation(elementwise.recorded("tanh"), None, "elementwise"),
-    "log_softmax": Operation(elementwise.normalised("log_softmax")),
-    "softmax": Operation(elementwise.normalised("softmax")),
-    "exp": Operation(elementwise.exp, None, "elementwise"),
-    "clamp clip": Operation(elementwise.clamp, None, "elementwise"),
-    "masked_fill": Operation(indexing.masked_fill, None, "elementwise"),
-    "__eq__ eq": Operation(values.equals_itself),
-    "argmax": Operation(values.argmax),
-    "logsumexp": Operation(values.logsumexp),
-    "gather": Operation(values.gather),
-    "take_along_dim": Operation(values.take_along_dim),
-    "sum": Operation(values.total),
-    "cross_entropy": Operation(values.cross_entropy),
-    "nll_loss": Operation(values.nll_loss),
-    "stack": Operation(several.stack, None, "join"),
-    "cat concat concatenate": Operation(several.cat, None, "join"),
-    "__setitem__": Operation(indexing.set_item, None, "in place"),
-    "masked_fill_": Operation(indexing.masked_fill, None, "in place"),
-    "mul_ multiply_ __imul__": Operation(elementwise.scale("mul"), None, "in place"),
-    "div_ divide_ true_divide_ __itruediv__": Operation(elementwise.scale("div"), None, "in place"),
-    "add_ __iadd__": Operation(elementwise.add(1), None, "in place"),
-    "sub_ subtract_ __isub__": Operation(elementwise.add(-1), None, "in place"),
-    "neg_ negative_": Operation(elementwise.recorded("mul", -1), None, "in place"),
-    "tanh_": Operation(elementwise.recorded("tanh"), None, "in place"),
+    "view reshape": Operation(indexing.reshape, "Transformers: its loss of causal models", "view"),
+    "flatten": Operation(indexing.resized(Tensor.flatten), "training loops: tokens as rows", "view"),
+    "squeeze": Operation(indexing.resized(Tensor.squeeze), "verl: sequences without padding", "view"),
+    "unsqueeze": Operation(indexing.resized(Tensor.unsqueeze), "verl: sequences without padding", "view"),
+    "transpose": Operation(indexing.transpose, "ProphetNet", "view"),
+    "split": Operation(indexing.split, "TRL: entropies, piece by piece", "view"),
+    "chunk": Operation(indexing.chunk, "Axolotl: a loss in chunks", "view"),
+    "unbind": Operation(indexing.unbind, "TRL: a loop over sequences", "view"),
+    "__getitem__": Operation(indexing.getitem, "Transformers: shifted logits, logits_to_keep", "view"),
+    "detach data": Operation(LazyState.detach, "Trainer: outputs of a step", "view"),
+    "contiguous": Operation(elementwise.contiguous, "Transformers: shifted logits"),
+    "clone": Operation(elementwise.clone, "DDP: outputs", "elementwise"),
+    "to": Operation(elementwise.to, "Accelerate: outputs of a model on several devices", "elementwise"),
+    "cpu": Operation(lambda state: elementwise.to(state, "cpu"), "Trainer: outputs of an evaluation", "elementwise"),
+    "float": Operation(_cast(torch.float32), "Transformers: its loss of causal models", "elementwise"),
+    "double": Operation(_cast(torch.float64), "a cast, as float", "elementwise"),
+    "half": Operation(_cast(torch.float16), "a cast, as float", "elementwise"),
+    "bfloat16": Operation(_cast(torch.bfloat16), "a cast, as float", "elementwise"),
+    "mul multiply __mul__ __rmul__": Operation(elementwise.times, "Cohere; entropies of TRL", "elementwise"),
+    "div divide true_divide __truediv__": Operation(elementwise.divide, "Granite; prime-rl", "elementwise"),
+    "add __add__ __radd__": Operation(elementwise.add, "BART: a bias; PEFT: an adapter", "elementwise"),
+    "sub subtract __sub__": Operation(elementwise.subtract, "torch.distributions.Categorical", "elementwise"),
+    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), "Trainer: label smoothing", "elementwise"),
+    "tanh": Operation(elementwise.recorded("tanh"), "Gemma 2", "elementwise"),
+    "log_softmax": Operation(elementwise.normalised("log_softmax"), "TRL"),
+    "softmax": Operation(elementwise.normalised("softmax"), "OpenRLHF: entropies"),
+    "exp": Operation(elementwise.exp, "TRL: entropies", "elementwise"),
+    "clamp": Operation(elementwise.clamp, "torch.distributions.Categorical", "elementwise"),
+    "__eq__ eq": Operation(values.equals_itself, "torch.distributions.Categorical"),
+    "argmax": Operation(values.argmax, "TRL: accuracy of tokens"),
+    "logsumexp": Operation(values.logsumexp, "TRL; OpenRLHF"),
+    "gather": Operation(values.gather, "TRL; verl; OpenRLHF"),
+    "sum": Operation(values.total, "Trainer: label smoothing; TRL: entropies"),
+    "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
+    "nll_loss": Operation(values.nll_loss, "ProphetNet"),
+    "mul_ multiply_ __imul__": Operation(elementwise.times, "PEFT", "in place"),
+    "div_ divide_ true_divide_ __itruediv__": Operation(
+        elementwise.divide, "verl; OpenRLHF: a temperature", "in place"
+    ),
+    "add_ __iadd__": Operation(elementwise.add, "PEFT: an adapter; MobileBERT: a bias", "in place"),
 }
-
-for _name in "flatten permute transpose mT swapaxes swapdims movedim moveaxis squeeze unsqueeze".split():  # noqa: SIM905
-    _TABLE[_name] = Operation(indexing.rearranged(_name), None, "view")
 
 OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}
 
-OPERATIONS[cross_entropy] = Operation(values.own_cross_entropy)
+OPERATIONS[cross_entropy] = Operation(values.own_cross_entropy, "flce.cross_entropy")
 
 # Give views of their arguments that have one shape.
 BROADCAST = frozenset(functions("broadcast_tensors"))

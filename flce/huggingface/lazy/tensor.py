@@ -11,11 +11,9 @@ from torch import Tensor
 
 from flce.core import private
 from flce.huggingface.head_call import pass_gradient, weights_of
-from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import LazyBase, contiguous_shadow, made_when, told
+from flce.huggingface.lazy.base import LazyBase, Origin, made_when, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
-from flce.huggingface.lazy.state import State, behind
-from flce.huggingface.staleness import versions_of
+from flce.huggingface.lazy.state import LazyState, behind
 from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
 
@@ -24,45 +22,54 @@ from flce.torch_ops.frames import never_compiled
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
-    _node: Any  # of the autograd graph, which this tensor stands at
-    _version_seen: Any  # of the real logits, when that was found out; None: never
+    _node: Any
+    """Of the autograd graph, which this tensor stands at: None for nowhere, True for a leaf."""
 
     @staticmethod
-    def _wrap(state: State, source: Any = None, shadow: Tensor | None = None) -> LazyLogits:
-        shadow = contiguous_shadow(state) if shadow is None else shadow
+    def _wrap(state: LazyState, origin: Origin | None = None, shadow: Tensor | None = None) -> LazyLogits:
+        if shadow is None:
+            shadow = torch.empty(state.shape, dtype=state.dtype, device="meta")
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
-        lazy._init(state, source, shadow)
-        lazy._node, lazy._version_seen = lazy._place(), None
-        lazy._tell_node()
-        if source is not None and lazy._node is not None:
-            source.lazy._family.waiting.append(weakref.ref(lazy))
-        elif source is not None and source.is_view:
-            source.lazy._family.waiting.append(weakref.ref(source))
+        lazy._init(state, origin, shadow)
+        with torch._C.DisableTorchFunctionSubclass():
+            node: Any = lazy.grad_fn
+        lazy._node = node
+        if node is not None:
+            node.hooked = lazy._family.hooked
+        if origin is not None:
+            if node is None:
+                if origin.is_view:
+                    lazy._family.waiting.append(weakref.ref(origin))
+            elif origin.is_view:
+                lazy._family.waiting.append(weakref.ref(lazy))
+                lazy._family.members.append(weakref.ref(lazy))
+            else:
+                origin.lazy._family.copies.append(weakref.ref(lazy))
         return lazy
 
-    def _become(self, state: State) -> None:
-        if state.requires_grad:
-            with torch._C.DisableTorchFunctionSubclass():
+    def _become(self, state: LazyState) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if state.requires_grad:
                 _InGraph.apply(self, state, None, *state.tensors)
-        self._state, self._node, self._source = state, self._place(), None
-        self._tell_node()
-
-    def _tell_node(self) -> None:
-        """Let this place in the graph know of hooks that are set later: gradients that come to it do not pass there."""
+            elif self._node is not None:
+                self.detach_()
+        self._state, self._node = state, self._place()
         if private.is_node_of(self._node, _InGraph):
-            self._node.hooked = self._hooked
+            self._node.hooked = self._family.hooked
 
-    def _set_real(self, real: Tensor) -> None:
-        LazyBase._set_real(self, real)
-        # A view without gradients follows when it is used: `torch.utils.swap_tensors` refuses weak references to it.
-        if self._viewed_source() is not None and self._node is not None:
-            self._family.add_view(self, real)
+    def _existing(self) -> Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            place = (self.grad_fn or True) if self.requires_grad else None
+        if place is not self._node and not self._adopt(place):
+            self._take_place(place)
+        real = self._real if self._origin is None else LazyBase._existing(self)
+        if real is not None and (self._node is None) == real.requires_grad:
+            self._stand_behind(written=True)
+        return real
 
-    def _look_around(self) -> None:
-        real, place = self._real, self._place()
-        if place is self._node or self._adopt(place):
-            return
-        # An autograd.Function, which does not ask __torch_function__, has returned this tensor.
+    def _take_place(self, place: Any) -> None:
+        """An autograd.Function, which does not ask ``__torch_function__``, has returned this tensor."""
+        real, self._node = self._real, place
         if real is None:
             memory = told(self._state, "an autograd.Function", self._compute).detach()
         else:
@@ -74,46 +81,22 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         else:  # it was changed in place: those who have the memory see where it comes from now
             with torch.enable_grad():
                 real.copy_(memory)
-            self._version_seen = versions_of(real)
-        self._node = place
+            self._follow()
 
-    def _relatives(self) -> list[tuple[LazyLogits, Tensor]]:
-        """What shares some of this tensor's memory, itself among them, with their real logits."""
-        self._family.make_real()
-        found = []
-        assert self._real is not None
-        for lazy in [self._root(), *self._family.overlapping(self._real)]:
-            with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows: an error where it is used
-                if isinstance(lazy, LazyLogits) and (real := lazy._existing()) is not None:
-                    found.append((lazy, real))
-        return found
-
-    def _moved(self) -> bool:
-        """Whether the real logits were written to since this tensor last stood where they do."""
-        assert self._real is not None
-        seen = self._made_as if self._version_seen is None else self._version_seen
-        return bool(versions_of(self._real) != seen)
-
-    def _follow(self, func: Any) -> None:
-        """After a write to the real logits: gives this object and its views the real ones' grad_fn."""
-        for lazy, real in self._relatives():
-            if func in tables.GRAPH or lazy._moved() or (lazy._node is not None) != real.requires_grad:
-                # What a Function saved is as it was, if nothing was written.
-                unmoved = not lazy._moved() and real.requires_grad
-                lazy._version_seen = versions_of(real)
-                # A view that was made without gradients has no grad_fn any more: an error where it is used.
-                version = private.preserve_version(lazy) if unmoved else contextlib.nullcontext()
-                with (
-                    torch._C.DisableTorchFunctionSubclass(),
-                    torch.enable_grad(),
-                    contextlib.suppress(RuntimeError),
-                    version,
-                ):
-                    _Behind.apply(real, lazy) if real.requires_grad else lazy.detach_()
-                lazy._node = lazy._place()
+    def _stand_behind(self, written: bool) -> None:
+        """Take the place of the real logits in the graph."""
+        # A view that autograd no longer allows is an error where it is used.
+        with contextlib.suppress(RuntimeError):
+            real = LazyBase._existing(self)
+            if real is None or not (written or real.requires_grad):
+                return
+            # What a Function saved is as it was, if nothing was written.
+            version = contextlib.nullcontext() if written else private.preserve_version(self)
+            with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad(), version:
+                _Behind.apply(real, self) if real.requires_grad else self.detach_()
+            self._node = self._place()
 
     def _place(self) -> Any:
-        """Where this tensor stands in the autograd graph: a node, None for nowhere, True for a leaf."""
         with torch._C.DisableTorchFunctionSubclass():
             return (self.grad_fn or True) if self.requires_grad else None
 
@@ -129,7 +112,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         if not private.is_node_of(copied, _InGraph):
             return False
         state = getattr(copied, "state")  # noqa: B009  # an attribute of its ctx
-        self._state, self._node, self._source = behind(state, self._state, hook), place, None
+        self._state, self._node, self._origin = behind(state, self._state, hook), place, None
         return True
 
     def register_hook(self, hook: Any) -> Any:
@@ -162,7 +145,7 @@ class _InGraph(torch.autograd.Function):
     """A :class:`LazyLogits`'s place in the autograd graph, for code that skips ``__torch_function__``."""
 
     @staticmethod
-    def forward(ctx: Any, lazy: LazyLogits | None, state: State, shadow: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, lazy: LazyLogits | None, state: LazyState, shadow: Any, *tensors: Tensor) -> Tensor:
         ctx.state, ctx.hooked = state, None
         ctx.set_materialize_grads(False)
         if lazy is not None:  # changed in place: from here on this is where it stands
@@ -173,7 +156,7 @@ class _InGraph(torch.autograd.Function):
             shadow.shape,
             strides=shadow.stride(),
             storage_offset=shadow.storage_offset(),
-            dtype=shadow.dtype,
+            dtype=state.dtype,
             device=state.device,
         )
         private.set_throw_on_mutable_data_ptr(made)  # rather than a null pointer

@@ -78,15 +78,12 @@ class Product(Term):
         weight: ``(V, H)``.
         bias: ``(V,)`` or None.
         dtype: the product's.
-        filled: ``(V,)`` bool, the classes whose rows of the weight were replaced by zeros, and their bias by a number;
-            their logits get no gradient. None: no class.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    filled: Tensor | None = None
     what = "the hidden states were"
 
     @property
@@ -96,7 +93,7 @@ class Product(Term):
     def with_hidden(self, hidden: Tensor) -> Product:
         """After an operation on the token dimensions, which made ``hidden`` of the hidden states."""
         watched = self.watched
-        if watched is not None and not _same_memory(hidden, self.hidden):
+        if watched is not None and hidden.untyped_storage()._cdata != self.hidden.untyped_storage()._cdata:
             watched = watched.of_a_copy()
         return replace(self, hidden=hidden, watched=watched)
 
@@ -159,10 +156,4 @@ def same_sum(terms: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
 def _same_term(term: Term, other: Term) -> bool:
     if type(term) is not type(other) or term.ops != other.ops or len(term.tensors) != len(other.tensors):
         return False
-    if isinstance(term, Product) and isinstance(other, Product) and not same(term.filled, other.filled):
-        return False
     return all(same(*both) for both in zip(term.tensors, other.tensors, strict=True))
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

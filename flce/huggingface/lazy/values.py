@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from flce.core import private
+from flce.core.problem import MOST_ENTRIES
 from flce.huggingface.lazy.elementwise import to_dtype
-from flce.huggingface.lazy.fold import Op, needs
+from flce.huggingface.lazy.fold import Op, fold, needs
 from flce.huggingface.lazy.state import LazyState, dimension
-from flce.huggingface.lazy.terms import Product
-from flce.ops.arguments import MOST_ENTRIES, widened
+from flce.huggingface.staleness import versions_of
+from flce.ops.arguments import widened
 
 
 def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tensor]) -> Tensor:
@@ -28,8 +29,10 @@ def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tenso
     if state.folded.form == "logits":
         return take(state.copied())
     needs(not state.folded.form.startswith("weighted"))
-    at = next(at for at, (name, _) in enumerate(state.ops) if name in _NORMALISING)
-    logits, count = replace(state, ops=state.ops[:at]), index.shape[-1]
+    at, dtype = next((at, value) for at, (name, value) in enumerate(state.ops) if name in _NORMALISING)
+    count, folded = index.shape[-1], fold(state.ops[:at])
+    assert folded is not None
+    logits = replace(state, ops=state.ops[:at], folded=folded, dtype=dtype)
     with logits.weights():
         if count == 1 and index.dim() == state.ndim:
             made = logits.per_token("logprob", target=index.squeeze(-1)).logprob
@@ -56,20 +59,25 @@ _NORMALISING = {"log_softmax": (), "softmax": _EXP, "exp": _EXP}
 
 def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> Any:
     folded = state.folded
-    needs(dim is not None and dimension(state, dim) == state.class_dim and folded.factor > 0.0)
+    needs(dim is not None and dimension(state, dim) == state.ndim - 1 and not folded.negative)
     needs(not folded.form.startswith("weighted"))
     (largest,) = state.statistics("argmax")
     return _tokens(state, largest, keepdim)
 
 
 def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
-    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and state.folded.form == "logits")
-    return _tokens(state, logsumexp_of(state).to(state.dtype), keepdim)
+    needs(isinstance(dim, int) and dimension(state, dim) == state.ndim - 1 and state.folded.form == "logits")
+    lse = logsumexp_of(state)
+    if lse.is_cpu and not torch.compiler.is_compiling():
+        needs(not bool(lse.isnan().any()))  # of infinities, which stock's logsumexp gives back
+    own = _tokens(state, lse.to(state.dtype), keepdim)
+    state.known.setdefault("own", []).append((own, versions_of(own)))
+    return own
 
 
 def logsumexp_of(state: LazyState) -> Tensor:
     lse, _ = state.lse_and_entropy()
-    return (lse + state.shift()).to(state.device)
+    return (lse - state.normalizer()).to(state.device)
 
 
 def equals_itself(state: LazyState, other: Any) -> Any:
@@ -77,53 +85,40 @@ def equals_itself(state: LazyState, other: Any) -> Any:
 
     The result has no memory of its own.
     """
-    needs(other is state and bool(state.folded.shifts) and not torch.compiler.is_compiling())
+    needs(other is state and state.folded.normalizer is not None and not torch.compiler.is_compiling())
     needs(state.folded.form == "logits" and not bool(logsumexp_of(state).isnan().any()))
     return torch.ones((), dtype=torch.bool, device=state.device).expand(state.shape)
 
 
 def gather(state: LazyState, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
     """Some classes of each token, whose logits or log-probabilities are made without the others."""
-    needs(dimension(state, dim) == state.class_dim and isinstance(index, Tensor) and not sparse_grad)
+    needs(dimension(state, dim) == state.ndim - 1 and isinstance(index, Tensor) and not sparse_grad)
     needs((index.dtype, index.device, index.dim()) == (torch.int64, state.device, state.ndim))
-    sizes = list(state.shape)
-    sizes[state.class_dim] = count = index.shape[state.class_dim]
-    needs(list(index.shape) == sizes)
+    count = index.shape[-1]
+    needs(index.shape[:-1] == state.shape[:-1])
     # Each token's rows of the head are copied for its logits: more than those, if they are many.
     few = count <= (1 if state.folded.form == "logits" else MOST_ENTRIES)
     needs(few or count * state.head.weight.shape[1] < state.vocab_size)
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         # Else an error that is PyTorch's to raise; -100 would mean "ignore" below.
         needs(not bool(((index < 0) | (index >= state.vocab_size)).any()))
-    index = index.movedim(state.class_dim, -1)
-    values = values_of(state, index, lambda logits: logits.picked(index))
-    if count == 1:
-        return _tokens(state, values.squeeze(-1), keepdim=True)
-    return _of_its_own(values.movedim(-1, state.class_dim).contiguous())
-
-
-def take_along_dim(state: LazyState, indices: Tensor, dim: int | None = None) -> Any:
-    """``gather`` of indices that are broadcast over the tokens."""
-    needs(dim is not None and isinstance(indices, Tensor) and indices.dim() == state.ndim)
-    assert dim is not None
-    sizes = [-1 if at == dimension(state, dim) else size for at, size in enumerate(state.shape)]
-    needs(all(given in (1, size) for given, size in zip(indices.shape, sizes, strict=True) if size != -1))
-    return gather(state, dim, indices.expand(sizes))
+    return _of_its_own(values_of(state, index, lambda logits: logits.picked(index)).contiguous())
 
 
 def total(state: LazyState, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """The sum over the vocabulary of log-probabilities, or of what is weighted by probabilities."""
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
-    needs(isinstance(dim, int) and dimension(state, dim) == state.class_dim and state.folded.form in _SUMS)
+    needs(isinstance(dim, int) and dimension(state, dim) == state.ndim - 1 and state.folded.form in _SUMS)
     state = state if dtype is None else to_dtype(state, dtype)
-    value = _SUMS[state.folded.form](state) * state.folded.factor + state.shift()
+    value = _SUMS[state.folded.form](state)
+    value = -value if state.folded.negative else value
     return _tokens(state, value.to(state.device, state.dtype), keepdim)
 
 
 def _sum_of_logprobs(state: LazyState) -> Tensor:
     """The cross entropy with a uniform distribution, times -V."""
-    needs(state.folded.has_loss)
+    needs(state.folded.divisor is None and not state.folded.clamped)
     # Any target would do, but for one whose logit is -inf.
     with state.weights():
         (target,) = state.statistics("argmax")
@@ -139,13 +134,15 @@ def _expected_logprob(state: LazyState) -> Tensor:
 def _expected_logit(state: LazyState) -> Tensor:
     _needs_no_infinity(state)
     lse, entropy = state.lse_and_entropy()
-    return lse - entropy
+    return lse - entropy - state.normalizer()
 
 
 def _needs_no_infinity(state: LazyState) -> None:
-    """Stock's product of a probability of 0 and a logarithm of -inf is NaN."""
-    filled = any([term.filled is not None for term in state.terms if isinstance(term, Product)])  # noqa: C419 - faster
-    needs(state.folded.clamped or not filled)
+    """Stock's product of a probability of 0 and a logarithm of -inf is NaN. A GPU does not wait for this check."""
+    if state.folded.clamped or torch.compiler.is_compiling() or state.home.type != "cpu":
+        return
+    with state.weights():
+        needs(all([term.bias is None or bool(term.bias.isfinite().all()) for term in state.whole_terms]))  # noqa: C419
 
 
 _SUMS: dict[str, Callable[[LazyState], Tensor]] = {
@@ -156,7 +153,7 @@ _SUMS: dict[str, Callable[[LazyState], Tensor]] = {
 
 
 def _tokens(state: LazyState, values: Tensor, keepdim: bool) -> Tensor:
-    return _of_its_own(values.unsqueeze(state.class_dim)) if keepdim else values
+    return _of_its_own(values.unsqueeze(-1)) if keepdim else values
 
 
 def _of_its_own(values: Tensor) -> Tensor:
@@ -177,18 +174,18 @@ def cross_entropy(
     """``torch.nn.functional.cross_entropy``. What stock would reject goes to stock, for stock's own error."""
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
-    sizes, folded = list(state.shape), state.folded
-    del sizes[state.class_dim]
+    folded = state.folded
+    needs(not isinstance(label_smoothing, Tensor) and 0.0 <= label_smoothing <= 1.0)
     needs(
         isinstance(target, Tensor)
         and (weight is None or isinstance(weight, Tensor))
+        and (weight is None or (weight.shape == state.shape[-1:] and not weight.requires_grad))
         and (weight is None or weight.dtype in (state.dtype, widened(state.dtype, state.device.type)))
         and target.device == state.device == (target if weight is None else weight).device
         # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
         and target.dtype == torch.int64
-        and list(target.shape) == sizes
-        and state.class_dim == min(1, len(sizes))
-        and folded.factor == 1.0
+        and target.shape == state.shape[:-1]
+        and state.ndim <= 2  # else the second dimension are the classes
         and folded.has_loss
     )
     return state.cross_entropy(
@@ -227,8 +224,7 @@ def own_cross_entropy(
     scaled = state if logit_scale == 1.0 else state.with_op("mul", logit_scale)
     if softcap is not None:
         scaled = scaled.with_op("div", softcap).with_op("tanh").with_op("mul", softcap)
-    needs(scaled.folded.factor == 1.0 and scaled.folded.has_loss)
-    needs(scaled.vocab_last and not target.is_floating_point())
+    needs(scaled.folded.has_loss and not target.is_floating_point())
     if scaled.folded.form == "log-probabilities":  # what is fused are the logits before that, whose logsumexp is not 0
         stats = spec.get("stats")
         needs(not spec.get("z_loss") and not (isinstance(stats, (tuple, list)) and "lse" in stats))
