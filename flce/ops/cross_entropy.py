@@ -263,9 +263,9 @@ class _Arguments(NamedTuple):
 
     @staticmethod
     def of(p: CrossEntropyProblem) -> _Arguments:
-        shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
         tensors = p.logits, p.target, p.class_weight, p.token_weight, p.num_items
-        return _Arguments(*tensors, as_text(p.spec), p.shift, p.token_weight_grad, *shard)
+        scalars = as_text(p.spec), p.shift, p.token_weight_grad, p.shard.group if p.shard else None
+        return _Arguments(*tensors, *scalars, p.start, p.vocab_size)
 
     @property
     def problem(self) -> CrossEntropyProblem:
