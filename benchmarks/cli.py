@@ -107,9 +107,6 @@ def measure(
     def say(text: str) -> None:
         typer.echo(f"[{time.monotonic() - started:.0f} s] {text}", err=True)
 
-    # What is not built in half of the time that there is, is built where it is measured.
-    built = benchmark.build_ahead([case for case, _ in cases], where, 120.0 if deadline is None else deadline / 2)
-    say(built or f"{len(cases)} cases")
     for index, (case, effort) in enumerate(cases):
         effort = replace(effort, **asked_for({"rounds": rounds, "seconds": seconds, "until": until}))
         if effort.expired():

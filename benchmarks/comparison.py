@@ -92,13 +92,10 @@ def figure(run: Run) -> Figure:
     multiples = all(map(products_ms, entries))
     panels = [panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
     y = "time, of the bare products" if multiples else "median ms"
-    return draw(panels, title, "workspace, MiB", y, scales, columns=1, ticks=(WORKSPACE_TICKS, TIME_TICKS))
+    return draw(panels, title, "workspace, MiB", y, scales, columns=1)
 
 
-# Where figures stand at the axes of the picture, and the workspace as which less is drawn.
-WORKSPACE_TICKS = (0.1, 1, 4, 16, 64, 256, 1024, 4096, 16384)
-TIME_TICKS = tuple(power * step for power in (0.1, 1, 10, 100, 1000) for step in (1, 1.2, 1.5, 2, 3, 5, 7))
-LEAST_MIB = 0.1
+LEAST_MIB = 0.1  # the workspace as which less is drawn
 
 
 def panel(entry: Entry, unit_ms: float) -> Panel:

@@ -317,11 +317,9 @@ def cce_flat(problem: OperatorProblem) -> Step:
     return elsewhere(problem, cce(), input=hidden.requires_grad_(problem.case.call.input_grad))
 
 
-# Measured only where a case names them: the logits of all tokens in one piece; all three products beside a frozen head;
-# and what is only a part of a comparison.
+# Measured only where a case names them.
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
-    ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens),
     C("floor-training", "bare products of training", "floor", functools.partial(floor_step, again=(WEIGHT_GRAD,))),
 ]
 

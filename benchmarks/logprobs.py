@@ -55,7 +55,7 @@ from benchmarks.targets import (
 )
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
-from flce.ops.linear_cross_entropy import plan_of
+from flce.ops.linear_call import plan_of
 from flce.planning.plan import ChunkPlan
 from flce.testing.problem import IGNORED
 

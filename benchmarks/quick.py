@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 from dataclasses import replace
@@ -26,7 +27,7 @@ from flce.core.devices import find_device
 from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
 from flce.testing.tolerances import Bound
 from flce.tools.cli.output import given, wrong
-from flce.tools.machine import DTYPES, memory_of
+from flce.tools.machine import DTYPES
 
 EFFORT = Effort(rounds=50, seconds=1.0)
 option = typer.Option
@@ -91,6 +92,13 @@ def default_shape(device: torch.device) -> Shape:
     if device.type == "cpu":
         return 512, 512, 32000
     return (4096, 4096, 128256) if memory_of(device) >= 32 * GIB else (2048, 2048, 128256)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the device; of a CPU those of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def whole_mebibytes(text: str) -> int:

@@ -24,6 +24,7 @@ from flce.core.problem import (
     loss_spec,
 )
 from flce.core.shard import bounds
+from flce.engine.case import Case
 from flce.ops import composed
 from flce.ops.arguments import (
     LinearArguments,
@@ -218,19 +219,24 @@ def _shaped(made: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size
 def linear_problem(
     args: LinearArguments, spec: LossSpec, row_factor: Tensor | None = None
 ) -> LinearCrossEntropyProblem:
-    """The problem of checked arguments."""
-    grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
-    terms = ((args.input, args.linear_weight), *args.adapters)
+    """Return the problem of checked arguments."""
+    grad, terms = torch.is_grad_enabled(), ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
-    token_weight_grad = grad and token_weight is not None and token_weight.requires_grad
+    target = args.target.to(torch.int64)
+    if args.shift:
+        target = shifted(target, args.shift, spec.ignore_index)
+    if weight is not None:
+        weight = weight.detach().to(accumulation_dtype(args.input.dtype)).contiguous()
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(accumulation_dtype(args.input.dtype)).contiguous()
     return LinearCrossEntropyProblem(
         # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
+        target=target.reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
-        class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.reshape(-1).to(accum).contiguous(),
+        class_weight=weight,
+        token_weight=token_weight,
         num_items=args.num_items,
         spec=spec,
         needs=Needs(
@@ -239,7 +245,7 @@ def linear_problem(
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
         shift=args.shift,
-        token_weight_grad=token_weight_grad,
+        token_weight_grad=grad and token_weight is not None and token_weight.requires_grad,
         row_factor=row_factor,
         shard=args.shard,
     )
@@ -584,7 +590,7 @@ def plan(
     except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
     of_adapters, split = (True,) * len(ranks), split_of(shards, sequence_parallel, num_tokens)
-    made = plan_of_call(
+    c = Case(
         num_tokens,
         (hidden_size, *ranks),
         vocab_size if split is None else bounds(vocab_size, split.processes, 0)[1],
@@ -596,4 +602,4 @@ def plan(
         options or _DEFAULT,
         split,
     )
-    return made.made_for(kind_text(device, device_kind))
+    return plan_of_call(c).made_for(kind_text(device, device_kind))

@@ -356,14 +356,11 @@ class Backend(Protocol):
         is known that all rows from there on are ignored: nothing is written to their `exps`.
         """
 
-    def scale_valid_rows(self, x: Tensor, out: Tensor, target: Tensor, factor: Tensor, ignore_index: int) -> None:
-        """``out = factor[:, None] * x``; 0 for ignored rows. x, out: (rows, H), perhaps one tensor."""
-
     def combine_rows(
         self,
         x: Tensor,
         out: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         target: Tensor,
         factors: Tensor,
         ignore_index: int,
@@ -371,7 +368,7 @@ class Backend(Protocol):
     ) -> None:
         """``out[index] = factors[0][:, None] * x + factors[1][:, None] * weight[target]``; 0 for ignored rows.
 
-        x: (rows, H); out: (N, H); index: (rows,), or None for the same rows.
+        x: (rows, H); out: (N, H), perhaps x; weight: None for nothing; index: (rows,), or None for the same rows.
         """
 
     def weight_gradient(

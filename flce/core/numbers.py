@@ -14,6 +14,8 @@ def integer(name: str, value: Any, expected: str = "an int") -> int:
     Raises:
         TypeError: anything else. A bool is none, as for PyTorch.
     """
+    if type(value) is int:
+        return value if not torch.compiler.is_compiling() else constant(value)
     number = _python_number(value)
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         raise TypeError(f"{name} must be {expected}, got {_describe(value)}")

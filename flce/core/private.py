@@ -401,6 +401,7 @@ DOCUMENTED: dict[str, str] = {
     "_getframe": "Python's own",
     "_fields": "of named tuples, Python's own",
     "_make": "of named tuples, Python's own",
+    "_asdict": "of named tuples, Python's own",
     "_dynamo_marked_constant": "set, not read: what torch.compiler.assume_constant_result sets",
     "_log_softmax_backward_data": "an operator of ATen: their schemas are kept for programs that were saved",
     "_softmax_backward_data": "the same",

@@ -269,8 +269,13 @@ class CrossEntropyProblem:
     token_weight_grad: bool = False
 
     @property
+    def start(self) -> int:
+        """The first of the classes."""
+        return self.shard.start if self.shard else 0
+
+    @property
     def vocab_size(self) -> int:
-        return self.logits.shape[-1] if self.shard is None else self.shard.vocab_size
+        return self.shard.vocab_size if self.shard else self.logits.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -126,12 +126,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Case:
-    """A call's shape and options.
-
-    Raises:
-        TypeError: the dtype is not one that flce works in.
-        ValueError: an option does not go with the dtype.
-    """
+    """A call's shape and options."""
 
     num_tokens: int
     hidden_sizes: tuple[int, ...]
@@ -150,7 +145,13 @@ class Case:
     split: Split | None = None
     """With one, `vocab_size` is that of the process that has most classes."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Once for each plan, not in each call.
+
+        Raises:
+            TypeError: the dtype is not one that flce works in.
+            ValueError: an option does not go with the dtype.
+        """
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")

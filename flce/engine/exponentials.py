@@ -76,7 +76,7 @@ class Exponentials:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
         s = self._stage
         target, ignore_index = last(s.selection.target, part), s.problem.spec.ignore_index
-        s.backend.scale_valid_rows(x, out, target, self.factors[0, part], ignore_index)
+        s.backend.combine_rows(x, out, None, target, last(self.factors, part), ignore_index, None)
         return out
 
     def finish_input_gradient(self, term: int, product: Tensor, part: slice) -> None:

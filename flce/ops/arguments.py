@@ -295,7 +295,9 @@ def logits_arguments(
     else:
         refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
         accum = accumulation_dtype(logits.dtype)
-        target = shifted(target.to(torch.int64), shift, spec.ignore_index)
+        target = target.to(torch.int64)
+        if shift:
+            target = shifted(target, shift, spec.ignore_index)
         if weight is not None:
             refuse_gradient(weight)
             weight = weight.detach().to(accum).contiguous()
@@ -602,13 +604,11 @@ def check_options(options: ChunkOptions | None) -> None:
 
 
 def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions.
+    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions, for shift > 0.
 
     Raises:
         ValueError: the sequence is shorter than that.
     """
-    if shift == 0:
-        return target
     if shift > target.shape[-1]:
         raise ValueError(
             f"shift must be at most the length of the sequence, the last dimension of target {tuple(target.shape)}, "

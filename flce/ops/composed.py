@@ -65,9 +65,13 @@ def _loss_of_rows(
     tokens: tuple[int, ...],  # the shape of T losses
 ) -> Tensor | LinearCrossEntropyOutput:
     vocab_size = logits.shape[1]
+<<<<<<< HEAD
     if num_items is not None and num_items.device.type == "cpu" and not torch.compiler.is_compiling():
         check_num_items(num_items)
     z = _transform(logits.to(accumulation_dtype(logits.dtype)), spec)
+=======
+    z = spec.transform(logits.to(accumulation_dtype(logits.dtype)))
+>>>>>>> w-autograd
     if y.is_floating_point():
         y = y.to(z.dtype)
         valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
@@ -114,13 +118,6 @@ def _loss_of_rows(
         None if z_loss is None else z_loss.detach(),
         **{name: value.reshape(tokens) for name, value in stats.items() if name in spec.stats},
     )
-
-
-def _transform(a: Tensor, spec: LossSpec) -> Tensor:
-    z = a * spec.logit_scale
-    if spec.softcap is not None:
-        z = spec.softcap * torch.tanh(z / spec.softcap)
-    return z / spec.temperature
 
 
 def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec) -> dict[str, Tensor]:

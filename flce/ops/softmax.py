@@ -136,24 +136,20 @@ def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
     return of_grad.to(saved[0].dtype), of_y.to(saved[1].dtype), None, None, None
 
 
-def _register() -> None:
-    define(
-        "softmax",
-        "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
-        _forward,
-        lambda x, dim, dtype, log: torch.empty_like(x, dtype=dtype),
-        backward=_differentiate,
-        setup_context=_setup_context,
-    )
-    define(
-        "softmax_backward",
-        "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
-        _backward,
-        lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
-        backward=_differentiate_twice,
-        setup_context=_setup_second_context,
-    )
-    register_loop("softmax_backward")
-
-
-_register()
+define(
+    "softmax",
+    "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
+    _forward,
+    lambda x, dim, dtype, log: torch.empty_like(x, dtype=dtype),
+    backward=_differentiate,
+    setup_context=_setup_context,
+)
+define(
+    "softmax_backward",
+    "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
+    _backward,
+    lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
+    backward=_differentiate_twice,
+    setup_context=_setup_second_context,
+)
+register_loop("softmax_backward")

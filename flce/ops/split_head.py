@@ -78,9 +78,8 @@ def split(
     check_group(group)
     if looks_at_values(input.device) and not torch.compiler.is_compiling():
         tensors = (input, linear_weight, linear_bias, *itertools.chain(*adapters))
-        of_slice = [
-            None if t is None else len(t) == len(linear_weight) for t in (linear_bias, *(b for _, b in adapters))
-        ]
+        sliced = (linear_bias, *(b for _, b in adapters))
+        of_slice = [None if t is None else t.shape[:1] == linear_weight.shape[:1] for t in sliced]
         told = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],

@@ -221,10 +221,8 @@ class Meter:
     def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
         self.moved(ids, values)
 
-    def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
+    def combine_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
-
-    combine_rows = scale_valid_rows
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):

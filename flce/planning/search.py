@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from flce.core.gemm import ALIGNMENT
 from flce.engine.case import Case
@@ -39,12 +38,6 @@ class BudgetError(ValueError):
         )
 
 
-@functools.lru_cache(maxsize=1024)
-def plan_of_call(*call: Any) -> ChunkPlan:
-    """The plan of the `Case` with these fields. That of a known call is found without making a case."""
-    return make_plan(Case(*call))
-
-
 @functools.lru_cache(maxsize=64)
 def plan_of_slice(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
     """The plan of a process that has fewer classes than the one that `plan` is for. It meets the others as that does.
@@ -59,6 +52,7 @@ def plan_of_slice(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
 
 def make_plan(c: Case) -> ChunkPlan:
     """The plan of a case, searched anew."""
+    c.check()
     plan = _best(c)
     if plan is not None:
         return plan
@@ -66,6 +60,9 @@ def make_plan(c: Case) -> ChunkPlan:
     if c.options.max_workspace_bytes is None:
         return least
     raise BudgetError(c, least.workspace_bytes)
+
+
+plan_of_call = functools.lru_cache(maxsize=1024)(make_plan)
 
 
 def _best(c: Case) -> ChunkPlan | None:

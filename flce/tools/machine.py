@@ -35,15 +35,6 @@ def devices_of_a_kind() -> tuple[list[torch.device], dict[torch.device, torch.de
     return list(first.values()), {device: kept for device, kept in there.items() if kept != device}
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of the device; of a CPU those of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    import psutil
-
-    return psutil.virtual_memory().total
-
-
 def why_no_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a device cannot compute in a dtype; None: it can."""
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):

@@ -344,7 +344,7 @@ def _as_on_a_gpu(hopper: bool) -> Iterator[list[str]]:
         patch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
         search.plan_of_call.cache_clear()
         search.plan_of_slice.cache_clear()
-        plan_of = linear_cross_entropy.plan_of
+        plan_of = vars(linear_cross_entropy)["plan_of"]
 
         def noted(*args: Any) -> Any:
             plan = plan_of(*args)

@@ -514,12 +514,6 @@ def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str |
     assert_same(theirs, outcome(fused_sequences, case, {**case.ours, "reduction": reduction}, device), 2e-2)
 
 
-@pytest.mark.usefixtures("not_compiled")
-def test_a_mean_of_nothing_by_cut_cross_entropy(device: torch.device) -> None:
-    empty = Case({}, {}, torch.full_like(TARGET, -100), head_bias=None)
-    assert outcome(cce, empty, {"impl": "torch_compile"}, device)["loss"].isnan()
-
-
 # --------------------------------------------------------------------------------------------------------- TRL
 
 

@@ -17,6 +17,7 @@ import flce
 from flce.core.problem import OUTPUTS, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, Needs
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
+from flce.ops.linear_call import LinearCall
 from flce.planning.plan import ChunkPlan
 from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import relative_error
@@ -543,7 +544,8 @@ def test_a_call_in_a_graph_has_the_plan_of_any_other(
     )
     options = flce.ChunkOptions(max_workspace_bytes=budget)
     for gradients in (False, True):
-        outside, inside = (ops._Call(problem, None, options, traced).plan(gradients) for traced in (False, True))
+        calls = (LinearCall(problem, options, traced) for traced in (False, True))
+        outside, inside = (ops._plan(call if gradients else ops._without_gradients(call)) for call in calls)
         assert outside == inside
 
 

@@ -79,14 +79,14 @@ def test_what_is_right_and_what_is_not(plain: SplitCheck) -> None:
 
 
 def test_processes_that_hang_or_end(plain: SplitCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "SILENCE", 6.0)
+    monkeypatch.setattr(processes, "SILENCE", 3.0)
     monkeypatch.setattr(processes, "AFTER_THE_FIRST", 2.0)
     started = time.monotonic()
     for title in ("hangs", "ends"):
         (found,) = run_split([of(title, plain), plain], 2, GLOO)
         assert found.status == "failed"
-        assert "rank 1: ended or gave no answer within 6 s." in found.wrong
-    assert time.monotonic() - started < 60
+        assert "rank 1: ended or gave no answer within 3 s." in found.wrong
+    assert time.monotonic() - started < 200  # without the limits that are set here: 300 each
 
 
 @pytest.mark.gpu

@@ -88,9 +88,10 @@ class Origin:
     def real(self) -> Tensor | None:
         """The real logits, if those of the origin exist."""
         if self._real is None and self.lazy._real is not None:
-            real = self.lazy._real
-            for step in self.steps:
-                real = step.of_real(real)
+            with outside(self.lazy._state):
+                real = self.lazy._real
+                for step in self.steps:
+                    real = step.of_real(real)
             self._real = real
         return self._real
 
@@ -179,6 +180,12 @@ class Family:
 
 def alive(refs: Iterable[weakref.ref[Any]]) -> Iterator[Any]:
     return (one for one in [ref() for ref in refs] if one is not None)
+
+
+def outside(state: LazyState) -> contextlib.AbstractContextManager[None]:
+    """Where real logits are made: outside of a checkpoint that was given lazy ones, whose recomputation finds them."""
+    inside = not torch.compiler.is_compiling() and any(call.is_outside for call in state.calls)
+    return outside_of_checkpoint() if inside else contextlib.nullcontext()
 
 
 class LazyBase:
@@ -296,8 +303,7 @@ class LazyBase:
         state = self._state
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
         inference = not torch.compiler.is_compiling() and state.tensors[0].is_inference()
-        outside = any(call.is_outside for call in state.calls)  # a recomputation will find these logits, as stock's
-        with grad_mode(True, inference), outside_of_checkpoint() if outside else contextlib.nullcontext():
+        with grad_mode(True, inference), outside(state):
             real = watch_gradient(state.logits(), state.calls)
             return real if self._shadow is None or self._is_view() else _laid_out(real, self._shadow)
 

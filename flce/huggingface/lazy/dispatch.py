@@ -133,8 +133,8 @@ def _unlisted(lazy: Any, real: Tensor | None, func: Any, args: Any, kwargs: dict
 
 def _of_graph(lazy: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A hook of a user, or ``grad_fn``: of the real logits, which copies are made from then."""
-    nowhere = isinstance(lazy, Tensor) and lazy._real is None and not lazy._state.requires_grad
-    if nowhere or asks_for_wrapper():
+    nowhere = lazy._real is None and not lazy._state.requires_grad
+    if (nowhere and isinstance(lazy, Tensor)) or asks_for_wrapper():
         with torch._C.DisableTorchFunctionSubclass():
             return func(lazy, *args, **kwargs)
     _check_graph(lazy, func)
@@ -196,8 +196,17 @@ def _changed(lazy: Any, result: LazyState, step: Step, plain: bool) -> Any:
         return NotImplemented
     origin = root._origin
     if origin is not None:  # of a copy
-        if plain and root is lazy and origin.is_unchanged():
-            origin = replace(origin, steps=(*origin.steps, step))
+        if plain and origin.is_unchanged():
+            steps = () if root is lazy else lazy._origin.steps
+
+            def change(real: Tensor) -> Tensor:
+                part = real
+                for view in steps:
+                    part = view.of_real(part)
+                step.of_real(part)
+                return real
+
+            origin = replace(origin, steps=(*origin.steps, replace(step, func=change, args=(), named={})))
         else:
             note_passing(result.calls, result)
             origin = None

@@ -91,11 +91,6 @@ def _pieces(state: LazyState, dim: int, cut: Callable[[Tensor], Sequence[Tensor]
     return tuple(state.with_hidden(lambda _, rest=rest: next(rest)) for rest in pieces)  # type: ignore[misc]
 
 
-def index_select(state: LazyState, dim: int, index: Tensor) -> Any:
-    needs(dimension(state, dim) != state.ndim - 1)
-    return state.with_hidden(lambda hidden: hidden.index_select(dim, index))
-
-
 def getitem(state: LazyState, index: Any) -> Any:
     """Index tokens as the logits would be indexed; an index of the vocabulary takes rows of the head instead."""
     items, classes = _expanded(state, index)

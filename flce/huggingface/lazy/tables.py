@@ -27,64 +27,66 @@ class Operation(NamedTuple):
     """What one function of PyTorch does to lazy logits.
 
     Attributes:
-        run: takes the state and the function's other arguments.
+        run: the function of the state and its other arguments.
+        why: who needs it: an architecture of Transformers, or code that people use with it.
         kind: ``"new"``: the result has memory of its own. ``"elementwise"``: and the strides of the logits. ``"view"``:
             it shares the logits' memory, so that a write to one shows in the other. ``"in place"``: the result is what
             the logits become.
     """
 
     run: Callable[..., Any]
+    why: str
     kind: Literal["new", "elementwise", "view", "in place"] = "new"
 
 
+_cast = elementwise.cast
+# An operation without a reason here computes the real logits: a wrong result is worse than a warning.
 _TABLE: dict[str, Operation] = {
-    "view reshape": Operation(indexing.reshape, "view"),
-    "flatten": Operation(indexing.resized(Tensor.flatten), "view"),
-    "squeeze": Operation(indexing.resized(Tensor.squeeze), "view"),
-    "unsqueeze": Operation(indexing.resized(Tensor.unsqueeze), "view"),
-    "transpose": Operation(indexing.transpose, "view"),
-    "split": Operation(indexing.split, "view"),
-    "chunk": Operation(indexing.chunk, "view"),
-    "unbind": Operation(indexing.unbind, "view"),
-    "__getitem__": Operation(indexing.getitem, "view"),
-    "index_select": Operation(indexing.index_select),
-    "detach data": Operation(LazyState.detach, "view"),
-    "contiguous": Operation(elementwise.contiguous),
-    "clone": Operation(elementwise.clone, "elementwise"),
-    "to": Operation(elementwise.to, "elementwise"),
-    "cpu": Operation(lambda state: elementwise.to(state, "cpu"), "elementwise"),
-    "type": Operation(elementwise.to_dtype, "elementwise"),
-    "type_as": Operation(lambda state, other: elementwise.to(state, other=other), "elementwise"),
-    "float": Operation(elementwise.cast(torch.float32), "elementwise"),
-    "double": Operation(elementwise.cast(torch.float64), "elementwise"),
-    "half": Operation(elementwise.cast(torch.float16), "elementwise"),
-    "bfloat16": Operation(elementwise.cast(torch.bfloat16), "elementwise"),
-    "mul multiply __mul__ __rmul__": Operation(elementwise.times, "elementwise"),
-    "div divide true_divide __truediv__": Operation(elementwise.divide, "elementwise"),
-    "add __add__ __radd__": Operation(elementwise.add, "elementwise"),
-    "sub subtract __sub__": Operation(elementwise.subtract, "elementwise"),
-    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), "elementwise"),
-    "tanh": Operation(elementwise.recorded("tanh"), "elementwise"),
-    "log_softmax": Operation(elementwise.normalised("log_softmax")),
-    "softmax": Operation(elementwise.normalised("softmax")),
-    "exp": Operation(elementwise.exp, "elementwise"),
-    "clamp": Operation(elementwise.clamp, "elementwise"),
-    "__eq__ eq": Operation(values.equals_itself),
-    "argmax": Operation(values.argmax),
-    "logsumexp": Operation(values.logsumexp),
-    "gather": Operation(values.gather),
-    "sum": Operation(values.total),
-    "cross_entropy": Operation(values.cross_entropy),
-    "nll_loss": Operation(values.nll_loss),
-    "mul_ multiply_ __imul__": Operation(elementwise.times, "in place"),
-    "div_ divide_ true_divide_ __itruediv__": Operation(elementwise.divide, "in place"),
-    "add_ __iadd__": Operation(elementwise.add, "in place"),
-    "tanh_": Operation(elementwise.recorded("tanh"), "in place"),
+    "view reshape": Operation(indexing.reshape, "Transformers: its loss of causal models", "view"),
+    "flatten": Operation(indexing.resized(Tensor.flatten), "training loops: tokens as rows", "view"),
+    "squeeze": Operation(indexing.resized(Tensor.squeeze), "verl: sequences without padding", "view"),
+    "unsqueeze": Operation(indexing.resized(Tensor.unsqueeze), "verl: sequences without padding", "view"),
+    "transpose": Operation(indexing.transpose, "ProphetNet", "view"),
+    "split": Operation(indexing.split, "TRL: entropies, piece by piece", "view"),
+    "chunk": Operation(indexing.chunk, "Axolotl: a loss in chunks", "view"),
+    "unbind": Operation(indexing.unbind, "TRL: a loop over sequences", "view"),
+    "__getitem__": Operation(indexing.getitem, "Transformers: shifted logits, logits_to_keep", "view"),
+    "detach data": Operation(LazyState.detach, "Trainer: outputs of a step", "view"),
+    "contiguous": Operation(elementwise.contiguous, "Transformers: shifted logits"),
+    "clone": Operation(elementwise.clone, "DDP: outputs", "elementwise"),
+    "to": Operation(elementwise.to, "Accelerate: outputs of a model on several devices", "elementwise"),
+    "cpu": Operation(lambda state: elementwise.to(state, "cpu"), "Trainer: outputs of an evaluation", "elementwise"),
+    "float": Operation(_cast(torch.float32), "Transformers: its loss of causal models", "elementwise"),
+    "double": Operation(_cast(torch.float64), "a cast, as float", "elementwise"),
+    "half": Operation(_cast(torch.float16), "a cast, as float", "elementwise"),
+    "bfloat16": Operation(_cast(torch.bfloat16), "a cast, as float", "elementwise"),
+    "mul multiply __mul__ __rmul__": Operation(elementwise.times, "Cohere; entropies of TRL", "elementwise"),
+    "div divide true_divide __truediv__": Operation(elementwise.divide, "Granite; prime-rl", "elementwise"),
+    "add __add__ __radd__": Operation(elementwise.add, "BART: a bias; PEFT: an adapter", "elementwise"),
+    "sub subtract __sub__": Operation(elementwise.subtract, "torch.distributions.Categorical", "elementwise"),
+    "neg negative __neg__": Operation(elementwise.recorded("mul", -1), "Trainer: label smoothing", "elementwise"),
+    "tanh": Operation(elementwise.recorded("tanh"), "Gemma 2", "elementwise"),
+    "log_softmax": Operation(elementwise.normalised("log_softmax"), "TRL"),
+    "softmax": Operation(elementwise.normalised("softmax"), "OpenRLHF: entropies"),
+    "exp": Operation(elementwise.exp, "TRL: entropies", "elementwise"),
+    "clamp": Operation(elementwise.clamp, "torch.distributions.Categorical", "elementwise"),
+    "__eq__ eq": Operation(values.equals_itself, "torch.distributions.Categorical"),
+    "argmax": Operation(values.argmax, "TRL: accuracy of tokens"),
+    "logsumexp": Operation(values.logsumexp, "TRL; OpenRLHF"),
+    "gather": Operation(values.gather, "TRL; verl; OpenRLHF"),
+    "sum": Operation(values.total, "Trainer: label smoothing; TRL: entropies"),
+    "cross_entropy": Operation(values.cross_entropy, "Transformers: its loss of causal models"),
+    "nll_loss": Operation(values.nll_loss, "ProphetNet"),
+    "mul_ multiply_ __imul__": Operation(elementwise.times, "PEFT", "in place"),
+    "div_ divide_ true_divide_ __itruediv__": Operation(
+        elementwise.divide, "verl; OpenRLHF: a temperature", "in place"
+    ),
+    "add_ __iadd__": Operation(elementwise.add, "PEFT: an adapter; MobileBERT: a bias", "in place"),
 }
 
 OPERATIONS = {function: operation for names, operation in _TABLE.items() for function in functions(names)}
 
-OPERATIONS[cross_entropy] = Operation(values.own_cross_entropy)
+OPERATIONS[cross_entropy] = Operation(values.own_cross_entropy, "flce.cross_entropy")
 
 # Give views of their arguments that have one shape.
 BROADCAST = frozenset(functions("broadcast_tensors"))

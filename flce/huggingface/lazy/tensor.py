@@ -32,7 +32,8 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         lazy: LazyLogits = _InGraph.apply(None, state, shadow, *state.tensors)
         lazy._init(state, origin, shadow)
         with torch._C.DisableTorchFunctionSubclass():
-            lazy._node = node = lazy.grad_fn
+            node: Any = lazy.grad_fn
+        lazy._node = node
         if node is not None:
             node.hooked = lazy._family.hooked
         if origin is not None:

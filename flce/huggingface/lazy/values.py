@@ -179,7 +179,7 @@ def cross_entropy(
     needs(
         isinstance(target, Tensor)
         and (weight is None or isinstance(weight, Tensor))
-        and (weight is None or weight.shape == state.shape[-1:])
+        and (weight is None or (weight.shape == state.shape[-1:] and not weight.requires_grad))
         and (weight is None or weight.dtype in (state.dtype, widened(state.dtype, state.device.type)))
         and target.device == state.device == (target if weight is None else weight).device
         # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.
