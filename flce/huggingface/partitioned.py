@@ -54,10 +54,6 @@ def parameters_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [parameter for parameter in found if parameter is not None]
 
 
-def is_stand_in(tensor: Tensor) -> bool:
-    return bool(parameters_of([tensor]))
-
-
 def whole(tensor: Tensor) -> Tensor:
     """The values that a stand-in stands for; any other tensor as it is. To be called while they are gathered."""
     found = parameters_of([tensor])
