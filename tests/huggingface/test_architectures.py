@@ -53,6 +53,9 @@ KNOWN = {"4.56": STOCK_4_FAILS, "5.23": STOCK_FAILS}
 DECLARED = KNOWN.get(".".join(transformers.__version__.split(".")[:2]))
 
 
+# They stack the logits of several heads, or write to classes: the logits are computed.
+MATERIALISE = ("causal-musicgen", "causal-musicgen_melody", "image-chameleon")
+
 # Dense models of many makers, for torch.compile.
 DENSE = """
     arcee bloom cohere cohere2 ernie4_5 exaone4 falcon gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox gptj granite
@@ -86,7 +89,7 @@ def test_training_step(architecture: small.Architecture) -> None:
         assert result.status == small.STOCK_FAILS, "trains: take it out of the declared failures"
         assert expected in result.reason
         pytest.skip(f"stock: {result.reason}")
-    assert result.status == small.FUSED, result.reason
+    assert result.status == (small.MATERIALISES if architecture.id in MATERIALISE else small.FUSED), result.reason
 
 
 def compiled_step(model: Any, architecture: small.Architecture) -> tuple[torch.Tensor, Any]:
