@@ -588,8 +588,9 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
             return DIFFERS, _line(error)
     read = [str(w.message) for w in caught if issubclass(w.category, MaterializedLogitsWarning)]
     if read:
-        # Without the folder that Transformers happens to be in.
-        return MATERIALISES, re.sub(r"\S*/site-packages/", "", read[0].split(" needs the logits")[0])
+        # Without the folders that Transformers and this test happen to be in.
+        said = read[0].split(" needs the logits")[0]
+        return MATERIALISES, re.sub(r" at \S*architectures.py:\d+|\S*/site-packages/", "", said)
     if any(value.is_materialized for value in _lazy(outputs)):
         return MATERIALISES, "without a warning"
     try:
