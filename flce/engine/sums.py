@@ -140,10 +140,15 @@ class PieceSum(WeightSum):
 
     @staticmethod
     def memory(s: Stage, term: int, cols: int) -> Tensor:
-        """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks that are borrowed."""
-        hidden = s.terms[term].weight.shape[1]
-        least, most = (max(1, size // (4 * hidden)) for size in (DIVIDED_BYTES, BLOCK_BYTES))
-        return s.new(min(s.vocab_size, max(least, min(cols, most))), hidden, dtype=s.dtypes.sums)
+        """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks that are borrowed.
+
+        A piece takes at most half of the memory of the gradients of a block's logits. If it took more, a budget with
+        room for the logits of all classes would get blocks, whose logits are computed twice, by products of other
+        shapes.
+        """
+        (tokens, hidden), size = s.terms[term].input.shape, s.dtypes.logits_grad.itemsize
+        bytes_of_piece = max(DIVIDED_BYTES, min(BLOCK_BYTES, tokens * cols * size // 2))
+        return s.new(max(1, min(cols, bytes_of_piece // (4 * hidden))), hidden, dtype=s.dtypes.sums)
 
 
 class HalvedSum(WeightSum):
