@@ -265,18 +265,3 @@ def test_hooks_of_fsdp1(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
     assert len(seen) == 1
     assert all(grad.untyped_storage().nbytes() <= 8 for grad in seen)
-
-
-def test_hooks_of_a_wrapper_on_several_heads(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook of a stack of logits runs whichever of them the loss takes, and once where it takes all."""
-    seen: list[Tensor] = []
-    monkeypatch.setattr(private, "fsdp1_hook", lambda state, grad: seen.append(grad))
-    model = patch_model(build("Llama"), on_materialize="raise")
-    for which, removed in ((0, False), (1, False), (1, True)):
-        seen.clear()
-        logits = torch.stack([model(input_ids=IDS).logits for _ in range(2)], 1)
-        handle = logits.register_hook(functools.partial(private.fsdp1_hook, None))
-        if removed:
-            handle.remove()
-        F.cross_entropy(logits[:, which].flatten(0, 1), IDS.flatten()).backward()
-        assert len(seen) == (0 if removed else 1)
