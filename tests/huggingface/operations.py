@@ -485,7 +485,6 @@ real  {x}.detach().numpy().fill({n})
 real  {y} = F.dropout({x}, 0.5, training=False)
 lazy  {y} = functools.reduce(lambda x, _: x * (0.5, 2.0)[_ % 2], range(500), {x})
 lazy  {y} = functools.reduce(lambda x, _: x.view(x.shape)[:], range(250), {x})
-lazy  {y} = noise(1); torch.utils.swap_tensors({y}, {x}.detach())
 lazy  {y} = torch.utils.checkpoint.checkpoint(lambda part: part.tanh() * 2, {x}, use_reentrant=False)
 """
 

@@ -104,11 +104,6 @@ PROGRAMS = {
         t1[t1 < t2[:, [-1]]] = -torch.inf
         loss1 = lg.softmax(-1)
         loss2 = lg[:, -1].softmax(-1).square()""",
-    "the last token is filtered without gradients": """
-        with torch.no_grad(): t1 = lg[:, -1, :]
-        with torch.no_grad(): t2 = t1.topk(5).values
-        with torch.no_grad(): t1[t1 < t2[:, [-1]]] = -torch.inf
-        loss1 = lg.softmax(-1)""",
     "the loss overwrites the logits": """
         loss1 = flce.cross_entropy(lg, labels(lg), shift=1, inplace=True)
         del lg""",
@@ -124,27 +119,6 @@ PROGRAMS = {
         loss1 = t2.square()
         loss2 = lg * 1.0
         loss3 = t1 * 1.0""",
-    "rows that were taken before a write": """
-        t1 = lg[0]
-        lg[..., 3] = -5.0
-        loss1 = torch.stack([t1, lg[1]])""",
-    "a write through one of two views": """
-        t1 = lg[:, :2]
-        t2 = lg.narrow(1, 1, 3)
-        t2.mul_(0.0)
-        loss1 = lg + t1.sum()""",
-    "a view that was read is filled": """
-        t1 = lg[:, 1:, :4]
-        t2 = (t1 * 1.0).sum()
-        t1.fill_(1.0)
-        loss1 = lg + t2""",
-    "views of views": """
-        t1 = lg[0]
-        t2 = t1[2:]
-        t3 = t1[:2]
-        t4 = t3.exp().sum()
-        lg.mul_(3.0)
-        loss1 = torch.stack([t4, t3.sum(), t2.sum(), t1.sum()])""",
     "a copy is no view": """
         t1 = lg[torch.tensor([1])]
         t2 = lg.float()
@@ -152,27 +126,6 @@ PROGRAMS = {
         lg.zero_()
         t3 += 1
         loss1 = t1.sum() + t2.sum() + t3.sum() + lg.sum()""",
-    "two writes": """
-        t1 = lg.view(-1, 13)
-        t1.clamp_(max=0.5)
-        lg[0, 0] *= 3
-        loss1 = t1 * 1.0""",
-    "classes are filled with an infinity": """
-        lg[..., :6] = -torch.inf
-        loss1 = (lg ** 2).nan_to_num(posinf=1.0)""",
-    "classes of a copy are filled with an infinity": """
-        t1 = lg.masked_fill(torch.arange(13) < 6, -torch.inf)
-        loss1 = (t1 * t1).nan_to_num(posinf=1.0)""",
-    "values where classes are infinite": """
-        lg[..., :2] = -torch.inf
-        loss1 = torch.logsumexp(lg, -1).square()
-        loss2 = lg.log_softmax(-1).gather(-1, chosen(lg).clamp(min=2))
-        loss3 = lg[..., 2:].log_softmax(-1).sum(-1)""",
-    "values where classes are masked": """
-        lg[..., :2] = -1e30
-        loss1 = torch.logsumexp(lg, -1).square()
-        loss2 = lg.log_softmax(-1).gather(-1, chosen(lg).clamp(min=2))
-        loss3 = lg[..., 2:].log_softmax(-1).sum(-1)""",
     "logits are detached in place": """
         note(lg.detach_() is lg)
         t1 = lg * 2""",
@@ -258,32 +211,7 @@ PROGRAMS = {
         t1 = write_views(lg)
         loss1 = loss_of(t1)
         loss2 = loss_of(lg)""",
-    "many views that are written, with a hook": """
-        hook(lg, lambda gradient: gradient * 3)
-        t1 = write_views(lg)
-        loss1 = loss_of(t1)
-        loss2 = loss_of(lg)""",
-    "many views that are written, and a hook after that": """
-        t1 = write_views(lg)
-        hook(lg, lambda gradient: gradient * 3)
-        loss1 = loss_of(t1)
-        loss2 = loss_of(lg)""",
     # PyTorch's C++ code finds each view where the last write to its memory has left it.
-    "functions of parts that are written": """
-        t1 = lg[:]
-        t2 = lg[0]
-        t3 = lg[1]
-        t4 = lg[:, 1:3]
-        t5 = lg[..., 7]
-        t2.mul_(2.0)
-        t3[3].mul_(3.0)
-        t5.fill_(1.0)
-        loss1 = Doubled.apply(t1).square()
-        loss2 = Doubled.apply(t2).square()
-        loss3 = Doubled.apply(t3).square()
-        loss4 = Doubled.apply(t4).square()
-        loss5 = Doubled.apply(t5).square()
-        loss6 = Doubled.apply(lg).square()""",
     "a function that writes": """
         t1 = DoubledInPlace.apply(lg)
         loss1 = loss_of(lg)
@@ -301,8 +229,6 @@ PROGRAMS = {
     "a function, and the loss": """
         loss1 = loss_of(Doubled.apply(lg))
         loss2 = loss_of(lg)""",
-    "a function of a slice": "loss1 = Doubled.apply(lg[:, 1:]).square()",
-    "a function of a product": "loss1 = Doubled.apply(lg.tanh() * 2).square()",
     "a function after a write": """
         lg[:, 0] = 1.0
         loss1 = Doubled.apply(lg).square()""",
@@ -322,14 +248,8 @@ PROGRAMS = {
     "a hook on logits": """
         lg.register_hook(F.normalize)
         loss1 = loss_of(lg)""",
-    "a hook on several tensors": """
-        torch.autograd.graph.register_multi_grad_hook([lg], lambda gradients: gradients[0].mul_(2))
-        loss1 = loss_of(lg)""",
     "a hook on a node": """
         lg.grad_fn.register_hook(lambda inputs, outputs: doubled(inputs))
-        loss1 = loss_of(lg)""",
-    "a hook before a node": """
-        lg.grad_fn.register_prehook(doubled)
         loss1 = loss_of(lg)""",
     "a hook on the head": """
         model().head.register_full_backward_hook(lambda module, inputs, outputs: doubled(inputs))
@@ -339,18 +259,10 @@ PROGRAMS = {
         model().head.register_full_backward_pre_hook(lambda module, outputs: doubled(outputs))
         lg = a(ids)
         loss1 = loss_of(lg)""",
-    "an old hook on the head": """
-        model().head.register_backward_hook(lambda module, inputs, outputs: doubled(inputs))
-        lg = a(ids)
-        loss1 = loss_of(lg)""",
     "a hook after a copy": """
         t1 = lg * 2
         hook(lg, lambda gradient: gradient * 3)
         loss1 = loss_of(t1)""",
-    "a hook after a view": """
-        t1 = lg.view(-1, 13)
-        hook(lg, lambda gradient: gradient * 3)
-        loss1 = loss_of(t1.view(2, 4, 13))""",
     "a hook, the gradient of the logits, and the loss": """
         hook(lg, keep('lg'))
         retain(lg)
@@ -368,19 +280,10 @@ PROGRAMS = {
         t1[..., bits(t1.shape[-1:])] = float('-inf')
         hook(lg, lambda gradient: gradient * 3)
         loss1 = loss_of(t1)""",
-    "the gradient of logits that were subtracted from a copy": """
-        t1 = lg * 2
-        t1.sub_(lg)
-        note(t1.sum())
-        loss1 = loss_of(t1)""",
     "picked without gradients, written to with them": """
         with torch.no_grad(): t1 = lg.log_softmax(-1).gather(-1, chosen(lg)[..., :1])
         t1[:] = lg[..., :1]
         loss1 = t1 * 1.0""",
-    "logits that are all -inf": """
-        lg[..., 0:] = float('-inf')
-        note((lg * 3).float().logsumexp(dim=-1, keepdim=True))
-        loss1 = lg.sum() * 0.0""",
     # Not invariant under the logsumexp that log_softmax subtracts.
     "z-loss of log-probabilities": """
         t1 = lg.log_softmax(-1)
@@ -398,29 +301,6 @@ PROGRAMS = {
         t1 = lg.as_subclass(Sub)
         note(type(t1) is Sub)
         loss1 = loss_of(t1).as_subclass(torch.Tensor)""",
-    "detached logits, swapped": """
-        t1 = torch.ones(1)
-        torch.utils.swap_tensors(t1, lg.detach())
-        t1.mul_(3.0)
-        loss1 = loss_of(lg)""",
-    # It refuses tensors with weak references, which lazy logits keep of their views.
-    **{
-        f"a view without gradients, swapped after {read} was read": f"""
-        t1 = torch.zeros(2, 4, 13, dtype=torch.float64)
-        t2 = lg.detach()
-        note({read}.exp().sum().item())
-        torch.utils.swap_tensors(t1, t2)
-        t1[0, 3] = 7.0
-        loss1 = lg.exp()
-        note(t1.exp().tolist(), t2.exp().tolist())"""
-        for read in ("lg", "t2")
-    },
-    "logits, swapped": """
-        t1 = torch.ones(2, 4, 13, dtype=torch.float64)
-        torch.utils.swap_tensors(t1, lg)
-        note(lg.sum())
-        loss1 = loss_of(t1)
-        loss2 = t1[0].square()""",
     "other memory": """
         t1 = lg.detach()
         t2 = lg[0]
@@ -443,9 +323,6 @@ PROGRAMS = {
     "several gradients at once": """
         t1 = F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten())
         note(*torch.autograd.grad(t1, list(model().parameters()), noise((3,)), is_grads_batched=True))""",
-    "several gradients of each token's loss": """
-        t1 = F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), reduction='none')
-        note(*torch.autograd.grad(t1, list(model().parameters()), noise((3, 8)), is_grads_batched=True))""",
     # Forward-mode AD.
     "along a factor": """
         t1 = along(lambda t, x=lg: (x * t).log_softmax(-1).gather(-1, chosen(x)), scalar(2.0))""",

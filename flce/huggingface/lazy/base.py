@@ -77,7 +77,6 @@ class Origin:
     steps: tuple[Step, ...]
     is_view: bool
     changes: int
-    _real: Tensor | None = None
 
     def state(self) -> LazyState:
         state = self.lazy._state
@@ -85,15 +84,14 @@ class Origin:
             state = step.of_state(state)
         return state
 
-    def real(self) -> Tensor | None:
-        """The real logits, if those of the origin exist."""
-        if self._real is None and self.lazy._real is not None:
-            with outside(self.lazy._state):
-                real = self.lazy._real
-                for step in self.steps:
-                    real = step.of_real(real)
-            self._real = real
-        return self._real
+    def real(self) -> Tensor:
+        """The real logits. Those of the origin have to exist."""
+        real = self.lazy._real
+        assert real is not None
+        with outside(self.lazy._state):
+            for step in self.steps:
+                real = step.of_real(real)
+        return real
 
     def is_unchanged(self) -> bool:
         """Whether a copy can still be made of the real logits of its origin."""
@@ -132,9 +130,7 @@ class Family:
     Attributes:
         memory: the real logits of what has the memory; None: they do not exist.
         changes: how many operations in place were recorded.
-        waiting: views that are not real, or their origins: `torch.utils.swap_tensors` refuses tensors with weak
-            references, and without gradients a view needs none.
-        members: views that have a place in the autograd graph.
+        views: all but the root.
         copies: of which the gradients may have to come to a hook.
         has_views: within a graph of ``torch.compile``, where they are not listed.
     """
@@ -142,8 +138,7 @@ class Family:
     hooked: Hooked
     memory: Tensor | None = None
     changes: int = 0
-    waiting: list[weakref.ref[Any]] = field(default_factory=list)
-    members: list[weakref.ref[Any]] = field(default_factory=list)
+    views: list[weakref.ref[Any]] = field(default_factory=list)
     copies: list[weakref.ref[Any]] = field(default_factory=list)
     has_views: bool = False
     _made_as: Any = None
@@ -162,18 +157,16 @@ class Family:
         return bool(before != self._seen)
 
     def make_real(self) -> None:
-        """Make the views real, if the memory exists: it may be written to, or exchanged."""
-        if self.memory is not None and self.waiting:
-            waiting, self.waiting = self.waiting, []
-            for one in alive(waiting):
+        """Make the views real, if the memory exists: it may be written to."""
+        if self.memory is not None:
+            for view in alive(self.views):
                 with contextlib.suppress(RuntimeError):  # a view that autograd no longer allows
-                    one.real() if isinstance(one, Origin) else one._existing()
+                    view._existing()
 
     def allows_change(self, requires_grad: bool) -> bool:
         """Whether autograd would let the views of logits see an operation in place."""
-        for one in alive(self.waiting):
-            with_gradient = not isinstance(one, Origin)
-            if with_gradient != requires_grad or (with_gradient and one._origin.is_piece):
+        for view in alive(self.views):
+            if view._state.requires_grad != requires_grad or (requires_grad and view._origin.is_piece):
                 return False
         return not self.has_views
 
@@ -292,8 +285,8 @@ class LazyBase:
         """After an operation of real logits: if it has written to them, give the family their places in the graph."""
         family, written = self._family, self._family.was_written_now()
         if written or always:
-            family.members = [ref for ref in family.members if ref() is not None]
-            for lazy in (self._root(), *alive(family.members)):
+            family.views = [ref for ref in family.views if ref() is not None]
+            for lazy in (self._root(), *alive(family.views)):
                 lazy._stand_behind(written)
 
     def _stand_behind(self, written: bool) -> None:

@@ -153,7 +153,7 @@ def _detach(lazy: Any) -> Any:
     if lazy._is_view():
         with private.disable_torch_function():
             lazy._shadow.detach_()
-    if lazy._family.has_views or any(True for _ in alive(lazy._family.waiting)):  # whose gradients still come
+    if lazy._family.has_views or any(True for _ in alive(lazy._family.views)):  # whose gradients still come
         return NotImplemented
     lazy._become(lazy._state.detach())
     lazy._origin, lazy._family.copies = None, []
@@ -192,7 +192,7 @@ def _changed(lazy: Any, result: LazyState, step: Step, plain: bool) -> Any:
         if shadow.numel() != root._shadow.numel() or not (shadow.is_contiguous() and root._shadow.is_contiguous()):
             return NotImplemented
         result = of_sizes(result, root._state.shape[:-1])
-    if result.requires_grad != root._state.requires_grad and (root is not lazy or family.waiting):
+    if result.requires_grad != root._state.requires_grad and (root is not lazy or family.views):
         return NotImplemented
     origin = root._origin
     if origin is not None:  # of a copy
@@ -213,7 +213,7 @@ def _changed(lazy: Any, result: LazyState, step: Step, plain: bool) -> Any:
     family.changes, family.copies = family.changes + 1, []
     root._become(result)
     root._origin, root._changes = origin, family.changes
-    for view in alive(family.members):
+    for view in alive(family.views):
         if view is not root:
             view._become(view._origin.state())
             view._changes, view._values = family.changes, None
@@ -312,7 +312,7 @@ def _view(lazy: LazyBase, state: LazyState, step: Step) -> Any:
     origin = lazy._origin
     if origin is None or not origin.is_view:
         return make_lazy(state, Origin(lazy, (step,), True, lazy._family.changes), shadow)
-    return make_lazy(state, replace(origin, steps=(*origin.steps, step), _real=None), shadow)
+    return make_lazy(state, replace(origin, steps=(*origin.steps, step)), shadow)
 
 
 def _copies(index: Any) -> bool:

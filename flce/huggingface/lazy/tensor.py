@@ -36,15 +36,10 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         lazy._node = node
         if node is not None:
             node.hooked = lazy._family.hooked
-        if origin is not None:
-            if node is None:
-                if origin.is_view:
-                    lazy._family.waiting.append(weakref.ref(origin))
-            elif origin.is_view:
-                lazy._family.waiting.append(weakref.ref(lazy))
-                lazy._family.members.append(weakref.ref(lazy))
-            else:
-                origin.lazy._family.copies.append(weakref.ref(lazy))
+        if origin is not None and origin.is_view:
+            lazy._family.views.append(weakref.ref(lazy))
+        elif origin is not None and node is not None:
+            origin.lazy._family.copies.append(weakref.ref(lazy))
         return lazy
 
     def _become(self, state: LazyState) -> None:
