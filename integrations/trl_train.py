@@ -3,8 +3,8 @@
     python integrations/trl_train.py
     python integrations/trl_train.py --by dpo
 
-TRL (1.16) does not call the output embedding, which is what `patch_model` changes: it runs the model without it and
-multiplies by its weight in a kernel of its own. `flce.huggingface.trl.install()` puts flce in the place of that.
+TRL (1.16) does not call the output embedding, which `patch_model` changes: a kernel of TRL's multiplies by its weight.
+`flce.huggingface.trl.install()` puts flce in the place of that kernel.
 
 It trains the same small model with TRL's kernel and with flce, and ends with status 1 if the losses differ.
 """

@@ -197,11 +197,10 @@ def weights_of(
 
 
 def add_hook(hook: Hook, calls: Sequence[HeadCall]) -> RemovableHandle:
-    """A wrapper's hook, for every gradient that leaves logits of these calls: of all, or of one of several heads."""
-    first, *others = (call.hooks for call in calls)
-    handle = RemovableHandle(first, extra_dict=others)
-    for hooks in (first, *others):
-        hooks[handle.id] = hook
+    """Have a wrapper's hook run for every gradient that leaves logits of these calls (of a head and its adapters)."""
+    hooks = calls[0].hooks
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
     return handle
 
 
@@ -215,7 +214,7 @@ def watch_gradient(value: Tensor, calls: Sequence[HeadCall]) -> Tensor:
 
 
 def pass_gradient(grad: Tensor, calls: Sequence[HeadCall]) -> Tensor:
-    """The gradient as the wrappers' hooks leave it. One that is registered in several calls runs once."""
+    """The gradient as the wrappers' hooks leave it. Of several hooks with one `identity` one runs."""
     for call in calls:
         call.backward_begins()
     for hook in {identity(hook): hook for call in calls for hook in call.all_hooks()}.values():
