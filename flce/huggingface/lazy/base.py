@@ -292,6 +292,9 @@ class LazyBase:
     def _stand_behind(self, written: bool) -> None:
         """Take the place of the real logits in the graph."""
 
+    def _catch_up(self, real: Tensor) -> None:
+        """Before an operation: take the place that the real logits have in the graph by now."""
+
     def _compute(self) -> Tensor:
         state = self._state
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.

@@ -57,10 +57,12 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             place = (self.grad_fn or True) if self.requires_grad else None
         if place is not self._node and not self._adopt(place):
             self._take_place(place)
-        real = self._real if self._origin is None else LazyBase._existing(self)
-        if real is not None and (self._node is None) == real.requires_grad:
+        return self._real if self._origin is None else LazyBase._existing(self)
+
+    def _catch_up(self, real: Tensor) -> None:
+        """What another view has written may have a gradient."""
+        if self._node is None and real.requires_grad:
             self._stand_behind(written=True)
-        return real
 
     def _take_place(self, place: Any) -> None:
         """An autograd.Function, which does not ask ``__torch_function__``, has returned this tensor."""
