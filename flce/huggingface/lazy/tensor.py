@@ -11,14 +11,13 @@ from torch import Tensor
 
 from flce.core import private
 from flce.huggingface.head_call import pass_gradient, weights_of
-from flce.huggingface.lazy.base import LazyBase, Origin, made_when, told
+from flce.huggingface.lazy.base import CLASSES, LazyBase, Origin, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
 from flce.huggingface.lazy.state import LazyState, behind
 from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
 
 
-@made_when(compiling=False)
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
@@ -136,6 +135,9 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         with private.disable_torch_function():
             args, kwargs = realise(args, func, detach=True), realise(kwargs or {}, func, detach=True)
         return func(*args, **kwargs)
+
+
+CLASSES[False] = LazyLogits
 
 
 class _InGraph(torch.autograd.Function):
