@@ -1,4 +1,4 @@
-# make demo | recipes | quick-start | test | test-models | test-newest | test-oldest | fuzz | lint | docs | dist | setup | clean
+# make demo | recipes | quick-start | test | test-models | test-newest | test-oldest | fuzz | mutants | lint | docs | dist | setup | clean
 #
 # The first four set themselves up: a virtual environment in $(VENV), with the versions of constraints.txt. It is
 # built once, and again when pyproject.toml or constraints.txt change.
@@ -28,7 +28,7 @@ $(error ENV is '$(ENV)': expected 'venv' (the default) or 'current')
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo recipes quick-start test test-models test-newest test-oldest fuzz lint docs dist clean
+.PHONY: help setup demo recipes quick-start test test-models test-newest test-oldest fuzz mutants lint docs dist clean
 
 help:
 	@awk '!/^#/ { exit } { sub(/^# ?/, ""); print }' Makefile
@@ -46,7 +46,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	$(RUN) -m flce demo $(ARGS)
+	$(RUN) integrations/demo.py $(ARGS)
 
 # The scripts that train with other libraries, stock and patched, in full; a few minutes.
 recipes: $(READY)
@@ -80,6 +80,14 @@ test-oldest:
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m tests.huggingface.fuzz --count 50000 --workers $(WORKERS) $(ARGS)
 	HYPOTHESIS_PROFILE=search OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) -o timeout=0 tests/ops/test_search.py
+
+# Mutants of a few modules, each with a few tests (scripts/mutants.toml); up to three hours. cosmic-ray has an environment
+# of its own.
+mutants: $(READY)
+	test -x .cache/cosmic-ray/bin/python || $(PYTHON) -m venv .cache/cosmic-ray
+	.cache/cosmic-ray/bin/python -m pip install --quiet 'cosmic-ray>=8.7'
+	.cache/cosmic-ray/bin/python scripts/mutants.py --workers $(WORKERS) $(ARGS) \
+	    --python "$(if $(filter current,$(ENV)),$(PYTHON),$(CURDIR)/$(VENV)/bin/python)"
 
 lint: $(READY)
 	$(RUN) -m ruff check

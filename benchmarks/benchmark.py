@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flce.tools.bench.cases import BenchCase, Effort
-from flce.tools.bench.measure import Prepared, compete
-from flce.tools.bench.results import SCHEMA, BenchResult, Entry, Run
-from flce.tools.bench.tables import Table
+from benchmarks.cases import BenchCase, Effort
+from benchmarks.measure import Prepared, compete
+from benchmarks.runs import SCHEMA, BenchResult, Entry, Run
+from benchmarks.tables import Table
 from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:
@@ -64,8 +64,6 @@ class Benchmark:
     targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # what is promised; the same
     choices: Mapping[str, Collection[Any]] = field(default_factory=dict)  # fields of a case, and what they may be
     defaults: Sequence[Mapping[str, Any]] = ({},)  # the other fields of the cases that are made of a shape
-    # What takes long and can be done for all cases at once, within these seconds; says what was done.
-    build_ahead: Callable[[Sequence[Any], torch.device, float], str | None] = lambda *ignored: None
 
     def check(self, case: Any) -> None:
         """Raises a ValueError where the case asks for what there is not."""

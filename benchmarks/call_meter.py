@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.cases import Step
+from benchmarks.measure import BenchMeter, Sample, first_line
 from benchmarks.row_calls import Calls, make_region
-from flce.tools.bench.cases import Step
-from flce.tools.bench.measure import BenchMeter, Sample, first_line
 
 # Replays are timed as one that take so long, between these many. The head start hides that they are launched.
 REPLAYED_MS, LEAST_REPLAYS, MOST_REPLAYS = 10.0, 3, 20

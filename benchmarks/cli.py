@@ -1,8 +1,9 @@
-"""The command line: `python -m benchmarks operator | model | rows | logprobs | grpo | table | pages | plot`."""
+"""The command line: `python -m benchmarks quick | operator | model | rows | logprobs | grpo | table | pages | plot`."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -18,20 +19,28 @@ from benchmarks.logprobs import LOGPROBS
 from benchmarks.models import MODEL
 from benchmarks.operator import OPERATOR
 from benchmarks.pages import filled
+from benchmarks.quick import quick
 from benchmarks.reports import markdown, shortfalls
 from benchmarks.rows import ROWS
+from benchmarks.runs import Run, described_run
+from benchmarks.tables import absences
 from flce.core.devices import find_device
 from flce.core.sizes import parse_sizes
-from flce.tools.bench.results import Run
-from flce.tools.bench.tables import absences
-from flce.tools.cli.output import finite, given
-from flce.tools.machine import described_run
+from flce.tools.cli.output import given
 
 BENCHMARKS: dict[str, Benchmark] = {benchmark.kind: benchmark for benchmark in (OPERATOR, MODEL, ROWS, LOGPROBS, GRPO)}
 
 about = "Measures flce beside the bare matrix products, PyTorch and other libraries."
 app = typer.Typer(help=about, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 option = typer.Option
+app.command()(quick)
+
+
+def finite(value: float | None) -> float | None:
+    """The callback of an option: infinity and NaN are refused."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, got {value}")
+    return value
 
 
 def measure(
@@ -98,9 +107,6 @@ def measure(
     def say(text: str) -> None:
         typer.echo(f"[{time.monotonic() - started:.0f} s] {text}", err=True)
 
-    # What is not built in half of the time that there is, is built where it is measured.
-    built = benchmark.build_ahead([case for case, _ in cases], where, 120.0 if deadline is None else deadline / 2)
-    say(built or f"{len(cases)} cases")
     for index, (case, effort) in enumerate(cases):
         effort = replace(effort, **asked_for({"rounds": rounds, "seconds": seconds, "until": until}))
         if effort.expired():

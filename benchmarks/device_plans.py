@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 import flce
+from benchmarks.runs import Run
+from benchmarks.tables import Table
 from flce.core.device_record import KNOWN, Device
 from flce.core.gemm import ALIGNMENT
 from flce.core.sizes import GIB, MIB
 from flce.planning import cost_model
 from flce.planning.search import MEMORY_SHARE, make_plan
-from flce.tools.bench.results import Run
-from flce.tools.bench.tables import Table
 from flce.tools.machine import chosen
 
 TOKENS = 8192

@@ -26,13 +26,13 @@ from torch import Tensor
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.cases import BenchCase, Contender, Effort, known, needs_package
+from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
 from benchmarks.models import ARCHITECTURES, MODELS, ModelCase, build, figure, held_bytes, make_batch, take_memory
 from benchmarks.reports import overview
+from benchmarks.runs import BenchResult, Entry
+from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, ratio, table_of
 from flce.huggingface import NotFusedWarning
-from flce.tools.bench.cases import BenchCase, Contender, Effort, known, needs_package
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, Sample, release
-from flce.tools.bench.results import BenchResult, Entry
-from flce.tools.bench.tables import NONE, Columns, Table, gibibytes, milliseconds, ratio, table_of
 
 if TYPE_CHECKING:
     pass

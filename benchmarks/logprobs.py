@@ -21,8 +21,25 @@ import torch
 from torch import Tensor
 
 import flce
+from benchmarks import comparison, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.cases import Effort, Step, known, needs_package
+from benchmarks.contenders import (
+    BOUNDED,
+    ONLY,
+    TRL_CHUNK,
+    LossFunction,
+    OperatorContender,
+    budget_name,
+    elsewhere,
+    floor_step,
+    needs_trl,
+)
+from benchmarks.measure import Entrant, Prepared
+from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
 from benchmarks.reports import overview
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import Columns, Table
 from benchmarks.targets import (
     MAIN,
     NARROW,
@@ -38,26 +55,9 @@ from benchmarks.targets import (
 )
 from flce.core.sizes import MIB
 from flce.ops import linear_logprobs as ops
-from flce.ops.linear_cross_entropy import plan_of
+from flce.ops.linear_call import plan_of
 from flce.planning.plan import ChunkPlan
 from flce.testing.problem import IGNORED
-from flce.tools.bench import comparison, tables
-from flce.tools.bench.cases import Effort, Step, known, needs_package
-from flce.tools.bench.contenders import (
-    BOUNDED,
-    ONLY,
-    TRL_CHUNK,
-    LossFunction,
-    OperatorContender,
-    budget_name,
-    elsewhere,
-    floor_step,
-    needs_trl,
-)
-from flce.tools.bench.measure import Entrant, Prepared
-from flce.tools.bench.problem import Mode, OperatorCase, OperatorProblem, Shape
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import Columns, Table
 
 MODE: Mode = "reduction-none"  # the same four products, and an upstream gradient of each token
 BUDGETS_MIB = (64, 256, 512)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import flce
 from benchmarks.models import SHORT, TINY, TrainingStep, build, make_batch, ours
+from benchmarks.runs import described_run
 from flce.core.devices import find_device
-from flce.tools.machine import described_run
 
 
 def main(picture: Path) -> None:

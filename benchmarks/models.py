@@ -22,13 +22,13 @@ from torch import nn
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.cases import BenchCase, Contender, Effort, known, needs_package
+from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
+from benchmarks.plots import Panel, Series, compared, draw, points
 from benchmarks.reports import overview
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import NONE, Columns, Table, gibibytes, ratio, table_of
 from flce.core.sizes import GIB, MIB
-from flce.tools.bench.cases import BenchCase, Contender, Effort, known, needs_package
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, Sample, release
-from flce.tools.bench.plots import Panel, Series, compared, draw, points
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import NONE, Columns, Table, gibibytes, ratio, table_of
 from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class ModelCase(BenchCase):
     optimizer: str = "none"
     budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
     contenders: tuple[str, ...] | None = None  # only these; None: all
-    warm_up_sequence: int | None = None  # tokens of a sequence while warming up, where whole ones take too long
     checkpointing: bool = True  # of gradients
     lora_rank: int = 0  # of adapters of all linear layers but the head, by PEFT; nothing else is trained then
     processes: str = ""  # which have these tokens, and how the model is divided over them
@@ -232,22 +231,19 @@ def entrants(case: ModelCase) -> list[ModelContender]:
 MODELS = ("Llama-3.2-1B", "Qwen3-0.6B")
 
 
-NAMES = ("ours", "ours-budget", "liger-loss", "liger-loss-float32", "stock")
 TINY = ModelCase("tiny-llama", 2, 64, dtype="float32", budgets_mib=(1,))
 SHORT = ModelCase(MODELS[0], 4, 8192, budgets_mib=(384, 1024))
-# A step of these takes some 20 s, nearly all of it attention: memory is what differs there.
-LONG = ModelCase(MODELS[0], 1, 131072, budgets_mib=(1280,), contenders=NAMES, warm_up_sequence=4096)
 FEWER = replace(SHORT, budgets_mib=(384,), contenders=("ours", "ours-budget", "liger-loss", "stock"))
 QUOTED = replace(SHORT, budgets_mib=(), contenders=("stock", "ours", "liger-loss", "ours-liger-layers"))
 SETTINGS: list[dict[str, Any]] = [{}, {"lora_rank": 16}, {"checkpointing": False}]  # stock has 118 GiB in the last
-LONGER = replace(TINY, batch=1, sequence=128, warm_up_sequence=32, **SETTINGS[2])
+LONGER = replace(TINY, batch=1, sequence=128, **SETTINGS[2])
 PRESETS: dict[str, Callable[[], Plan]] = {
     # Seconds on a CPU, for the tests; half a minute of one large GPU, three minutes, and six.
     "tiny": lambda: planned([replace(TINY, **SETTINGS[1]), LONGER], rounds=2, seconds=1.0),
     "h200-short": lambda: planned([FEWER], rounds=3, seconds=4.0),
     # What README.md and docs/performance.md quote.
     "h200-pages": lambda: planned([replace(QUOTED, model=m, **s) for s in SETTINGS for m in MODELS], 3, 4.0),
-    "h200": lambda: planned([replace(c, model=m) for c in (SHORT, LONG) for m in MODELS], rounds=4, seconds=6.0),
+    "h200": lambda: planned([replace(SHORT, model=m) for m in MODELS], rounds=4, seconds=6.0),
 }
 
 
@@ -334,7 +330,6 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     meter = BenchMeter(device)
 
     def enter(contender: ModelContender, result: BenchResult) -> Entrant:
-        """Warms up, with whole steps unless they take too long."""
         step = TrainingStep(model, optimizer, batch, contender.call)
         keep = functools.partial(take, step, result)
 
@@ -345,14 +340,9 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
             with contender.applied(model):
                 yield
 
-        if case.warm_up_sequence is not None:
-            with contender.applied(model):
-                TrainingStep(model, optimizer, batch[:, : case.warm_up_sequence], contender.call)()
-        # Memory on a CPU is only known from a call that is not timed.
-        if case.warm_up_sequence is None or not batch.is_cuda:
-            with turn():
-                _, sample = meter.warm_up(step)
-            keep(sample)
+        with turn():
+            _, sample = meter.warm_up(step)
+        keep(sample)
         return Entrant(step, turn, keep)
 
     return meter, enter

@@ -1,6 +1,6 @@
 """The fused linear cross entropy: time, workspace, and exactness of forward and backward.
 
-`flce.tools.bench.comparison` measures a case. A case is a line of a preset, a contender one of
+`benchmarks.comparison` measures a case. A case is a line of a preset, a contender one of
 `contenders.CONTENDERS`, a promise one of `targets.TARGETS`.
 """
 
@@ -14,9 +14,16 @@ from unittest import mock
 
 import torch
 
-from benchmarks import reports
+from benchmarks import comparison, reports, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.call_meter import CallMeter
+from benchmarks.cases import Effort
+from benchmarks.comparison import HEAD_START, error_columns, figure, products_ms
+from benchmarks.contenders import OperatorContender, budget_name, select
+from benchmarks.measure import BenchMeter, Entrant, Prepared
+from benchmarks.problem import CALLS, FEATURES, Mode, OperatorCase, Shape
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import Columns, Table
 from benchmarks.targets import (
     CURVE_SHAPES,
     EXACT_TARGETS,
@@ -35,14 +42,6 @@ from benchmarks.targets import (
 )
 from flce.ops import linear_cross_entropy
 from flce.planning import device_kinds
-from flce.tools.bench import comparison, tables
-from flce.tools.bench.cases import Effort
-from flce.tools.bench.comparison import HEAD_START, error_columns, figure, products_ms
-from flce.tools.bench.contenders import OperatorContender, budget_name, select
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared
-from flce.tools.bench.problem import CALLS, FEATURES, Mode, OperatorCase, Shape
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import Columns, Table
 
 # --- cases ---
 
@@ -83,31 +82,6 @@ def tiny() -> Plan:
     return planned([*whole, skipping, *features, peer_case(TINY, curve), call_case(TINY)], rounds=3, seconds=1.0)
 
 
-LONG_IN_BUDGETS: list[tuple[Shape, int]] = [
-    ((32768, 4096, 128256), 256),
-    ((65536, 4096, 128256), 256),
-    ((131072, 2048, 128256), 256),
-    ((65536, 2048, 128256), 176),
-]
-FROZEN_IN_BUDGETS: list[Shape] = [MAIN, HEADS[3], NARROW, (4096, 2048, 151936)]
-
-
-def budgets() -> Plan:
-    """What a plan chooses beside what it could: one chunk, or blocks of classes. A minute or two of one large GPU."""
-
-    def both(*mib: int) -> tuple[str, ...]:
-        return tuple(budget_name(size, kind) for size in mib for kind in ("", "vocab"))
-
-    def one_chunk(mode: Mode, *shapes: Shape) -> list[OperatorCase]:
-        return [OperatorCase(*s, mode=mode, contenders=("ours", "ours-whole"), label="one chunk") for s in shapes]
-
-    names = both(64, 128, 256, 512, 1024)
-    frozen = [OperatorCase(*s, mode="frozen-head", contenders=names, label="budgets") for s in FROZEN_IN_BUDGETS]
-    whole = one_chunk("frozen-head", MAIN, *HEADS[2:], NARROW) + one_chunk("reduction-none", MAIN, NARROW)
-    long = [OperatorCase(*shape, contenders=both(mib), label="long") for shape, mib in LONG_IN_BUDGETS]
-    return planned([*whole, *frozen], rounds=9, seconds=0.4) + planned(long, rounds=5, seconds=2.0)
-
-
 # The shape that flce promises not to lose on a CPU; the distance from a float64 oracle; on one H200 everything that is
 # promised of speed, a matter of one percent, and our settings and the peers, one of ten percent.
 CPU = [OperatorCase(2048, 512, 32000, dtype, budget_mib=32, errors=True) for dtype in ("float32", "bfloat16")]
@@ -120,7 +94,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "targets": lambda: PROMISED + EXACTLY,
     "peers": lambda: EXACTLY + BESIDE_PEERS,
     "h200": lambda: PROMISED + EXACTLY + BESIDE_PEERS,
-    "h200-budgets": budgets,
     # Small calls, and a large one that is never to be slower for them. Two minutes of one large GPU.
     "h200-small": lambda: planned(map(call_case, SMALL), 25, 0.5) + planned([call_case(MAIN)], 25, 1.2),
     # Time over budget from 1 MiB on, and the peers at their workspace. Two minutes and a half.

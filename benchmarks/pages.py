@@ -14,15 +14,12 @@ from pathlib import Path
 
 from benchmarks import device_plans
 from benchmarks.benchmark import Benchmark
+from benchmarks.comparison import error_columns, products_ms
+from benchmarks.contenders import budget_name, in_budget
 from benchmarks.models import MODEL, speed
 from benchmarks.operator import OPERATOR
-from benchmarks.targets import CURVE_SHAPES
-from flce.core.sizes import GIB
-from flce.planning.search import MEMORY_SHARE
-from flce.tools.bench.comparison import error_columns, products_ms
-from flce.tools.bench.contenders import budget_name, in_budget
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import (
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import (
     Columns,
     Table,
     absences,
@@ -33,6 +30,9 @@ from flce.tools.bench.tables import (
     tabulate,
     written,
 )
+from benchmarks.targets import CURVE_SHAPES
+from flce.core.sizes import GIB
+from flce.planning.search import MEMORY_SHARE
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?P<first><!-- (?P<kind>\S+?)(?: (?P<file>\S+\.json))? -->\n)(?:.+\n)*")

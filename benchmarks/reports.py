@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import NONE, Table, absences, measured_on, spread_note
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import NONE, Table, absences, measured_on, spread_note
 
 
 def shortfalls(run: Run) -> list[BenchResult]:

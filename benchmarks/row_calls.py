@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from flce.tools.bench.cases import Step
-from flce.tools.bench.measure import BenchMeter, first_line, nothing
+from benchmarks.cases import Step
+from benchmarks.measure import BenchMeter, first_line, nothing
 
 LEAST_HEAD_START, MOST_HEAD_START = 2e-4, 5e-2  # seconds
 

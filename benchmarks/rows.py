@@ -5,23 +5,12 @@ targets, losses and what is one number a row are left out. `TASKS` has their num
 
 `row_calls` says how a call is timed. To add a contender, write a function (RowCase) -> RowFunction and a line in
 `CONTENDERS`.
-
-flce promises two kinds of things on one H200, each of one task on one size and dtype, from medians of one interleaved
-measurement:
-
-* Of the bandwidth of a copy of the same rows, for rows of 2,048 columns or more: 85% where a row fits on chip, 65%
-  where it does not.
-* Against everybody else, at any size: not slower by more than 5%. Who could not be measured is not compared.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import multiprocessing
-import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,17 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks import reports
+from benchmarks import reports, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
+from benchmarks.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
+from benchmarks.measure import BenchMeter, Entrant, Prepared, nothing, release
+from benchmarks.plots import Panel, Series, draw
 from benchmarks.row_calls import Calls, make_region
-from benchmarks.targets import Finding, judge, middle, tally, verdict_table
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import Table
 from flce.core.sizes import MIB
-from flce.tools.bench import tables
-from flce.tools.bench.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
-from flce.tools.bench.measure import BenchMeter, Entrant, Prepared, nothing, release
-from flce.tools.bench.plots import Panel, Series, draw
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import Table
 from flce.tools.machine import DTYPES
 
 if TYPE_CHECKING:
@@ -103,11 +90,6 @@ class RowCase(BenchCase):
     def row_bytes(self) -> int:
         return self.columns * DTYPES[self.dtype].itemsize
 
-    @property
-    def on_chip(self) -> bool:
-        """Whether a row is read once because it fits on chip."""
-        return self.row_bytes <= ON_CHIP_BYTES
-
     def bytes(self, entries: int) -> int:
         return self.rows * self.row_bytes * entries
 
@@ -146,7 +128,6 @@ class RowContender(Contender):
     function: Callable[[RowCase], RowFunction]
     overwrites: bool = field(default=False, kw_only=True)  # its in-place forward+backward needs new logits every call
     roof: bool = field(default=False, kw_only=True)  # the same call whatever the task
-    builds: bool = field(default=False, kw_only=True)  # its first call compiles kernels: worth doing ahead
 
     def bytes(self, case: RowCase) -> int:
         """The fewest that a call moves."""
@@ -248,23 +229,20 @@ def liger_has(case: RowCase, device: torch.device) -> bool:
 
 needs_liger = needs_package("liger_kernel.ops.cross_entropy", "liger-kernel")
 COPY, OURS, C = "copy", "ours", RowContender
-asked_for: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case, device: case.compiled, "builds": True}
+asked_for: dict[str, Any] = {"unavailable": needs_cuda, "applies": lambda case, device: case.compiled}
 CONTENDERS = [
     C(COPY, "copy", "floor", copy, roof=True),
-    C(OURS, "flce", "ours", ours, overwrites=True, builds=True),
+    C(OURS, "flce", "ours", ours, overwrites=True),
     C("eager", "eager", "stock", eager),
     C("torch-compile", "torch.compile", "peer", compiled, **asked_for),
-    C("liger", "Liger", "peer", liger, unavailable=needs_liger, applies=liger_has, overwrites=True, builds=True),
+    C("liger", "Liger", "peer", liger, unavailable=needs_liger, applies=liger_has, overwrites=True),
 ]
 
 
 # --- cases ---
 
-# In the order of what is lost first at a deadline: torch.compile's, powers of two, odd sizes, small ones.
 COMPILED_COLUMNS = (4096, 50257, 131072)  # in one piece on chip; odd; neither
-POWERS = (2048, 8192, 16384, 32768, 65536, 262144)
-ODD = (3001, 10007, 32001, 100003, 151937)
-SMALL = (1024, 512, 256, 128, 1000, 129)
+COLUMNS = (*COMPILED_COLUMNS, 16384, 65536, 262144, 10007, 1024, 128, 129)  # what a deadline may cut off comes last
 
 
 def every_task(
@@ -274,7 +252,6 @@ def every_task(
     return [RowCase(*size, *task, size[1] in compiled, calls) for size in sizes for task in TASKS]
 
 
-COLUMNS = (*COMPILED_COLUMNS, *POWERS, *ODD, *SMALL)
 # Tiles of logits as a call of the fused loss makes them: tokens x classes.
 TILES = [
     (4096, 128256),
@@ -292,78 +269,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
     "h200-rows": lambda: planned(every_task(4096, COLUMNS, BOTH, COMPILED_COLUMNS), rounds=6, seconds=0.12),
     "h200-logits": lambda: planned([RowCase(*tile, "bfloat16", *task) for tile in TILES for task in LOSSES], 20, 0.2),
 }
-
-
-# --- kernels, compiled ahead ---
-
-# Every number of columns has kernels of its own, and compiling them one after the other takes longer than measuring.
-# Several processes fill the caches on disk of Triton and of torch.compile, where the process that measures finds them.
-# Nothing depends on it: what is missing there is compiled later.
-MOST_WORKERS = 16
-
-
-def begin() -> None:
-    """One thread in each process: they are many."""
-    import torch._inductor.config
-
-    torch._inductor.config.compile_threads = 1
-    torch.set_num_threads(1)
-
-
-def build(case: RowCase, device: torch.device) -> int:
-    """Calls everybody once. What fails here fails again where it is measured, and is reported there."""
-    done = 0
-    with contextlib.suppress(Exception):  # such as no memory beside the other processes
-        problem = RowProblem(case, device, calls=1)
-        for contender in CONTENDERS:
-            if contender.builds and contender.applies(case, device) and contender.unavailable(device) is None:
-                with contextlib.suppress(Exception):
-                    make_calls(contender, problem).once()
-                    done += 1
-    release()
-    return done
-
-
-# --- what is promised ---
-
-ON_CHIP_SHARE = 0.85
-BEYOND_SHARE = 0.65
-LEAST_COLUMNS = 2048
-MOST_TIMES = 1.05
-
-
-def wanted_share(case: RowCase) -> float | None:
-    if case.columns < LEAST_COLUMNS:
-        return None
-    return ON_CHIP_SHARE if case.on_chip else BEYOND_SHARE
-
-
-def findings_of(entry: Entry) -> list[Finding]:
-    ours, found = entry.by_name(OURS), []
-    for other in entry.results:
-        at_least = other.contender == COPY
-        limit = wanted_share(entry.case) if at_least else MOST_TIMES
-        # Without a copy the promise is not measured; without the other's figure there is nothing to compare.
-        if other.family in ("ours", "repeat") or limit is None or (other.median_ms is None and not at_least):
-            continue
-        value = None
-        if ours.median_ms is not None and other.median_ms is not None:
-            value = ours.share_of(other) if at_least else ours.median_ms / other.median_ms
-        show = tables.percent if at_least else tables.ratio
-        cells = {
-            "columns": str(entry.case.columns),
-            "beside": other.title,
-            "of copy, or times": show(value),
-            "wanted": show(limit),
-        }
-        key, verdict = (entry.case, other.contender), judge(value, limit, at_least)
-        found.append(Finding(key, value, verdict, cells, at_least))
-    return found
-
-
-def check_rows(runs: Sequence[Run]) -> list[Finding]:
-    """In the median of the runs."""
-    return middle([[finding for entry in run.cases for finding in findings_of(entry)] for run in runs])
 
 
 # --- tables ---
@@ -414,22 +319,6 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
     return replace(table, notes=[*lines, *table.notes])
 
 
-def counts_table(runs: Sequence[Run]) -> Table:
-    """How many promises are kept: tasks x who they are about."""
-    findings = check_rows(runs)
-    against = {finding.key[1]: finding.cells["beside"] for finding in findings}
-    rows = []
-    for group in (*grouped(runs[0]), "all"):
-        about = [finding for finding in findings if group in (finding.key[0].group, "all")]
-        rows.append([group, *(tally([finding for finding in about if finding.key[1] == name]) for name in against)])
-    notes = [
-        "copy: share of its bandwidth, rows of 2048 columns or more; 85% where a row is at most 128 KiB, else 65%",
-        "others: flce not slower by more than 5%, any number of columns",
-        tables.spread_note([entry for run in runs for entry in run.cases]),
-    ]
-    return Table(f"Rows, met: {tally(findings)}", ["", *against.values()], rows, notes)
-
-
 def panel(group: str, entries: Sequence[Entry]) -> Panel:
     """GB/s over the number of columns, a line for each contender, and where a row fits on chip no longer."""
     series = []
@@ -441,24 +330,6 @@ def panel(group: str, entries: Sequence[Entry]) -> Panel:
             series.append(Series(who.title, who.family, [*speeds], [*speeds.values()], line))
     edge = ON_CHIP_BYTES / DTYPES[entries[0].case.dtype].itemsize
     return Panel(group, [*series, Series("fits on chip, up to", "floor", [edge], [], ":")])
-
-
-def build_ahead(cases: Sequence[RowCase], device: torch.device, seconds: float) -> str | None:
-    """Only for a GPU: elsewhere nothing is compiled."""
-    if device.type != "cuda":
-        return None
-    # What takes longest first; then one size after the other, so that the largest, which need much memory, are not
-    # built at the same time.
-    tasks = list(TASKS)
-    units = sorted(cases, key=lambda case: (not case.compiled, tasks.index((case.operation, case.direction))))
-    workers, ends, done = min(MOST_WORKERS, os.cpu_count() or 1), time.monotonic() + seconds, 0
-    # Leaving the block ends the processes, whatever they are at.
-    with multiprocessing.get_context("spawn").Pool(workers, begin) as pool:
-        results = pool.imap_unordered(functools.partial(build, device=device), units)
-        with contextlib.suppress(multiprocessing.TimeoutError):
-            for _ in units:
-                done += results.next(max(ends - time.monotonic(), 0.1))
-    return f"{done} sets of kernels compiled ahead, {workers} at a time"
 
 
 @functools.lru_cache(maxsize=1)
@@ -483,18 +354,7 @@ def prepare(case: RowCase, device: torch.device) -> Prepared:
 
 
 def whole(run: Run, brief: bool) -> list[Table]:
-    groups = {} if brief else grouped(run)
-    return [*(speed_table(with_rows(*group), group[1]) for group in groups.items()), counts_table([run])]
-
-
-def targets(runs: Sequence[Run], brief: bool) -> list[Table]:
-    """First the counts, then, unless `brief`, all sizes that the first run has."""
-    groups = {} if brief else grouped(runs[0])
-    found, findings = [counts_table(runs)], check_rows(runs)
-    for group, entries in groups.items():
-        about = [finding for finding in findings if finding.key[0].group == group]
-        found.append(verdict_table(f"{with_rows(group, entries)}, met", about, runs, [tables.spread_note(entries)]))
-    return found
+    return [speed_table(with_rows(*group), group[1]) for group in grouped(run).items()]
 
 
 def figure(run: Run) -> Figure:
@@ -519,7 +379,5 @@ ROWS = Benchmark(
     case_tables=lambda entry: [speed_table(entry.case.title, [entry])],
     tables=whole,
     figure=figure,
-    targets=targets,
     defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),
-    build_ahead=build_ahead,
 )

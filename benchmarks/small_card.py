@@ -22,6 +22,7 @@ import torch
 import typer
 
 import flce
+from benchmarks.measure import release
 from benchmarks.models import (
     ARCHITECTURES,
     OPTIMIZERS,
@@ -34,15 +35,14 @@ from benchmarks.models import (
     held_bytes,
     make_batch,
 )
+from benchmarks.runs import SCHEMA, described_run
+from benchmarks.tables import NONE, Table
 from flce.core.device_record import KNOWN
 from flce.core.devices import device_record, find_device
 from flce.core.sizes import GIB, MIB, size_text
 from flce.huggingface.estimate.training_memory import Training, TrainingMemory, Variant
 from flce.planning.device_kinds import described
-from flce.tools.bench.measure import release
-from flce.tools.bench.results import SCHEMA
-from flce.tools.bench.tables import NONE, Table
-from flce.tools.machine import DTYPES, described_run
+from flce.tools.machine import DTYPES
 
 KIND, MEMORY = "RTX-4090", 23 * GIB
 TINY_MEMORY = 4 * MIB  # of a tiny model's step on a CPU

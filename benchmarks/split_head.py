@@ -27,11 +27,11 @@ import typer
 from torch import Tensor
 
 import flce
+from benchmarks.cases import Unavailable, needs_package
+from benchmarks.measure import BenchMeter
+from benchmarks.runs import described_run
 from flce.core import shard
 from flce.core.shard import bounds
-from flce.tools.bench.cases import Unavailable, needs_package
-from flce.tools.bench.measure import BenchMeter
-from flce.tools.machine import described_run
 
 # Tokens, H, V, and whether each process has a share of the tokens.
 SHAPES = [

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from benchmarks import tables
+from benchmarks.contenders import BOUNDED, budget_name, sums_in_bfloat16
+from benchmarks.problem import Mode, OperatorCase, Shape
+from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
+from benchmarks.tables import Table
 from flce.core.sizes import MIB
-from flce.tools.bench import tables
-from flce.tools.bench.contenders import BOUNDED, budget_name, sums_in_bfloat16
-from flce.tools.bench.problem import Mode, OperatorCase, Shape
-from flce.tools.bench.results import NO_RESULT, BenchResult, Entry, Run
-from flce.tools.bench.tables import Table
 
 # --- what is promised of calls ---
 

@@ -28,12 +28,11 @@ import typer
 
 import flce
 from benchmarks.benchmark import save
+from benchmarks.cases import Effort, needs_package
+from benchmarks.measure import BenchMeter, Entrant, Sample, compete, release
 from benchmarks.models import MODEL, TINY, ModelCase, ModelContender, TrainingStep, build, entrants, make_batch
-from flce.tools.bench.cases import Effort, needs_package
-from flce.tools.bench.measure import BenchMeter, Entrant, Sample, compete, release
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import absences
-from flce.tools.machine import described_run
+from benchmarks.runs import BenchResult, Entry, Run, described_run
+from benchmarks.tables import absences
 
 ROUNDS = 6
 NAMES = ("ours", "liger-loss", "stock")

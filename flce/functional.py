@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.backends.contract import LEAST_LOGPROB
-from flce.core.numbers import check_dtype, integer
+from flce.backends.contract import LEAST_LOGPROB, RowOutputs, log_sum_exp
+from flce.core.numbers import check_bool, check_dtype, integer
 from flce.core.options import ChunkOptions
 from flce.core.problem import (
     LinearCrossEntropyOutput,
@@ -23,20 +24,19 @@ from flce.core.problem import (
     loss_spec,
 )
 from flce.core.shard import bounds
+from flce.engine.case import Case
 from flce.ops import composed
 from flce.ops.arguments import (
     LinearArguments,
     check_options,
-    check_tensor,
+    check_tensors,
     linear_arguments,
     logits_arguments,
     logprob_arguments,
-    logprob_output,
-    output,
     overridable,
     shifted,
 )
-from flce.ops.cross_entropy import CrossEntropyProblem, check_overwritable, fused_cross_entropy
+from flce.ops.cross_entropy import check_overwritable, fused_cross_entropy
 from flce.ops.linear_cross_entropy import linear_cross_entropy
 from flce.ops.linear_logprobs import linear_logprobs as linear_logprobs_of
 from flce.ops.split_head import SplitHead
@@ -101,14 +101,16 @@ def fused_linear_cross_entropy(
 
     The first two terms are those of `torch.nn.functional.cross_entropy`. Logits are made and consumed a chunk at a
     time; gradients are exact. Differentiable once, in `input`, `linear_weight`, `linear_bias`, `adapters` and
-    `token_weight`; only the gradients of those that require one are computed.
+    `token_weight`; only the gradients of those that require one are computed. A backward with ``retain_graph=True``
+    copies gradients that forward has computed: `ChunkPlan.retained_workspace_bytes`.
 
     Args:
         input: (..., H) hidden states; float16, bfloat16, float32 or float64.
         linear_weight: (V, H) weight of the head, in the dtype of `input` (autocast applies as to
             `torch.nn.functional.linear`). A K-dimensional head (V, d_1, ..., d_K, H) is computed with
             its logits in memory.
-        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing.
+        target: (...) class indices in [0, V), int64 or int32; those equal to `ignore_index` contribute nothing (a NaN
+            or infinity in their hidden states: see `ChunkOptions.skip_ignored`).
             Or class probabilities (..., V) in a floating dtype, for which the logits are in memory.
         linear_bias: (V,) bias of the head, in the dtype of `input` or, for half precision, float32.
         adapters: (..., r) and (V, r) pairs, each adds ``a @ B.T`` to the logits before bias, `logit_scale` and
@@ -157,8 +159,7 @@ def fused_linear_cross_entropy(
             processes were given different arguments.
         IndexError: a target is out of range, on a CPU or with ``FLCE_DEBUG=1``; otherwise the loss of that token
             is NaN and nothing is read out of bounds.
-        RuntimeError: in backward, for double backward, and for a second one through gradients that forward made (not
-            with ``reduction="none"``); in forward, for forward-mode differentiation.
+        RuntimeError: in backward, for double backward; in forward, for forward-mode differentiation.
 
     Examples:
         >>> h = torch.randn(2, 6, 16, requires_grad=True)
@@ -176,25 +177,66 @@ def fused_linear_cross_entropy(
         return composed.linear_cross_entropy(args, spec)
     problem = linear_problem(args, spec)
     out = linear_cross_entropy(problem, options or _DEFAULT)
-    return output(out, problem.target, args.target.shape, spec)
+    return _output(out, problem.target, args.target.shape, spec)
+
+
+def _output(rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+    """Return the loss, or with statistics all results.
+
+    Args:
+        rows: of N tokens, the losses reduced.
+        target: as the loss saw it.
+        shape: of the losses of all tokens.
+    """
+    loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
+    if not spec.stats:
+        return loss
+    made = rows._asdict() | {"lse": log_sum_exp(rows.normalizer) if "lse" in spec.stats else None}
+    shaped = _shaped(made, target, shape, spec)
+    statistics = (name for name in LinearCrossEntropyOutput._fields[1:] if name in shaped)
+    return LinearCrossEntropyOutput(loss, **{name: shaped[name].detach() for name in statistics})
+
+
+def _shaped(made: Mapping[str, Tensor | None], target: Tensor, shape: torch.Size, spec: LossSpec) -> dict[str, Tensor]:
+    """Return the results by name, those of tokens in the shape of all tokens.
+
+    Args:
+        made: by name, reduced or of each target; the argmax also for "correct". None: not computed.
+        target: as the operator saw it.
+    """
+    named, argmax = dict(made), made["argmax"]
+    if argmax is not None and "correct" in spec.stats:  # argmax is -1 where ignored, which `ignore_index` may be too
+        named["correct"] = (argmax == target) & (target != spec.ignore_index)
+    if "argmax" not in spec.stats:
+        named["argmax"] = None
+    return {
+        name: value.reshape((*shape, *value.shape[target.dim() :])) if value.dim() else value
+        for name, value in named.items()
+        if value is not None and name != "normalizer"
+    }
 
 
 def linear_problem(
     args: LinearArguments, spec: LossSpec, row_factor: Tensor | None = None
 ) -> LinearCrossEntropyProblem:
-    """The problem of checked arguments."""
-    grad, accum = torch.is_grad_enabled(), accumulation_dtype(args.input.dtype)
-    terms = ((args.input, args.linear_weight), *args.adapters)
+    """Return the problem of checked arguments."""
+    grad, terms = torch.is_grad_enabled(), ((args.input, args.linear_weight), *args.adapters)
     linear_bias, weight, token_weight = args.linear_bias, args.weight, args.token_weight
-    token_weight_grad = grad and token_weight is not None and token_weight.requires_grad
+    target = args.target.to(torch.int64)
+    if args.shift:
+        target = shifted(target, args.shift, spec.ignore_index)
+    if weight is not None:
+        weight = weight.detach().to(accumulation_dtype(args.input.dtype)).contiguous()
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(accumulation_dtype(args.input.dtype)).contiguous()
     return LinearCrossEntropyProblem(
         # Inputs of two dimensions are left alone: a view takes time of the host, twice if it is differentiated.
         terms=tuple([LinearTerm(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), w) for x, w in terms]),
         # Vectors are short: backends get them contiguous and in one dtype.
-        target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index).reshape(-1).contiguous(),
+        target=target.reshape(-1).contiguous(),
         linear_bias=None if linear_bias is None else linear_bias.contiguous(),
-        class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.reshape(-1).to(accum).contiguous(),
+        class_weight=weight,
+        token_weight=token_weight,
         num_items=args.num_items,
         spec=spec,
         needs=Needs(
@@ -203,7 +245,7 @@ def linear_problem(
             grad and linear_bias is not None and linear_bias.requires_grad,
         ),
         shift=args.shift,
-        token_weight_grad=token_weight_grad,
+        token_weight_grad=grad and token_weight is not None and token_weight.requires_grad,
         row_factor=row_factor,
         shard=args.shard,
     )
@@ -279,15 +321,18 @@ def linear_logprobs(
         >>> out = linear_logprobs(h, W, y)
         >>> (out.logprob - 0.01 * out.entropy).mean().backward()
     """
-    checked = logprob_arguments(
+    args, spec, wanted, row_factor = logprob_arguments(
         input, linear_weight, target, candidates, top_k, outputs, linear_bias, adapters, temperature, softcap,
         logit_scale, ignore_index, shift, options, SplitHead(process_group, vocab_size, sequence_parallel),
     )  # fmt: skip
-    args, spec = checked.linear, checked.spec
-    problem = linear_problem(args, spec, row_factor=checked.row_factor)
-    wanted = checked.candidates if spec.candidates else None
+    problem, tokens = linear_problem(args, spec, row_factor), args.input.shape[:-1]
     made = linear_logprobs_of(problem, wanted, options or _DEFAULT)
-    return logprob_output(made, problem.target, args.input.shape[:-1], spec, candidates)
+    shaped = _shaped(made, problem.target, tokens, spec)
+    return LinearLogprobsOutput(**{name: shaped.get(name) for name in _OF_LOGPROBS})
+
+
+# A compiler cannot look at fields.
+_OF_LOGPROBS = tuple(field.name for field in fields(LinearLogprobsOutput))
 
 
 def topk_kl(
@@ -311,10 +356,11 @@ def topk_kl(
         nothing at positions that `linear_logprobs` ignored, whose log-probabilities are 0: leave these out of a sum.
 
     Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: shapes differ, or `direction` is unknown.
+        TypeError: an argument is not a dense tensor of a floating dtype, or `tail` is not a bool.
+        ValueError: shapes or devices differ, or `direction` is unknown.
     """
-    check_tensor("candidate_logprob", candidate_logprob), check_tensor("teacher_logprob", teacher_logprob)
+    check_tensors({"candidate_logprob": candidate_logprob, "teacher_logprob": teacher_logprob}, dtensors=True)
+    check_bool("tail", tail)
     if candidate_logprob.shape != teacher_logprob.shape:
         raise ValueError(
             "candidate_logprob and teacher_logprob must have one shape, got "
@@ -454,30 +500,18 @@ def cross_entropy(
     """
     ignore_index = -100 if ignore_index is None else ignore_index
     spec = loss_spec(reduction, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, stats)
-    args = logits_arguments(
+    problem = logits_arguments(
         logits, target, weight, token_weight, num_items, shift, inplace, process_group, vocab_size, spec
     )
-    if args.composed:
-        return composed.cross_entropy(args, spec)
-    weight, token_weight, accum = args.weight, args.token_weight, accumulation_dtype(args.logits.dtype)
-    problem = CrossEntropyProblem(
-        logits=args.logits,
-        target=shifted(args.target.to(torch.int64), args.shift, spec.ignore_index),
-        class_weight=None if weight is None else weight.detach().to(accum).contiguous(),
-        token_weight=None if token_weight is None else token_weight.to(accum),
-        num_items=args.num_items,
-        spec=spec,
-        shard=args.shard,
-        shift=args.shift,
-        token_weight_grad=torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad,
-    )
-    overwritten = inplace and args.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
+    if problem.target.is_floating_point():
+        return composed.cross_entropy(problem)
+    overwritten = inplace and problem.logits is not logits and logits.requires_grad and torch.is_grad_enabled()
     if overwritten:
         check_overwritable(logits)
     out = fused_cross_entropy(problem, inplace)
     if overwritten:  # a DTensor counts its versions apart from what is in it
         torch.autograd.graph.increment_version(logits)
-    return output(out, problem.target, args.target.shape, spec)
+    return _output(out, problem.target, problem.target.shape, spec)
 
 
 def plan(
@@ -556,7 +590,7 @@ def plan(
     except (RuntimeError, TypeError):  # a name that PyTorch does not know, or no name
         raise ValueError(f"device must be a device such as 'cuda' or 'cpu', got {device!r}") from None
     of_adapters, split = (True,) * len(ranks), split_of(shards, sequence_parallel, num_tokens)
-    made = plan_of_call(
+    c = Case(
         num_tokens,
         (hidden_size, *ranks),
         vocab_size if split is None else bounds(vocab_size, split.processes, 0)[1],
@@ -568,4 +602,4 @@ def plan(
         options or _DEFAULT,
         split,
     )
-    return made.made_for(kind_text(device, device_kind))
+    return plan_of_call(c).made_for(kind_text(device, device_kind))

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flce.core.numbers import check_dtype, integer
+from flce.core.numbers import check_bool, check_dtype, integer
 from flce.core.options import ChunkOptions
 from flce.core.problem import LinearCrossEntropyOutput, LinearLogprobsOutput, LogprobSpec, LossSpec
 from flce.functional import cross_entropy, fused_linear_cross_entropy, linear_logprobs
-from flce.ops.arguments import check_inplace, check_options, check_outputs, check_shift, check_tensor, check_top_k
+from flce.ops.arguments import check_options, check_shift, check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,7 +65,7 @@ class _Loss(nn.Module):
         self.spec = LossSpec(**spec)
         fixed["shift"] = check_shift(fixed["shift"])
         check_options(fixed.get("options"))
-        check_inplace(fixed.get("inplace", False))
+        check_bool("inplace", fixed.get("inplace", False))
         self._others = tuple(fixed)
         for name, value in fixed.items():
             setattr(self, name, value)
@@ -138,8 +138,8 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
     Shape: ``forward(input, target)`` with (..., H) and (...).
 
     Raises:
-        TypeError, ValueError: when constructed, for a size that is no int > 0 or a scalar out of its range; when
-            called, as the function.
+        TypeError, ValueError: when constructed, for a size that is no int > 0, a `bias` that is not a bool or a scalar
+            out of its range; when called, as the function.
     """
 
     @_signature_of(fused_linear_cross_entropy)
@@ -158,6 +158,7 @@ class LinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
         for name, size in sizes.items():
             if integer(name, size) <= 0:
                 raise ValueError(f"{name} must be > 0, got {size}")
+        check_bool("bias", bias)
         if dtype is not None:
             check_dtype("dtype", dtype, "None or a torch.dtype")
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
@@ -207,9 +208,9 @@ class LinearLogprobs(nn.Module):
         options: ChunkOptions | None = None,
     ) -> None:
         super().__init__()
-        self.outputs, self.top_k, self.shift = check_outputs(outputs), check_top_k(top_k), check_shift(shift)
         ignore_index = -100 if ignore_index is None else ignore_index
-        spec = LogprobSpec(softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index)
+        spec = LogprobSpec("none", ignore_index, 0.0, softcap, logit_scale, stats=outputs, top_k=top_k)  # type: ignore[arg-type]
+        self.outputs, self.top_k, self.shift = spec.stats, spec.top_k, check_shift(shift)
         self.softcap, self.logit_scale, self.ignore_index = spec.softcap, spec.logit_scale, spec.ignore_index
         check_options(options)
         self.options = options

@@ -1,4 +1,4 @@
-"""Accelerate with FSDP2 and flce, in two processes: the loop of accelerate_loop.py, and nothing else changes.
+"""Accelerate with FSDP2 and flce, in two processes: `patch_model` before `prepare`, and nothing else changes.
 
     python integrations/accelerate_fsdp2.py                                    # starts two processes by itself
     accelerate launch --multi_gpu --num_processes 2 integrations/accelerate_fsdp2.py
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerate_loop import train_with
-from compare import Curve, compare, has_gpu, need
+from demo import Curve, compare, examples, has_gpu, need
+from flce.testing.models import tiny_model
 from processes import in_two_processes, of_all_processes
 
 if TYPE_CHECKING:
@@ -26,7 +26,28 @@ Precision = Enum("Precision", {"no": "no", "bf16": "bf16"})
 
 
 def train(accelerator: Accelerator, patched: bool, steps: int) -> Curve:
-    return of_all_processes(train_with(accelerator, patched, steps))
+    # These take seconds to import: here, so that --help does not wait for them.
+    import torch
+    from torch.utils.data import DataLoader
+
+    import flce
+
+    model = tiny_model().train()
+    if patched:
+        flce.patch_model(model)  # all that is different
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = DataLoader(examples(4 * steps * accelerator.num_processes), batch_size=4)
+    model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+    curve = Curve()
+    for batch in batches:
+        loss = model(**batch).loss
+        curve.add(loss)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    return of_all_processes(curve)
 
 
 def in_each_process(steps: int, mixed_precision: str) -> int:

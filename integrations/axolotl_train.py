@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, has_gpu, losses_of_accelerate, need, save_model, tiny_tokenizer
+from demo import Curve, compare, excerpts, has_gpu, losses_of_accelerate, need, save_model, tiny_tokenizer
 
 
 def configuration(folder: Path, patched: bool, steps: int, lora: bool) -> dict[str, Any]:

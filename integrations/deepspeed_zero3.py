@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerate_loop import train_with
-from compare import Curve, compare, curve_of, examples, has_gpu, keeping_losses, need, trainer_settings
+import accelerate_fsdp2
+from demo import Curve, compare, curve_of, examples, has_gpu, keeping_losses, need, trainer_settings
 from flce.testing.models import tiny_model
 from processes import in_two_processes, of_all_processes
 
@@ -59,7 +59,7 @@ def with_engine(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
         engine.backward(loss)
         engine.step()
     engine.destroy()
-    return curve
+    return of_all_processes(curve)
 
 
 @functools.cache  # Accelerate allows one with a plugin
@@ -71,7 +71,7 @@ def accelerator(stage: int) -> Accelerator:
 
 
 def with_accelerate(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
-    return train_with(accelerator(zero["stage"]), patched, steps)
+    return accelerate_fsdp2.train(accelerator(zero["stage"]), patched, steps)
 
 
 def with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
@@ -90,7 +90,7 @@ def with_trainer(patched: bool, steps: int, zero: dict[str, Any]) -> Curve:
             callbacks=[FlceCallback()] if patched else [],  # all that is different
         )
 
-    return curve_of(make_trainer, patched)
+    return of_all_processes(curve_of(make_trainer, patched))
 
 
 def in_each_process(steps: int, stage: int, by: str) -> int:
@@ -107,7 +107,7 @@ def in_each_process(steps: int, stage: int, by: str) -> int:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
     status = compare(
         f"DeepSpeed, ZeRO-{stage} by {by}, in {dist.get_world_size()} processes",
-        lambda patched: of_all_processes(train(patched, steps, zero)),
+        lambda patched: train(patched, steps, zero),
     )
     dist.destroy_process_group()
     return status

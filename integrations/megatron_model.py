@@ -12,4 +12,5 @@ class FlceGPTModel(GPTModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """The loss per token, (B, S). `labels`: (B, S), `logits`: (S, B, V / tensor-parallel ranks), overwritten."""
         group = self.pg_collection.tp
-        return flce.cross_entropy(logits, labels.t(), reduction="none", inplace=True, process_group=group).t()
+        how = {"process_group": group, "vocab_size": self.vocab_size}
+        return flce.cross_entropy(logits, labels.t(), reduction="none", inplace=True, **how).t()

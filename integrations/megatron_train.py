@@ -17,7 +17,7 @@ from unittest import mock
 
 import typer
 
-from compare import Curve, compare, examples, has_gpu, need
+from demo import Curve, compare, examples, has_gpu, need
 from flce.testing.models import SIZES
 from processes import in_two_processes, of_all_processes
 

@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Callable
 
-from compare import Curve
+from demo import Curve
 
 
 def in_two_processes(function: Callable[..., int], *arguments: object) -> int:

@@ -16,9 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, curve_of, has_gpu, need
+from demo import Curve, compare, curve_of, examples, has_gpu, keeping_losses, need, trainer_settings
 from flce.testing.models import tiny_model
-from trainer import make_trainer
 
 
 def quantized_model(adapt_head: bool) -> Any:
@@ -48,6 +47,19 @@ def quantized_model(adapt_head: bool) -> Any:
         LoraConfig(
             target_modules=[*layers, "lm_head"] if adapt_head else layers, lora_dropout=0.0, task_type="CAUSAL_LM"
         ),
+    )
+
+
+def make_trainer(patched: bool, folder: str, *, steps: int, model: Any, **arguments: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from flce.huggingface import FlceCallback
+
+    return keeping_losses(Trainer)(
+        model=model,
+        args=TrainingArguments(**{**trainer_settings(folder, steps), **arguments}),
+        train_dataset=examples(4 * 50),
+        callbacks=[FlceCallback()] if patched else [],  # all that is different
     )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, excerpts, has_gpu, losses_of_accelerate, need, save_model
+from demo import Curve, compare, excerpts, has_gpu, losses_of_accelerate, need, save_model
 
 PLUGIN = Path(__file__).with_name("swift_plugin.py")
 

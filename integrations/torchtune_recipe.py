@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from compare import Curve, compare, examples, has_gpu, need, save_model
+from demo import Curve, compare, examples, has_gpu, need, save_model
 from flce.testing.models import SIZES
 
 

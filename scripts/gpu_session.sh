@@ -9,7 +9,6 @@
 #     older         the tests of kernels with the code and the launches of an A100 and of an RTX 4090, on a newer GPU
 #     operator      the operator: what it promises, its exactness, and the peers; about five minutes
 #     targets       only the first of these three, without peers; fails where a workspace is not as planned
-#     budgets       what a plan chooses in budgets beside what it could: one chunk, or blocks of classes; a minute or two
 #     peers         only the last
 #     calls         small calls and a large one, as called from an idle GPU, alone in a CUDA graph, and the time of the
 #                   host; two minutes
@@ -21,7 +20,7 @@
 #     model-short   training steps of a whole model, 4 x 8192 tokens
 #     logits        the pass over the logits by itself: losses of rows as long as vocabularies; half a minute
 #     sanitize      the tests of kernels under compute-sanitizer, memcheck and racecheck; for a call of its own
-#     rows          losses and softmaxes of rows in memory, over their length; about three minutes
+#     rows          losses and softmaxes of rows in memory, over their length; about four minutes
 #     logprobs      linear_logprobs beside bare products and kernels of TRL, Liger and verl; two minutes and a half
 #     grpo          a step of GRPO of a whole model, 8 x 4096 tokens: flce.huggingface.trl, TRL's kernel, Liger's loss, all
 #                   logits; less than two minutes
@@ -32,7 +31,7 @@
 #     wrapped       only the third
 #     several       a head that is divided over GPUs, with links; the third; and the recipes for FSDP2 and ZeRO-3, a
 #                   process for each GPU; six minutes
-#     model         training steps of whole models, long sequences too: for a call of its own
+#     model         training steps of whole models: for a call of its own
 #     small-card    the longest sequences of a model that train on a card of 24 GB, simulated on a larger GPU; five
 #                   minutes, for a call of its own
 #
@@ -114,7 +113,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" =~ ^(logits|budgets|calls|exact)$ ]] && return
+    [[ "$command" =~ ^(logits|calls|exact)$ ]] && return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }
@@ -277,7 +276,6 @@ for name in $parts; do
         sanitize) sanitize "$(within "${SANITIZE_SECONDS:-500}")" ;;
         operator) benchmark operator operator h200 260 --errors ;;
         targets) benchmark operator operator targets 240 ;;
-        budgets) benchmark budgets operator h200-budgets 150 ;;
         peers) benchmark operator operator peers 500 --errors ;;
         calls) benchmark calls operator h200-small 145 ;;
         curve) benchmark curve operator h200-curve 240 --errors ;;
@@ -314,7 +312,7 @@ for name in $parts; do
             PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True part small-card "$(within 345)" \
                 "$python" -m benchmarks.small_card --seconds 270 --out "$out/small-card.json"
             ;;
-        rows) benchmark rows rows h200-rows 180 ;;
+        rows) benchmark rows rows h200-rows 300 ;;
         logprobs) benchmark logprobs logprobs h200 150 ;;
         grpo) benchmark grpo grpo h200 150 ;;
         *)
@@ -327,9 +325,8 @@ done
 report model --brief
 report grpo --brief
 report logits
-report rows --targets --brief
+report rows --brief
 report logprobs --targets
-report budgets --brief
 report calls --brief
 report exact --targets
 report curve --brief
@@ -341,7 +338,7 @@ for process in "${reports[@]}"; do wait "$process" || failed=1; done
     grep -hE '^(FAILED|ERROR) ' "$out"/*tests.log 2>/dev/null | cut -c 1-160 | head -n 30
     grep -hE '^=+ .*(passed|failed|error|skipped|no tests ran).* =+$|^[0-9]+ (passed|failed|skipped|error)' \
         "$out"/*tests.log 2>/dev/null
-    for command in model grpo logits rows logprobs budgets calls exact curve operator; do
+    for command in model grpo logits rows logprobs calls exact curve operator; do
         [ -f "$logs/$command.summary" ] && cat "$logs/$command.summary"
     done
     printf '%s\n' "${lines[@]}"

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
 
-from compare import tiny_tokenizer  # noqa: E402
+from demo import tiny_tokenizer  # noqa: E402
 from flce.testing.models import tiny_model  # noqa: E402
 
 

@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 tests=${TESTS:-tests/package/test_import.py tests/core/test_private_names.py tests/package/test_versions.py tests/ops/test_operator_grid.py tests/huggingface}
-with=(torch triton transformers accelerate peft pillow scipy hypothesis pytest pytest-timeout pytest-xdist matplotlib psutil rich typer)
+with=(torch triton transformers accelerate peft pillow scipy hypothesis pytest pytest-timeout pytest-xdist matplotlib rich typer)
 
 packages_of() { # what an environment is to have, with the versions that decide the others
     case $1 in

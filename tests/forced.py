@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -11,7 +10,7 @@ from flce.engine.borrowing import exponential_tiles
 from flce.engine.case import Case
 from flce.engine.schedules import Schedule
 from flce.engine.schedules.unnormalized import Borrowed, Unnormalized
-from flce.ops import linear_cross_entropy
+from flce.ops import linear_call
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import make_plan
 from tests import helpers
@@ -30,8 +29,8 @@ class _Choice:
             return ChunkPlan(c, schedule.strategy, schedule)
         return self._before.plan(c) if isinstance(self._before, _Choice) else make_plan(c)
 
-    def __call__(self, *call: Any) -> ChunkPlan:
-        self.taken.append(self.plan(Case(*call)))
+    def __call__(self, c: Case) -> ChunkPlan:
+        self.taken.append(self.plan(c))
         return self.taken[-1]
 
 
@@ -41,21 +40,8 @@ def force(monkeypatch: pytest.MonkeyPatch, make: Callable[[Case], Schedule | Non
 
     Returns the plans that calls take from the first `force` on, one for each forward and each backward.
     """
-    choice, before = _Choice(make, vars(linear_cross_entropy)["plan_of_call"]), linear_cross_entropy._makes_gradients
-
-    def makes_gradients(call: tuple[Any, ...], traced: bool) -> bool:
-        num_tokens, hidden_sizes, vocab_size, *others = call
-        c = Case(int(num_tokens), tuple(map(int, hidden_sizes)), int(vocab_size), *others)
-        schedule = make(c)
-        if schedule is not None:
-            return c.needs.any and not schedule.deferred
-        asked = len(choice.taken)
-        made = before(call, traced)
-        del choice.taken[asked:]  # a question, and no call
-        return made
-
-    monkeypatch.setattr(linear_cross_entropy, "plan_of_call", choice)
-    monkeypatch.setattr(linear_cross_entropy, "_makes_gradients", makes_gradients)
+    choice = _Choice(make, vars(linear_call)["plan_of_call"])
+    monkeypatch.setattr(linear_call, "plan_of_call", choice)
     monkeypatch.setattr(helpers, "make_plan", choice.plan)
     return choice.taken
 

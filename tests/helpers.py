@@ -19,7 +19,7 @@ from flce.core.devices import device_record
 from flce.core.problem import LossSpec, Needs
 from flce.engine.case import Case
 from flce.planning.search import make_plan
-from flce.testing.oracle import OracleResult, dense_logits
+from flce.testing.oracle import OracleResult
 from flce.testing.problem import ALL_GRADS, CallResult, Problem, run_fused, run_oracle
 from flce.testing.tolerances import TOLERANCE
 
@@ -342,15 +342,6 @@ def upstream_of(problem: Problem) -> Tensor:
     """A random upstream gradient of the problem's loss."""
     shape = problem.target.shape if problem.kwargs.get("reduction") == "none" else ()
     return torch.randn(shape, dtype=torch.float64, device=problem.input.device)
-
-
-def plain_logits(problem: Problem) -> Tensor:
-    """The logits of the problem in float64."""
-    keys = ("softcap", "logit_scale", "temperature")
-    kwargs = {k: v for k, v in problem.kwargs.items() if k in keys}
-    bias = None if problem.linear_bias is None else problem.linear_bias.double()
-    adapters = [(a.double(), up.double()) for a, up in problem.adapters]
-    return dense_logits(problem.input.double(), problem.linear_weight.double(), bias, adapters=adapters, **kwargs)
 
 
 def skip_where_old_transformers_fails(stock: Callable[[], Any]) -> None:

@@ -32,7 +32,7 @@ def as_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
-    for module in ("flce.ops.linear_cross_entropy", "flce.planning.device_kinds", "tests.helpers"):
+    for module in ("flce.ops.linear_call", "flce.planning.device_kinds", "tests.helpers"):
         monkeypatch.setattr(f"{module}.has_product", lambda device: True)
     if not cuda:
         monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)

@@ -34,6 +34,7 @@ from flce.backends import triton as kernels
 from flce.backends.contract import (
     EXPONENTIAL_SLOTS,
     EXPONENTIAL_STATS,
+    LOSS_GRADIENT_SLOTS,
     ROW_GRADIENT_SLOTS,
     STATE_SLOTS,
     RowInputs,
@@ -214,6 +215,9 @@ def of_rows(dtype: torch.dtype, cols: int, feature: str) -> Calls:
     yield partial(backend.statistics, logits, first, None)
     yield partial(backend.loss_and_gradient, logits, logits, first)
     yield partial(backend.gradient, logits, logits, second)
+    of_rows = _new(ROW_GRADIENT_SLOTS if "entropy" in spec.stats else LOSS_GRADIENT_SLOTS, ROWS, dtype=accum)
+    yield partial(backend.row_gradient, second, of_rows)
+    yield partial(backend.gradient, logits, logits, second._replace(upstream=None, row_gradient=of_rows))
     for part in parts:
         yield partial(backend.statistics, tile, first._replace(tile=part), state)
     factor = _new(ROWS, dtype=accum)
@@ -261,8 +265,8 @@ def of_slices() -> Calls:
         out = RowOutputs.of(spec, torch.float32, lambda shape, dtype: _new(*shape, ROWS, dtype=dtype))
         inputs = RowInputs(_new(ROWS, dtype=torch.int64), None, None, None, _new(3))
         call = TileCall(inputs, spec, Tile(8000, 8000, 32000, 8000), out)
-        for slots, row_gradient in ((2, False), (ROW_GRADIENT_SLOTS, True)):
-            given = _new(4, 3 * ROWS + 1), 1, 8000, call, _new(slots, ROWS), row_gradient
+        for factors in (_new(2, ROWS), None):
+            given = _new(4, 3 * ROWS + 1), 1, 8000, call, factors
             yield partial(kernels.TritonBackend().complete_slices, *given)
 
 

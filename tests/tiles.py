@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flce.backends.contract import STATE_SLOTS, RowInputs, RowOutputs, Tile, TileCall
+from flce.backends.contract import CLASSES, LOSS_GRADIENT_SLOTS, STATE_SLOTS, RowInputs, RowOutputs, Tile, TileCall
 from flce.core.problem import LossSpec, accumulation_dtype
 
 IGNORE = -100
@@ -66,6 +66,18 @@ class Rows:
         self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, normalizer: Tensor, upstream: Tensor | None
     ) -> None:
         backend.gradient(logits, grad, TileCall(self.inputs, self.spec, tile, None, normalizer, upstream))
+
+    def row_gradient(self, backend: Any, tile: Tile, normalizer: Tensor) -> Tensor:
+        """Of the loss with `upstream`: slots that it has."""
+        out = normalizer.new_full((LOSS_GRADIENT_SLOTS, normalizer.shape[1]), -77.0)
+        backend.row_gradient(TileCall(self.inputs, self.spec, tile, None, normalizer, self.upstream), out)
+        return out if self.spec.label_smoothing else out[:CLASSES]
+
+    def gradient_of_rows(
+        self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, normalizer: Tensor, of_rows: Tensor
+    ) -> None:
+        inputs = self.inputs._replace(scales=None, token_weight=None)
+        backend.gradient(logits, grad, TileCall(inputs, self.spec, tile, None, normalizer, None, of_rows))
 
     def loss_and_gradient(self, backend: Any, logits: Tensor, grad: Tensor, tile: Tile, out: RowOutputs) -> None:
         backend.loss_and_gradient(logits, grad, self.call(tile, out))

@@ -1,4 +1,4 @@
-"""The public API as a user types it, never run: strict mypy and pyright find nothing (tests/package/test_typing.py)."""
+"""The public API as a user types it, never run: strict mypy (`make lint`) and pyright (test_typing.py) find nothing."""
 
 from __future__ import annotations
 

@@ -38,10 +38,11 @@ EXPONENTIAL_HEADROOM = {torch.bfloat16: 44.0, torch.float16: 7.6}
 # log(sum(exp(z - m))). Slots that an option adds come behind these.
 OFFSET, LOG_SUM = range(2)
 
-# What a row's gradient is made of, see `TileCall.row_gradient`. A log-probability is taken for LEAST_LOGPROB at least:
-# of a class that has none, the product with its probability is 0.
+# What a row's gradient is made of, see `TileCall.row_gradient`. The gradient of a loss has no ENTROPY, the last. A
+# log-probability is taken for LEAST_LOGPROB at least: of a class that has none, the product with its probability is 0.
 ROW_GRADIENT_SLOTS = 4
-SOFTMAX, TARGET, ENTROPY, CLASSES = range(ROW_GRADIENT_SLOTS)
+SOFTMAX, TARGET, CLASSES, ENTROPY = range(ROW_GRADIENT_SLOTS)
+LOSS_GRADIENT_SLOTS = ENTROPY
 LEAST_LOGPROB = -1e4
 
 
@@ -51,8 +52,9 @@ def normalizer_slots(spec: LossSpec) -> int:
 
 
 def log_sum_exp(normalizer: Tensor) -> Tensor:
-    """log(sum(exp(z))) of each row, from its normalizer, (slots, ...)."""
-    return normalizer[OFFSET] + normalizer[LOG_SUM]
+    """log(sum(exp(z))) of each row, from its normalizer, (slots, ...): inf where a logit is."""
+    offset = normalizer[OFFSET]
+    return torch.where(offset == torch.inf, offset, offset + normalizer[LOG_SUM])
 
 
 # Classes of a block. `Backend.product_statistics` keeps `product_planes` numbers of the accumulation dtype for each row
@@ -139,6 +141,10 @@ class RowInputs(NamedTuple):
         """(cols,) of the classes of a tile."""
         return None if self.bias is None else last(self.bias, tile.columns)
 
+    def target_weight(self, vocab_size: int) -> Tensor | None:
+        """(rows,) the class weight of each target."""
+        return None if self.class_weight is None else self.class_weight[self.target.clamp(0, vocab_size - 1)]
+
     def weight_sum(self, vocab_size: int) -> Tensor | float:
         """The sum of the weights of all classes."""
         return float(vocab_size) if self.scales is None else self.scales[2]
@@ -212,7 +218,7 @@ class Tile(NamedTuple):
     written and mean nothing: a kernel whose accesses are whole vectors is twice as fast.
 
     `shard`: a process has these classes and no others. Its statistics begin with this tile and end as a state, which
-    `state.merge_shards` and `state.finish` go on from.
+    `state.results_of_state` goes on from.
 
     `keep`: logits are left as they are, but where the gradient is written over them.
     """
@@ -241,7 +247,7 @@ class Tile(NamedTuple):
 
 class TileCall(NamedTuple):
     """What is done to a tile of logits, and with what. Statistics are written to `out`; gradients are made of the
-    `normalizer` that they left, if they are not made together."""
+    `normalizer` that they left and of a `row_gradient`, or together with them."""
 
     inputs: RowInputs
     spec: LossSpec
@@ -250,11 +256,16 @@ class TileCall(NamedTuple):
     normalizer: Tensor | None = None  # (slots, rows); None: there is `out`
     # (rows,) the gradient of each row's loss, or () of all, or None for 1: it multiplies the scales of the inputs.
     upstream: Tensor | None = None
-    # (slots, rows) in the place of scales and upstream, the gradient of a row as a whole. With log-probabilities l and
-    # p = exp(l) it is ``row_gradient[SOFTMAX] * p - row_gradient[ENTROPY] * p * l``, in the target's column less
+    # (slots, rows) the gradient of a row as a whole, in which scales, upstream and weights of tokens are; None: it is
+    # made of these, where the tile is. With log-probabilities l and p = exp(l) the gradient in z is
+    # ``row_gradient[SOFTMAX] * p``, with that slot less ``row_gradient[ENTROPY] * p * l``, in the target's column less
     # ``row_gradient[TARGET]``, and with label smoothing in each column less ``row_gradient[CLASSES]`` times the weight
     # of its class.
     row_gradient: Tensor | None = None
+
+    @property
+    def has_entropy_gradient(self) -> bool:
+        return self.row_gradient is not None and len(self.row_gradient) > ENTROPY
 
     def part(self, part: slice) -> TileCall:
         """The call for some of the rows."""
@@ -290,6 +301,10 @@ class Backend(Protocol):
         `state` may be None where one tile holds all classes. `logits` may be overwritten, unless ``tile.keep``.
         """
 
+    def row_gradient(self, call: TileCall, out: Tensor) -> None:
+        """Write ``call.row_gradient`` of a loss to `out`, (LOSS_GRADIENT_SLOTS, rows), from ``call.normalizer``; 0 for
+        ignored rows, NaN for wrong targets. Of a tile of some classes TARGET is 0 where the target is not there."""
+
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         """Write the gradient with respect to the tile's logits to `grad`, which may be `logits` itself.
 
@@ -321,7 +336,7 @@ class Backend(Protocol):
     def product_gradient(self, x: Tensor, weight: Tensor, grad: Tensor, call: TileCall) -> None:
         """`gradient` of the logits ``x weight^T`` of a tile, which are never in memory; weight: (cols, H).
 
-        ``call.upstream`` is (rows,), or None for 1.
+        ``call.row_gradient`` is given.
         """
 
     def product_exponentials(
@@ -341,14 +356,11 @@ class Backend(Protocol):
         is known that all rows from there on are ignored: nothing is written to their `exps`.
         """
 
-    def scale_valid_rows(self, x: Tensor, out: Tensor, target: Tensor, factor: Tensor, ignore_index: int) -> None:
-        """``out = factor[:, None] * x``; 0 for ignored rows. x, out: (rows, H), perhaps one tensor."""
-
     def combine_rows(
         self,
         x: Tensor,
         out: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         target: Tensor,
         factors: Tensor,
         ignore_index: int,
@@ -356,7 +368,7 @@ class Backend(Protocol):
     ) -> None:
         """``out[index] = factors[0][:, None] * x + factors[1][:, None] * weight[target]``; 0 for ignored rows.
 
-        x: (rows, H); out: (N, H); index: (rows,), or None for the same rows.
+        x: (rows, H); out: (N, H), perhaps x; weight: None for nothing; index: (rows,), or None for the same rows.
         """
 
     def weight_gradient(
@@ -373,16 +385,13 @@ class Backend(Protocol):
         """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
         some of the last may be missing. Their targets have no part in it."""
 
-    def complete_slices(
-        self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor, row_gradient: bool
-    ) -> None:
-        """The whole results of rows of a head that is divided over processes, and the factors of `product_exponentials`
-        for the classes of this one, from those of its classes alone.
+    def complete_slices(self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> None:
+        """The results of rows of a head that is divided over processes and, if there are `factors`, the factors of
+        `product_exponentials` for the classes of this one, from those of its classes alone.
 
         sent: (processes, 3 * rows + 1) float32, of each process offset, log_sum and log-probability of the target of
         each row, among its own classes, and how many it has; classes: those of the first process; call: of the whole
-        loss, its tile that of this process; factors: (2, rows), of which the first is of its classes alone. With
-        `row_gradient` they are what `TileCall.row_gradient` has, zeros, of which the first two slots are written.
+        loss, its tile that of this process; factors: (2, rows), of which the first is of its classes alone.
         """
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from flce.backends import reduction
 from flce.backends.contract import (
     ARGMAX,
+    CLASSES,
+    ENTROPY,
     ENTROPY_SUM,
     LEAST_LOGPROB,
     LOG_SUM,
@@ -24,12 +26,14 @@ from flce.backends.contract import (
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
+    SOFTMAX,
     SQUARE_SUM,
     SUM,
+    TARGET,
     TARGET_LOGIT,
     TileCall,
 )
-from flce.backends.state import Targets, finish, is_class, where
+from flce.backends.state import Targets, finish, is_class, row_gradient, where
 from flce.core.problem import LossSpec, accumulation_dtype
 from flce.core.slices import first
 
@@ -81,6 +85,11 @@ class TorchBackend:
                     state[slot, part] = value
             del z  # before the next slab makes its own
 
+    def row_gradient(self, call: TileCall, out: Tensor) -> None:
+        targets = Targets.of(call)
+        out.copy_(row_gradient(call, targets))
+        out[TARGET] = where(targets.inside, out[TARGET], 0.0)
+
     def gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
             slab = call.part(part)
@@ -88,11 +97,9 @@ class TorchBackend:
             z, jacobian = _transform(_piece(logits, piece), slab, want_jacobian=True)
             row_max, log_sum = slab.normalizer[OFFSET], slab.normalizer[LOG_SUM]
             z.sub_(row_max[:, None])
-            if slab.row_gradient is None:
-                _gradient(z.exp_(), jacobian, row_max, log_sum, slab, Targets.of(slab), _piece(grad, piece))
-            else:
-                _row_gradient(z.sub_(log_sum[:, None]), jacobian, slab, Targets.of(slab), _piece(grad, piece))
-            del z, jacobian  # before the next slab makes its own
+            exps = _logits_term(z.sub_(log_sum[:, None]), slab) if slab.has_entropy_gradient else z.exp_()
+            _gradient(exps, jacobian, log_sum, slab, Targets.of(slab), _piece(grad, piece))
+            del z, exps, jacobian  # before the next slab makes its own
 
     def loss_and_gradient(self, logits: Tensor, grad: Tensor, call: TileCall) -> None:
         for piece, part in _slabs(logits):
@@ -100,8 +107,8 @@ class TorchBackend:
             z, jacobian = _transform(_piece(logits, piece), slab, want_jacobian=True)
             targets = Targets.of(slab)
             merged, exps = _merge(z, slab, targets, None)
-            log_sum = finish(merged, slab, targets)
-            _gradient(exps, jacobian, merged[MAX], log_sum, slab, targets, _piece(grad, piece))
+            results = finish(merged, slab, targets)
+            _gradient(exps, jacobian, results.log_sum, slab, targets, _piece(grad, piece))
             del z, exps, jacobian  # before the next slab makes its own
 
     def _unavailable(self, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +116,7 @@ class TorchBackend:
 
     exponentials = gradient_of_exponentials = _unavailable
     product_statistics = product_gradient = product_exponentials = _unavailable
-    scale_valid_rows = combine_rows = weight_gradient = add_target_terms = complete_slices = _unavailable
+    combine_rows = weight_gradient = add_target_terms = complete_slices = _unavailable
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         for part in _parts(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
@@ -272,7 +279,7 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     if "mean_logit" in spec.stats:
         merged[LOGIT_SUM] = z.sum(1)
     # Nothing but -inf so far: exponentials relative to 0, which are 0, instead of -inf - -inf.
-    safe_max = row_max if tile.last else torch.where(row_max == -torch.inf, 0.0, row_max)
+    safe_max = torch.where(row_max == -torch.inf, 0.0, row_max)
     z.sub_(safe_max[:, None])
     relative = z.clone() if "entropy" in spec.stats else z
     exps = z.exp_()
@@ -295,39 +302,24 @@ def _merge(z: Tensor, call: TileCall, targets: Targets, state: Tensor | None) ->
     return merged, exps
 
 
-def _gradient(
-    exps: Tensor,
-    jacobian: Tensor | float,
-    row_max: Tensor,
-    log_sum: Tensor,
-    call: TileCall,
-    targets: Targets,
-    grad: Tensor,
-) -> None:
-    """Gradient from exp(z - row_max), which it overwrites. `triton/math.py` has the same formula, in `gradient_factors`
-    and `logit_gradient`."""
-    inputs, spec, tile, row_scale = call.inputs, call.spec, call.tile, call.upstream
-    assert inputs.scales is not None
-    ce_scale, z_scale, weight_sum = inputs.scales.unbind()
-    if inputs.token_weight is not None:
-        row_scale = inputs.token_weight if row_scale is None else row_scale * inputs.token_weight
-    if targets.in_range is not None:  # wrong targets make NaN, not nonsense
-        row_scale = torch.where(targets.in_range, 1.0 if row_scale is None else row_scale, torch.nan).to(row_max.dtype)
-    ce = ce_scale if row_scale is None else row_scale * ce_scale
-    smoothing = spec.label_smoothing / tile.vocab_size
-    of_target = ce * (1.0 - spec.label_smoothing) if spec.label_smoothing else ce
-    if inputs.class_weight is not None:
-        of_target = of_target * inputs.class_weight[inputs.target.clamp(0, tile.vocab_size - 1)]
-    of_softmax = of_target + ce * (smoothing * weight_sum) if spec.label_smoothing else of_target
-    if spec.z_loss:
-        z = z_scale if row_scale is None else row_scale * z_scale
-        of_softmax = of_softmax + z * (2.0 * spec.z_loss) * (row_max + log_sum)
+def _logits_term(logprob: Tensor, call: TileCall) -> Tensor:
+    """The softmax's term of the gradient with an entropy's, from log-probabilities, which it overwrites."""
+    assert call.row_gradient is not None
+    logprob.clamp_(min=LEAST_LOGPROB)
+    probability = logprob.exp()
+    of_entropy, of_softmax = call.row_gradient[ENTROPY], call.row_gradient[SOFTMAX]
+    return logprob.mul_(-of_entropy[:, None]).add_(of_softmax[:, None]).mul_(probability)
 
-    g = exps.mul_((of_softmax * (-log_sum).exp())[:, None])
-    at_target = where(targets.inside, -of_target, 0.0).expand_as(row_max)
-    g.scatter_add_(1, targets.column, at_target[:, None])
-    if spec.label_smoothing:
-        _subtract_classes(g, (ce * smoothing).expand_as(row_max)[:, None], call)
+
+def _gradient(
+    exps: Tensor, jacobian: Tensor | float, log_sum: Tensor, call: TileCall, targets: Targets, grad: Tensor
+) -> None:
+    """Gradient from exp(z - m), which it overwrites, m + log_sum being the log-sum-exp; or from `_logits_term`."""
+    factors = row_gradient(call, targets) if call.row_gradient is None else call.row_gradient
+    g = exps if call.has_entropy_gradient else exps.mul_((factors[SOFTMAX] * (-log_sum).exp())[:, None])
+    g.scatter_add_(1, targets.column, where(targets.inside, -factors[TARGET], 0.0)[:, None])
+    if call.spec.label_smoothing:
+        _subtract_classes(g, factors[CLASSES][:, None], call)
     _write_gradient(g, jacobian, targets, grad)
 
 
@@ -338,24 +330,6 @@ def _subtract_classes(g: Tensor, of_classes: Tensor, call: TileCall) -> None:
         g.sub_(of_classes)
     else:
         g.addcmul_(of_classes, weight[call.tile.columns].to(g.dtype), value=-1.0)
-
-
-def _row_gradient(logprob: Tensor, jacobian: Tensor | float, call: TileCall, targets: Targets, grad: Tensor) -> None:
-    """Gradient from log-probabilities, which it overwrites, as `TileCall.row_gradient` has it."""
-    assert call.row_gradient is not None
-    of_softmax, of_target, of_entropy, of_classes = call.row_gradient.unbind()
-    if targets.in_range is not None:  # wrong targets make NaN, not nonsense
-        of_softmax = torch.where(targets.in_range, of_softmax, torch.nan)
-    if "entropy" in call.spec.stats:
-        logprob.clamp_(min=LEAST_LOGPROB)
-        probability = logprob.exp()
-        g = logprob.mul_(-of_entropy[:, None]).add_(of_softmax[:, None]).mul_(probability)
-    else:
-        g = logprob.exp_().mul_(of_softmax[:, None])
-    g.scatter_add_(1, targets.column, where(targets.inside, -of_target, 0.0)[:, None])
-    if call.spec.label_smoothing:
-        _subtract_classes(g, of_classes[:, None], call)
-    _write_gradient(g, jacobian, targets, grad)
 
 
 def _write_gradient(g: Tensor, jacobian: Tensor | float, targets: Targets, grad: Tensor) -> None:

@@ -1,12 +1,12 @@
-"""The running state of the online softmax outside of kernels: states of shards are merged, and a complete one becomes
-the results of its rows.
+"""The formulas of the loss outside of kernels, in plain PyTorch on vectors of one value per row, for every backend.
 
-Plain PyTorch on vectors of one value per row, for every backend.
+Losses, results and gradients of rows from finished statistics; statistics of the online softmax finished; and those of
+several processes put together. The kernels have the same formulas in `triton/math.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,77 +14,30 @@ from torch import Tensor
 
 from flce.backends.contract import (
     ARGMAX,
+    CLASSES,
     ENTROPY_SUM,
     LOG_SUM,
     LOGIT_SUM,
+    LOSS_GRADIENT_SLOTS,
     MAX,
     OFFSET,
     REFERENCE,
     SMOOTH_SUM,
+    SOFTMAX,
     SQUARE_SUM,
-    STATE_SLOTS,
     SUM,
+    TARGET,
     TARGET_LOGIT,
     TileCall,
+    log_sum_exp,
 )
 from flce.core.problem import LossSpec
-
-
-def used_slots(spec: LossSpec) -> list[int]:
-    """The slots of the state that mean something; backends leave the others as they are."""
-    slots = [MAX, SUM, TARGET_LOGIT]
-    if "entropy" in spec.stats:
-        slots.append(ENTROPY_SUM)
-    if spec.label_smoothing:
-        slots += [REFERENCE, SMOOTH_SUM]
-    if "argmax" in spec.stats or "correct" in spec.stats:
-        slots.append(ARGMAX)
-    if "mean_logit" in spec.stats:
-        slots.append(LOGIT_SUM)
-    if "log_sum_sq_prob" in spec.stats:
-        slots.append(SQUARE_SUM)
-    return slots
 
 
 def empty_shard(state: Tensor) -> None:
     """The state of no classes."""
     state.zero_()
     state[MAX] = -torch.inf
-
-
-def merge_shards(states: Tensor, weight_sums: Sequence[Tensor], spec: LossSpec) -> Tensor:
-    """The state of all classes from those of shards.
-
-    Args:
-        states: (shards, STATE_SLOTS, rows), in the order of their classes, each made with ``Tile.shard``; the first
-            has a class.
-        weight_sums: () for each shard: the sum of its class weights (their number, without weights); read with label
-            smoothing only.
-    """
-    merged = states.new_zeros(STATE_SLOTS, states.shape[-1])
-    maxima = states[:, MAX]
-    row_max = maxima.amax(0)
-    merged[MAX] = row_max
-    # Nothing but -inf in the whole row: relative to 0, so that -inf - -inf makes no NaN here.
-    safe_max = torch.where(row_max == -torch.inf, 0.0, row_max)
-    # What a shard with nothing but -inf holds is 0, and -inf * 0 would be NaN.
-    shift = torch.where(maxima == -torch.inf, 0.0, maxima - safe_max)
-    decay = torch.where(maxima == -torch.inf, 0.0, shift.exp())
-    merged[SUM] = (decay * states[:, SUM]).sum(0)
-    merged[TARGET_LOGIT] = states[:, TARGET_LOGIT].sum(0)  # 0 in all shards but one
-    if "entropy" in spec.stats:
-        merged[ENTROPY_SUM] = (decay * (states[:, ENTROPY_SUM] + shift * states[:, SUM])).sum(0)
-    if spec.label_smoothing:
-        # The sums are relative to a logit of the shard: now all to that of the first.
-        references = states[:, REFERENCE]
-        merged[REFERENCE] = references[0]
-        weights = torch.stack(tuple(weight_sums)).to(states.dtype)[:, None]
-        merged[SMOOTH_SUM] = (states[:, SMOOTH_SUM] + weights * (references - references[0])).sum(0)
-    if "argmax" in spec.stats or "correct" in spec.stats:
-        # The first of the shards with the largest logit has the lowest index. (NaN is nowhere the largest.)
-        found = torch.where(maxima == row_max, states[:, ARGMAX], torch.inf).amin(0)
-        merged[ARGMAX] = torch.where(found == torch.inf, 0.0, found)
-    return merged
 
 
 class Targets(NamedTuple):
@@ -118,38 +71,165 @@ def where(mask: Tensor | None, x: Tensor, other: Tensor | float) -> Tensor:
     return x if mask is None else torch.where(mask, x, other)
 
 
-def finish(state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None) -> Tensor:
-    """Turn the state of all classes, by slot, into the losses and statistics of the rows. Returns log(sum).
+# ------------------------------------------------------------------------------------------------- the loss
+
+
+def row_losses(
+    nll: Tensor, lse: Tensor, smooth: Tensor | None, target_weight: Tensor | None, spec: LossSpec, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return cross entropy and z-loss of rows, before the tokens' weights.
+
+    Args:
+        nll: minus the log-probability of the target.
+        smooth: with label smoothing, sum of ``w[k] * (lse - z[k])`` over all classes.
+        target_weight: class weight of the target.
+    """
+    loss = nll if target_weight is None else nll * target_weight
+    if smooth is not None:
+        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / vocab_size) * smooth
+    return loss, spec.z_loss * lse.square()
+
+
+def row_gradient(call: TileCall, targets: Targets) -> Tensor:
+    """Return `TileCall.row_gradient`, (LOSS_GRADIENT_SLOTS, rows), of the losses of rows whose normalizer is known,
+    times scales, weights of tokens and upstream gradient. 0 for ignored rows, NaN for wrong targets."""
+    inputs, spec, vocab_size = call.inputs, call.spec, call.tile.vocab_size
+    normalizer = call.normalizer if call.out is None else call.out.normalizer
+    assert normalizer is not None
+    assert inputs.scales is not None
+    lse = log_sum_exp(normalizer)
+    row = torch.ones_like(lse)
+    for factor in (inputs.token_weight, call.upstream):
+        row = row if factor is None else row * factor
+    ce, second, weight_sum = inputs.scales.unbind()
+    row = where(targets.in_range, row, torch.nan)
+    made = lse.new_zeros(LOSS_GRADIENT_SLOTS, *lse.shape)
+    made[TARGET] = row * ce * (1.0 - spec.label_smoothing)
+    target_weight = inputs.target_weight(vocab_size)
+    if target_weight is not None:
+        made[TARGET] *= target_weight
+    made[SOFTMAX] = made[TARGET]
+    if spec.label_smoothing:
+        made[CLASSES] = row * ce * (spec.label_smoothing / vocab_size)
+        made[SOFTMAX] += made[CLASSES] * weight_sum
+    if spec.z_loss:
+        made[SOFTMAX] += row * second * (2.0 * spec.z_loss) * lse
+    return where(targets.valid, made, 0.0)
+
+
+# ----------------------------------------------------------------------------------------------- statistics
+
+
+class RowResults(NamedTuple):
+    """Finished statistics of rows over some classes, or all: (rows,) each, or (shards, rows). None for what the call
+    does not ask for. Names are those of `RowOutputs`."""
+
+    offset: Tensor  # some logit m, the largest as a rule; -inf: none has a probability
+    log_sum: Tensor  # log(sum(exp(z - m)))
+    logprob: Tensor  # of the target; any number, if it is another shard's
+    smooth: Tensor | None  # with label smoothing, sum of w[k] * (lse - z[k])
+    entropy: Tensor | None
+    argmax: Tensor | None
+    mean_logit: Tensor | None
+    log_sum_sq_prob: Tensor | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RowResults:
+        return RowResults(*(None if t is None else function(t) for t in self))  # type: ignore[arg-type]
+
+
+def results_of_state(
+    state: Mapping[int, Tensor] | Tensor, spec: LossSpec, classes: int, weight_sum: Tensor | float
+) -> RowResults:
+    """Finish the state of some classes, by slot. `weight_sum`: of the weights of these classes."""
+    stats, row_max, log_sum = spec.stats, state[MAX], state[SUM].log()
+    return RowResults(
+        offset=row_max,
+        log_sum=log_sum,
+        # (z_y - m) before - log_sum: exact where all logits share a large offset.
+        logprob=(state[TARGET_LOGIT] - row_max) - log_sum,
+        smooth=weight_sum * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
+        if spec.label_smoothing
+        else None,
+        entropy=log_sum - state[ENTROPY_SUM] / state[SUM] if "entropy" in stats else None,
+        argmax=state[ARGMAX] if "argmax" in stats or "correct" in stats else None,
+        mean_logit=state[LOGIT_SUM] / classes if "mean_logit" in stats else None,
+        log_sum_sq_prob=state[SQUARE_SUM].log() - 2.0 * log_sum if "log_sum_sq_prob" in stats else None,
+    )
+
+
+def merge_shards(shards: RowResults, widths: Tensor, weight_sums: Tensor, owner: Tensor) -> RowResults:
+    """Put results of all classes together from those of shards, (shards, rows) each, in the order of their classes.
+
+    With lse_r the log-sum-exp of shard r, y the target, which shard o has, and nll_o = lse_o - z_y:
+
+        lse = logsumexp over r of lse_r            -log p_y = nll_o + log(1 + sum over r != o of exp(lse_r - lse_o))
+
+    Both terms of the second are positive: it keeps its digits where p_y is nearly 1.
+
+    Args:
+        widths, weight_sums: (shards, 1) the classes of each, and the sum of their weights.
+        owner: (rows,) the shard that has the target.
+    """
+    offset = shards.offset.amax(0)
+    nothing = offset.isinf()  # no row with such a logit has probabilities
+    lse = log_sum_exps(shards, offset)
+    log_sum = lse.logsumexp(0)
+    own_lse, own_logprob = (x.gather(0, owner[None])[0] for x in (lse, shards.logprob))
+    others = lse.scatter(0, owner[None], -torch.inf).logsumexp(0)
+    # log(1 + exp(x)). The difference of two -inf would be NaN.
+    x = torch.where(others == -torch.inf, others, others - own_lse)
+    logprob = own_logprob - torch.logaddexp(x, torch.zeros_like(x))
+    logprob = torch.where(own_lse == -torch.inf, -torch.inf, logprob)
+    away = log_sum - lse  # minus the logarithm of the probability of a shard's classes
+    gone = away == torch.inf
+    smooth = entropy = argmax = mean_logit = log_sum_sq_prob = None
+    if shards.smooth is not None:
+        # Classes without weights have no part in the sum, whatever their logits are.
+        impossible = torch.where(weight_sums == 0.0, 0.0, torch.inf)
+        smooth = torch.where(gone, impossible, shards.smooth + weight_sums * away).sum(0)
+    if shards.entropy is not None:
+        entropy = torch.where(gone, 0.0, (-away).exp() * (shards.entropy + away)).sum(0)
+    if shards.argmax is not None:
+        # The first of the shards with the largest logit has the lowest index. (NaN is nowhere the largest.)
+        found = torch.where(shards.offset == offset, shards.argmax, torch.inf).amin(0)
+        argmax = torch.where(found == torch.inf, 0.0, found)
+    if shards.mean_logit is not None:
+        mean_logit = torch.where(widths > 0, widths * shards.mean_logit, 0.0).sum(0) / widths.sum()
+    if shards.log_sum_sq_prob is not None:
+        log_sum_sq_prob = torch.where(gone, -torch.inf, shards.log_sum_sq_prob - 2.0 * away).logsumexp(0)
+    logprob = torch.where(nothing, torch.nan, logprob)
+    return RowResults(offset, log_sum, logprob, smooth, entropy, argmax, mean_logit, log_sum_sq_prob)
+
+
+def log_sum_exps(shards: RowResults, offset: Tensor) -> Tensor:
+    """(shards, rows) the log-sum-exp of each shard's classes, less the offset of all."""
+    safe = torch.where(offset.isinf(), 0.0, offset)
+    return (shards.offset - safe) + shards.log_sum  # -inf where no class has a probability, NaN where one is
+
+
+def write_results(results: RowResults, call: TileCall, targets: Targets) -> None:
+    """Write the losses and the results of rows, of all classes, to ``call.out``."""
+    inputs, spec, vocab_size, out = call.inputs, call.spec, call.tile.vocab_size, call.out
+    assert out is not None
+    nll = where(targets.in_range, -results.logprob, torch.nan)
+    lse = log_sum_exp(torch.stack((results.offset, results.log_sum)))
+    losses = row_losses(nll, lse, results.smooth, inputs.target_weight(vocab_size), spec, vocab_size)
+    if inputs.token_weight is not None:
+        losses = losses[0] * inputs.token_weight, losses[1] * inputs.token_weight
+    out.normalizer[OFFSET] = where(targets.valid, results.offset, 0.0)
+    out.normalizer[LOG_SUM] = where(targets.valid, results.log_sum, 0.0)
+    values = results._asdict() | {"loss": losses[0], "z_loss": losses[1], "logprob": -nll}
+    for name, place in out._asdict().items():
+        if place is not None and name != "normalizer":
+            place.copy_(where(targets.valid, values[name], -1 if name == "argmax" else 0.0))
+
+
+def finish(state: Mapping[int, Tensor] | Tensor, call: TileCall, targets: Targets | None = None) -> RowResults:
+    """Write the losses and the results of rows from the state of all classes, by slot.
 
     `targets`: those of the call, if they are made already.
     """
-    targets = Targets.of(call) if targets is None else targets
-    inputs, spec, tile, out = call.inputs, call.spec, call.tile, call.out
-    assert out is not None
-    valid, row_max, log_sum, weight = targets.valid, state[MAX], state[SUM].log(), inputs.token_weight
-    # (m - z_y) before + log_sum: exact where all logits share a large offset.
-    nll = log_sum + (row_max - state[TARGET_LOGIT])
-    nll = where(targets.in_range, nll, torch.nan)
-    loss = nll
-    if inputs.class_weight is not None:
-        loss = loss * inputs.class_weight[inputs.target.clamp(0, tile.vocab_size - 1)]
-    if spec.label_smoothing:
-        smooth = inputs.weight_sum(tile.vocab_size) * (log_sum + (row_max - state[REFERENCE])) - state[SMOOTH_SUM]
-        loss = (1.0 - spec.label_smoothing) * loss + (spec.label_smoothing / tile.vocab_size) * smooth
-    out.loss.copy_(where(valid, loss if weight is None else loss * weight, 0.0))
-    out.normalizer[OFFSET] = where(valid, row_max, 0.0)
-    out.normalizer[LOG_SUM] = where(valid, log_sum, 0.0)
-    if out.z_loss is not None:
-        z_loss = spec.z_loss * (row_max + log_sum).square()
-        out.z_loss.copy_(where(valid, z_loss if weight is None else z_loss * weight, 0.0))
-    if out.logprob is not None:
-        out.logprob.copy_(where(valid, -nll, 0.0))
-    if out.entropy is not None:
-        out.entropy.copy_(where(valid, log_sum - state[ENTROPY_SUM] / state[SUM], 0.0))
-    if out.argmax is not None:
-        out.argmax.copy_(where(valid, state[ARGMAX].long(), -1))
-    if out.mean_logit is not None:
-        out.mean_logit.copy_(where(valid, state[LOGIT_SUM] / tile.vocab_size, 0.0))
-    if out.log_sum_sq_prob is not None:
-        out.log_sum_sq_prob.copy_(where(valid, state[SQUARE_SUM].log() - 2.0 * log_sum, 0.0))
-    return log_sum
+    vocab_size = call.tile.vocab_size
+    results = results_of_state(state, call.spec, vocab_size, call.inputs.weight_sum(vocab_size))
+    write_results(results, call, Targets.of(call) if targets is None else targets)
+    return results

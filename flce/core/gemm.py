@@ -151,12 +151,12 @@ def _matmul_by_pieces(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> No
         step = max(1, most // (k * out.dtype.itemsize))
         for start in range(0, n, step):
             columns = slice(start, start + step)
-            matmul(a, b[:, columns].to(out.dtype), out[:, columns], accumulate)
+            _vendor_matmul(a, b[:, columns].to(out.dtype), out[:, columns], accumulate)
     else:  # pieces of the inner dimension: each adds to the whole result
         step = max(1, most // (n * out.dtype.itemsize))
         for start in range(0, k, step):
             inner = slice(start, start + step)
-            matmul(a[:, inner], b[inner].to(out.dtype), out, accumulate or start > 0)
+            _vendor_matmul(a[:, inner], b[inner].to(out.dtype), out, accumulate or start > 0)
 
 
 def scratch_bytes(a: Tensor, b: Tensor, out: Tensor, accumulate: bool, device_type: str) -> int:

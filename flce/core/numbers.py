@@ -14,6 +14,8 @@ def integer(name: str, value: Any, expected: str = "an int") -> int:
     Raises:
         TypeError: anything else. A bool is none, as for PyTorch.
     """
+    if type(value) is int:
+        return value if not torch.compiler.is_compiling() else constant(value)
     number = _python_number(value)
     if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
         raise TypeError(f"{name} must be {expected}, got {_describe(value)}")
@@ -42,6 +44,12 @@ def real(name: str, value: Any, *, may_be_bool: bool = False) -> float:
 def is_number(value: object) -> bool:
     """Whether this is an int or a float, of a graph that is being traced too."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def check_bool(name: str, value: Any) -> None:
+    """TypeError for anything but a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {_describe(value)}")
 
 
 def check_dtype(name: str, value: Any, expected: str = "a torch.dtype") -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from flce.core.numbers import check_dtype, integer
+from flce.core.sizes import parse_bytes
+
+SkipIgnored: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,10 @@ class ChunkOptions:
     Args:
         chunk_rows: tokens per chunk, instead of the planner's choice (for ``strategy="vocab"``: tokens per
             block of classes).
-        max_workspace_bytes: upper bound of the memory, in bytes, that a call takes above its inputs and the
-            gradients that it returns. An error names the least possible where this is less.
+        max_workspace_bytes: upper bound of the memory that a call takes above its inputs and the gradients that it
+            returns: a number of bytes, or text such as ``"256MiB"``, which is stored as that number. An error names
+            the least possible where this is less. A backward with ``retain_graph=True`` may take more:
+            `ChunkPlan.retained_workspace_bytes`.
         strategy: "auto", "tokens" or "vocab"; see `flce.planning.search`.
         logits_dtype: dtype of logits that are written to memory. Default: float32 (float64 for float64 inputs).
             ``torch.bfloat16`` or ``torch.float16``, with inputs of that dtype, rounds them where that saves time:
@@ -31,7 +36,9 @@ class ChunkOptions:
             Their number must be known to the host: on a CPU that is free, on an accelerator it waits for the
             device. That costs about a millisecond and pays from a tenth of the rows on. A schedule that can count
             the rows on the device has the first product to do meanwhile. "auto": True on a CPU, False elsewhere:
-            nothing waits that was not asked to.
+            nothing waits that was not asked to. If the hidden states of an ignored token hold a NaN or infinity, the
+            gradients of weights and bias may be NaN, as with PyTorch's operators, which multiply it by 0. With True
+            the token contributes nothing.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -39,18 +46,20 @@ class ChunkOptions:
     """
 
     chunk_rows: int | None = None
-    max_workspace_bytes: int | None = None
+    max_workspace_bytes: int | str | None = None
     strategy: Literal["auto", "tokens", "vocab"] = "auto"
     logits_dtype: torch.dtype | None = None
     accum_dtype: torch.dtype = torch.float32
-    skip_ignored: bool | Literal["auto"] = "auto"
+    skip_ignored: SkipIgnored = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("chunk_rows", "max_workspace_bytes"):
+        for name, expected in (("chunk_rows", "None or an int"), ("max_workspace_bytes", "None, an int or a size")):
             value = getattr(self, name)
             if value is None:
                 continue
-            value = integer(name, value, "None or an int")
+            if name == "max_workspace_bytes" and isinstance(value, str):
+                value = parse_bytes(value, name)
+            value = integer(name, value, expected)
             if value <= 0:
                 raise ValueError(f"{name} must be > 0, got {value}")
             object.__setattr__(self, name, value)

@@ -136,11 +136,23 @@ NAMES: dict[str, Name] = {
         "torch.jit.is_tracing() is asked, which takes longer.",
         _is_tracing,
     ),
+    "keeps_graph": Name(
+        ("torch._C._autograd._get_current_graph_task_keep_graph",),
+        "seeing whether a backward is one with retain_graph=True",
+        "It is taken for granted that each is: gradients are not scaled in place, which takes more memory.",
+        lambda: True,
+    ),
     "is_batchedtensor": Name(
         ("torch._C._functorch.is_batchedtensor",),
         "a backward under torch.vmap",
         "Gradients are not scaled in place, which takes more memory. " + _SLOWER,
         lambda x: True,
+    ),
+    "is_gradtrackingtensor": Name(
+        ("torch._C._functorch.is_gradtrackingtensor",),
+        "the error for torch.func.grad",
+        "PyTorch's error says less.",
+        lambda x: False,
     ),
     "is_legacy_batchedtensor": Name(
         ("torch._C._functorch.is_legacy_batchedtensor",),
@@ -357,10 +369,10 @@ NAMES: dict[str, Name] = {
         "Two forwards before one backward, with two losses of each, raise an error there.",
         lambda: -1,
     ),
-    # --------------------------------------------------------------------------------------------------- flce bench
+    # ----------------------------------------------------------------------------------------------------- benchmarks
     "cuda_sleep": Name(
         ("torch.cuda._sleep",),
-        "flce bench to time kernels without the host",
+        "benchmarks of the repository, to time kernels without the host",
         "Times of small calls are the host's.",
         lambda cycles: None,
     ),
@@ -389,6 +401,7 @@ DOCUMENTED: dict[str, str] = {
     "_getframe": "Python's own",
     "_fields": "of named tuples, Python's own",
     "_make": "of named tuples, Python's own",
+    "_asdict": "of named tuples, Python's own",
     "_dynamo_marked_constant": "set, not read: what torch.compiler.assume_constant_result sets",
     "_log_softmax_backward_data": "an operator of ATen: their schemas are kept for programs that were saved",
     "_softmax_backward_data": "the same",

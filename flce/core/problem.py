@@ -22,6 +22,8 @@ STATS: tuple[str, ...] = get_args(Stat)
 # Names of results of `flce.linear_logprobs`.
 Output = Literal["logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob"]
 OUTPUTS: tuple[str, ...] = get_args(Output)
+# The most candidates, and the largest `top_k`.
+MOST_ENTRIES = 256
 
 # See `LossSpec.typical_gradient`.
 TYPICAL_LSE = 32.0
@@ -51,6 +53,7 @@ class LossSpec:
     stats: tuple[str, ...] = ()
 
     known_stats: ClassVar[tuple[str, ...]] = STATS
+    stats_argument: ClassVar[str] = "stats"
 
     def __post_init__(self) -> None:
         if self.reduction not in get_args(Reduction):
@@ -74,11 +77,12 @@ class LossSpec:
             raise ValueError(f"temperature must be a finite number > 0, got {self.temperature}")
         if not 0.0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss must be a finite number >= 0, got {self.z_loss}")
+        argument, known = self.stats_argument, self.known_stats
         if isinstance(self.stats, str) or not isinstance(self.stats, (tuple, list)):
-            raise TypeError(f"stats must be a tuple of names out of {self.known_stats}, got {self.stats!r}")
+            raise TypeError(f"{argument} must be a tuple of names out of {known}, got {self.stats!r}")
         for name in self.stats:
-            if name not in self.known_stats:
-                raise ValueError(f"unknown stat {name!r}; expected any of {self.known_stats}")
+            if name not in known:
+                raise ValueError(f"unknown {argument[:-1]} {name!r}; expected any of {known}")
         object.__setattr__(self, "stats", tuple(self.stats))
 
     @property
@@ -129,6 +133,16 @@ class LogprobSpec(LossSpec):
     """Whether each token has a temperature of its own."""
 
     known_stats: ClassVar[tuple[str, ...]] = OUTPUTS
+    stats_argument: ClassVar[str] = "outputs"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for number, name in enumerate(self.stats):
+            if name in self.stats[:number]:
+                raise ValueError(f"outputs has {name!r} twice, got {self.stats}")
+        object.__setattr__(self, "top_k", integer("top_k", self.top_k))
+        if not 0 <= self.top_k <= MOST_ENTRIES:
+            raise ValueError(f"top_k must be from 0 to {MOST_ENTRIES}, got {self.top_k}")
 
 
 class SpecArguments(TypedDict, total=False):
@@ -238,6 +252,38 @@ class LinearCrossEntropyProblem:
     @functools.cached_property
     def device(self) -> torch.device:
         return self.terms[0].input.device
+
+
+@dataclass(frozen=True)
+class CrossEntropyProblem:
+    """One call: logits of some tokens and all classes, or those of one process."""
+
+    logits: Tensor  # (..., cols)
+    target: Tensor  # (...) int64; `shift` is already applied
+    class_weight: Tensor | None  # (V,) of all classes
+    token_weight: Tensor | None  # (...)
+    num_items: Tensor | None  # ()
+    spec: LossSpec
+    shard: Shard | None  # None: cols is V
+    shift: int = 0
+    token_weight_grad: bool = False
+
+    @property
+    def start(self) -> int:
+        """The first of the classes."""
+        return self.shard.start if self.shard else 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.shard.vocab_size if self.shard else self.logits.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.logits.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
 
 
 @dataclass(frozen=True)

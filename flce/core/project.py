@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# `scripts/set_address.py` puts the address in its place, here and in the files that describe a release.
+# A release puts the address in its place, here and in the files that describe the project.
 ADDRESS = "https://example.invalid/flce"
 # What the command line needs, by the names that pip knows.
-COMMAND_LINE = "matplotlib numpy psutil rich typer"
+COMMAND_LINE = "matplotlib numpy rich typer"
 
 
 def where(page: str) -> str:

@@ -30,17 +30,6 @@ class Shard:
     sequence_parallel: bool = False
     """Whether each process has some of the tokens outside of a call, and sums the gradients of these there."""
 
-    @staticmethod
-    def fields_of(shard: Shard | None) -> tuple[str | None, int, int, bool]:
-        """As arguments of an operator."""
-        fields = None if shard is None else (shard.group, shard.start, shard.vocab_size, shard.sequence_parallel)
-        return fields or (None, 0, 0, False)
-
-    @staticmethod
-    def of_fields(group: str | None, start: int, vocab_size: int, sequence_parallel: bool) -> Shard | None:
-        """The shard, from the arguments of an operator."""
-        return None if group is None else Shard(group, start, vocab_size, sequence_parallel)
-
     @property
     def process_group(self) -> Any:
         return private.resolve_process_group(self.group)

@@ -9,15 +9,16 @@ UNITS = {"kb": 1000, "kib": 1 << 10, "mb": 10**6, "gb": 10**9, "tb": 10**12, "mi
 MOST_SIZE = 1 << 30  # of a shape: bytes of what is counted fit into 64 bits
 
 
-def parse_bytes(text: str) -> int:
-    """The bytes of "256MiB" or "1.5 GB".
+def parse_bytes(text: str, name: str = "") -> int:
+    """Return the bytes of "256MiB" or "1.5 GB".
 
     Raises:
-        ValueError: it is no size.
+        ValueError: `text` is not a size. The message begins with `name`, that of an argument.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
-        raise ValueError(f"expected a size such as 80GiB, 80GB or 256MiB, got {text!r}")
+        expected = f"{name} must be an int or" if name else "expected"
+        raise ValueError(f"{expected} a size such as 80GiB, 80GB or 256MiB, got {text!r}")
     return int(float(match[1]) * UNITS[match[2]])
 
 

@@ -12,9 +12,9 @@ def is_whole(part: slice, size: int) -> bool:
 
 def first(x: Tensor, part: slice) -> Tensor:
     """``x[part]``"""
-    return x if is_whole(part, x.shape[0]) else x[part]
+    return x if part.start == 0 and part.stop >= x.shape[0] else x[part]
 
 
 def last(x: Tensor, part: slice) -> Tensor:
     """``x[..., part]``"""
-    return x if is_whole(part, x.shape[-1]) else x[..., part]
+    return x if part.start == 0 and part.stop >= x.shape[-1] else x[..., part]

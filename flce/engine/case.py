@@ -10,7 +10,7 @@ import torch
 from flce.backends.contract import EXPONENTIAL_SCALE, PRODUCT_BLOCK, product_planes, unknown_to_products
 from flce.core.device_record import Device
 from flce.core.gemm import ALIGNMENT, COLUMN_MULTIPLE, padded_cols
-from flce.core.options import ChunkOptions
+from flce.core.options import ChunkOptions, SkipIgnored
 from flce.core.problem import LossSpec, Needs, accumulation_dtype
 from flce.core.shard import Split
 
@@ -99,6 +99,12 @@ class Dtypes:
     """dW as it leaves the schedule."""
 
     @property
+    def in_units(self) -> bool:
+        """Whether gradients of logits are multiples of a unit by which sums of them are divided when a schedule rounds
+        them: float16 has no numbers below 6e-8, and the probability of a class times 1 / N is smaller."""
+        return self.logits_grad == torch.float16 == self.weight_grad
+
+    @property
     def wider_logits(self) -> bool:
         """Whether logits take more bytes than their gradients. Then they are made in blocks beside a tile of these."""
         return self.logits.itemsize > self.logits_grad.itemsize
@@ -120,12 +126,7 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class Case:
-    """A call's shape and options.
-
-    Raises:
-        TypeError: the dtype is not one that flce works in.
-        ValueError: an option does not go with the dtype.
-    """
+    """A call's shape and options."""
 
     num_tokens: int
     hidden_sizes: tuple[int, ...]
@@ -144,7 +145,13 @@ class Case:
     split: Split | None = None
     """With one, `vocab_size` is that of the process that has most classes."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Once for each plan, not in each call.
+
+        Raises:
+            TypeError: the dtype is not one that flce works in.
+            ValueError: an option does not go with the dtype.
+        """
         dtype, accum, logits = self.dtype, self.options.accum_dtype, self.options.logits_dtype
         if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype}")
@@ -172,9 +179,10 @@ class Case:
         return Dtypes(logits, logits_grad, sums, grads, grads)
 
     @functools.cached_property
-    def skip_ignored(self) -> bool:
+    def skip_ignored(self) -> SkipIgnored:
+        """Whether rows of ignored tokens are dropped. "auto": unless a gradient differs without them."""
         skip = self.options.skip_ignored
-        return self.device_type == "cpu" if skip == "auto" else bool(skip)
+        return False if skip == "auto" and self.device_type != "cpu" else skip
 
     @functools.cached_property
     def in_registers(self) -> bool:

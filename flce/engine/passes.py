@@ -21,17 +21,15 @@ from torch import Tensor
 
 from flce.backends import load
 from flce.backends.contract import Backend, RowOutputs
+from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.arena import Arena
 from flce.engine.case import Case, Dtypes
 from flce.engine.schedules.schedule import Schedule
 from flce.engine.selection import Selection
-from flce.engine.shards import Slice, with_all_class_weights
+from flce.engine.shards import AllClasses, classes_of, with_all_class_weights
 from flce.engine.stage import Stage
-
-# A normalizer beside which no logit has a probability above 0. Not infinite, so that differences are numbers.
-BEYOND_LOGITS = 1e30
 
 
 @dataclass(frozen=True)
@@ -64,23 +62,7 @@ class Runtime(NamedTuple):
     backend: Backend
     arena: Arena
     stage: Callable[..., Stage] = Stage
-    select: Callable[[LinearCrossEntropyProblem, bool, bool], Selection] = Selection.of
-
-    def new_stage(
-        self,
-        problem: LinearCrossEntropyProblem,
-        plan: Plan,
-        selection: Selection,
-        scales: vectors.LossScales,
-        normalizer: Tensor,
-        out: RowOutputs | None = None,
-        **more: Any,
-    ) -> Stage:
-        """`more`: other fields of `Stage`."""
-        backend, arena, stage, _ = self
-        return stage(
-            problem, backend, arena, plan.dtypes, plan.in_registers, selection, scales, normalizer, out, **more
-        )
+    select: Callable[[LinearCrossEntropyProblem, SkipIgnored, bool], Selection] = Selection.of
 
 
 def runtime_of(plan: Plan, problem: LinearCrossEntropyProblem) -> Runtime:
@@ -110,13 +92,13 @@ def forward(
     with_gradients = gradients and not schedule.deferred
     in_units = with_gradients and plan.dtypes.logits_grad == torch.float16
     scales = vectors.LossScales(problem, runtime.backend, with_gradients, in_units)
-    skip_ignored = plan.case.skip_ignored and not all_count
+    skip_ignored = not all_count and plan.case.skip_ignored
     counts_on_device = schedule.counts_on_device and plan.in_registers
     selection = runtime.select(problem, skip_ignored, counts_on_device)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
-    stage = stage_of(problem, plan, runtime, selection, scales, rows.normalizer, out=rows)
+    stage = stage_of(plan, runtime, classes_of(problem, selection, scales, runtime.arena, rows.normalizer, rows))
     schedule.forward(stage)
-    if stage.split is not None and not with_gradients:
+    if not with_gradients:
         stage.split.complete(slice(0, selection.num_rows))
     grads = stage.gradients() if with_gradients else []
     rows, weight = selection.scatter(rows), problem.token_weight
@@ -143,33 +125,16 @@ def backward(
     problem = with_all_class_weights(problem)
     runtime, accum = runtime or runtime_of(plan, problem), accumulation_dtype(problem.dtype)
     selection = runtime.select(problem, plan.case.skip_ignored, False)
-    of_all = upstream.to(accum) if upstream.dim() == 0 else None
-    of_each = None if upstream.dim() == 0 else selection.take(upstream.to(accum))
-    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, upstream=of_all)
+    upstream, in_units = upstream.to(accum), plan.dtypes.in_units
+    of_each = None if upstream.dim() == 0 else selection.take(upstream)
+    scales = vectors.LossScales(problem, runtime.backend, with_gradients=True, in_units=in_units, upstream=upstream)
     normalizer = selection.take(normalizer, dim=1)
-    stage = stage_of(problem, plan, runtime, selection, scales, normalizer, upstream=of_each)
+    classes = classes_of(problem, selection, scales, runtime.arena, normalizer, None, of_each)
+    stage = stage_of(plan, runtime, classes, unit=scales.unit)
     plan.schedule.backward(stage)
     return stage.gradients()
 
 
-def stage_of(
-    problem: LinearCrossEntropyProblem,
-    plan: Plan,
-    runtime: Runtime,
-    selection: Selection,
-    scales: vectors.LossScales,
-    normalizer: Tensor,
-    out: RowOutputs | None = None,
-    upstream: Tensor | None = None,
-    **more: Any,
-) -> Stage:
+def stage_of(plan: Plan, runtime: Runtime, classes: AllClasses, **more: Any) -> Stage:
     """The stage of a problem, or of the classes of it that this process has. `more`: other fields of `Stage`."""
-    if problem.shard is None:
-        return runtime.new_stage(problem, plan, selection, scales, normalizer, out, upstream=upstream, **more)
-    part = Slice(problem, selection, scales, runtime.arena, normalizer, out, upstream)
-    local = None if out is None else part.local
-    if part.shard.is_empty:  # the class that stands for a slice may be above all others, which has no probability
-        normalizer = torch.full_like(normalizer, BEYOND_LOGITS)
-    return runtime.new_stage(
-        part.problem, plan, part.selection, part.local_scales, normalizer, local, split=part, **more
-    )
+    return runtime.stage(classes, runtime.backend, runtime.arena, plan.dtypes, plan.in_registers, **more)

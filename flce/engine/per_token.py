@@ -18,12 +18,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flce.backends.contract import LEAST_LOGPROB, LOG_SUM, OFFSET, ROW_GRADIENT_SLOTS, TARGET, RowOutputs, log_sum_exp
+from flce.backends.contract import (
+    ENTROPY,
+    LEAST_LOGPROB,
+    LOG_SUM,
+    LOSS_GRADIENT_SLOTS,
+    OFFSET,
+    ROW_GRADIENT_SLOTS,
+    SOFTMAX,
+    TARGET,
+    RowOutputs,
+    log_sum_exp,
+)
 from flce.backends.state import is_class
 from flce.core.problem import LinearCrossEntropyProblem, LogprobSpec, accumulation_dtype
 from flce.engine import vectors
 from flce.engine.passes import Plan, Runtime, runtime_of, stage_of
 from flce.engine.selection import Selection
+from flce.engine.shards import classes_of
 from flce.engine.stage import Entries, Stage
 from flce.engine.top import Top
 
@@ -68,14 +80,14 @@ def forward(
     vectors.check_candidates(candidates, problem.vocab_size)
     problem = replace(problem, row_factor=vectors.check_row_factor(problem.row_factor))
     runtime = runtime or runtime_of(plan, problem)
-    selection = runtime.select(problem, plan.case.skip_ignored and not all_count, False)
+    selection = runtime.select(problem, not all_count and plan.case.skip_ignored, False)
     rows = vectors.allocate(problem, selection.most_rows, runtime.arena)
     top = Top.of(selection.most_rows, spec.top_k, accum, spec.scale, runtime.arena) if spec.top_k else None
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    stage = stage_of(problem, plan, runtime, selection, scales, rows.normalizer, out=rows, top=top)
+    classes = classes_of(problem, selection, scales, runtime.arena, rows.normalizer, rows)
+    stage = stage_of(plan, runtime, classes, top=top)
     plan.schedule.forward(stage)
-    if stage.split is not None:
-        stage.split.complete(slice(0, selection.num_rows))
+    stage.split.complete(slice(0, selection.num_rows))
 
     counts = (selection.target != spec.ignore_index)[:, None]
     candidate_logprob = top_logprob = top_ids = None
@@ -85,8 +97,7 @@ def forward(
         values = values.masked_fill_(~is_class(ids, problem.vocab_size), torch.nan)
         candidate_logprob = selection.put(values.masked_fill_(~counts | (ids == NO_CANDIDATE), 0.0))
     if top is not None:
-        if stage.split is not None:
-            top = stage.split.complete_top(top)
+        top = stage.split.complete_top(top)
         values = _logprob(spec.transform(top.logits, selection.row_factor), rows.normalizer)
         top_logprob = selection.put(values.masked_fill_(~counts, 0.0))
         top_ids = selection.put(top.ids.masked_fill_(~counts, NO_CANDIDATE))
@@ -98,10 +109,7 @@ NO_CANDIDATE = -1
 
 
 def _chosen_logits(stage: Stage, ids: Tensor) -> Tensor:
-    """z of some classes of each selected row, (rows, K), of whatever process has them. One collective, if there are
-    several."""
-    if stage.split is None:
-        return stage.chosen_logits(ids)
+    """z of some classes of each selected row, (rows, K), of whatever process has them; 0 where an id is none."""
     local = stage.split.local_ids(ids)
     return stage.split.summed(stage.chosen_logits(local).masked_fill_(local == NO_CANDIDATE, 0.0))
 
@@ -131,40 +139,60 @@ def backward(
         ids = selection.take(candidates)
         of_candidates = of_candidates.where(is_class(ids, problem.vocab_size), 0.0)
         upstream = upstream._replace(candidate_logprob=of_candidates)
-    of_rows = _row_gradient(runtime, selection, kept, upstream)
+    of_rows, unit = _row_gradient(runtime, selection, kept, upstream), None
     if of_candidates is not None:
         entries = _entries(runtime, selection, ids, kept, of_candidates, of_rows)
+    if plan.dtypes.in_units:
+        unit = _grad_unit(selection, of_rows, entries)
+        for gradients in (of_rows, None if entries is None else entries.values):
+            if gradients is not None:
+                gradients *= unit
     scales = vectors.LossScales(problem, runtime.backend, with_gradients=False)
-    stage = stage_of(problem, plan, runtime, selection, scales, kept.normalizer, row_gradient=of_rows, entries=entries)
-    if stage.split is not None:
-        of_rows[TARGET].masked_fill_(~stage.split.has_target, 0.0)
-        if entries is not None:
-            stage.entries = entries._replace(ids=stage.split.local_ids(entries.ids))
+    classes = classes_of(problem, selection, scales, runtime.arena, kept.normalizer)
+    of_rows[TARGET] = classes.without_targets_elsewhere(of_rows[TARGET])
+    if entries is not None:
+        entries = entries._replace(ids=classes.local_ids(entries.ids))
+    stage = stage_of(plan, runtime, classes, unit=unit, row_gradient=of_rows, entries=entries)
     plan.schedule.backward(stage)
     return stage.gradients()
 
 
 def _row_gradient(runtime: Runtime, selection: Selection, kept: Kept, upstream: Upstream) -> Tensor:
-    """(`ROW_GRADIENT_SLOTS`, rows), see `TileCall.row_gradient`."""
-    made = runtime.arena.new((ROW_GRADIENT_SLOTS, selection.most_rows), kept.normalizer.dtype, zero=True)
-    of_softmax, of_target, of_entropy, _ = made
-    counts = selection.target != selection.problem.spec.ignore_index
+    """(slots, rows), see `TileCall.row_gradient`; NaN for wrong targets. ENTROPY, where entropies have a gradient."""
+    slots = LOSS_GRADIENT_SLOTS if upstream.entropy is None else ROW_GRADIENT_SLOTS
+    made = runtime.arena.new((slots, selection.most_rows), kept.normalizer.dtype, zero=True)
+    target, problem = selection.target, selection.problem
+    counts = target != problem.spec.ignore_index
 
     def given(gradient: Tensor) -> Tensor:
         return gradient.to(made.dtype).where(counts, 0.0)
 
     if upstream.lse is not None:
-        of_softmax += given(upstream.lse)
+        made[SOFTMAX] += given(upstream.lse)
     if upstream.logprob is not None:
-        of_target -= given(upstream.logprob)
-        of_softmax += of_target
+        made[TARGET] -= given(upstream.logprob)
+        made[SOFTMAX] += made[TARGET]
     if upstream.candidate_logprob is not None:
-        of_softmax -= given(upstream.candidate_logprob.sum(1))
+        made[SOFTMAX] -= given(upstream.candidate_logprob.sum(1))
     if upstream.entropy is not None:
         assert kept.entropy is not None
-        of_entropy += given(upstream.entropy)
-        of_softmax -= of_entropy * kept.entropy
+        made[ENTROPY] += given(upstream.entropy)
+        made[SOFTMAX] -= made[ENTROPY] * kept.entropy
+    made[SOFTMAX].masked_fill_(counts & ~is_class(target, problem.vocab_size), torch.nan)
     return made
+
+
+def _grad_unit(selection: Selection, of_rows: Tensor, entries: Entries | None) -> Tensor:
+    """() the power of two that brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK."""
+    spec, row_factor = selection.problem.spec, selection.row_factor
+    if not of_rows.numel():
+        return of_rows.new_ones(())
+    peak = of_rows.nan_to_num(0.0, 0.0, 0.0).abs().max() * spec.typical_gradient
+    if row_factor is not None:
+        peak = peak * row_factor.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    if entries is not None:
+        peak = torch.maximum(peak, entries.values.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return vectors.power_of_two(vectors.FLOAT16_GRAD_PEAK / peak)
 
 
 def _entries(
@@ -173,12 +201,14 @@ def _entries(
     """The whole gradients of the logits of candidates, once for each of several equal ones."""
     problem, logprob = selection.problem, kept.candidate_logprob
     assert logprob is not None
-    spec, (of_softmax, of_target, of_entropy, _) = problem.spec, of_rows[:, :, None]
+    spec, of_softmax = problem.spec, of_rows[SOFTMAX, :, None]
     values = runtime.arena.new(ids.shape, of_rows.dtype)
     runtime.backend.sum_equal(ids, upstream.to(values.dtype), values)
-    values -= of_target.where(ids == selection.target[:, None], 0.0)
+    values -= of_rows[TARGET, :, None].where(ids == selection.target[:, None], 0.0)
     z = logprob + log_sum_exp(kept.normalizer)[:, None]
-    values += logprob.exp() * (of_softmax - of_entropy * logprob.clamp(min=LEAST_LOGPROB))
+    if len(of_rows) > ENTROPY:
+        of_softmax = of_softmax - of_rows[ENTROPY, :, None] * logprob.clamp(min=LEAST_LOGPROB)
+    values += logprob.exp() * of_softmax
     values *= spec.jacobian(z, selection.row_factor)
     counts = (selection.target != spec.ignore_index)[:, None]
     return Entries(ids, values.where(counts, 0.0))

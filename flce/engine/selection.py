@@ -9,11 +9,21 @@ import torch
 from torch import Tensor
 
 from flce.backends.contract import RowInputs, RowOutputs
+from flce.core.options import SkipIgnored
 from flce.core.problem import LinearCrossEntropyProblem
 from flce.core.slices import last
 
 # Gathering the rows that are not ignored pays if at least this share of them is dropped.
 MIN_IGNORED_SHARE = 1 / 16
+
+
+def _ignored_rows_infect(p: LinearCrossEntropyProblem) -> bool:
+    """Whether the gradient of a weight is NaN if no row is dropped: the gradient of an ignored row's logits is 0, and 0
+    times an infinity of the row's input is NaN. The host waits for the answer."""
+    ignored = p.target == p.spec.ignore_index
+    inputs = [term.input for term, needed in zip(p.terms, p.needs.weights, strict=True) if needed]
+    largest = (torch.linalg.vector_norm(x.detach(), torch.inf, dim=1) for x in inputs)
+    return not all(bool(norm.isfinite().logical_or_(~ignored).all()) for norm in largest)
 
 
 class _Count:
@@ -43,8 +53,8 @@ class Selection:
     count: _Count | None = None
 
     @staticmethod
-    def of(p: LinearCrossEntropyProblem, skip_ignored: bool, counted_later: bool) -> Selection:
-        if not skip_ignored or p.num_tokens == 0:
+    def of(p: LinearCrossEntropyProblem, skip_ignored: SkipIgnored, counted_later: bool) -> Selection:
+        if not skip_ignored or p.num_tokens == 0 or (skip_ignored == "auto" and _ignored_rows_infect(p)):
             return Selection(p, None)
         valid = p.target != p.spec.ignore_index
         if counted_later:

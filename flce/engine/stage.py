@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import (
-    BASE,
-    EXPONENTIAL_SCALE,
-    EXPONENTIAL_SLOTS,
-    LEAST_UNIT,
-    LOG_SUM,
-    OFFSET,
-    STATE_SLOTS,
-    Backend,
-    RowInputs,
-    RowOutputs,
-    TargetTerms,
-    Tile,
-    TileCall,
-)
+from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
 from flce.core import gemm
 from flce.core.gemm import COLUMN_MULTIPLE, padded_cols
 from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, accumulation_dtype
@@ -32,9 +18,8 @@ from flce.core.slices import first, last
 from flce.engine.arena import Arena
 from flce.engine.case import BLOCK_ROWS, Dtypes
 from flce.engine.selection import Selection
-from flce.engine.shards import Slice
+from flce.engine.shards import AllClasses
 from flce.engine.top import Top
-from flce.engine.vectors import LossScales
 
 
 class Entries(NamedTuple):
@@ -51,40 +36,36 @@ class Stage:
     Sizes: N tokens, of which `num_rows` are worked on; V classes; H the hidden size of a term.
 
     Attributes:
-        problem: the call.
+        split: the classes that are worked on, and what is known of all: problem, tokens, normalizer and results.
         backend: what is done to tiles.
         arena: where memory comes from.
         dtypes: of what is made.
         in_registers: whether the backend's products keep logits in registers: those that are wanted for statistics, or
             a second time for their gradient.
-        selection: which tokens are worked on.
-        scales: what losses and gradients are multiplied by.
-        normalizer: (slots, rows), written by losses and statistics, read by gradients.
-        out: where the results of rows go. None in backward.
-        upstream: (rows,) gradient of each row's loss; None: that of all is in `scales`.
-        row_gradient: (slots, rows), see `TileCall.row_gradient`: in the place of scales and upstream.
+        unit: () what gradients of logits are too large by, see `Dtypes.in_units`; None: 1.
+        row_gradient: (slots, rows), see `TileCall.row_gradient`; None: that of the loss.
         entries: gradients of some logits of each row, which are written over what the others are made of.
         top: the largest logits of each row, which are collected while statistics are made.
-        split: what is known of all classes, where `problem` is that of some of them; then `normalizer` is of all, `out`
-            of these. None: there are no others.
     """
 
-    problem: LinearCrossEntropyProblem
+    split: AllClasses
     backend: Backend
     arena: Arena
     dtypes: Dtypes
     in_registers: bool
-    selection: Selection
-    scales: LossScales
-    normalizer: Tensor
-    out: RowOutputs | None = None
-    upstream: Tensor | None = None
+    unit: Tensor | None = None
     row_gradient: Tensor | None = None
     entries: Entries | None = None
     top: Top | None = None
-    split: Slice | None = None
 
     def __post_init__(self) -> None:
+        self.problem: LinearCrossEntropyProblem = self.split.problem
+        self.selection: Selection = self.split.selection
+        """Which tokens are worked on."""
+        self.normalizer: Tensor = self.split.gradient_normalizer
+        """(slots, rows), of all classes."""
+        self.out: RowOutputs | None = self.split.local
+        """Where statistics of the classes go. None in backward."""
         self.terms: tuple[LinearTerm, ...] = self.problem.terms
         self.vocab_size: int = self.problem.vocab_size
         self.classes = slice(0, self.vocab_size)
@@ -98,6 +79,7 @@ class Stage:
         self._dw: dict[int, Tensor] = {}
         self._db: Tensor | None = None
         self._gathered: tuple[slice, list[Tensor]] | None = None
+        self._of_rows: tuple[slice, Tensor] | None = None
         self._block_entries = 0
 
     # ------------------------------------------------------------------------------------------------- loops
@@ -135,16 +117,24 @@ class Stage:
     def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return self.arena.new(shape, dtype)
 
-    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """`x`, or a copy of another dtype."""
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A sum of gradients, or a copy of another dtype that is divided by the unit."""
         if x.dtype == dtype:
             return x
         out = self.new(*x.shape, dtype=dtype)
-        self.copy(x, out)
+        self.round(x, out)
         return out
 
-    def copy(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(x)
+    def round(self, x: Tensor, out: Tensor) -> None:
+        """Write a sum of gradients to memory of another dtype, divided by the unit."""
+        if self.unit is None:
+            out.copy_(x)
+        else:
+            torch.mul(x, 1.0 / self.unit, out=out)
+
+    def rounds(self, memory: Tensor) -> bool:
+        """Return whether gradients have to be divided by the unit before they are in this memory."""
+        return self.dtypes.in_units and memory.dtype == self.dtypes.weight_grad
 
     def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:
         """A part of the selected rows of `x`, (N, H)."""
@@ -232,11 +222,12 @@ class Stage:
     def gradients(self) -> list[Tensor]:
         """The gradients that are needed, in the order of `Needs.flat`. What no tile was added to is made here."""
         grads = [self.dx_memory(k) for k in self.wanted_inputs]
-        if self.split is not None:
-            for k, grad in zip(self.wanted_inputs, grads, strict=True):
-                self.split.reduced(k, grad)
+        for k, grad in zip(self.wanted_inputs, grads, strict=True):
+            self.split.finish_sum(k, grad)
         grads += [self.dw_memory(k) for k in self.wanted_weights]
-        return [*grads, self.db_memory()] if self.problem.needs.bias else grads
+        if not self.problem.needs.bias:
+            return grads
+        return [*grads, self.db_memory() if self.unit is None else self.db_memory().div_(self.unit)]
 
     # ------------------------------------------------------------------------------------------- from logits
 
@@ -245,7 +236,7 @@ class Stage:
         for k, (term, x) in enumerate(zip(self.terms, xs, strict=True)):
             self.matmul(x, first(term.weight, cols).t(), out=out, accumulate=k > 0)
 
-    def _logits(
+    def make_logits(
         self, xs: Sequence[Tensor], part: slice, cols: slice, tile: Tensor
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Logits of some rows and classes: a piece of the rows and of the classes, its logits, and its part of the tile
@@ -271,14 +262,13 @@ class Stage:
 
     def statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
         """Losses and gradient for some rows and all classes, in one pass. `dlogits` may be `logits`."""
-        if self.split is None:
-            self.backend.loss_and_gradient(logits, dlogits, self._both_call(part))
+        if not self.split.divided:
+            self.backend.loss_and_gradient(logits, dlogits, self.both_call(part))
             return
-        call = self._statistics_call(part)
+        call = self.statistics_call(part)
         self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep=True)), None)
-        of_rows = self.split.complete_row_gradient(part)
-        call = self._gradient_call(part, self.classes)
-        self.backend.gradient(logits, dlogits, call._replace(row_gradient=of_rows))
+        self.split.complete(part)
+        self.backend.gradient(logits, dlogits, self._gradient_call(part, part, self.classes))
 
     def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
         """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
@@ -286,30 +276,28 @@ class Stage:
         if self.in_registers:
             self.product_statistics(xs[0], part)
             return
-        call, state = self._statistics_call(part), None
+        call, state = self.statistics_call(part), None
         if logits.shape[1] < self.vocab_size:
             state = self.new(STATE_SLOTS, len(logits), dtype=self.normalizer.dtype)
         for cols in self.blocks(logits.shape[1]):
             block = logits[:, : cols.stop - cols.start]
             self.write_logits(xs, cols, block)
             self.collect(block, part, cols)
-            self.backend.statistics(block, call._replace(tile=self._tile(cols)), state)
+            self.backend.statistics(block, call._replace(tile=self.tile(cols)), state)
 
     def product_statistics(self, x: Tensor, part: slice) -> None:
         """The same, of logits that never are in memory."""
-        self.backend.product_statistics(x, self.terms[0].weight, self._statistics_call(part))
+        self.backend.product_statistics(x, self.terms[0].weight, self.statistics_call(part))
 
     def gradient(self, xs: Sequence[Tensor], part: slice, cols: slice, dlogits: Tensor) -> None:
         """The gradient of a tile's logits, which are made again. dlogits: (rows, cols)."""
-        if self.split is not None and self.row_gradient is None:  # when all rows are complete
-            self.row_gradient = self.split.row_gradient(slice(0, self.selection.num_rows))
         if self.in_registers:
             self.backend.product_gradient(
-                xs[0], first(self.terms[0].weight, cols), dlogits, self._gradient_call(part, cols)
+                xs[0], first(self.terms[0].weight, cols), dlogits, self._gradient_call(part, part, cols)
             )
         else:
-            for rows, columns, logits, grad in self._logits(xs, part, cols, dlogits):
-                self.backend.gradient(logits, grad, self._gradient_call(rows, columns))
+            for rows, columns, logits, grad in self.make_logits(xs, part, cols, dlogits):
+                self.backend.gradient(logits, grad, self._gradient_call(part, rows, columns))
         if self.entries is not None:
             self.backend.write_entries(dlogits, self.entries.ids[part], self.entries.values[part], cols.start)
 
@@ -321,7 +309,7 @@ class Stage:
 
     def chosen_logits(self, ids: Tensor) -> Tensor:
         """z of some classes of each selected row: ids and result are (rows, K). What is no class has any number."""
-        inputs = self._row_inputs(slice(0, len(ids)))
+        inputs = self._row_inputs(slice(0, len(ids)), scaled=False)
         logits = self.arena.new(ids.shape, self.normalizer.dtype, zero=True)
         for term in self.terms:
             self.backend.row_products(self.selection.take(term.input), term.weight, ids, logits)
@@ -329,137 +317,50 @@ class Stage:
             logits += inputs.bias[ids.clamp(0, self.vocab_size - 1)]
         return self.problem.spec.transform(logits, inputs.row_factor)
 
-    # -------------------------------------------------------------------------------- unnormalized exponentials
-
-    def new_factors(self) -> Tensor:
-        """(2, rows): what rows of exponentials are multiplied by, and gradients of the targets' logits. With label
-        smoothing (3, rows), see `Backend.exponentials`."""
-        return self.new(3 if self.problem.spec.label_smoothing else 2, self.selection.most_rows, dtype=torch.float32)
-
-    def exponentials(self, xs: Sequence[Tensor], tiles: Sequence[Tensor], part: slice, factors: Tensor) -> None:
-        """Losses and exponentials for some rows and all classes, in tiles of consecutive ones: one, where logits do not
-        stay in registers.
-
-        The gradient of the logits is ``factors[0] * exponentials``, but in the target's column ``factors[1]``.
-        """
-        if self.in_registers:
-            call, count = self._statistics_call(part), self.selection.count
-            on_device = None if count is None or part.start > 0 else count.on_device
-            self.backend.product_exponentials(xs[0], self.terms[0].weight, tiles, call, last(factors, part), on_device)
-            if self.problem.token_weight_grad:
-                last(factors, part).mul_(last(self._weights, part))
-            if self.split is not None:
-                self.split.complete_factors(part, last(factors, part))
-            return
-        known: slice | None = None
-        for rows, cols, logits, exps in self._logits(xs, part, self.classes, tiles[0]):
-            if rows != known:  # the next rows
-                known, call, of_rows = rows, self._both_call(rows), last(factors, rows)
-                state = self.new(EXPONENTIAL_SLOTS, len(logits), dtype=self.normalizer.dtype)
-            self.backend.exponentials(logits, exps, call._replace(tile=self._tile(cols)), state, of_rows)
-            if self.split is not None and cols.stop == self.vocab_size:
-                last(factors, rows)[0] = self._alone(state[BASE], rows, exps.dtype)
-        if self.split is not None:  # once for all rows: other processes may have other blocks
-            self.split.complete_factors(part, last(factors, part))
-
-    def _alone(self, base: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-        """(rows,) what makes `Backend.exponentials` relative to a base the derivative of the log-sum-exp of the slice's
-        logits, as a product left them."""
-        assert self.out is not None
-        spec, normalizer = self.problem.spec, last(self.out.normalizer, rows)
-        unit = spec.scale * spec.cap
-        unit = 1.0 if spec.softcap is not None and abs(unit) <= LEAST_UNIT else unit
-        relative = torch.where(base == -torch.inf, 0.0, base) - normalizer[OFFSET]
-        return (relative - normalizer[LOG_SUM]).exp() * (unit / EXPONENTIAL_SCALE[dtype])
-
-    def gradient_of_exponentials(self, exps: Tensor, part: slice, factors: Tensor) -> None:
-        """The gradient of the logits of some rows and all classes, in the place of exponentials."""
-        self.backend.gradient_of_exponentials(exps, last(factors, part), self._statistics_call(part))
-
-    def scaled_rows(self, x: Tensor, part: slice, factors: Tensor, out: Tensor) -> Tensor:
-        """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
-        target, ignore_index = last(self.selection.target, part), self.problem.spec.ignore_index
-        self.backend.scale_valid_rows(x, out, target, factors[0, part], ignore_index)
-        return out
-
-    def finish_input_gradient(self, term: int, product: Tensor, part: slice, factors: Tensor) -> None:
-        """dX of a term: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
-        target, ignore_index = last(self.selection.target, part), self.problem.spec.ignore_index
-        index = None if self.selection.index is None else self.selection.index[part]
-        out = first(self.dx_memory(term), part) if index is None else self.dx_memory(term)
-        weight, factors = self.terms[term].weight, last(factors, part)
-        self.backend.combine_rows(product, out, weight, target, factors, ignore_index, index)
-        if self.split is not None and index is None:
-            self.split.reduce(term, out)
-
-    def weight_products(
-        self, term: int, grads: Sequence[Tensor], tiles: Sequence[Tensor], scaled: Tensor, factors: Tensor
-    ) -> None:
-        """dW of a term from exponentials of all rows: `grads` are its classes of each tile, the last made first."""
-        if self.in_registers:
-            self.backend.weight_gradient(grads, tiles, scaled, self._target_terms(term, factors))
-            return
-        for grad, tile in zip(grads, tiles, strict=True):
-            self.matmul(tile.t(), scaled, out=grad)
-        self.add_target_terms(term, grads, factors)
-
-    def add_target_terms(self, term: int, sums: Sequence[Tensor], factors: Tensor) -> None:
-        """Adds the targets' terms to sums of dW, of consecutive classes."""
-        # Of fewer than 16 classes the first half is none, see `borrowing.halfway`, and a launch of nothing is dropped.
-        self.backend.add_target_terms([part for part in sums if len(part)], self._target_terms(term, factors))
-
-    def add_bias_of_exponentials(self, exps: Tensor, part: slice, factors: Tensor) -> None:
-        """``factors[0] @ exps`` to the gradient of the bias of the first classes: exps (rows, classes)."""
-        factor = factors[0, part]
-        # Two numbers of half precision have the digits of the factor.
-        coarse = factor.to(exps.dtype)
-        pieces = torch.stack((coarse, (factor - coarse).to(exps.dtype)))
-        sums = self.new(len(pieces), exps.shape[1], dtype=torch.float32)
-        self.matmul(pieces, exps, out=sums)
-        self.db_memory()[: exps.shape[1]].add_(sums[0]).add_(sums[1])
-
-    def add_bias_of_targets(self, factors: Tensor, stop: int) -> None:
-        """The targets' terms to the gradient of the bias of the classes before `stop`."""
-        terms = self._target_terms(0, factors)
-        ones = terms.x.new_ones(len(terms.x), 1)
-        self.backend.add_target_terms([self.db_memory()[:stop, None]], replace(terms, x=ones))
-
-    def _target_terms(self, term: int, factors: Tensor) -> TargetTerms:
-        selection, rows = self.selection, slice(0, self.selection.num_rows)
-        index = None if selection.index is None else selection.index[rows]
-        ignore_index = self.problem.spec.ignore_index
-        return TargetTerms(self.terms[term].input, index, last(selection.target, rows), factors[1, rows], ignore_index)
-
     # ------------------------------------------------------------------------------------------------- others
 
-    def _statistics_call(self, part: slice) -> TileCall:
+    def statistics_call(self, part: slice) -> TileCall:
         """The call that writes statistics of some rows, for all classes. Where the tokens' weights have a gradient,
         which is made of losses without them, it does not know them; gradients get them as they get an upstream one."""
         assert self.out is not None
         inputs = self._row_inputs(part, not self.problem.token_weight_grad)
-        return TileCall(inputs, self.problem.spec, self._tile(self.classes), self.out.part(part))
+        return TileCall(inputs, self.problem.spec, self.tile(self.classes), self.out.part(part))
 
-    def _both_call(self, part: slice) -> TileCall:
+    def both_call(self, part: slice) -> TileCall:
         """The call that makes statistics and gradients at once."""
-        call = self._statistics_call(part)
-        return call._replace(upstream=last(self._weights, part)) if self.problem.token_weight_grad else call
+        call = self.statistics_call(part)
+        return call._replace(upstream=last(self.weights, part)) if self.problem.token_weight_grad else call
 
-    def _gradient_call(self, part: slice, cols: slice) -> TileCall:
-        """The call that makes gradients of some rows and classes, from what statistics left."""
-        upstream, row_gradient = (None if t is None else last(t, part) for t in (self.upstream, self.row_gradient))
-        normalizer, inputs = last(self.normalizer, part), self._row_inputs(part)
-        return TileCall(inputs, self.problem.spec, self._tile(cols), None, normalizer, upstream, row_gradient)
+    def _gradient_call(self, chunk: slice, part: slice, cols: slice) -> TileCall:
+        """The call that makes gradients of some rows of a chunk and some classes, from what statistics left."""
+        inputs, of_rows = self._row_inputs(part, scaled=False), self.row_gradient
+        if of_rows is not None:
+            of_rows = last(of_rows, part)
+        else:
+            of_rows = last(self._row_gradient(chunk), slice(part.start - chunk.start, part.stop - chunk.start))
+        spec, normalizer = self.problem.spec, last(self.normalizer, part)
+        return TileCall(inputs, spec, self.tile(cols), None, normalizer, row_gradient=of_rows)
+
+    def _row_gradient(self, chunk: slice) -> Tensor:
+        """`TileCall.row_gradient` of the loss of a chunk."""
+        if self._of_rows is None or self._of_rows[0] != chunk:
+            self._of_rows = None
+            self._of_rows = chunk, self.split.row_gradient(chunk)
+        return self._of_rows[1]
 
     @functools.cached_property
-    def _weights(self) -> Tensor:
+    def weights(self) -> Tensor:
         """(rows,) those of tokens, 0 where they are ignored."""
         weight, target = self.selection.token_weight, self.selection.target
         assert weight is not None
         return weight.masked_fill(target == self.problem.spec.ignore_index, 0.0)
 
-    def _row_inputs(self, part: slice, weighted: bool = True) -> RowInputs:
-        return self.selection.row_inputs(part, self.scales.of_gradient, weighted)
+    def _row_inputs(self, part: slice, weighted: bool = True, scaled: bool = True) -> RowInputs:
+        """`scaled`: with all that losses are multiplied by, which is in a row's gradient."""
+        scales = self.split.local_scales.for_gradient() if scaled else None
+        inputs = self.selection.row_inputs(part, scales, weighted and scaled)
+        return inputs if scaled or self.problem.spec.label_smoothing else inputs._replace(class_weight=None)
 
-    def _tile(self, cols: slice) -> Tile:
+    def tile(self, cols: slice) -> Tile:
         size = cols.stop - cols.start
         return Tile(cols.start, size, self.vocab_size, padded_cols(size))

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from flce.core.gemm import DIVIDED_BYTES
 from flce.core.slices import first
 from flce.engine.borrowing import COMPACTION_ROWS, borrow_as, halfway
+from flce.engine.case import BLOCK_BYTES
 from flce.engine.stage import Stage
 
 
@@ -39,12 +41,15 @@ def add_tile(
 
 def _add_input(s: Stage, term: int, dlogits: Tensor, part: slice, cols: slice) -> None:
     grad, weight = s.dx_memory(term), first(s.terms[term].weight, cols)
-    if s.selection.index is None:
+    if s.selection.index is None and not s.rounds(grad):
         s.matmul(dlogits, weight, out=first(grad, part), accumulate=cols.start > 0)
         return
-    share = s.new(len(dlogits), grad.shape[1], dtype=grad.dtype)
+    share = s.new(len(dlogits), grad.shape[1], dtype=s.dtypes.sums if s.rounds(grad) else grad.dtype)
     s.matmul(dlogits, weight, out=share)
-    s.put_rows(share, grad, part, add=cols.start > 0)
+    if s.selection.index is None:
+        s.round(share, first(grad, part))
+    else:
+        s.put_rows(s.rounded(share, grad.dtype), grad, part, add=cols.start > 0)
 
 
 class ChunkSum:
@@ -70,9 +75,9 @@ class ChunkSum:
             return
         grad = s.dx_memory(self._term)
         if s.selection.index is None:
-            s.copy(total, first(grad, part))
+            s.round(total, first(grad, part))
         else:
-            s.put_rows(s.cast(total, grad.dtype), grad, part)
+            s.put_rows(s.rounded(total, grad.dtype), grad, part)
 
 
 class WeightSum:
@@ -112,7 +117,33 @@ class BlockSum(WeightSum):
         return [self._sum]
 
     def _round(self) -> None:
-        self._stage.copy(self._sum, self._stage.dw_memory(self._term)[self._cols])
+        self._stage.round(self._sum, self._stage.dw_memory(self._term)[self._cols])
+
+
+class PieceSum(WeightSum):
+    """dW of a term for a block of classes and all tokens at once, in float32 and rounded a piece after the other: what
+    a product rounds is not divided by the unit, see `Stage.rounds`."""
+
+    def __init__(self, s: Stage, term: int, cols: slice, memory: Tensor) -> None:
+        super().__init__(s, term, cols)
+        self._memory = memory
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        s, (out,) = self._stage, self._sums()
+        for piece in s.pieces(0, len(out), len(self._memory)):
+            total = self._memory[: piece.stop - piece.start]
+            s.matmul(dlogits[:, piece].t(), x, out=total)
+            s.round(total, out[piece])
+
+    def finish(self, complete: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        pass
+
+    @staticmethod
+    def memory(s: Stage, term: int, cols: int) -> Tensor:
+        """Allocate memory for pieces of blocks of at most `cols` classes, or of wider blocks that are borrowed."""
+        hidden = s.terms[term].weight.shape[1]
+        least, most = (max(1, size // (4 * hidden)) for size in (DIVIDED_BYTES, BLOCK_BYTES))
+        return s.new(min(s.vocab_size, max(least, min(cols, most))), hidden, dtype=s.dtypes.sums)
 
 
 class HalvedSum(WeightSum):
@@ -150,17 +181,22 @@ class HalvedSum(WeightSum):
         done, next_done = 0, min(half, COMPACTION_ROWS)
         while done < half:
             piece = before[done:next_done]
-            s.copy(s.cast(piece, grad.dtype) if done == 0 else piece, grad[done:next_done])
+            if done == 0:
+                grad[:next_done].copy_(s.rounded(piece, grad.dtype))
+            else:
+                s.round(piece, grad[done:next_done])
             done, next_done = next_done, min(half, 2 * next_done)
         for total in behind:
-            s.copy(total, grad[half : self._stop])
+            s.round(total, grad[half : self._stop])
         self._behind = None
 
 
 def weight_sums(s: Stage, rows: int, stop: int | None = None) -> dict[int, WeightSum]:
     """The sums of dW over chunks of `rows` tokens, by term, for the classes before `stop`."""
     stop, dtypes = s.vocab_size if stop is None else stop, s.dtypes
-    if not s.whole(rows) and dtypes.weight_grad == s.problem.dtype != dtypes.sums:
+    if s.whole(rows):
+        return block_sums(s, rows, stop)(slice(0, stop))
+    if dtypes.weight_grad == s.problem.dtype != dtypes.sums:
         return {k: HalvedSum(s, k, stop) for k in s.wanted_weights}
     return {k: WeightSum(s, k, slice(0, stop)) for k in s.wanted_weights}
 
@@ -173,15 +209,18 @@ def finish(weights: Mapping[int, WeightSum]) -> None:
 
 def block_sums(s: Stage, rows: int, cols: int) -> Callable[[slice], dict[int, WeightSum]]:
     """A function that makes the sums of dW over chunks of `rows` tokens, by term, for a block of at most `cols`
-    classes."""
-    if s.whole(rows) or s.dtypes.sums == s.problem.dtype:
-        return lambda block: {k: WeightSum(s, k, block) for k in s.wanted_weights}
+    classes, or of more that are borrowed."""
     memory: dict[int, Tensor] = {}
 
     def of(block: slice) -> dict[int, WeightSum]:
-        for k in s.wanted_weights:
-            if k not in memory:
-                memory[k] = s.new(cols, s.terms[k].weight.shape[1], dtype=s.dtypes.sums)
-        return {k: BlockSum(s, k, block, memory[k]) for k in s.wanted_weights}
+        return {k: of_term(k, block) for k in s.wanted_weights}
+
+    def of_term(k: int, block: slice) -> WeightSum:
+        if s.dtypes.sums == s.problem.dtype or (s.whole(rows) and not s.dtypes.in_units):
+            return WeightSum(s, k, block)
+        if k not in memory:
+            hidden = s.terms[k].weight.shape[1]
+            memory[k] = PieceSum.memory(s, k, cols) if s.whole(rows) else s.new(cols, hidden, dtype=s.dtypes.sums)
+        return PieceSum(s, k, block, memory[k]) if s.whole(rows) else BlockSum(s, k, block, memory[k])
 
     return of

@@ -52,8 +52,8 @@ class LossScales:
 
     Attributes:
         with_gradients: whether the pass makes gradients.
-        in_units: whether these are multiples of `grad_unit`.
-        upstream: () what they are multiplied by; None: 1.
+        in_units: whether these are multiples of `unit`.
+        upstream: () what they are multiplied by, or (N,) the gradient of each row's loss; None: 1.
     """
 
     problem: RowProblem
@@ -61,6 +61,9 @@ class LossScales:
     with_gradients: bool
     in_units: bool = False
     upstream: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._for_gradient: Tensor | None = None
 
     @functools.cached_property
     def of_loss(self) -> Tensor | None:
@@ -73,33 +76,47 @@ class LossScales:
         """() what gradients are too large by; None: 1."""
         if not self.in_units or self.of_loss is None:
             return None
-        return grad_unit(self.problem, self.of_loss)
+        if self.upstream is None or self.upstream.dim():
+            return grad_unit(self.problem, self.of_loss[0], self.upstream)
+        return grad_unit(self.problem, self.of_loss[0] * self.upstream)
 
-    @functools.cached_property
-    def of_gradient(self) -> Tensor | None:
-        factor = self.unit if self.upstream is None else self.upstream
-        if self.of_loss is None or factor is None:
-            return self.of_loss
-        return torch.cat((self.of_loss[:2] * factor, self.of_loss[2:]))
+    def for_gradient(self) -> Tensor | None:
+        """Return the scales times the unit and the upstream gradient of all. The first call launches kernels."""
+        if self._for_gradient is None:
+            self._for_gradient = self.of_loss
+            for factor in (self.unit, self.upstream):
+                if self._for_gradient is not None and factor is not None and factor.dim() == 0:
+                    scales = self._for_gradient
+                    self._for_gradient = torch.cat((scales[:2] * factor, scales[2:]))
+        return self._for_gradient
 
 
-def grad_unit(p: RowProblem, scales: Tensor) -> Tensor:
-    """What brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK.
+def grad_unit(p: RowProblem, scale: Tensor, upstream: Tensor | None = None) -> Tensor:
+    """() what brings the largest gradient of float16 logits near FLOAT16_GRAD_PEAK. Nothing waits for the device.
 
-    ``1 / N`` or a small weight would push float16 gradients into its subnormal range; the backward pass
-    divides this unit out in float32, together with the upstream gradient. The cross-entropy scale times the unit is a
-    power of two: the gradients of many targets' logits are nearly minus this, and would all be rounded alike.
+    ``1 / N``, a small weight or a small upstream gradient would push float16 gradients into the subnormal range. What
+    is made of them is divided by this unit in float32. `scale` times the unit is a power of two: the gradients of many
+    targets' logits are nearly minus this, and would all be rounded alike.
+
+    Args:
+        scale: () what the cross entropy is multiplied by.
+        upstream: (N,) gradient of each row's loss; None: 1.
     """
-    peak = scales[0] * p.spec.typical_gradient
+    peak, ignored = scale * p.spec.typical_gradient, p.target == p.spec.ignore_index
     if p.class_weight is not None:
         peak = peak * p.class_weight.abs().max()
-    if p.token_weight is not None and p.token_weight.numel():
-        peak = peak * p.token_weight.masked_fill(p.target == p.spec.ignore_index, 0.0).abs().max()
-    exponent = torch.log2(FLOAT16_GRAD_PEAK / peak).floor()
-    mantissa = torch.frexp(scales[0])[0].abs() * 2.0
-    # No valid row, or only weights of 0: peak is inf, nan or 0, and any unit will do.
-    unit = torch.exp2(exponent.nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
+    for factor in (p.token_weight, upstream):
+        if factor is not None and factor.numel():
+            peak = peak * factor.masked_fill(ignored, 0.0).nan_to_num(0.0, 0.0, 0.0).abs().max()
+    mantissa = torch.frexp(scale)[0].abs() * 2.0
+    unit = power_of_two(FLOAT16_GRAD_PEAK / peak)
     return torch.where((mantissa >= 1.0) & (mantissa < 2.0), unit / mantissa, unit)
+
+
+def power_of_two(x: Tensor) -> Tensor:
+    """The largest that is no larger than the absolute value of x, within bounds; 1 where that is 0 or no number."""
+    # Of no valid row, or of weights of 0, any unit will do.
+    return torch.exp2(torch.log2(x.abs()).floor().nan_to_num(0.0, 0.0, 0.0).clamp(-60.0, 60.0))
 
 
 def reduce(
@@ -149,9 +166,16 @@ def _weight_gradient(spec: LossSpec, out: RowOutputs, scales: Tensor | None, ign
 
 def looks_at_values(device: torch.device) -> bool:
     """Whether the host looks at values: where that is free (CPU), or was asked for (FLCE_DEBUG=1)."""
-    if device.type == "meta":
-        return False  # it has none
-    return device.type == "cpu" or os.environ.get("FLCE_DEBUG", "0") not in ("", "0")
+    debug = os.environ.get("FLCE_DEBUG", "")
+    if debug not in ("", "0", "1"):
+        raise ValueError(f"FLCE_DEBUG must be 0 or 1, got {debug!r}")
+    return device.type == "cpu" or (debug == "1" and device.type != "meta")  # which has no values
+
+
+def check_num_items(num_items: Tensor) -> None:
+    """ValueError for a negative number."""
+    if bool(num_items < 0):
+        raise ValueError(f"num_items must be > 0, got {num_items.item()}")
 
 
 def check_candidates(ids: Tensor | None, vocab_size: int) -> None:
@@ -186,10 +210,12 @@ def check_row_factor(factor: Tensor | None) -> Tensor | None:
 
 
 def check_targets(p: RowProblem) -> bool:
-    """IndexError for a target out of range, where the host looks at values. Returns whether it is known that
-    none is ignored."""
+    """IndexError for a target out of range, and ValueError for a negative `num_items`, where the host looks at values.
+    Return whether it is known that no target is ignored."""
     if not looks_at_values(p.target.device):
         return False
+    if p.num_items is not None:
+        check_num_items(p.num_items)
     vocab_size = p.vocab_size
     target = p.target.reshape(-1)
     if target.numel():

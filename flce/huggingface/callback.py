@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
+from flce.core.numbers import check_bool
 from flce.core.options import ChunkOptions
 from flce.huggingface.lazy.state import OnMaterialize
-from flce.huggingface.patch import patch_model, unpatch_model, usages_of
+from flce.huggingface.patch import check_on_materialize, patch_model, unpatch_model, usages_of
 from flce.ops.arguments import check_options
 
 
@@ -30,7 +31,9 @@ class FlceCallback(TrainerCallback):
         unpatch: restore the stock model when training ends.
 
     Raises:
-        TypeError: (from ``Trainer``) the model cannot be patched, see `flce.patch_model`.
+        TypeError: `options` or `unpatch` has the wrong type; (from ``Trainer``) the model cannot be patched, see
+            `flce.patch_model`.
+        ValueError: another `on_materialize`.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class FlceCallback(TrainerCallback):
         unpatch: bool = False,
     ) -> None:
         check_options(options)
+        check_on_materialize(on_materialize)
+        check_bool("unpatch", unpatch)
         self.options = options
         self.on_materialize = on_materialize
         self.unpatch = unpatch

@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from flce.ops.arguments import is_quantised
 from flce.torch_ops.frames import never_compiled
 
 
@@ -39,10 +41,10 @@ def find_owners(module: Any, name: str = "") -> tuple[list[Any], dict[str, str]]
     return owners, left
 
 
-def beside(module: nn.Module, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """``module`` and what is in it, without ``others`` and what is in them."""
+def beside(module: Any, others: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """``module`` and what is in it, without ``others`` and what is in them; nothing of what is no module."""
     found: list[nn.Module] = []
-    waiting, seen = [module], {id(other) for other in others}
+    waiting, seen = [module] if isinstance(module, nn.Module) else [], {id(other) for other in others}
     while waiting:  # no generators: this happens in each call of a model
         module = waiting.pop()
         if id(module) not in seen:
@@ -66,9 +68,7 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
         others: modules outside of ``owner`` that may be heads of it.
     """
     embedding = owner.get_output_embeddings()
-    if not isinstance(embedding, nn.Module):
-        return []
-    sizes = _vocabulary_sizes(owner, embedding)
+    sizes = vocabulary_sizes(owner, embedding)
     layers, below = _wide_layers(beside(embedding), sizes), backbone(owner)
     if not layers:
         return []
@@ -81,7 +81,7 @@ def find_heads(owner: Any, others: Iterable[nn.Module] = ()) -> list[nn.Linear]:
 def embedding_layers(owner: Any) -> list[nn.Linear]:
     """The linear layers in the output embedding that make logits; none where it has no such."""
     head = owner.get_output_embeddings()
-    return _wide_layers(beside(head), _vocabulary_sizes(owner, head)) if isinstance(head, nn.Module) else []
+    return _wide_layers(beside(head), vocabulary_sizes(owner, head))
 
 
 def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn.Linear]:
@@ -89,10 +89,38 @@ def _wide_layers(modules: Iterable[nn.Module], sizes: frozenset[int]) -> list[nn
     return [m for m in modules if isinstance(m, nn.Linear) and m.out_features in sizes and _is_plain(m)]
 
 
+class HeadModules:
+    """The modules in a model's output embedding, and which of them make logits.
+
+    Args:
+        embedding: the output embedding.
+        heads: what `find_heads` has found.
+    """
+
+    def __init__(self, embedding: Any, heads: Sequence[nn.Linear]) -> None:
+        found = {id(head) for head in heads}
+        modules = beside(embedding)
+        self._modules = [(weakref.ref(module), id(module) in found) for module in modules]
+        parts = {id(part) for head in heads for part in beside(head) if part is not head}
+        others = [m for m in modules if not isinstance(m, nn.Linear) and id(m) not in parts]
+        self.adapted = any(module._parameters for module in others)
+        """Whether adapters have parameters outside of linear layers (LoHa, VBLoRA): only sometimes their products are
+        called, as adapters can be disabled or merged."""
+
+    def are_those_of(self, embedding: Any, patch: Any) -> bool:
+        """Whether the output embedding has the same modules as then, and its heads still have this patch."""
+        modules = beside(embedding)
+        return len(modules) == len(self._modules) and all(
+            ref() is module and (not is_head or module.__dict__.get("_flce") is patch)
+            for module, (ref, is_head) in zip(modules, self._modules, strict=True)
+        )
+
+
 def _is_plain(layer: nn.Linear) -> bool:
     forward = type(layer).forward
     plain = forward is nn.Linear.forward or inspect.unwrap(forward) is nn.Linear.forward
-    return plain and not _is_quantised(_own_weight(layer))
+    weight = _own_weight(layer)
+    return plain and (weight is None or not is_quantised(weight))
 
 
 def _own_weight(layer: nn.Module) -> Tensor | None:
@@ -100,11 +128,18 @@ def _own_weight(layer: nn.Module) -> Tensor | None:
     return layer._parameters.get("weight")
 
 
-def _is_quantised(weight: Tensor | None) -> TypeGuard[Tensor]:
-    return weight is not None and weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+def _quantised_weights(head: Any) -> str | None:
+    """The kind of the weights of a quantised head; None: it is not one."""
+    tensors = [*head.parameters(recurse=False), *head.buffers(recurse=False)] if isinstance(head, nn.Module) else []
+    for tensor in tensors:
+        # Of bitsandbytes' layers also before they are moved to a GPU, which quantises them.
+        if tensor.dim() > 1 and (is_quantised(tensor) or hasattr(tensor, "quant_state")):
+            return f"{tensor.dtype}" if type(tensor) in (Tensor, nn.Parameter) else type(tensor).__name__
+    return None
 
 
-def _vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
+def vocabulary_sizes(owner: Any, head: Any) -> frozenset[int]:
+    """The numbers of classes that logits of a model may have."""
     size = getattr(head, "out_features", getattr(head, "num_embeddings", None))
     if isinstance(size, int):
         return frozenset({size})
@@ -119,10 +154,10 @@ def _why_not(owner: Any) -> str | None:
         return None
     name, head = type(owner).__name__, owner.get_output_embeddings()
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    weight = _own_weight(head) if isinstance(head, nn.Module) else None
-    if _is_quantised(weight):
+    quantised = _quantised_weights(head)
+    if quantised is not None:
         return (
-            f"the output embedding of {name} is a {kind} with {weight.dtype} weights: a quantised head. Keep the head "
+            f"the output embedding of {name} is a {kind} with {quantised} weights: a quantised head. Keep the head "
             "a plain torch.nn.Linear (for example by listing it among the modules that the quantiser skips) and patch "
             "again"
         )
@@ -157,17 +192,17 @@ class WideProducts(TorchFunctionMode):
     """Offers every matrix product that is as wide as the vocabulary to ``replace``.
 
     Args:
-        owner: the model that runs.
-        only_own: pass over products with parameters other than the output embedding's, where that has linear layers.
+        owner: the model that runs. Where its output embedding has linear layers, products with parameters of other
+            layers are passed over.
         replace: ``(hidden, weight, bias)`` to what stands for their product; to None: it is computed.
     """
 
-    def __init__(self, owner: Any, only_own: bool, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
+    def __init__(self, owner: Any, replace: Callable[[Tensor, Tensor, Tensor | None], Any]) -> None:
         super().__init__()
         self.replaced: list[Tensor] = []
         """Inputs of replaced products. Other products of these inputs are logits too."""
-        self._sizes, self._replace = _vocabulary_sizes(owner, owner.get_output_embeddings()), replace
-        self._heads = [_own_weight(layer) for layer in embedding_layers(owner)] if only_own else []
+        self._sizes, self._replace = vocabulary_sizes(owner, owner.get_output_embeddings()), replace
+        self._heads = [_own_weight(layer) for layer in embedding_layers(owner)]
 
     @never_compiled  # where a graph has ended within the model
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -19,9 +19,9 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from flce.core import private
-from flce.huggingface.partitioned import gathered, is_partitioned, is_whole, parameter_of
+from flce.huggingface.partitioned import gathered, is_partitioned, is_whole, parameters_of
 from flce.huggingface.staleness import StaleLogitsError, Watched, optimizer_steps
-from flce.huggingface.usage import Usage, watch_call
+from flce.huggingface.usage import Usage, calls_with_logits
 from flce.huggingface.wrappers import Hook, fsdp2_unit, identity, is_freed, pack_of_checkpoint, unsharded
 from flce.ops.arguments import autocast_dtype
 from flce.torch_ops.frames import is_differentiated_forward, is_exported, is_transformed
@@ -51,14 +51,7 @@ def obstacle(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
 
 def is_recorded() -> bool:
     """Whether a program is being made of the model, which is to run without flce: by torch.export or torch.jit."""
-    if torch.compiler.is_compiling():
-        return is_exported()
-    return is_traced()
-
-
-def is_traced() -> bool:
-    """Whether the program is being made by torch.jit, which runs the model in Python."""
-    return private.get_tracing_state() is not None
+    return is_exported() if torch.compiler.is_compiling() else private.get_tracing_state() is not None
 
 
 class HeadCall:
@@ -90,10 +83,12 @@ class HeadCall:
         self._parameters = [
             Watched(tensor, "the output embedding was") for tensor in (weight, bias) if tensor is not None
         ]
+        self.partitioned = [t for t in (weight, bias) if t is not None and is_partitioned(t)]
+        """The parameters that DeepSpeed ZeRO-3 has."""
         self._step = optimizer_steps.count
         pack = pack_of_checkpoint()
         self._checkpoint = None if pack is None else weakref.ref(pack)
-        watch_call(self)
+        calls_with_logits.add(self)
 
     def behind(self, hook: Hook) -> HeadCall:
         """The call for a copy of its logits, which a wrapper's function made. Gradients of the copy run ``hook``."""
@@ -123,14 +118,13 @@ class HeadCall:
 
     # -- the weight
 
-    @property
-    def partitioned(self) -> list[Tensor]:
-        """The parameters that DeepSpeed ZeRO-3 has."""
-        return [watched.tensor for watched in self._parameters if is_partitioned(watched.tensor)]
+    def is_freed(self) -> bool:
+        """Whether FSDP has freed the weight."""
+        return any(is_freed(watched.tensor) for watched in self._parameters)
 
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which FSDP has given the weight back, if it had freed it and its unit is known."""
-        return unsharded(*self._place()) if self._is_freed() else contextlib.nullcontext()
+        """A context in which FSDP has given the weight back, if its unit is known."""
+        return unsharded(*self._place())
 
     def may_be_changed_by(self, optimizer: Optimizer) -> bool:
         """Whether a step of ``optimizer`` changes the weight. Where that cannot be told: yes."""
@@ -146,19 +140,11 @@ class HeadCall:
         Args:
             waiting_is_fine: compare values, for which a GPU is waited for, also where nothing points to a change.
         """
-        if self._is_freed():
-            raise StaleLogitsError(
-                "these lazy logits can no longer be computed: the wrapper that shards the head has freed its weight. "
-                "Compute the loss, or call outputs.logits.materialize(), within the model's forward or right after it."
-            )
         if any(self.may_be_changed_by(optimizer) for optimizer in optimizer_steps.since(self._step)):
             raise self._parameters[0].stale("by an optimizer step")
         stepped = optimizer_steps.count > self._step  # perhaps by an optimizer that no longer exists
         for watched in self._parameters:
             watched.check_unchanged(waiting_is_fine or self.backward_began or stepped)
-
-    def _is_freed(self) -> bool:
-        return any(is_freed(watched.tensor) for watched in self._parameters)
 
     def _place(self) -> tuple[nn.Module | None, nn.Module | None, Iterator[Hook]]:
         layer = None if self._layer is None else self._layer()
@@ -191,14 +177,21 @@ def weights_of(
         check: called with each, once the weights are there.
         tensors: which may stand for parameters of ZeRO-3, that are wanted too.
     """
-    parameters = (*map(parameter_of, tensors), *(p for call in calls for p in call.partitioned))
-    wanted = {id(p): p for p in parameters if p is not None and not is_whole(p)}
+    parameters = (*parameters_of(tensors), *(p for call in calls for p in call.partitioned))
+    wanted = {id(p): p for p in parameters if not is_whole(p)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(gathered(list(wanted.values())))
+        if wanted:
+            stack.enter_context(gathered(list(wanted.values())))
         for call in calls:
-            stack.enter_context(call.unsharded())
-        if check is not None:
-            for call in calls:
+            if call.is_freed():
+                stack.enter_context(call.unsharded())
+                if check is not None and call.is_freed():
+                    raise StaleLogitsError(
+                        "these lazy logits can no longer be computed: the wrapper that shards the head has freed its "
+                        "weight. Compute the loss, or call outputs.logits.materialize(), within the model's forward or "
+                        "right after it."
+                    )
+            if check is not None:
                 check(call)
         yield
 

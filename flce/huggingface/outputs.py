@@ -39,18 +39,17 @@ def as_tensors(outputs: Any, usage: Usage, owner: nn.Module, passed_by: bool) ->
 
 
 def _replaced(value: Any, call_of: Callable[[Product], HeadCall]) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return value
     if isinstance(value, TracedLazyLogits):
         real: Tensor | None = value._existing()
         return make_lazy(_watched(value._state, call_of)) if real is None else real
     if isinstance(value, MutableMapping):
         for key, item in list(value.items()):
-            new = _replaced(item, call_of)
-            if new is not item:
-                value[key] = new
+            if not (item is None or isinstance(item, Tensor)):
+                new = _replaced(item, call_of)
+                if new is not item:
+                    value[key] = new
     elif type(value) in (tuple, list):
-        return type(value)(_replaced(item, call_of) for item in value)
+        return type(value)(item if isinstance(item, Tensor) else _replaced(item, call_of) for item in value)
     return value
 
 

@@ -7,7 +7,6 @@ in the autograd graph, and NaN for all entries. :func:`whole` puts the parameter
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Sequence
@@ -47,23 +46,20 @@ def stand_in(alias: Tensor, parameter: Tensor) -> Tensor:
     return alias
 
 
-def parameter_of(tensor: Tensor) -> Tensor | None:
-    """The parameter that a tensor stands for; None for any other tensor."""
+def parameters_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters that some of the tensors stand for."""
     if not _parameters or torch.compiler.is_compiling():
-        return None
-    found = _parameters.get(tensor.untyped_storage()._cdata)
-    return None if found is None else found()
-
-
-def is_stand_in(tensor: Tensor) -> bool:
-    return parameter_of(tensor) is not None
+        return []
+    found = [_parameters.get(tensor.untyped_storage()._cdata, lambda: None)() for tensor in tensors]
+    return [parameter for parameter in found if parameter is not None]
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The values that a stand-in stands for; any other tensor as it is. To be called while they are gathered."""
-    parameter = parameter_of(tensor)
-    if parameter is None:
+    found = parameters_of([tensor])
+    if not found:
         return tensor
+    (parameter,) = found
     if not is_whole(parameter):
         raise RuntimeError(
             "lazy logits were read while DeepSpeed ZeRO-3 was about to gather their head's weight for a module. Read "
@@ -89,5 +85,5 @@ class _Filled(torch.autograd.Function):
 
 def gathered(parameters: Sequence[Tensor]) -> AbstractContextManager[None]:
     """A context in which DeepSpeed has gathered these parameters. Every process has to enter it."""
-    context: AbstractContextManager[None] = contextlib.nullcontext()
-    return sys.modules["deepspeed"].zero.GatheredParameters(parameters) if parameters else context
+    context: AbstractContextManager[None] = sys.modules["deepspeed"].zero.GatheredParameters(parameters)
+    return context

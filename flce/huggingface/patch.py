@@ -27,16 +27,25 @@ from torch import Tensor, nn
 from flce.core import private
 from flce.core.callers import caller
 from flce.core.options import ChunkOptions
-from flce.huggingface.find_heads import WideProducts, backbone, beside, embedding_layers, find_heads, find_owners
-from flce.huggingface.head_call import HeadCall, is_recorded, is_traced, obstacle
-from flce.huggingface.lazy import make_lazy
+from flce.huggingface.find_heads import (
+    HeadModules,
+    WideProducts,
+    backbone,
+    beside,
+    embedding_layers,
+    find_heads,
+    find_owners,
+    vocabulary_sizes,
+)
+from flce.huggingface.head_call import HeadCall, is_recorded, obstacle
+from flce.huggingface.lazy import is_lazy, make_lazy
 from flce.huggingface.lazy.state import OnMaterialize, Settings, head_state
 from flce.huggingface.other_class import Methods, give_class, take_class
 from flce.huggingface.outputs import as_tensors, without_logits
 from flce.huggingface.partitioned import is_partitioned
 from flce.huggingface.staleness import optimizer_steps
-from flce.huggingface.usage import EVALUATION, MaterializedLogitsError, Report, Usage, listed
-from flce.huggingface.wrappers import checkpoint_around, is_data_parallel_replica, is_reentrant, why_not_lazy
+from flce.huggingface.usage import EVALUATION, OTHER_LOGITS, MaterializedLogitsError, Report, Usage, listed
+from flce.huggingface.wrappers import checkpoint_around, is_reentrant, why_not_lazy
 from flce.ops.arguments import check_options
 from flce.torch_ops.frames import graph_may_end, mark_frames, never_compiled, not_compiled
 
@@ -54,8 +63,10 @@ class _Patch:
     """Whether the call that is being compiled has labels. In Python `_running` tells; the compiler knows no threads."""
     leaves_graph: bool = False
     """Whether what a graph makes of the model's outputs becomes tensors where it ends."""
+    known: HeadModules | None = field(default=None, init=False, repr=False)
+    """The heads that were found last."""
     watch_products: bool | None = None
-    """Whether logits are made elsewhere than in the output embedding; None: the next call will tell."""
+    """Whether logits may be made by other products than the heads'; None: the next call will show."""
     head_called: bool = field(default=False, repr=False)
     usage: Usage = field(default_factory=Usage, repr=False)
     lazy_contexts: int = field(default_factory=int, init=False, repr=False)
@@ -73,8 +84,8 @@ class _Patch:
             self.always_lazy = self.lazy_contexts > 0 and self.generations == 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A model that is saved within a context is in none when it is loaded."""
-        return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False}
+        """A model that is saved within a context is in none when it is loaded, and looks for its heads again."""
+        return {**vars(self), "lazy_contexts": 0, "generations": 0, "always_lazy": False, "known": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Patch:
         """A model's copy has a patch of its own. A layer that is copied by itself stays with its model: PEFT trains one
@@ -113,6 +124,8 @@ class _Running(threading.local):
     """Patches of models that were given labels, by id: replicas of a model share the patch, in a thread each."""
     stock = False
     """Whether the head runs as it is, so that its product stays one."""
+    entered: _Call | None = None
+    """What `__call__` has begun, until the `forward` of the same module runs."""
 
 
 _running = _Running()
@@ -160,10 +173,9 @@ def _head_methods(original: type[nn.Linear]) -> dict[str, Callable[..., Any]]:
 
 def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """Run the head as it is, where lazy logits were expected."""
-    if (torch.is_grad_enabled() or patch.always_lazy) and patch.settings.on_materialize == "raise":
-        raise MaterializedLogitsError(
-            f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
-        )
+    _forbid_stock(
+        patch, f"the head would run stock code, which patch_model(..., on_materialize='raise') forbids: {reason}"
+    )
     _running.stock = True
     try:
         logits = F.linear(input, weight, bias)
@@ -172,6 +184,27 @@ def _stock(patch: _Patch, reason: str, input: Tensor, weight: Tensor, bias: Tens
     if torch.is_grad_enabled():
         patch.usage.ran_stock(logits, reason)
     return logits
+
+
+def _forbid_stock(patch: _Patch, message: str) -> None:
+    if (torch.is_grad_enabled() or patch.always_lazy) and patch.settings.on_materialize == "raise":
+        raise MaterializedLogitsError(message)
+
+
+def _count_other_logits(owner: Any, patch: _Patch, outputs: Any) -> None:
+    """Count and warn, or raise: the outputs have a loss or logits that neither a head nor a wide product has made."""
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs if type(outputs) in (tuple, list) else ()
+    sizes = {0, *vocabulary_sizes(owner, owner.get_output_embeddings())}
+    made = [v for v in values if isinstance(v, Tensor) and (v.shape[-1] if v.dim() else 0) in sizes and not is_lazy(v)]
+    if not made:
+        return
+    _forbid_stock(patch, f"patch_model(..., on_materialize='raise') forbids logits in memory: {OTHER_LOGITS}")
+    trained = [value for value in made if value.requires_grad]
+    if trained:
+        patch.usage.ran_stock(trained[0], OTHER_LOGITS)
+        if owner.training:
+            patch.usage.trained_stock = OTHER_LOGITS
+            patch.usage.warn_if_not_fused()
 
 
 def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
@@ -192,13 +225,14 @@ def _model_methods(original: Any) -> dict[str, Callable[..., Any]]:
                 patch.compiled_call_has_labels = before
         if not _finds_lazy_heads(self, patch):
             return forward(self, *args, **kwargs)
-        products = _watched_products(self, patch)
+        products = None if patch.watch_products is False else _watched_products(self, patch)
         patch.head_called = False
         with products or contextlib.nullcontext():
             outputs = forward(self, *args, **kwargs)
         found = products is not None and bool(products.replaced)
-        # Where neither made them, an adapter around the layers may make the logits by itself from now on.
-        patch.watch_products = found if found or patch.head_called else None
+        if products is not None and not (found or patch.head_called):
+            _count_other_logits(self, patch, outputs)
+        patch.watch_products = found or not patch.head_called or (patch.known is not None and patch.known.adapted)
         return outputs
 
     # `__call__` for models with another `forward` on the instance, as mixed precision by Accelerate makes it.
@@ -249,7 +283,16 @@ def _outermost(method: Callable[..., Any], place: slice | None) -> Callable[...,
                 if expected and graph_may_end():
                     torch._dynamo.graph_break()
             return method(self, *args, **kwargs)
-        call = _Call(self, args, kwargs, place)
+        patch = None if private.get_tracing_state() is not None else getattr(self, "_flce", None)
+        if patch is None:
+            return method(self, *args, **kwargs)
+        call = _running.entered
+        if call is not None and call.owner is self:  # Accelerate needs `__call__`, some wrappers call `forward`
+            _running.entered = None
+            if not call.labels:
+                call.note_labels(args, kwargs, place)
+            return call.leave(method(self, *args, **kwargs))
+        call = _Call(self, patch, args, kwargs, place)
         try:
             return call.leave(method(self, *args, **kwargs))
         finally:
@@ -264,33 +307,37 @@ class _Call:
     """A call of a patched model, or of a wrapper that was patched with it, which has no ``place`` for labels."""
 
     @never_compiled
-    def __init__(self, owner: Any, args: Any, kwargs: Any, place: slice | None) -> None:
-        self.owner = owner
-        self.patch: _Patch | None = None if is_traced() else getattr(owner, "_flce", None)
-        if self.patch is None:
-            return
-        self.labels = place is not None and _has_labels(args, kwargs, place)
-        self.before, self.left_graph = vars(_running).copy(), self.patch.leaves_graph
-        self.patch.leaves_graph = True
+    def __init__(self, owner: Any, patch: _Patch, args: Any, kwargs: Any, place: slice | None) -> None:
+        self.owner, self.patch = owner, patch
+        self.before, self.left_graph = vars(_running).copy(), patch.leaves_graph
+        self.has_left = self.labels = False
+        patch.leaves_graph = True
+        _running.entered = self
         if place is not None:
             _running.owner = owner
-        if self.labels:
+            self.note_labels(args, kwargs, place)
+
+    @never_compiled
+    def note_labels(self, args: Any, kwargs: Any, place: slice | None) -> None:
+        if place is not None and _has_labels(args, kwargs, place):
+            self.labels = True
             _running.with_labels |= {id(self.patch)}
 
     @never_compiled
     def leave(self, outputs: Any) -> Any:
-        if self.patch is None:
+        if self.has_left:
             return outputs
+        self.has_left = True
         outputs = as_tensors(outputs, self.patch.usage, self.owner, passed_by=self.labels)
-        gathered = self.labels and is_data_parallel_replica(self.owner) and torch.is_grad_enabled()
+        # `torch.nn.DataParallel` makes replicas for one call.
+        gathered = self.labels and getattr(self.owner, "_is_replica", False) and torch.is_grad_enabled()
         return without_logits(outputs) if gathered else outputs
 
     @never_compiled
     def end(self) -> None:
-        if self.patch is not None:
-            vars(_running).clear()
-            vars(_running).update(self.before)
-            self.patch.leaves_graph = self.left_graph
+        vars(_running).clear()
+        vars(_running).update(self.before)
+        self.patch.leaves_graph = self.left_graph
 
 
 def _has_labels(args: Any, kwargs: Any, place: slice) -> bool:
@@ -312,7 +359,12 @@ def _place_of_labels(forward: Callable[..., Any]) -> slice:
 @never_compiled
 def _finds_lazy_heads(owner: Any, patch: _Patch) -> bool:
     """Whether this call's logits are to be lazy, before it."""
-    _change(find_heads(owner), _head_methods, patch)  # resizing the vocabulary replaces the layer, adapters add some
+    embedding = owner.get_output_embeddings()
+    if patch.known is None or not patch.known.are_those_of(embedding, patch):
+        # Resizing the vocabulary replaces the layer, adapters add some.
+        heads = find_heads(owner)
+        _change(heads, _head_methods, patch)
+        patch.known, patch.watch_products = HeadModules(embedding, heads), None
     return patch.expects_loss(owner)
 
 
@@ -332,10 +384,16 @@ def _watched_products(owner: Any, patch: _Patch) -> WideProducts | None:
         call = HeadCall(weight, bias, patch.usage, None, owner)
         return make_lazy(head_state(hidden, weight, bias, patch.settings, call))
 
-    return WideProducts(owner, not patch.watch_products, lazy_product) if watched else None
+    return WideProducts(owner, lazy_product) if watched else None
 
 
 # ----------------------------------------------------------------------------------------------- the public part
+
+
+def check_on_materialize(value: object) -> None:
+    """ValueError for anything but a way to treat logits that are read."""
+    if value not in get_args(OnMaterialize):
+        raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {value!r}")
 
 
 def patch_model(
@@ -371,8 +429,7 @@ def patch_model(
         ValueError: another ``on_materialize``.
     """
     check_options(options)
-    if on_materialize not in get_args(OnMaterialize):
-        raise ValueError(f"on_materialize must be 'warn', 'ignore' or 'raise', got {on_materialize!r}")
+    check_on_materialize(on_materialize)
     settings = Settings(options, on_materialize)
     _check_model("patch_model", model)
     if private.make_wrapper_subclass is None:

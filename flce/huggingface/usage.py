@@ -20,6 +20,10 @@ EVALUATION = (
     "the model is in eval() mode, as from_pretrained() returns it, and was called without labels. Call model.train(), "
     "or pass labels"
 )
+OTHER_LOGITS = (
+    "neither the forward of the output embedding nor a matrix product as wide as the vocabulary was called. Another "
+    "forward is set on the layer, as tensor parallelism does (tp_plan), or the model computes its loss by itself"
+)
 _UNUSED = (
     "no loss was computed from the model's logits. A trainer may go round the head with a kernel of its own, as TRL's "
     "do since version 1.16 (flce.huggingface.trl.install(), called before such a trainer is made, takes its place; see "
@@ -35,13 +39,8 @@ class Call(Protocol):
     """The number of the model's forward that it was made in."""
 
 
-# Calls of heads whose logits still exist.
-_calls: weakref.WeakSet[Call] = weakref.WeakSet()
-
-
-def watch_call(call: Call) -> None:
-    """Note that logits were returned."""
-    _calls.add(call)
+calls_with_logits: weakref.WeakSet[Call] = weakref.WeakSet()
+"""Calls of heads whose logits still exist."""
 
 
 class NotFusedWarning(UserWarning):
@@ -77,7 +76,7 @@ class Usage:
 
     def forward_begins(self, training: bool) -> None:
         """At the start of every forward with gradients enabled, in training mode or not."""
-        if self.trained_stock is not None or self.forwards >= 2:
+        if self.trained_stock is not None or (self.forwards >= 2 and not self.used):
             self.warn_if_not_fused()
         self.forwards += training
 
@@ -97,7 +96,7 @@ class Usage:
 
     def _all_kept(self) -> bool:
         """Whether no logits were dropped yet: the loss of several forwards may come at the end."""
-        return len({call.forward for call in list(_calls) if call.usage is self}) >= self.forwards
+        return len({call.forward for call in list(calls_with_logits) if call.usage is self}) >= self.forwards
 
     def ran_stock(self, logits: Any, reason: str) -> None:
         """The head ran stock code with gradients enabled; whether that is training shows when a gradient comes back."""

@@ -195,10 +195,13 @@ def why_not_lazy(owner: Any, weight: Tensor) -> str | None:
             "the head of a model under DeepSpeed ZeRO-3 runs within torch.utils.checkpoint, whose second pass takes "
             "its weight away before the gradient comes; leave head and loss outside of it"
         )
-    fsdp1 = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
-    # Its units need processes. The models of Transformers look about before they tell their head.
-    distributed = fsdp1 is not None and private.fsdp1_unsharded is None and torch.distributed.is_initialized()
-    if distributed and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
+    # Units of FSDP1 need processes, and so do DTensors.
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    fsdp1 = (
+        None if private.fsdp1_unsharded is not None else _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    )
+    if fsdp1 is not None and owner is not None and isinstance(owner.get_output_embeddings(), fsdp1):
         return (
             "the head is an FSDP1 unit of its own, which flce cannot unshard with this version of PyTorch; leave it in "
             "the root unit, or use FSDP2"
@@ -249,8 +252,3 @@ def checkpoint_around() -> Any:
 def is_reentrant(checkpoint: Any) -> bool:
     """Whether it runs its first pass without gradients, which then says nothing of whether a loss is wanted."""
     return private.is_node_of(checkpoint, CheckpointFunction)
-
-
-def is_data_parallel_replica(module: nn.Module) -> bool:
-    """Whether ``torch.nn.DataParallel`` made this module for one call."""
-    return bool(getattr(module, "_is_replica", False))

@@ -1,12 +1,12 @@
-"""What the public functions do alike with their arguments before the work, and with its results after it."""
+"""Checks of the public functions' arguments, and the form of their results."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,30 +15,33 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from flce.backends.contract import RowOutputs, log_sum_exp
-from flce.core.numbers import integer, real
+from flce.core import private
+from flce.core.numbers import check_bool, integer, real
 from flce.core.options import ChunkOptions
-from flce.core.problem import (
-    OUTPUTS,
-    LinearCrossEntropyOutput,
-    LinearLogprobsOutput,
-    LogprobSpec,
-    LossSpec,
-    accumulation_dtype,
-)
+from flce.core.problem import MOST_ENTRIES, CrossEntropyProblem, LogprobSpec, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.ops import vocabulary_parallel
-from flce.ops.split_head import NOT_SPLIT, Operands, SplitHead, refuse_dtensors, split
-from flce.torch_ops.frames import is_differentiated_forward
+from flce.ops.split_head import NOT_SPLIT, SplitHead, split
+from flce.torch_ops.frames import is_differentiated_forward, is_in_transform
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INDICES = (torch.int64, torch.int32)
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Tensors that need not be given, and tensors of class indices.
+_OPTIONAL = {"linear_bias", "weight", "token_weight"}
+_OF_INDICES = {"target", "candidates"}
+# Tensors that all processes of a divided head give alike.
+_WHOLE = {"target", "candidates", "weight", "token_weight", "temperature", "num_items"}
+# PyTorch's functions that have every kind of derivative.
+_LOSS = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
+_LOGPROBS = "torch.nn.functional.linear and torch.nn.functional.log_softmax"
 
 
 class LinearArguments(NamedTuple):
-    """Checked arguments of `flce.fused_linear_cross_entropy`, in the dtypes in which they are computed with."""
+    """Checked arguments of `flce.fused_linear_cross_entropy`, in the dtypes of the computation."""
 
     input: Tensor  # (..., H)
     linear_weight: Tensor  # (V, d_1, ..., d_K, H)
@@ -50,9 +53,9 @@ class LinearArguments(NamedTuple):
     num_items: Tensor | None  # ()
     shift: int
     composed: bool
-    """Whether PyTorch's operators are what computes it, with logits in memory."""
+    """Whether PyTorch's operators compute the loss, with the logits in memory."""
     shard: Shard | None
-    """What of the classes the weights have; None: all."""
+    """Classes of the weights; None: all."""
 
 
 def linear_arguments(
@@ -68,33 +71,39 @@ def linear_arguments(
     options: ChunkOptions | None,
     spec: LossSpec,
     how: SplitHead = NOT_SPLIT,
-    function: str = "fused_linear_cross_entropy",
 ) -> LinearArguments:
-    """All checks of the arguments of `flce.fused_linear_cross_entropy` but those of `spec`. It documents the errors.
+    """Check the arguments of `flce.fused_linear_cross_entropy`, which documents the errors. `spec` is checked already.
 
-    `how`: the head is divided. `function`: the one that is called.
+    Warm calls enter as few functions as possible: the messages of errors are written elsewhere.
+
+    Args:
+        spec: a `LogprobSpec` for the arguments of `flce.linear_logprobs`.
+        how: how the head is divided over processes.
     """
-    shard, weighted = None, 0
-    instead = "torch.nn.functional.linear and torch.nn.functional.cross_entropy"
-    operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
-    optional = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
-    check_tensors({**operands, "target": target}, optional)
-    if input.dim() < 1:
-        raise ValueError("input must have shape (..., H), got a 0-d tensor")
-    if linear_weight.dim() < 2:
-        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
-    if input.shape[-1] != linear_weight.shape[-1]:
-        transposed = linear_weight.dim() == 2 and linear_weight.shape[0] == input.shape[-1]
-        raise ValueError(
-            f"linear_weight must have shape (V, H) with the H of input, {input.shape[-1]}, got "
-            f"{tuple(linear_weight.shape)} with input {tuple(input.shape)}"
-            f"{': give linear_weight.t()' if transposed else ''}"
-        )
-    refuse_dtensors(input, linear_weight)
-    check_options(options)
-    shift = check_shift(shift, target)
+    operands = {"input": input, "linear_weight": linear_weight}
+    if type(adapters) is not tuple or adapters:
+        operands |= _by_name(adapters)
+    tensors = {"linear_bias": linear_bias, "weight": weight, "token_weight": token_weight}
+    check_tensors({**operands, "target": target, **tensors})
+    if input.dim() < 1 or linear_weight.dim() < 2 or input.shape[-1] != linear_weight.shape[-1]:
+        _refuse_head(input, linear_weight)
+    probabilities, is_logprobs = target.is_floating_point(), isinstance(spec, LogprobSpec)
+    composed = probabilities or linear_weight.dim() > 2
+    if composed and is_logprobs:
+        _refuse_composed_logprobs(linear_weight, target)
+    if weight is not None and not probabilities:
+        refuse_gradient(weight)
+    if options is not None:
+        check_options(options)
+    if type(shift) is not int or shift:
+        shift = check_shift(shift, target)
+    if not composed and is_in_transform():
+        # Before the input is gathered, which would lose its tangent.
+        function, instead = ("linear_logprobs", _LOGPROBS) if is_logprobs else ("fused_linear_cross_entropy", _LOSS)
+        refuse_transforms(function, instead, (*operands.values(), target, linear_bias, token_weight), batches=True)
+    shard, size = None, len(linear_weight)
     if how != NOT_SPLIT:
-        if target.is_floating_point():
+        if probabilities:
             raise ValueError("process_group needs class-index targets, got class probabilities")
         told = {
             "the shape of target": tuple(target.shape),
@@ -102,66 +111,44 @@ def linear_arguments(
             "shift": shift,
             "options": (spec, options),
         }
-        # Before the input is gathered, which would lose its tangent.
-        refuse_forward_mode(function, instead, (*operands.values(), linear_bias, token_weight))
-        size = len(linear_weight)
-        given, shard = split(Operands(input, linear_weight, linear_bias, adapters), how, weight, told)
+        given, shard = split(input, linear_weight, linear_bias, adapters, weight, how, told)
         input, linear_weight, linear_bias, adapters = given
-        # Class weights are those of all classes, or of these.
-        weighted = size if weight is not None and weight.shape == (size,) else shard.vocab_size
         operands = {"input": input, "linear_weight": linear_weight, **_by_name(adapters)}
     if autocast_dtype(input.device.type) is not None:
         operands = {name: _autocast(tensor) for name, tensor in operands.items()}
     input, linear_weight, *others = operands.values()
-    if input.dtype not in FLOATING:
-        raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
     for name, value in operands.items():
-        if value.dtype != input.dtype:
-            raise TypeError(
-                f"input and {name} must have one dtype (after autocast, where it is on), "
-                f"got {input.dtype} and {value.dtype}"
-            )
+        if value.dtype != input.dtype or input.dtype not in FLOATING:
+            _refuse_dtype_of_operand(name, value, input)
     if linear_bias is not None:
         linear_bias = _wide_bias(linear_bias, input)
-    num_items = num_items_tensor(num_items, spec, input)
-    adapters = tuple(zip(others[::2], others[1::2], strict=True))
+    if num_items is not None:
+        num_items = num_items_tensor(num_items, spec, input)
     leading, (vocab_size, *inner) = input.shape[:-1], linear_weight.shape[:-1]
-    weighted = vocab_size if shard is None else weighted
-    tokens, probabilities = (*leading, *inner), target.is_floating_point()
-    composed = probabilities or bool(inner)
-    if adapters and inner:
-        raise ValueError(f"adapters need a two-dimensional linear_weight, got shape {tuple(linear_weight.shape)}")
-    _check_shapes(
-        input,
-        linear_weight,
-        adapters,
+    tokens = (*leading, *inner)
+    if not vocab_size or not input.shape[-1]:
+        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+    adapters = tuple(zip(others[::2], others[1::2], strict=True))
+    if adapters:
+        _check_adapters(adapters, input, linear_weight)
+    # Class weights are those of the slice, or of all classes.
+    if shard is not None and (weight is None or weight.shape != (size,)):
+        size = shard.vocab_size
+    for name, tensor, shape in (
         ("target", target, (*leading, vocab_size, *inner) if probabilities else tokens),
         ("linear_bias", linear_bias, (vocab_size, *inner)),
-        ("weight", weight, (weighted,)),
+        ("weight", weight, (size,)),
         ("token_weight", token_weight, tokens),
-    )
+    ):
+        if tensor is not None and tensor.shape != shape:
+            _refuse_shape(name, tensor, shape, {"input": input, "linear_weight": linear_weight})
     if composed:
         if shift:
             raise ValueError("shift needs class-index targets and a two-dimensional linear_weight")
         _check_composed(spec, probabilities)
-    elif shard is None:  # with one it was refused before
-        refuse_forward_mode(function, instead, (input, linear_weight, linear_bias, token_weight, *others))
     return LinearArguments(
         input, linear_weight, target, linear_bias, adapters, weight, token_weight, num_items, shift, composed, shard
     )
-
-
-class LogprobArguments(NamedTuple):
-    """Checked arguments of `flce.linear_logprobs`, in the dtypes in which they are computed with."""
-
-    linear: LinearArguments
-    spec: LogprobSpec
-    candidates: Tensor | None  # (N, K) int64
-    row_factor: Tensor | None  # (N,) one over the temperature of each token
-
-
-# The most candidates, and the largest `top_k`.
-MOST_ENTRIES = 256
 
 
 def logprob_arguments(
@@ -180,49 +167,51 @@ def logprob_arguments(
     shift: int,
     options: ChunkOptions | None,
     how: SplitHead,
-) -> LogprobArguments:
-    """All checks of the arguments of `flce.linear_logprobs`, which documents the errors."""
-    outputs = check_outputs(outputs)
-    check_tensor("input", input), check_tensor("linear_weight", linear_weight)
-    if target is None:
-        for name in ("logprob", "correct"):
-            if name in outputs:
-                raise ValueError(f"outputs has {name!r}, which needs a target; got target=None")
-        if shift:
-            raise ValueError(f"shift={shift} needs a target, got target=None")
-        # Any class: nothing that depends on it is asked for. No position is ignored.
-        target, ignore_index = torch.zeros(how.tokens(input), dtype=torch.int64, device=input.device), -100
-    elif isinstance(target, Tensor) and target.is_floating_point():
-        raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
-    if linear_weight.dim() > 2:
-        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
+) -> tuple[LinearArguments, LogprobSpec, Tensor | None, Tensor | None]:
+    """Check the arguments of `flce.linear_logprobs`, which documents the errors.
+
+    Returns:
+        The arguments of the head, the spec, the candidates (N, K), and one over the temperature of each token (N,).
+    """
+    each = temperature if isinstance(temperature, Tensor) and temperature.dim() > 0 else None
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target, "candidates": candidates}
+    check_tensors({**tensors, "temperature": each}, optional={"target", "candidates", "temperature"})
+    refuse_transforms("linear_logprobs", _LOGPROBS, (candidates, each), batches=True)
     tokens = how.tokens(input)
-    each, of_all = None, 1.0
-    if isinstance(temperature, Tensor) and temperature.dim() > 0:
-        each = _checked_temperature(temperature, tokens, input)
-    else:
-        of_all = real("temperature", temperature)
-    top_k = check_top_k(top_k)
-    if top_k > len(linear_weight) and how.process_group is None:
-        raise ValueError(f"top_k must be at most the {len(linear_weight)} classes of linear_weight, got {top_k}")
     if candidates is not None:
-        candidates = _checked_candidates(candidates, tokens, input)
+        candidates = _flat_candidates(candidates, tokens, input)
     spec = LogprobSpec(
-        ignore_index=-100 if ignore_index is None else ignore_index,
+        ignore_index=-100 if ignore_index is None or target is None else ignore_index,
         softcap=softcap,
         logit_scale=logit_scale,
-        temperature=of_all,
-        stats=outputs,
+        temperature=temperature if each is None else 1.0,  # type: ignore[arg-type]  # the spec makes it a number
+        stats=outputs,  # type: ignore[arg-type]
         candidates=0 if candidates is None else candidates.shape[-1],
         top_k=top_k,
         row_temperature=each is not None,
     )
+    if target is None:
+        for name in {"logprob", "correct"}.intersection(spec.stats):
+            raise ValueError(f"outputs has {name!r}, which needs a target; got target=None")
+        if shift:
+            raise ValueError(f"shift={shift} needs a target, got target=None")
+        # Any class: no result depends on it. No position is ignored.
+        target = torch.zeros(tokens, dtype=torch.int64, device=input.device)
+    if each is not None:
+        if each.requires_grad:
+            raise ValueError("temperature gets no gradient, got a tensor that requires grad: give temperature.detach()")
+        if each.shape != tokens:
+            raise ValueError(
+                f"temperature must be a number or have shape {tokens} with input {tuple(input.shape)}, "
+                f"got {tuple(each.shape)}"
+            )
     linear = linear_arguments(
-        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how,
-        "linear_logprobs",
-    )  # fmt: skip
-    if linear.shard is not None and top_k > linear.shard.vocab_size:
-        raise ValueError(f"top_k must be at most the {linear.shard.vocab_size} classes of all processes, got {top_k}")
+        input, linear_weight, target, linear_bias, adapters, None, None, None, shift, options, spec, how
+    )
+    vocab_size = len(linear_weight) if linear.shard is None else linear.shard.vocab_size
+    if spec.top_k > vocab_size:
+        of = "linear_weight" if linear.shard is None else "all processes"
+        raise ValueError(f"top_k must be at most the {vocab_size} classes of {of}, got {spec.top_k}")
     if options is not None and options.logits_dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             "linear_logprobs never rounds logits: options.logits_dtype must be None, torch.float32 or torch.float64, "
@@ -230,82 +219,20 @@ def logprob_arguments(
         )
     if each is not None:
         each = 1.0 / each.to(accumulation_dtype(linear.input.dtype)).reshape(-1)
-    return LogprobArguments(linear, spec, candidates, each)
+    return linear, spec, candidates, each
 
 
-def check_top_k(top_k: int) -> int:
-    """As an int; TypeError or ValueError for what is none from 0 to `MOST_ENTRIES`."""
-    top_k = integer("top_k", top_k)
-    if not 0 <= top_k <= MOST_ENTRIES:
-        raise ValueError(f"top_k must be from 0 to {MOST_ENTRIES}, got {top_k}")
-    return top_k
-
-
-def check_outputs(outputs: Sequence[str]) -> tuple[str, ...]:
-    """As a tuple; TypeError or ValueError for what are no names of results, each once."""
-    if isinstance(outputs, str) or not isinstance(outputs, (tuple, list)):
-        raise TypeError(f"outputs must be a tuple of names out of {OUTPUTS}, got {outputs!r}")
-    for number, name in enumerate(outputs):
-        if name not in OUTPUTS:
-            raise ValueError(f"unknown output {name!r}; expected any of {OUTPUTS}")
-        if name in outputs[:number]:
-            raise ValueError(f"outputs has {name!r} twice, got {tuple(outputs)}")
-    return tuple(outputs)
-
-
-def _checked_temperature(temperature: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
-    """One of each token. Its values are looked at in the operator, which tracers do not see into."""
-    if not temperature.is_floating_point():
-        raise TypeError(f"temperature must be a number or have a floating dtype, got {temperature.dtype}")
-    if temperature.device != input.device:
-        raise ValueError(
-            f"all tensors must be on one device, got input on {input.device} and temperature on {temperature.device}"
-        )
-    if temperature.requires_grad:
-        raise ValueError("temperature gets no gradient, got a tensor that requires grad: give temperature.detach()")
-    if temperature.shape != tokens:
-        raise ValueError(
-            f"temperature must be a number or have shape {tokens} with input {tuple(input.shape)}, "
-            f"got {tuple(temperature.shape)}"
-        )
-    return temperature
-
-
-def _checked_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
-    """(N, K) int64."""
-    check_tensor("candidates", candidates)
-    if candidates.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"candidates must hold class indices in int64 or int32, got {candidates.dtype}")
-    if candidates.device != input.device:
-        raise ValueError(
-            f"all tensors must be on one device, got input on {input.device} and candidates on {candidates.device}"
-        )
+def _flat_candidates(candidates: Tensor, tokens: tuple[int, ...], input: Tensor) -> Tensor:
+    """Return the candidates of each token, (N, K) int64."""
     if candidates.dim() == 0 or candidates.shape[:-1] not in ((), tokens):
         raise ValueError(
             f"candidates must have shape (K,) or {(*tokens, 'K')} with input {tuple(input.shape)}, "
             f"got {tuple(candidates.shape)}"
         )
-    if candidates.shape[-1] > MOST_ENTRIES:
-        raise ValueError(f"candidates must be at most {MOST_ENTRIES} for a token, got {candidates.shape[-1]}")
     size = candidates.shape[-1]
+    if size > MOST_ENTRIES:
+        raise ValueError(f"candidates must be at most {MOST_ENTRIES} for a token, got {size}")
     return candidates.to(torch.int64).expand(*tokens, size).reshape(math.prod(tokens), size)
-
-
-class LogitsArguments(NamedTuple):
-    """Checked arguments of `flce.cross_entropy`; of a DTensor what this process has of it."""
-
-    logits: Tensor  # (..., cols)
-    target: Tensor  # (...) indices or (..., V) probabilities
-    weight: Tensor | None  # (V,)
-    token_weight: Tensor | None  # (...)
-    num_items: Tensor | None  # ()
-    shift: int
-    shard: Shard | None  # None: cols is V
-
-    @property
-    def composed(self) -> bool:
-        """Whether PyTorch's operators are what computes it."""
-        return self.target.is_floating_point()
 
 
 def logits_arguments(
@@ -319,11 +246,16 @@ def logits_arguments(
     process_group: dist.ProcessGroup | None,
     vocab_size: int | None,
     spec: LossSpec,
-) -> LogitsArguments:
-    """All checks of the arguments of `flce.cross_entropy` but those of `spec`. It documents the errors."""
-    check_tensors({"logits": logits, "target": target}, {"weight": weight, "token_weight": token_weight})
+) -> CrossEntropyProblem:
+    """Check the arguments of `flce.cross_entropy`, which documents the errors. `spec` is checked already.
+
+    Returns:
+        The problem, of a DTensor that of this process; for class probabilities with the tensors as they were given.
+    """
+    tensors = {"logits": logits, "target": target, "weight": weight, "token_weight": token_weight}
+    check_tensors(tensors, dtensors=True)
     shift = check_shift(shift, target)
-    check_inplace(inplace)
+    check_bool("inplace", inplace)
     if logits.dim() < 1:
         raise ValueError("logits must have shape (..., V), got a 0-d tensor")
     if logits.dtype not in FLOATING:
@@ -332,129 +264,226 @@ def logits_arguments(
         if process_group is not None or vocab_size is not None:
             raise ValueError("process_group and vocab_size are for plain tensors; a DTensor has them itself")
         logits, process_group, vocab_size = vocabulary_parallel.local_logits(logits)
-    target = vocabulary_parallel.local_vector(target, "target")
-    weight = vocabulary_parallel.local_vector(weight, "weight")
-    token_weight = vocabulary_parallel.local_vector(token_weight, "token_weight")
-    shard = None
+    target, weight, token_weight, num_items = (
+        vocabulary_parallel.local_vector(value, name)
+        for name, value in {**tensors, "num_items": num_items}.items()
+        if name != "logits"
+    )
+    shard, tokens, of_all = None, logits.shape[:-1], logits.shape[-1]
     if process_group is not None:
         shard = vocabulary_parallel.shard_of(logits.shape[-1], vocab_size, process_group)
+        of_all = shard.vocab_size
     elif vocab_size is not None:
-        raise ValueError(f"vocab_size={vocab_size} needs a process_group")
-    _check_logits_shapes(logits, target, weight, token_weight, logits.shape[-1] if shard is None else shard.vocab_size)
-    num_items = num_items_tensor(num_items, spec, logits)
-    if target.is_floating_point():
-        for name, value in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
-            if value:
+        vocabulary_parallel.refuse_without_group(vocab_size=vocab_size)
+    if of_all == 0:
+        raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
+    probabilities = target.is_floating_point()
+    for name, value, shape in (
+        ("target", target, tuple(logits.shape) if probabilities else tokens),
+        ("weight", weight, (of_all,)),
+        ("token_weight", token_weight, tokens),
+    ):
+        if value is not None and value.shape != shape:
+            _refuse_shape(name, value, shape, {"logits": logits})
+    if num_items is not None:
+        num_items = num_items_tensor(num_items, spec, logits)
+    if probabilities:
+        for name, given in {"shift": shift, "inplace=True": inplace, "process_group": shard}.items():
+            if given:
                 raise ValueError(f"{name} needs class-index targets, got class probabilities")
         _check_composed(spec, probabilities=True)
     else:
-        refuse_forward_mode("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
-    return LogitsArguments(logits, target, weight, token_weight, num_items, shift, shard)
+        refuse_transforms("cross_entropy", "torch.nn.functional.cross_entropy", (logits, token_weight))
+        accum = accumulation_dtype(logits.dtype)
+        target = target.to(torch.int64)
+        if shift:
+            target = shifted(target, shift, spec.ignore_index)
+        if weight is not None:
+            refuse_gradient(weight)
+            weight = weight.detach().to(accum).contiguous()
+        token_weight = None if token_weight is None else token_weight.to(accum)
+    token_weight_grad = torch.is_grad_enabled() and token_weight is not None and token_weight.requires_grad
+    return CrossEntropyProblem(logits, target, weight, token_weight, num_items, spec, shard, shift, token_weight_grad)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tensors
+
+
+def check_tensors(tensors: Mapping[str, Any], optional: Collection[str] = _OPTIONAL, dtensors: bool = False) -> None:
+    """Check that tensors are dense, on the device of the first one, and of a dtype that fits their names.
+
+    Args:
+        tensors: by the names of messages.
+        optional: names of tensors that may be None.
+        dtensors: whether a `DTensor` is allowed.
+
+    Raises:
+        TypeError, ValueError: with the name.
+    """
+    first: Any = None
+    for name, value in tensors.items():
+        if value is None and name in optional:
+            continue
+        if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_nested:
+            check_tensor(name, value)
+            _check_subclass(name, value, dtensors)
+        first = value if first is None else first
+        if value.device != first.device:
+            raise ValueError(
+                f"all tensors must be on one device, got {next(iter(tensors))} on {first.device} and {name} on "
+                f"{value.device}"
+            )
+        is_right = value.dtype in _INDICES if name in _OF_INDICES else value.is_floating_point()
+        if not is_right and not (name == "target" and value.is_floating_point()):
+            _refuse_dtype(name, value, tensors.get("target"))
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
-    """The value, or TypeError for anything but a tensor."""
+    """Return the value; TypeError if it is not a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    if value.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested tensor: give its tokens one after the other, "
+            f"torch.cat({name}.unbind())"
+        )
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {value.layout}: give {name}.to_dense()")
     return value
 
 
-def check_tensors(required: Mapping[str, Tensor], optional: Mapping[str, Tensor | None]) -> None:
-    """Tensors on the device of the first, all but the target in a floating dtype.
-
-    Raises:
-        TypeError, ValueError: what is wrong, by name.
-    """
-    first = next(iter(required))
-    for name, given in {**required, **optional}.items():
-        if given is None and name in optional:
-            continue
-        value = check_tensor(name, given)
-        if value.device != required[first].device:
+def _check_subclass(name: str, value: Tensor, dtensors: bool) -> None:
+    if vocabulary_parallel.is_dtensor(value) and not dtensors:
+        if name == "linear_weight":
             raise ValueError(
-                f"all tensors must be on one device, got {first} on {required[first].device} "
-                f"and {name} on {value.device}"
+                "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with "
+                "FSDP, give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
+                "linear_weight.to_local(), process_group=... and vocab_size=..."
             )
-        if name != "target" and not value.is_floating_point():
-            raise TypeError(f"{name} must have a floating dtype, got {value.dtype}")
-    target = required["target"]
-    if not target.is_floating_point() and target.dtype not in (torch.int64, torch.int32):
+        placements: Any = getattr(value, "placements", ())
+        is_part = name in _WHOLE and not all(placement.is_replicate() for placement in placements)
+        raise ValueError(
+            f"{name} must be a plain tensor, got a DTensor: give {name}.{'full_tensor' if is_part else 'to_local'}()"
+        )
+    if name == "linear_weight" and is_quantised(value):
+        _refuse_quantised(value)
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether the values of a head's weight are not its elements: of bitsandbytes, torchao, and of narrow dtypes."""
+    own_dequantize = type(weight).dequantize is not Tensor.dequantize
+    return weight.dtype not in FLOATING or own_dequantize or getattr(weight, "quant_state", None) is not None
+
+
+def _refuse_quantised(weight: Tensor) -> NoReturn:
+    kind = "" if type(weight) in _PLAIN else f"{type(weight).__name__} of "
+    raise TypeError(
+        f"linear_weight must be float16, bfloat16, float32 or float64, got a {kind}{weight.dtype} tensor, as of a "
+        "quantised head. Keep the head out of the quantisation (for example by listing it among the modules that the "
+        "quantiser skips), or give a dequantised weight"
+    )
+
+
+def _refuse_dtype(name: str, value: Tensor, target: Any) -> NoReturn:
+    if name == "target":
         raise TypeError(
             "target must hold class indices in int64 or int32, or class probabilities in a floating dtype, "
-            f"got {target.dtype}"
+            f"got {value.dtype}"
         )
+    if name == "candidates":
+        raise TypeError(f"candidates must hold class indices in int64 or int32, got {value.dtype}")
+    swapped = value.dtype in _INDICES and isinstance(target, Tensor) and target.is_floating_point()
+    if name == "linear_weight" and not swapped and value.dtype in (torch.int8, torch.uint8):
+        _refuse_quantised(value)
+    order = "logits come first, then target" if name == "logits" else _ORDER
+    raise TypeError(f"{name} must have a floating dtype, got {value.dtype}{f': {order}' if swapped else ''}")
+
+
+_ORDER = "hidden states come first, then linear_weight, then target"
+
+
+def _refuse_dtype_of_operand(name: str, value: Tensor, input: Tensor) -> NoReturn:
+    if name == "linear_weight" and value.dtype not in FLOATING and input.dtype in FLOATING:
+        _refuse_quantised(value)
+    if input.dtype not in FLOATING:
+        raise TypeError(f"input must be float16, bfloat16, float32 or float64, got {input.dtype}")
+    raise TypeError(
+        f"input and {name} must have one dtype (after autocast, where it is on), got {input.dtype} and {value.dtype}"
+    )
+
+
+def refuse_gradient(weight: Tensor) -> None:
+    """ValueError where a gradient in the class weights is asked for. PyTorch has none either."""
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("weight gets no gradient, got a tensor that requires grad: give weight.detach()")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Shapes
+
+
+def _refuse_head(input: Tensor, linear_weight: Tensor) -> NoReturn:
+    if input.dim() < 1:
+        raise ValueError("input must have shape (..., H), got a 0-d tensor")
+    shape = tuple(linear_weight.shape)
+    if len(shape) < 2:
+        raise ValueError(f"linear_weight must have shape (V, H), got {shape}")
+    hint = ": give linear_weight.t()" if len(shape) == 2 and shape[0] == input.shape[-1] else ""
+    raise ValueError(
+        f"linear_weight must have shape (V, H) with the H of input, {input.shape[-1]}, got {shape} with input "
+        f"{tuple(input.shape)}{hint}"
+    )
+
+
+def _refuse_composed_logprobs(linear_weight: Tensor, target: Tensor) -> NoReturn:
+    if linear_weight.dim() > 2:
+        raise ValueError(f"linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
+    raise TypeError(f"target must hold class indices in int64 or int32, got {target.dtype}")
 
 
 def _by_name(adapters: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all adapters, named as messages name them."""
+    """Return the tensors of all adapters by the names of messages."""
     if not isinstance(adapters, (tuple, list)):
         raise TypeError(f"adapters must be a sequence of pairs of tensors, got {type(adapters).__name__}")
     for k, pair in enumerate(adapters):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"adapters[{k}] must be a pair of tensors (..., r) and (V, r), got {_describe(pair)}")
+        is_sequence = isinstance(pair, (tuple, list))
+        if not is_sequence or len(pair) != 2:
+            got = f"{len(pair)} values" if is_sequence else type(pair).__name__
+            raise TypeError(f"adapters[{k}] must be a pair of tensors (..., r) and (V, r), got {got}")
     return {f"adapters[{k}][{i}]": tensor for k, pair in enumerate(adapters) for i, tensor in enumerate(pair)}
 
 
-def _describe(value: object) -> str:
-    return f"{len(value)} values" if isinstance(value, (tuple, list)) else type(value).__name__
-
-
-def _check_shapes(
-    input: Tensor,
-    linear_weight: Tensor,
-    adapters: Sequence[tuple[Tensor, Tensor]],
-    *expected: tuple[str, Tensor | None, tuple[int, ...]],
-) -> None:
-    """ValueError for an empty head or adapter, or for the first of (name, tensor, shape) that has another shape."""
-    if linear_weight.shape[0] == 0 or linear_weight.shape[-1] == 0:
-        raise ValueError(f"linear_weight must have V > 0 and H > 0, got shape {tuple(linear_weight.shape)}")
+def _check_adapters(adapters: Sequence[tuple[Tensor, Tensor]], input: Tensor, linear_weight: Tensor) -> None:
+    if linear_weight.dim() > 2:
+        raise ValueError(f"adapters need a two-dimensional linear_weight, got shape {tuple(linear_weight.shape)}")
+    vocab_size = len(linear_weight)
     for k, (a, b) in enumerate(adapters):
-        rank = b.shape[-1] if b.dim() else 0
-        if rank == 0:
-            raise ValueError(f"adapters[{k}][1] must have shape (V, r) with r > 0, got {tuple(b.shape)}")
-        expected += (
-            (f"adapters[{k}][0]", a, (*input.shape[:-1], rank)),
-            (f"adapters[{k}][1]", b, (linear_weight.shape[0], rank)),
-        )
-    for name, value, shape in expected:
-        if value is not None and tuple(value.shape) != shape:
-            hint = ""
-            if name == "target":
-                swapped = tuple(value.shape) == tuple(linear_weight.shape[:-1])
-                hint = ": hidden states come first, then linear_weight" if swapped else _floating_hint(value, input)
+        if b.dim() != 2 or len(b) != vocab_size or not b.shape[1]:
+            hint = f": give adapters[{k}][1].t()" if b.dim() == 2 and b.shape[1] == vocab_size else ""
             raise ValueError(
-                f"{name} must have shape {shape} with input {tuple(input.shape)} and linear_weight "
-                f"{tuple(linear_weight.shape)}, got {tuple(value.shape)}{hint}"
+                f"adapters[{k}][1] must have shape (V, r) with the V of linear_weight, {vocab_size}, and r > 0, got "
+                f"{tuple(b.shape)}{hint}"
+            )
+        if a.shape != (*input.shape[:-1], b.shape[1]):
+            _refuse_shape(
+                f"adapters[{k}][0]", a, (*input.shape[:-1], b.shape[1]), {"input": input, f"adapters[{k}][1]": b}
             )
 
 
-def _floating_hint(target: Tensor, input: Tensor) -> str:
-    """What to add where a floating target has the shape of class indices."""
-    if not target.is_floating_point() or target.shape != input.shape[:-1]:
-        return ""
-    return ": a floating target is read as class probabilities, for indices call .long()"
-
-
-def _check_logits_shapes(
-    logits: Tensor, target: Tensor, weight: Tensor | None, token_weight: Tensor | None, vocab_size: int
-) -> None:
-    tokens = tuple(logits.shape[:-1])
-    if vocab_size == 0:
-        raise ValueError(f"logits must have V > 0 classes, got shape {tuple(logits.shape)}")
-    expected = (*tokens, logits.shape[-1]) if target.is_floating_point() else tokens
-    if tuple(target.shape) != expected:
-        second_is_class = logits.dim() > 2 and tuple(target.shape) == (logits.shape[0], *logits.shape[2:])
-        hint = ": for classes in the second dimension give logits.movedim(1, -1)" if second_is_class else ""
-        hint = hint or _floating_hint(target, logits)
-        raise ValueError(
-            f"target must have shape {expected} with logits {tuple(logits.shape)}, whose last dimension are the "
-            f"classes, got {tuple(target.shape)}{hint}"
-        )
-    for name, value, shape in (("weight", weight, (vocab_size,)), ("token_weight", token_weight, tokens)):
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} with logits {tuple(logits.shape)}, got {tuple(value.shape)}"
-            )
+def _refuse_shape(name: str, value: Tensor, shape: Sequence[int], beside: Mapping[str, Tensor]) -> NoReturn:
+    """Raise ValueError. `beside`: the tensors that `shape` follows from, hidden states or logits first."""
+    first, *others = beside.values()
+    hint = ""
+    if name == "target":
+        if others and value.shape == others[0].shape[:-1]:
+            hint = f": {_ORDER}"
+        elif value.is_floating_point() and value.shape == first.shape[:-1]:
+            hint = ": a floating target is read as class probabilities, for indices call .long()"
+        elif not others and first.dim() > 2 and value.shape == (len(first), *first.shape[2:]):
+            hint = ": classes are the last dimension of logits; where they are the second, give logits.movedim(1, -1)"
+    shapes = " and ".join(f"{other} {tuple(tensor.shape)}" for other, tensor in beside.items())
+    raise ValueError(f"{name} must have shape {tuple(shape)} with {shapes}, got {tuple(value.shape)}{hint}")
 
 
 # The fields of `LossSpec` that `ops.composed` computes. It refuses an option that is not here.
@@ -513,16 +542,35 @@ def _wide_bias(linear_bias: Tensor, input: Tensor) -> Tensor:
     return linear_bias.to(accum)
 
 
-def refuse_forward_mode(function: str, instead: str, tensors: Iterable[Tensor | None]) -> None:
-    """RuntimeError for a tensor with a forward-mode tangent, which would be lost without a word."""
-    # Looked up here, for what is asked in every call and traced with it: mostly there are no dual tensors anywhere.
-    if not is_differentiated_forward():
+def refuse_transforms(function: str, instead: str, tensors: Iterable[Tensor | None], batches: bool = False) -> None:
+    """RuntimeError for a tensor of a transform of torch.func that the operators have no rule for.
+
+    Args:
+        function: the public function.
+        instead: functions of PyTorch that have such rules.
+        batches: whether `torch.func.vmap` is refused too.
+    """
+    if not is_in_transform():
         return
-    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise RuntimeError(
-            f"flce.{function} does not support forward-mode differentiation (torch.func.jvp, torch.func.jacfwd, dual "
-            f"tensors of torch.autograd.forward_ad): use {instead} for that, or backward and torch.autograd.grad"
-        )
+    use = f"use {instead} for that, or"
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if is_differentiated_forward() and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"flce.{function} does not support forward-mode differentiation (torch.func.jvp, torch.func.jacfwd, "
+                f"dual tensors of torch.autograd.forward_ad): {use} backward and torch.autograd.grad"
+            )
+        if batches and private.is_batchedtensor(tensor):
+            raise RuntimeError(
+                f"flce.{function} does not support torch.func.vmap: {use} give all elements of the batch to one call, "
+                "as more tokens, or call it for each element"
+            )
+        if torch.is_grad_enabled() and tensor.requires_grad and private.is_gradtrackingtensor(tensor):
+            raise RuntimeError(
+                f"flce.{function} does not support torch.func.grad, vjp and jacrev: {use} backward and "
+                "torch.autograd.grad"
+            )
 
 
 def refuse_double_backward(function: str, instead: str) -> None:
@@ -534,8 +582,13 @@ def refuse_double_backward(function: str, instead: str) -> None:
         )
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Numbers and options
+
+
 def check_shift(shift: int, target: Tensor | None = None) -> int:
-    """As an int; TypeError or ValueError for what is none >= 0, or not for a target that is there."""
+    """Return `shift` as an int; TypeError or ValueError if it is not an int >= 0, or not 0 and the target has no
+    dimension."""
     shift = integer("shift", shift)
     if shift < 0:
         raise ValueError(f"shift must be >= 0, got {shift}")
@@ -544,26 +597,18 @@ def check_shift(shift: int, target: Tensor | None = None) -> int:
     return shift
 
 
-def check_inplace(inplace: bool) -> None:
-    """Raises TypeError for anything but a bool."""
-    if not isinstance(inplace, bool):
-        raise TypeError(f"inplace must be a bool, got {type(inplace).__name__}")
-
-
 def check_options(options: ChunkOptions | None) -> None:
-    """Raises TypeError for options of another type."""
+    """TypeError for options of another type."""
     if options is not None and not isinstance(options, ChunkOptions):
         raise TypeError(f"options must be None or a flce.ChunkOptions, got {type(options).__name__}")
 
 
 def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions.
+    """Return target[..., t + shift] at position t, and `ignore_index` at the last `shift` positions, for shift > 0.
 
     Raises:
         ValueError: the sequence is shorter than that.
     """
-    if shift == 0:
-        return target
     if shift > target.shape[-1]:
         raise ValueError(
             f"shift must be at most the length of the sequence, the last dimension of target {tuple(target.shape)}, "
@@ -572,84 +617,22 @@ def shifted(target: Tensor, shift: int, ignore_index: int) -> Tensor:
     return F.pad(target[..., shift:], (0, shift), value=ignore_index)
 
 
-def num_items_tensor(num_items: int | Tensor | None, spec: LossSpec, input: Tensor) -> Tensor | None:
-    """As a 0-d tensor on the device of `input`, which nothing waits for."""
-    if num_items is None:
-        return None
+def num_items_tensor(num_items: int | Tensor, spec: LossSpec, input: Tensor) -> Tensor:
+    """Return a 0-d tensor on the device of `input`, without a wait for the device."""
     if spec.reduction != "sum":
         raise ValueError(f"num_items needs reduction='sum', got reduction={spec.reduction!r}")
     if isinstance(num_items, Tensor):
+        check_tensor("num_items", num_items)
+        _check_subclass("num_items", num_items, dtensors=False)
         if num_items.numel() != 1:
             raise ValueError(f"num_items must be a number or a 0-d tensor, got shape {tuple(num_items.shape)}")
+        if num_items.dtype == torch.bool or num_items.is_complex():
+            raise TypeError(f"num_items must be a number or a tensor of real numbers, got a {num_items.dtype} tensor")
         return num_items.detach().reshape(()).to(input.device, non_blocking=True)
     number = real("num_items", num_items)
     if not 0 < number < float("inf"):
         raise ValueError(f"num_items must be > 0 and finite, got {number}")
     return torch.full((), number, dtype=accumulation_dtype(input.dtype), device=input.device)
-
-
-def output(rows: RowOutputs, target: Tensor, shape: torch.Size, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
-    """The loss, or with statistics all that was asked for.
-
-    Args:
-        rows: of N tokens, the losses reduced.
-        target: (N,) as the loss saw it.
-        shape: of the losses of all tokens.
-    """
-    loss = rows.loss.reshape(shape) if spec.reduction == "none" else rows.loss
-    if not spec.stats:
-        return loss
-    made: dict[str, Any] = {
-        name: getattr(rows, name) for name in LinearCrossEntropyOutput._fields if hasattr(rows, name)
-    }
-    if "lse" in spec.stats:
-        made["lse"] = log_sum_exp(rows.normalizer)
-    if "correct" in spec.stats:  # argmax is -1 where ignored, which may be what ignore_index is
-        made["correct"] = (made["argmax"] == target) & (target != spec.ignore_index)
-    if "argmax" not in spec.stats:
-        made["argmax"] = None
-
-    for name, value in made.items():
-        if value is not None:
-            made[name] = value.detach().reshape(shape) if value.dim() else value.detach()
-    made["loss"] = loss
-    return LinearCrossEntropyOutput(**made)
-
-
-# A compiler cannot look at fields.
-_OF_LOGPROBS = tuple(field.name for field in fields(LinearLogprobsOutput))
-
-
-def logprob_output(
-    made: Mapping[str, Tensor | None],
-    target: Tensor,
-    tokens: torch.Size,
-    spec: LogprobSpec,
-    candidates: Tensor | None,
-) -> LinearLogprobsOutput:
-    """The results that were asked for, in the shape of the tokens.
-
-    Args:
-        made: those of N tokens by name; the argmax is there for "correct", too.
-        target: (N,) as the call saw it.
-        candidates: as the user gave them.
-    """
-    named = dict(made)
-    argmax = made["argmax"]
-    if "correct" in spec.stats:
-        assert argmax is not None
-        named["correct"] = (argmax == target) & (target != spec.ignore_index)
-    if "argmax" not in spec.stats:
-        named["argmax"] = None
-    shaped = {}
-    for name in _OF_LOGPROBS:
-        value = named.get(name)
-        if value is not None:
-            shaped[name] = value.reshape((*tokens, *value.shape[1:]))
-    normalizer = made["normalizer"]
-    if candidates is not None and not spec.candidates and normalizer is not None:
-        shaped["candidate_logprob"] = target.new_empty((*tokens, 0), dtype=normalizer.dtype)
-    return LinearLogprobsOutput(**shaped)
 
 
 def overridable(function: Callable[P, R]) -> Callable[P, R]:

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flce.core.problem import LinearCrossEntropyOutput, LossSpec, accumulation_dtype
-from flce.ops.arguments import LinearArguments, LogitsArguments
+from flce.core.problem import CrossEntropyProblem, LinearCrossEntropyOutput, LossSpec, accumulation_dtype
+from flce.engine.vectors import check_num_items
+from flce.ops.arguments import LinearArguments
 
 
 def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
@@ -47,12 +48,11 @@ def linear_cross_entropy(args: LinearArguments, spec: LossSpec) -> Tensor | Line
     return _loss_of_rows(logits, y, args.weight, args.token_weight, args.num_items, spec, (*leading, *inner))
 
 
-def cross_entropy(args: LogitsArguments, spec: LossSpec) -> Tensor | LinearCrossEntropyOutput:
+def cross_entropy(p: CrossEntropyProblem) -> Tensor | LinearCrossEntropyOutput:
     """See `flce.cross_entropy`; for class probabilities."""
-    vocab_size = args.logits.shape[-1]
-    logits, y = args.logits.reshape(-1, vocab_size), args.target.reshape(-1, vocab_size)
-    tokens = tuple(args.logits.shape[:-1])
-    return _loss_of_rows(logits, y, args.weight, args.token_weight, args.num_items, spec, tokens)
+    logits, y = (t.reshape(-1, p.vocab_size) for t in (p.logits, p.target))
+    tokens = tuple(p.logits.shape[:-1])
+    return _loss_of_rows(logits, y, p.class_weight, p.token_weight, p.num_items, p.spec, tokens)
 
 
 def _loss_of_rows(
@@ -65,7 +65,9 @@ def _loss_of_rows(
     tokens: tuple[int, ...],  # the shape of T losses
 ) -> Tensor | LinearCrossEntropyOutput:
     vocab_size = logits.shape[1]
-    z = _transform(logits.to(accumulation_dtype(logits.dtype)), spec)
+    if num_items is not None and num_items.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_num_items(num_items)
+    z = spec.transform(logits.to(accumulation_dtype(logits.dtype)))
     if y.is_floating_point():
         y = y.to(z.dtype)
         valid = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
@@ -112,13 +114,6 @@ def _loss_of_rows(
         None if z_loss is None else z_loss.detach(),
         **{name: value.reshape(tokens) for name, value in stats.items() if name in spec.stats},
     )
-
-
-def _transform(a: Tensor, spec: LossSpec) -> Tensor:
-    z = a * spec.logit_scale
-    if spec.softcap is not None:
-        z = spec.softcap * torch.tanh(z / spec.softcap)
-    return z / spec.temperature
 
 
 def _stats(z: Tensor, lse: Tensor | None, y: Tensor, valid: Tensor, spec: LossSpec) -> dict[str, Tensor]:

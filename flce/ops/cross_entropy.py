@@ -14,16 +14,15 @@ Both take rows where they are (`row_layout`), and between the passes finish stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flce.backends import get_backend
 from flce.backends.contract import STATE_SLOTS, Backend, RowInputs, RowOutputs, Tile, TileCall
-from flce.backends.state import empty_shard, finish
-from flce.core.problem import LossSpec, accumulation_dtype
+from flce.backends.state import Targets, empty_shard, write_results
+from flce.core.problem import CrossEntropyProblem, LossSpec, accumulation_dtype
 from flce.core.shard import Shard
 from flce.engine import vectors
 from flce.engine.arena import Arena
@@ -34,41 +33,13 @@ from flce.torch_ops.frames import mark_frames, never_compiled
 from flce.torch_ops.registration import as_text, define, from_text
 from flce.torch_ops.vmap import is_batched, register_loop
 
-_ARGUMENTS = (
+_SCHEMA = (
     "Tensor logits, Tensor target, Tensor? class_weight, Tensor? token_weight, Tensor? num_items, "
     "str spec, int shift, bool token_weight_grad, str? group, SymInt start, SymInt vocab_size"
 )
-_NUM_TENSORS = 5
 # The results of `vectors.as_outputs` in the shape of the target, of which the first is the loss; what backward needs of
 # `Backend.loss_scales`, (3,), or (0,) if there are none; and the gradient in the weights of tokens, (...), or (0,).
 _RESULTS = ", ".join(["Tensor"] * len(RowOutputs._fields) + ["Tensor constants", "Tensor weight_grad"])
-
-
-@dataclass(frozen=True)
-class CrossEntropyProblem:
-    """One call: logits of some tokens and all classes, or those of one process."""
-
-    logits: Tensor  # (..., cols)
-    target: Tensor  # (...) int64; `shift` is already applied
-    class_weight: Tensor | None  # (V,) of all classes
-    token_weight: Tensor | None  # (...)
-    num_items: Tensor | None  # ()
-    spec: LossSpec
-    shard: Shard | None  # None: cols is V
-    shift: int = 0
-    token_weight_grad: bool = False
-
-    @property
-    def vocab_size(self) -> int:
-        return self.logits.shape[-1] if self.shard is None else self.shard.vocab_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.logits.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.logits.device
 
 
 def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutputs:
@@ -86,7 +57,7 @@ def fused_cross_entropy(problem: CrossEntropyProblem, inplace: bool) -> RowOutpu
         outputs = _InPlace.apply(logits, problem.token_weight, problem, rebase)
         *rows, _, _ = outputs[1:] if rebase else outputs
     else:
-        *rows, _, _ = torch.ops.flce.cross_entropy(*_pack(problem))
+        *rows, _, _ = torch.ops.flce.cross_entropy(*_Arguments.of(problem))
     return RowOutputs.given(problem.spec, rows)
 
 
@@ -144,11 +115,11 @@ def _losses_and_gradient(p: CrossEntropyProblem) -> tuple[tuple[Tensor, ...], Te
     backend = get_backend(p.device)
     scales = vectors.LossScales(p, backend, with_gradients=True, in_units=p.dtype == torch.float16)
     logits, order = rows_of(p.logits)
-    inputs = _row_inputs(p, order, scales.of_gradient)
+    inputs = _row_inputs(p, order, scales.for_gradient())
     # The gradient in the weights of tokens is made of losses without them.
     of_loss = inputs._replace(token_weight=None) if p.token_weight_grad else inputs
     out = vectors.allocate(p, p.target.numel(), Arena(p.device))
-    if p.shard is None:
+    if not p.shard:
         vectors.check_targets(p)
         upstream = inputs.token_weight if p.token_weight_grad else None
         backend.loss_and_gradient(logits, logits, TileCall(of_loss, p.spec, _tile(p), out, upstream=upstream))
@@ -173,7 +144,7 @@ def _gradient(p: CrossEntropyProblem, normalizer: Tensor, scales: Tensor, upstre
 
 
 def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: TileCall) -> None:
-    if p.shard is None:
+    if not p.shard:
         vectors.check_targets(p)
         backend.statistics(logits, call, None)
         return
@@ -183,18 +154,17 @@ def _statistics(p: CrossEntropyProblem, backend: Backend, logits: Tensor, call: 
         backend.statistics(logits, call, state)
     else:
         empty_shard(state)
-    merged = vocabulary_parallel.merged_state(state, logits.shape[-1], p.class_weight, p.spec, p.shard)
+    target, cols = call.inputs.target, logits.shape[-1]
+    results = vocabulary_parallel.results_of_all(state, cols, target, p.class_weight, p.spec, p.shard)
     # Not before: the other processes would wait for one that has raised an error.
     vectors.check_targets(p)
-    finish(merged, call)
+    write_results(results, call, Targets.of(call))
 
 
 def _tile(p: CrossEntropyProblem, keep: bool = False) -> Tile:
     # What lies behind the last class of a row is none of ours: no room.
     cols = p.logits.shape[-1]
-    if p.shard is None:
-        return Tile(0, cols, cols, room=cols, keep=keep)
-    return Tile(p.shard.start, cols, p.shard.vocab_size, room=cols, shard=True, keep=keep)
+    return Tile(p.start, cols, p.vocab_size, room=cols, shard=bool(p.shard), keep=keep)
 
 
 def _row_inputs(p: CrossEntropyProblem, order: RowOrder, scales: Tensor | None, weighted: bool = True) -> RowInputs:
@@ -276,47 +246,43 @@ class _InPlace(torch.autograd.Function):
 # Operators
 
 
-def _pack(p: CrossEntropyProblem) -> tuple[Any, ...]:
-    shard = (None, 0, p.vocab_size) if p.shard is None else (p.shard.group, p.shard.start, p.shard.vocab_size)
-    return (
-        p.logits,
-        p.target,
-        p.class_weight,
-        p.token_weight,
-        p.num_items,
-        as_text(p.spec),
-        p.shift,
-        p.token_weight_grad,
-        *shard,
-    )
+class _Arguments(NamedTuple):
+    """The arguments of an operator, in the order of `_SCHEMA`; or, by the same names, their gradients."""
 
+    logits: Any = None
+    target: Any = None
+    class_weight: Any = None
+    token_weight: Any = None
+    num_items: Any = None
+    spec: Any = None
+    shift: Any = None
+    token_weight_grad: Any = None
+    group: Any = None
+    start: Any = None
+    vocab_size: Any = None
 
-def _unpack(
-    logits: Tensor,
-    target: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    num_items: Tensor | None,
-    text: str,
-    shift: int,
-    token_weight_grad: bool,
-    group: str | None,
-    start: int,
-    vocab_size: int,
-) -> CrossEntropyProblem:
-    (spec,) = from_text(text, (LossSpec,))
-    shard = None if group is None else Shard(group, start, vocab_size)
-    return CrossEntropyProblem(
-        logits, target, class_weight, token_weight, num_items, spec, shard, shift, token_weight_grad
-    )
+    @staticmethod
+    def of(p: CrossEntropyProblem) -> _Arguments:
+        tensors = p.logits, p.target, p.class_weight, p.token_weight, p.num_items
+        scalars = as_text(p.spec), p.shift, p.token_weight_grad, p.shard.group if p.shard else None
+        return _Arguments(*tensors, *scalars, p.start, p.vocab_size)
+
+    @property
+    def problem(self) -> CrossEntropyProblem:
+        (spec,) = from_text(self.spec, (LossSpec,))
+        shard = None if self.group is None else Shard(self.group, self.start, self.vocab_size)
+        return CrossEntropyProblem(
+            self.logits, self.target, self.class_weight, self.token_weight, self.num_items, spec, shard, self.shift,
+            self.token_weight_grad,
+        )  # fmt: skip
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    return _losses(_unpack(*args))
+    return _losses(_Arguments(*args).problem)
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
-    p = _unpack(*args)
+    p = _Arguments(*args).problem
     kept = 3 if p.spec.reduction != "none" or p.class_weight is not None else 0
     sizes = (kept,), p.target.shape if p.token_weight_grad else (0,)
     constants, weight_grad = (p.logits.new_empty(size, dtype=accumulation_dtype(p.dtype)) for size in sizes)
@@ -324,11 +290,10 @@ def _forward_fake(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    return _gradient(_unpack(*args), normalizer, constants, upstream)
+    return _gradient(_Arguments(*args).problem, normalizer, constants, upstream)
 
 
-def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, *args: Any) -> Tensor:
-    logits = args[0]
+def _backward_fake(normalizer: Tensor, constants: Tensor, upstream: Tensor, logits: Tensor, *args: Any) -> Tensor:
     return empty_like_rows(logits, rows_of(logits)[1])[0]
 
 
@@ -336,40 +301,35 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     *rows, constants, weight_grad = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.scalars = inputs[_NUM_TENSORS:]
-    ctx.save_for_backward(RowOutputs(*rows).normalizer, constants, weight_grad, *inputs[:_NUM_TENSORS])
+    *tensors, spec, shift, token_weight_grad, group, start, vocab_size = inputs
+    ctx.scalars = spec, shift, token_weight_grad, group, start, vocab_size
+    ctx.save_for_backward(RowOutputs(*rows).normalizer, constants, weight_grad, *tensors)
 
 
 def _differentiate(ctx: Any, grad_loss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = (None,) * (_NUM_TENSORS + len(ctx.scalars) - 4)
     if grad_loss is None:
-        return (None, None, None, None, *nothing)
+        return tuple(_Arguments())
     refuse_double_backward("flce.cross_entropy", "torch.nn.functional.cross_entropy")
     normalizer, constants, weight_grad, *tensors = ctx.saved_tensors
-    of_logits, _, _, of_weights, *_ = ctx.needs_input_grad
-    grad = None
-    if of_logits:
+    needed, grad = _Arguments(*ctx.needs_input_grad), None
+    if needed.logits:
         upstream = grad_loss.contiguous()
         grad = torch.ops.flce.cross_entropy_backward(normalizer, constants, upstream, *tensors, *ctx.scalars)
-    return (grad, None, None, grad_loss * weight_grad if of_weights else None, *nothing)
+    return tuple(_Arguments(logits=grad, token_weight=grad_loss * weight_grad if needed.token_weight else None))
 
 
-def _register() -> None:
-    define(
-        "cross_entropy",
-        f"({_ARGUMENTS}) -> ({_RESULTS})",
-        _forward,
-        _forward_fake,
-        backward=_differentiate,
-        setup_context=_setup_context,
-    )
-    define(
-        "cross_entropy_backward",
-        f"(Tensor normalizer, Tensor constants, Tensor upstream, {_ARGUMENTS}) -> Tensor",
-        _backward,
-        _backward_fake,
-    )
-    register_loop("cross_entropy_backward")
-
-
-_register()
+define(
+    "cross_entropy",
+    f"({_SCHEMA}) -> ({_RESULTS})",
+    _forward,
+    _forward_fake,
+    backward=_differentiate,
+    setup_context=_setup_context,
+)
+define(
+    "cross_entropy_backward",
+    f"(Tensor normalizer, Tensor constants, Tensor upstream, {_SCHEMA}) -> Tensor",
+    _backward,
+    _backward_fake,
+)
+register_loop("cross_entropy_backward")

@@ -14,7 +14,7 @@ from torch import Tensor
 from flce.backends import get_backend
 from flce.core.numbers import check_dtype, integer
 from flce.core.problem import accumulation_dtype
-from flce.ops.arguments import FLOATING, check_tensor, refuse_forward_mode, widened
+from flce.ops.arguments import FLOATING, check_tensor, refuse_transforms, widened
 from flce.torch_ops.registration import define
 from flce.torch_ops.vmap import register_loop
 
@@ -83,7 +83,7 @@ def _softmax(name: str, input: Tensor, dim: int, dtype: torch.dtype | None, log:
     dims = max(1, input.dim())  # of no dimensions: as if there were one
     if not -dims <= dim < dims:
         raise IndexError(f"{name}: dim must be in [{-dims}, {dims - 1}] for shape {tuple(input.shape)}, got {dim}")
-    refuse_forward_mode(name, f"torch.nn.functional.{name}", (input,))
+    refuse_transforms(name, f"torch.nn.functional.{name}", (input,))
     if dtype is None:
         # As PyTorch has it, autocast on a CPU does not make softmax float32.
         kind = input.device.type
@@ -136,24 +136,20 @@ def _differentiate_twice(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
     return of_grad.to(saved[0].dtype), of_y.to(saved[1].dtype), None, None, None
 
 
-def _register() -> None:
-    define(
-        "softmax",
-        "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
-        _forward,
-        lambda x, dim, dtype, log: torch.empty_like(x, dtype=dtype),
-        backward=_differentiate,
-        setup_context=_setup_context,
-    )
-    define(
-        "softmax_backward",
-        "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
-        _backward,
-        lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
-        backward=_differentiate_twice,
-        setup_context=_setup_second_context,
-    )
-    register_loop("softmax_backward")
-
-
-_register()
+define(
+    "softmax",
+    "(Tensor x, int dim, ScalarType dtype, bool log) -> Tensor",
+    _forward,
+    lambda x, dim, dtype, log: torch.empty_like(x, dtype=dtype),
+    backward=_differentiate,
+    setup_context=_setup_context,
+)
+define(
+    "softmax_backward",
+    "(Tensor grad, Tensor y, int dim, ScalarType dtype, bool log) -> Tensor",
+    _backward,
+    lambda grad, y, dim, dtype, log: torch.empty_like(y, dtype=dtype),
+    backward=_differentiate_twice,
+    setup_context=_setup_second_context,
+)
+register_loop("softmax_backward")

@@ -14,13 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flce.core import private
+from flce.core.numbers import check_bool
 from flce.core.shard import Shard, bounds, gather
 from flce.engine.vectors import looks_at_values
-from flce.ops.vocabulary_parallel import all_classes, check_group, is_dtensor, shard_of
+from flce.ops.vocabulary_parallel import (
+    all_classes,
+    check_group,
+    refuse_equal_slices,
+    refuse_without_group,
+    shard_of,
+)
 from flce.torch_ops.registration import define
 
-# Numbers that processes compare, where the host looks at values, before any other collective.
-_TOLD = 64
+# Rows and columns of the entries of slices that are compared.
+_SAMPLES = 16
 
 
 class SplitHead(NamedTuple):
@@ -42,29 +49,16 @@ class SplitHead(NamedTuple):
 NOT_SPLIT = SplitHead()
 
 
-class Operands(NamedTuple):
-    """What a call computes with."""
-
-    input: Tensor
-    linear_weight: Tensor
-    linear_bias: Tensor | None
-    adapters: Sequence[tuple[Tensor, Tensor]]
-
-
-def refuse_dtensors(input: Tensor, linear_weight: Tensor) -> None:
-    """ValueError for an input that is a DTensor, and for a weight that is one: which tokens does each process have?"""
-    if is_dtensor(input):
-        raise ValueError("input must be a plain tensor, got a DTensor: give input.to_local()")
-    if is_dtensor(linear_weight):
-        raise ValueError(
-            "linear_weight is a DTensor, input is a plain tensor. If each process has tokens of its own, as with FSDP, "
-            "give flce.gathered(linear_weight). If all have the same tokens (vocabulary parallelism), give "
-            "linear_weight.to_local(), process_group=... and vocab_size=..."
-        )
-
-
-def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[str, Any]) -> tuple[Operands, Shard]:
-    """The operands of this process, and which classes it has.
+def split(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    adapters: Sequence[tuple[Tensor, Tensor]],
+    weight: Tensor | None,
+    how: SplitHead,
+    others: dict[str, Any],
+) -> tuple[tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]], Shard]:
+    """Return the first four arguments as this process computes with them, and its classes.
 
     Args:
         weight: of the classes.
@@ -73,31 +67,32 @@ def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[s
     Raises:
         TypeError: the group is none, or `sequence_parallel` no bool.
         ValueError: there is no group, this process is not in it or should have other classes, or, on a CPU or with
-            ``FLCE_DEBUG=1``, processes were given different arguments.
+            ``FLCE_DEBUG=1``, processes were given different arguments or equal slices.
     """
     group, vocab_size, sequence_parallel = how
-    if not isinstance(sequence_parallel, bool):
-        raise TypeError(f"sequence_parallel must be a bool, got {type(sequence_parallel).__name__}")
+    check_bool("sequence_parallel", sequence_parallel)
     if group is None:
-        raise ValueError(f"vocab_size={vocab_size} and sequence_parallel={sequence_parallel} need a process_group")
-    input, linear_weight, linear_bias, adapters = given
+        refuse_without_group(vocab_size, sequence_parallel)
     if linear_weight.dim() != 2:
         raise ValueError(f"process_group needs a linear_weight of shape (V_local, H), got {tuple(linear_weight.shape)}")
     check_group(group)
     if looks_at_values(input.device) and not torch.compiler.is_compiling():
-        operands = {
+        tensors = (input, linear_weight, linear_bias, *itertools.chain(*adapters))
+        sliced = (linear_bias, *(b for _, b in adapters))
+        of_slice = [None if t is None else t.shape[:1] == linear_weight.shape[:1] for t in sliced]
+        told = {
             "the shape of input": tuple(input.shape),
             "H of linear_weight": linear_weight.shape[1],
-            **_told_of_classes(linear_weight, weight, how),
+            **_told_of_classes(len(linear_weight), weight, how),
             "dtypes": [str(t.dtype) for t in (input, linear_weight)],
-            "whether there is a linear_bias of the slice": _fits(linear_bias, linear_weight),
-            "shapes of adapters": [(tuple(a.shape), b.shape[1:], _fits(b, linear_weight)) for a, b in adapters],
+            "whether there is a linear_bias of the slice": of_slice[0],
+            "shapes of adapters": [(tuple(a.shape), b.shape[1:]) for a, b in adapters] + of_slice[1:],
             "which tensors need a gradient": [
-                torch.is_grad_enabled() and t is not None and t.requires_grad
-                for t in (input, linear_weight, linear_bias, *itertools.chain(*adapters))
+                torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors
             ],
+            **others,
         }
-        _check_agreement(group, input.device, {**operands, **others})
+        _check_agreement(group, told, linear_weight)
     shard = shard_of(len(linear_weight), vocab_size, group, "a linear_weight", sequence_parallel)
     if sequence_parallel:
         input = _whole_sequence("an input", input, shard)
@@ -107,20 +102,13 @@ def split(given: Operands, how: SplitHead, weight: Tensor | None, others: dict[s
         linear_weight = F.pad(linear_weight, (0, 0, 0, 1))
         linear_bias = None if linear_bias is None else F.pad(linear_bias, (0, 1))
         adapters = [(a, F.pad(b, (0, 0, 0, 1))) for a, b in adapters]
-    return Operands(input, linear_weight, linear_bias, adapters), shard
+    return (input, linear_weight, linear_bias, adapters), shard
 
 
-def _fits(t: Tensor | None, linear_weight: Tensor) -> bool | None:
-    """Whether `t` has the classes of the slice; None for none."""
-    return None if t is None else t.shape[:1] == linear_weight.shape[:1]
-
-
-def _told_of_classes(linear_weight: Tensor, weight: Tensor | None, how: SplitHead) -> dict[str, Any]:
-    """V, whether this process has its slice of that, and of which classes it has weights."""
-    group, vocab_size, _ = how
-    assert group is not None
-    mine = len(linear_weight)
-    total = all_classes(mine, vocab_size, group)
+def _told_of_classes(mine: int, weight: Tensor | None, how: SplitHead) -> dict[str, Any]:
+    """Return V, whether this process has its slice of all classes, and of which classes it has weights."""
+    group: Any = how.process_group
+    total = all_classes(mine, how.vocab_size, group)
     start, stop = bounds(total, group.size(), group.rank())
     # Where one process has all classes, their weights are its slice's too.
     one_has_all = bounds(total, group.size(), 0)[1] >= total
@@ -133,20 +121,29 @@ def _told_of_classes(linear_weight: Tensor, weight: Tensor | None, how: SplitHea
     }
 
 
-def _check_agreement(group: Any, device: torch.device, told: dict[str, Any]) -> None:
-    """ValueError, in all processes, where they were not given the same."""
-    marks = torch.zeros(_TOLD, dtype=torch.int64, device=device)
-    values = [_number(value) for value in told.values()]
-    marks[: len(values)] = torch.tensor(values, device=device)
-    all_marks = gather(marks, group)
-    differ = (all_marks != all_marks[0]).any(0).nonzero()[:, 0].tolist()
+def _check_agreement(group: Any, told: dict[str, Any], linear_weight: Tensor) -> None:
+    """ValueError, in all processes, if their arguments differ or their slices do not. One collective."""
+    numbers = [*map(_number, told.values()), _mark_of_slice(linear_weight)]
+    marks = gather(torch.tensor(numbers, device=linear_weight.device), group)
+    is_equal = (marks == marks[0]).all(0).tolist()[:-1]
+    differ = {name: value for (name, value), equal in zip(told.items(), is_equal, strict=True) if not equal}
     if differ:
-        names = [list(told)[k] for k in differ if k < len(told)]
-        mine = {name: told[name] for name in names}
         raise ValueError(
-            f"the processes of the group were given different values of {', '.join(names)}: rank {group.rank()} has "
-            f"{mine}"
+            f"the processes of the group were given different values of {', '.join(differ)}: rank {group.rank()} has "
+            f"{differ}"
         )
+    refuse_equal_slices(
+        [mark or None for mark in marks[:, -1].tolist()], "linear_weight", "linear_weight.chunk(n)[rank]"
+    )
+
+
+def _mark_of_slice(linear_weight: Tensor) -> int:
+    """Return a number made from a few entries of the slice; 0 if its rows are equal (zeros, padding) or not numbers:
+    such slices may be equal."""
+    rows, columns = ((torch.arange(_SAMPLES) * (size - 1) // (_SAMPLES - 1)).clamp(0) for size in linear_weight.shape)
+    entries = linear_weight.detach()[rows][:, columns] if linear_weight.numel() else linear_weight[:0]
+    is_constant = bool((entries == entries[:1]).all()) or bool(entries.isnan().any())
+    return 0 if is_constant else _number(entries.tolist())
 
 
 def _number(value: Any) -> int:
@@ -183,25 +180,21 @@ def _scatter_sequence(x: Tensor, group: str) -> Tensor:
 
 
 def _register() -> None:
-    def sizes(x: Tensor, group: str) -> int:
-        return int(private.resolve_process_group(group).size())
-
-    def gathered_shape(x: Tensor, group: str) -> Tensor:
-        return x.new_empty((*x.shape[:-2], x.shape[-2] * sizes(x, group), x.shape[-1]))
-
-    def scattered_shape(x: Tensor, group: str) -> Tensor:
-        return x.new_empty((*x.shape[:-2], x.shape[-2] // sizes(x, group), x.shape[-1]))
+    def shape(x: Tensor, group: str, gathered: bool) -> Tensor:
+        count = int(private.resolve_process_group(group).size())
+        length = x.shape[-2] * count if gathered else x.shape[-2] // count
+        return x.new_empty((*x.shape[:-2], length, x.shape[-1]))
 
     def keep_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.group = inputs[1]
 
     schema = "(Tensor x, str group) -> Tensor"
-    define("scatter_sequence", schema, _scatter_sequence, scattered_shape)
+    define("scatter_sequence", schema, _scatter_sequence, lambda x, group: shape(x, group, False))
     define(
         "gather_sequence",
         schema,
         _gather_sequence,
-        gathered_shape,
+        lambda x, group: shape(x, group, True),
         backward=lambda ctx, grad: (torch.ops.flce.scatter_sequence(grad, ctx.group), None),
         setup_context=keep_group,
     )

@@ -7,17 +7,18 @@ need nothing more.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flce.backends.contract import MAX
-from flce.backends.state import merge_shards, used_slots
+from flce.backends.state import RowResults, results_of_state
 from flce.core.numbers import integer
 from flce.core.problem import LossSpec
-from flce.core.shard import Shard, bounds, gather
+from flce.core.shard import Shard, bounds
+from flce.engine.shards import put_together, received, sent_to_all
 from flce.engine.vectors import looks_at_values
 
 
@@ -58,6 +59,33 @@ def check_group(process_group: Any) -> None:
         )
 
 
+def refuse_without_group(vocab_size: int | None = None, sequence_parallel: bool = False) -> None:
+    """ValueError that names the arguments that were given."""
+    given = [f"vocab_size={vocab_size}"] if vocab_size is not None else []
+    given += ["sequence_parallel=True"] if sequence_parallel else []
+    raise ValueError(
+        f"{' and '.join(given)} need{'' if given[1:] else 's'} a process_group: give the group over which the classes "
+        "are divided, or give neither"
+    )
+
+
+def refuse_equal_slices(marks: Sequence[Hashable | None], name: str, own: str) -> None:
+    """ValueError, in all processes, if two of them have the same mark of their slice; None is not compared.
+
+    Args:
+        marks: one for each rank.
+        name: of the argument.
+        own: the slice of a process, in code.
+    """
+    for rank, mark in enumerate(marks):
+        first = marks.index(mark)
+        if mark is not None and first < rank:
+            raise ValueError(
+                f"ranks {first} and {rank} of the group were given equal slices of {name}, probably all classes in "
+                f"each. Give each process its own classes, {own}, and the number of all classes as vocab_size"
+            )
+
+
 def all_classes(cols: int, vocab_size: int | None, process_group: Any) -> int:
     """V of a group in which this process has `cols` columns; `vocab_size` None: all have equally many.
 
@@ -73,40 +101,43 @@ def all_classes(cols: int, vocab_size: int | None, process_group: Any) -> int:
     return vocab_size
 
 
-def merged_state(state: Tensor, cols: int, class_weight: Tensor | None, spec: LossSpec, shard: Shard) -> Tensor:
-    """The state of all classes from that of each shard, both (STATE_SLOTS, rows). One collective.
+def results_of_all(
+    state: Tensor, cols: int, target: Tensor, class_weight: Tensor | None, spec: LossSpec, shard: Shard
+) -> RowResults:
+    """Return the results of rows over all classes, from the state of each shard, (STATE_SLOTS, rows). One collective.
 
-    Processes also tell how many classes they have. Where that is not what `shard` takes them to have, statistics are
-    NaN in all of them: nothing waits for the answer.
+    Processes also tell how many classes they have. Where that is not what `shard` takes them to have, results are NaN
+    in all of them: nothing waits for the answer.
 
     Raises:
         ValueError: the same, on a CPU or with ``FLCE_DEBUG=1``.
     """
-    slots = used_slots(spec)
-    mine = torch.cat((state[slots].reshape(-1), state.new_full((1,), cols)))
-    sent = gather(mine, shard.process_group)
-    shards = len(sent)
-    states = state.new_zeros(shards, *state.shape)
-    for slot, values in zip(slots, sent[:, :-1].view(shards, len(slots), -1).unbind(1), strict=True):
-        states[:, slot] = values
-    sums: tuple[Tensor, ...] = ()
-    if spec.label_smoothing:
-        sums = (shard.widths(state) if class_weight is None else shard.split_sums(class_weight)).unbind()
-    merged = merge_shards(states, sums, spec)
-    merged[MAX] = torch.where(_widths_differ(sent[:, -1], shard), torch.nan, merged[MAX])
-    return merged
-
-
-def _widths_differ(widths: Tensor, shard: Shard) -> Tensor:
-    """() bool, on the device."""
-    expected = shard.widths(widths)
-    differ = (widths != expected).any()
-    if looks_at_values(widths.device) and bool(differ):
+    weights = None if class_weight is None else class_weight[shard.start : shard.start + cols]
+    weight_sum = cols if weights is None else weights.sum(dtype=state.dtype)
+    sent, names = sent_to_all(results_of_state(state, spec, cols, weight_sum), cols, shard)
+    widths, expected = sent[:, -1], shard.widths(sent)
+    if looks_at_values(sent.device) and not torch.equal(widths, expected):
         raise ValueError(
             f"the processes of the group have logits of {widths.int().tolist()} classes, expected "
             f"{expected.int().tolist()}: give vocab_size where torch.chunk divides them unevenly"
         )
-    return differ
+    shards = received(sent, names, shard)
+    if looks_at_values(sent.device):
+        refuse_equal_logits(shards.offset, shards.log_sum, widths[:, None])
+    return put_together(shards, target, class_weight, shard)
+
+
+def refuse_equal_logits(offsets: Tensor, log_sums: Tensor, widths: Tensor) -> None:
+    """ValueError if two processes have the same log-sum-exps, unless the logits of each row are equal to each other.
+
+    Args:
+        offsets, log_sums: (processes, rows) the largest logit m, and ``log(sum(exp(z - m)))``.
+        widths: (processes, 1) the number of classes.
+    """
+    is_constant = ((log_sums > widths.log() - 1e-5) | ~offsets.isfinite()).all(1).tolist()
+    numbers = torch.cat((offsets, log_sums), 1).tolist()
+    marks = [None if constant else (*mark,) for constant, mark in zip(is_constant, numbers, strict=True)]
+    refuse_equal_slices(marks, "logits", "logits.chunk(n, -1)[rank]")
 
 
 def local_logits(logits: Any) -> tuple[Tensor, Any, int | None]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
-from flce.backends.contract import ROW_GRADIENT_SLOTS
 from flce.core.numbers import integer
-from flce.core.problem import LinearCrossEntropyProblem, LossSpec, accumulation_dtype
+from flce.core.problem import LossSpec
 from flce.core.shard import Split
 from flce.engine import vectors
 from flce.engine.arena import CountingArena
-from flce.engine.shards import slice_spec
+from flce.engine.shards import AllClasses, slice_spec
 from flce.engine.top import Top
 
 Operation = Literal["all-gather", "all-reduce", "reduce-scatter"]
@@ -95,58 +94,50 @@ def numbers_sent(spec: LossSpec) -> int:
     return 2 + len(slice_spec(spec).stats) + bool(spec.label_smoothing)
 
 
-class CountingSlice:
+@dataclass
+class CountingSlice(AllClasses):
     """In the place of a `Slice`, in a rehearsal: counts what it sends and the memory that this takes."""
 
-    def __init__(
-        self, problem: LinearCrossEntropyProblem, split: Split, arena: CountingArena, tally: Tally, forward: bool
-    ) -> None:
-        self._problem, self._split, self._arena, self._tally = problem, split, arena, tally
-        rows = problem.num_tokens
+    split: Split = field(kw_only=True)
+    tally: Tally = field(kw_only=True)
+
+    divided = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        p, rows = self.full_problem, self.rows.num_rows
         # What is known of the slice alone: targets, and in forward results.
-        self._local = (
-            vectors.allocate(replace(problem, spec=slice_spec(problem.spec)), rows, arena) if forward else None
-        )
-        self._targets = arena.new((rows,), torch.int64)
+        if self.out is not None:
+            self._local = vectors.allocate(replace(p, spec=slice_spec(p.spec)), rows, self.arena)
+        self._targets = self.arena.new((rows,), torch.int64)
         self._begun: set[int] = set()
-        self.has_target = torch.ones(rows, dtype=torch.bool, device=arena.device)
 
     def complete(self, part: slice) -> None:
-        rows, processes = part.stop - part.start, self._split.processes
-        itemsize, numbers = accumulation_dtype(self._problem.dtype).itemsize, numbers_sent(self._problem.spec)
-        received = processes * (numbers * rows + 1) * itemsize
-        self._tally.add("all-gather", f"{numbers} numbers a token", received)
+        rows, processes = part.stop - part.start, self.split.processes
+        spec, itemsize = self.full_problem.spec, self.normalizer.dtype.itemsize
+        numbers = numbers_sent(spec)
+        sent = processes * (numbers * rows + 1) * itemsize
+        self.tally.add("all-gather", f"{numbers} numbers a token", sent)
         merging = (MERGING if numbers == 3 else MERGING_MORE) * processes
-        self._arena.for_a_moment(received + (numbers + merging) * rows * itemsize)
+        cast(CountingArena, self.arena).for_a_moment(sent + (numbers + merging) * rows * itemsize)
 
     def complete_factors(self, part: slice, factors: Tensor) -> None:
         self.complete(part)
 
-    def complete_row_gradient(self, part: slice) -> Tensor:
-        self.complete(part)
-        return self.row_gradient(part)
-
-    def row_gradient(self, part: slice) -> Tensor:
-        dtype = accumulation_dtype(self._problem.dtype)
-        return self._arena.new((ROW_GRADIENT_SLOTS, part.stop - part.start), dtype)
-
-    def reduce(self, term: int, share: Tensor) -> None:
+    def begin_sum(self, term: int, share: Tensor) -> None:
         self._begun.add(term)
-        if self._split.processes > 1 and not self._split.sequence_parallel:
-            self._tally.add("all-reduce", "gradients of inputs", share.nbytes)
+        if self.split.processes > 1 and not self.split.sequence_parallel:
+            self.tally.add("all-reduce", "gradients of inputs", share.nbytes)
 
-    def reduced(self, term: int, grad: Tensor) -> None:
+    def finish_sum(self, term: int, grad: Tensor) -> None:
         if term not in self._begun:
-            self.reduce(term, grad)
-
-    def local_ids(self, ids: Tensor) -> Tensor:
-        return ids
+            self.begin_sum(term, grad)
 
     def summed(self, x: Tensor) -> Tensor:
-        self._tally.add("all-reduce", "logits of candidates", x.nbytes)
+        self.tally.add("all-reduce", "logits of candidates", x.nbytes)
         return x
 
     def complete_top(self, top: Top) -> Top:
         for x in (top.logits, top.ids):
-            self._tally.add("all-gather", "largest logits", self._split.processes * x.nbytes)
+            self.tally.add("all-gather", "largest logits", self.split.processes * x.nbytes)
         return top

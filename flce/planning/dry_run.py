@@ -31,6 +31,8 @@ SAMPLES = 6
 class Count:
     workspace_bytes: int
     """Peak of memory above the inputs and the returned gradients, over forward and backward."""
+    retained_workspace_bytes: int
+    """The same with ``retain_graph=True``."""
     flops: int
     """Work of the matrix products."""
     seconds: float
@@ -52,7 +54,12 @@ def count(plan: Plan) -> Count:
             meter.tally.add("all-gather", "inputs", whole)
             if needed:
                 meter.tally.add("reduce-scatter", "gradients of inputs", whole)
-    return Count(arena.peak - c.returned_bytes, round(meter.flops), meter.seconds, meter.tally.collectives)
+    workspace = arena.peak - c.returned_bytes
+    if not plan.deferred:  # Those that are scaled in place, as they are not cast, are copied instead.
+        saved = grads[: sum(c.needs.flat)]
+        grads += [arena.new(g.shape, g.dtype) for g in saved if g.dim() == 1 or g.dtype == c.dtype]
+    retained = arena.peak - c.returned_bytes
+    return Count(workspace, retained, round(meter.flops), meter.seconds, meter.tally.collectives)
 
 
 def rehearse(plan: Plan, runtime: Runtime) -> list[Tensor]:
@@ -163,6 +170,9 @@ class Meter:
     def reduce(self, p: LinearCrossEntropyProblem, rows: RowOutputs, scales: None) -> tuple[Tensor | None, ...]:
         return (*rows.losses, None)
 
+    def row_gradient(self, call: TileCall, out: Tensor) -> None:
+        self.moved(out)
+
     def statistics(self, logits: Tensor, call: TileCall, *args: Any) -> None:
         self._pass(logits, keep=call.tile.keep)
 
@@ -211,10 +221,8 @@ class Meter:
     def write_entries(self, tile: Tensor, ids: Tensor, values: Tensor, start: int) -> None:
         self.moved(ids, values)
 
-    def scale_valid_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
+    def combine_rows(self, x: Tensor, out: Tensor, *args: Any) -> None:
         self.moved(x, out)
-
-    combine_rows = scale_valid_rows
 
     def weight_gradient(self, grads: Sequence[Tensor], exps: Sequence[Tensor], scaled: Tensor, *args: Any) -> None:
         for grad, tile in zip(grads, exps, strict=True):
@@ -230,12 +238,11 @@ class CountingStage(Stage):
     """A stage that measures what it is asked for. Its loops are shortened, see `_shortened`."""
 
     def __post_init__(self) -> None:
+        self._meter, c = cast(Meter, self.backend), self.split
+        if self._meter.case.split is not None:
+            fields = c.full_problem, c.rows, c.scales, c.arena, c.normalizer, c.out, c.upstream
+            self.split = CountingSlice(*fields, split=self._meter.case.split, tally=self._meter.tally)
         super().__post_init__()
-        self._meter = cast(Meter, self.backend)
-        split = self._meter.case.split
-        if split is not None:
-            arena, forward = cast(CountingArena, self.arena), self.out is not None
-            self.split = cast(Any, CountingSlice(self.problem, split, arena, self._meter.tally, forward))
 
     def chunks(self, step: int) -> Iterator[slice]:
         return self._meter.repeated(_shortened(0, self.selection.num_rows, step), self._meter.rates.host)
@@ -250,7 +257,7 @@ class CountingStage(Stage):
     def pieces(self, start: int, stop: int, step: int) -> Iterator[slice]:
         return self._meter.repeated(_shortened(start, stop, step), self._meter.rates.host_block)
 
-    def copy(self, x: Tensor, out: Tensor) -> None:
+    def round(self, x: Tensor, out: Tensor) -> None:
         self._meter.moved(x, out)
 
     def take_rows(self, x: Tensor, out: Tensor, part: slice) -> None:

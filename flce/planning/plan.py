@@ -35,6 +35,12 @@ class ChunkPlan(Plan):
         return self._count.workspace_bytes
 
     @property
+    def retained_workspace_bytes(self) -> int:
+        """The same for a backward with ``retain_graph=True``, which leaves gradients that forward made with the graph,
+        and returns copies of them."""
+        return self._count.retained_workspace_bytes
+
+    @property
     def flops(self) -> int:
         """Work of the matrix products of forward and backward."""
         return self._count.flops

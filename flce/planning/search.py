@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from flce.core.gemm import ALIGNMENT
 from flce.engine.case import Case
@@ -28,10 +27,15 @@ MEMORY_SHARE = 1 / 24
 ALLOCATOR_SLACK = {"cuda": 2 << 20}
 
 
-@functools.lru_cache(maxsize=1024)
-def plan_of_call(*call: Any) -> ChunkPlan:
-    """The plan of the `Case` with these fields. That of a known call is found without making a case."""
-    return make_plan(Case(*call))
+class BudgetError(ValueError):
+    """No plan of a case keeps its budget."""
+
+    def __init__(self, c: Case, least: int) -> None:
+        options, self.least = c.options, least
+        super().__init__(
+            f"max_workspace_bytes={options.max_workspace_bytes} is too small for {c} with "
+            f"strategy={options.strategy!r} and chunk_rows={options.chunk_rows}: the least is {least} bytes"
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,16 +52,17 @@ def plan_of_slice(plan: ChunkPlan, vocab_size: int) -> ChunkPlan:
 
 def make_plan(c: Case) -> ChunkPlan:
     """The plan of a case, searched anew."""
+    c.check()
     plan = _best(c)
     if plan is not None:
         return plan
-    least, budget = _least(c), c.options.max_workspace_bytes
-    if budget is None:
+    least = _least(c)
+    if c.options.max_workspace_bytes is None:
         return least
-    raise ValueError(
-        f"max_workspace_bytes={budget} is too small for {c} with strategy={c.options.strategy!r} and "
-        f"chunk_rows={c.options.chunk_rows}: the least is {least.workspace_bytes} bytes"
-    )
+    raise BudgetError(c, least.workspace_bytes)
+
+
+plan_of_call = functools.lru_cache(maxsize=1024)(make_plan)
 
 
 def _best(c: Case) -> ChunkPlan | None:
@@ -69,7 +74,8 @@ def _best(c: Case) -> ChunkPlan | None:
         if c.device.memory is None:
             return default
         budget = int(c.device.memory * MEMORY_SHARE)
-    for room in (budget - ALLOCATOR_SLACK.get(c.device_type, 0), budget):
+    most = int(budget)
+    for room in (most - ALLOCATOR_SLACK.get(c.device_type, 0), most):
         if default.workspace_bytes <= room and not searched:
             return default
         fastest = _fastest(c, room)

@@ -1,4 +1,4 @@
-"""What "off" means: how far a result may be from float64, in `flce check`, in `flce bench` and in the tests.
+"""What "off" means: how far a result may be from float64, in `flce check`, in benchmarks and in the tests.
 
 An error is the norm of the difference from float64 over the norm of what float64 gives. A result is off if its error is
 more than ``factor`` times stock's plus ``slack``. Stock is the same formula of PyTorch's operators, in the dtype of the
@@ -7,7 +7,6 @@ tensors.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -55,12 +54,3 @@ MODELS = {torch.float32: _same(1.05, 1e-5), torch.bfloat16: _same(1.05, 5e-3)}
 
 # Shares of the largest element, for results whose arithmetic is that of the oracle.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def of_one_call(dtype: torch.dtype, tokens: int) -> Tolerance:
-    """For `flce bench`: where both round alike, the one or the other is a little further off.
-
-    The loss is one number, in which the roundings of all tokens cancel as chance has it, stock's and ours.
-    """
-    few = 1e-12 if dtype == torch.float64 else 1e-6  # what sums in another order differ by
-    return Tolerance(Bound(1.25, few + torch.finfo(dtype).eps / (4 * math.sqrt(tokens))), Bound(1.25, few))

@@ -1,1 +1,1 @@
-"""The command line and what it runs: `flce check`, `flce bench`, `flce demo`, `flce plan`, `flce info`."""
+"""The command line and what it runs: `flce check`, `flce plan`, `flce info`."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import subprocess
 from collections.abc import Iterable, Iterator
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,15 +35,6 @@ def devices_of_a_kind() -> tuple[list[torch.device], dict[torch.device, torch.de
     return list(first.values()), {device: kept for device, kept in there.items() if kept != device}
 
 
-def memory_of(device: torch.device) -> int:
-    """Bytes of the device; of a CPU those of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    import psutil
-
-    return psutil.virtual_memory().total
-
-
 def why_no_dtype(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a device cannot compute in a dtype; None: it can."""
     if device.type == "cuda" and dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
@@ -60,20 +49,14 @@ def exact_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def interpreted(device: torch.device, backend: str) -> bool:
-    """Whether Triton's kernels run in its interpreter, which is slow."""
-    return backend == "triton" and device.type == "cpu"
-
-
 def why_no_backend(device: torch.device, backend: str) -> str | None:
     """Why a backend cannot run on a device; None: it can."""
     if backend == "torch":
         return None
     with chosen(""):  # by flce, whatever the user has asked for
-        if backend_name(device) == backend:
-            return None
-        hint = ". TRITON_INTERPRET=1 runs them in Triton's interpreter" if device.type == "cpu" else ""
-        return why_backend(device) + hint
+        if backend_name(device) != backend:
+            return why_backend(device)
+    return "Triton's interpreter is for tests" if device.type == "cpu" else None
 
 
 @contextlib.contextmanager
@@ -107,9 +90,12 @@ def threads(number: int) -> Iterator[None]:
 TESTED = {
     "torch": ("2.11.0", "2.14.1"),
     "triton": ("3.6.0", "3.8.0"),
-    "transformers": ("4.56.2", "5.23.0"),
+    "transformers": ("4.56.2", "5.24.0"),
 }
 """The oldest and the newest version of each that the tests are run with."""
+
+BY_HAND = {"torch": "2.15.0"}
+"""Newer versions, which a part of the tests was run with once."""
 
 
 def environment() -> dict[str, Any]:
@@ -152,31 +138,6 @@ def device_facts(device: torch.device) -> dict[str, Any]:
         return facts | {"backend": None, "why": str(error)}
     facts |= {"kind": record.name, "profile": record.profile}
     return facts | {"why": why_backend(device), "logits_in_registers": has_product(device)}
-
-
-def described_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
-    """What a result file says of its run. Of absolute paths in the command only the last part is kept."""
-    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
-    load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
-    here = {"python": platform.python_version(), "flce": flce.__version__, "cuda": torch.version.cuda}
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "command": " ".join([program, *shown]),
-        "commit": source_version(),
-        "versions": {name: found for name, found in here.items() if found} | versions(),
-        "device": {"cpu": cpu_name(), **device_facts(device), **load},
-    }
-
-
-def source_version() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it; None of a package that is installed."""
-    folder = Path(flce.__file__).parents[1]
-    if not (folder / ".git").exists():  # git would look further up, and find another repository
-        return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
-    return None
 
 
 def cpu_name() -> str:

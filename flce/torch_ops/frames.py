@@ -52,6 +52,11 @@ def is_transformed() -> bool:
     return private.peek_interpreter_stack() is not None
 
 
+def is_in_transform() -> bool:
+    """Whether this code runs in a transform of ``torch.func`` or in ``torch.autograd.forward_ad.dual_level()``."""
+    return bool(private.forward_mode._current_level >= 0) or private.peek_interpreter_stack() is not None
+
+
 def is_differentiated_forward() -> bool:
     """Whether this code runs within ``torch.autograd.forward_ad.dual_level()``."""
     return bool(private.forward_mode._current_level >= 0)
@@ -62,5 +67,5 @@ def is_exported() -> bool:
     return bool(private.is_exporting())
 
 
-for _function in (graph_may_end, is_transformed, is_differentiated_forward, is_exported):
+for _function in (graph_may_end, is_transformed, is_in_transform, is_differentiated_forward, is_exported):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +18,11 @@ from hypothesis import strategies as st
 import flce
 from flce.backends import get_backend
 from flce.backends.contract import TargetTerms
-from flce.core.problem import LinearCrossEntropyProblem, LinearTerm, LossSpec, Needs
-from flce.engine.arena import Arena
+from flce.core.problem import LossSpec, Needs
 from flce.engine.borrowing import exponential_tiles
-from flce.engine.case import Case, Dtypes
-from flce.engine.schedules.blocks import Blocks
+from flce.engine.case import Case
 from flce.engine.schedules.chunks import DeferredChunks
 from flce.engine.schedules.unnormalized import COUNTS, Borrowed, Recomputed, Unnormalized
-from flce.engine.selection import Selection
-from flce.engine.stage import Stage
 from flce.planning.plan import ChunkPlan
 from flce.planning.search import make_plan
 from flce.testing.problem import Problem, make_problem, relative_error, run_fused, run_oracle, run_stock
@@ -296,24 +292,6 @@ def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device, plans: 
     assert len(plans) == 1
 
 
-def test_rows_that_are_counted_are_not_counted_again(device: torch.device) -> None:
-    """When the host knows how many are worked on, the rows behind them are in no chunk: they may hold anything."""
-
-    class Counted:
-        def wait(self) -> int:
-            return 36
-
-    problem = problem_of(device, leading=(96,))
-    made = LinearCrossEntropyProblem(
-        (LinearTerm(problem.input, problem.linear_weight),), problem.target, None, None, None, None, LossSpec(), NEEDS
-    )
-    selection = Selection(made, torch.arange(96, device=device), Counted())  # type: ignore[arg-type]
-    dtypes, no_scales = Dtypes(*[torch.bfloat16] * 5), cast(Any, None)
-    at_work = Stage(made, get_backend(device), Arena(device), dtypes, True, selection, no_scales, torch.empty(2, 96))
-    assert list(at_work.chunks(64)) == [slice(0, 64)]  # begun before it is known
-    assert list(at_work.chunks(64)) == [slice(0, 36)]
-
-
 @pairs(logits_dtype=[None, torch.float32], tokens=[60, 400], skip=[False, True])
 def test_operands_without_descriptors(
     logits_dtype: torch.dtype | None,
@@ -496,38 +474,6 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
         assert torch.equal(getattr(one, name), getattr(two, name))
 
 
-def test_few_logits_are_normalized() -> None:
-    """At most 2^27 in one chunk."""
-
-    def unnormalized(tokens: int, hidden: int, vocab: int, mib: int | None = None) -> bool:
-        budget = None if mib is None else mib << 20
-        made = make_plan(case_on_hopper(tokens, hidden, vocab, max_workspace_bytes=budget))
-        assert made.strategy == "tokens"
-        return isinstance(made.schedule, KINDS)
-
-    assert not unnormalized(2670, 768, 50257)
-    assert unnormalized(2671, 768, 50257)
-    assert unnormalized(16384, 512, 50257)
-    assert unnormalized(16384, 768, 50257, 512)
-    assert unnormalized(131072, 2048, 128256)
-
-
-def test_what_is_normalized() -> None:
-    def unnormalized(grads: str = "xw", **arguments: Any) -> bool:
-        case = case_on_hopper(4096, 4096, 128256, grads=grads, **arguments)
-        assert (forced.unnormalized(case) is not None) == isinstance(make_plan(case).schedule, KINDS)
-        return isinstance(make_plan(case).schedule, KINDS)
-
-    assert unnormalized()
-    assert not unnormalized("")
-    assert not unnormalized(strategy="vocab")
-    for spec in (LossSpec("none"), LossSpec(label_smoothing=0.1)):
-        assert not unnormalized(spec=spec)
-    assert not unnormalized(dtype=torch.float16)
-    for how in ({"ranks": (4,)}, {"grads": "xwb"}, {"spec": LossSpec(stats=("entropy",))}):
-        assert unnormalized(**how)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8192, 1024, 33024), (4096, 768, 50257)], ids=str)
 @pytest.mark.parametrize("grads", ["xw", "x", "w"])
@@ -586,27 +532,6 @@ def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypa
     problem = problem_of(device, leading=(75,), hidden=64, vocab=2099, ignored=0.2)
     options = recompute(monkeypatch, 1051, 32, 768)
     check_misplaced(monkeypatch, problem, options)
-
-
-def test_who_recomputes_classes() -> None:
-    """Between the budgets of `vocab` and those of one chunk, or of sums of all classes."""
-
-    def plan(mib: int, **arguments: Any) -> ChunkPlan:
-        return plan_on_hopper(8192, 4096, mib, **{"skip_ignored": False, **arguments})
-
-    kinds = [type(plan(mib).schedule) for mib in (256, 280, 512, 1500)]
-    assert kinds == [Blocks, Recomputed, Recomputed, Borrowed]
-    schedules = [plan(mib).schedule for mib in (280, 512, 1024)]
-    assert all(isinstance(schedule, Recomputed) and schedule.classes == 64128 for schedule in schedules)
-    assert plan(512).flops == pytest.approx(3.5 * 2 * 8192 * 4096 * 128256, rel=0.001)
-    assert "the last 64128 of them recomputed" in str(plan(512))
-    narrow = make_plan(case_on_hopper(16384, 1024, 151936, max_workspace_bytes=594 << 20)).schedule
-    assert isinstance(narrow, Recomputed)
-    assert (narrow.rows, narrow.classes) == (1920, 75968)
-    for spec in (LossSpec("none"), LossSpec(label_smoothing=0.1)):
-        assert not isinstance(plan(512, spec=spec).schedule, Recomputed)
-    assert not isinstance(plan(512, skip_ignored=True).schedule, Recomputed)
-    assert not isinstance(plan(512, grads="x").schedule, Recomputed)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,6 @@ from torch import Tensor
 from flce.backends.contract import PRODUCT_FIELDS, RowOutputs, Tile
 from flce.backends.eager import TorchBackend
 from flce.backends.state import finish
-from flce.core.device_record import KNOWN
 from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
 from flce.core.problem import NUMBERS, LossSpec
@@ -87,13 +86,22 @@ def compare(kernels: ModuleType, rows: Rows, tolerance: float = 1e-12, grad_dtyp
     for start, stop in itertools.pairwise(edges):
         rows.statistics(mine, *rows.tile(start, stop), state, out)
     assert_same(out, expected, tolerance)
+    normalizer, full = expected.normalizer, rows.tile(0, rows.vocab)[1]
     for start, stop in itertools.pairwise(edges):
-        results = []
+        results, of_rows = [], []
         for backend in (mine, theirs):
             logits, tile = rows.tile(start, stop)
+            of_rows.append(rows.row_gradient(backend, tile, normalizer))
             results.append(gradient_buffer(logits, tile))
-            rows.gradient(backend, logits, results[-1], tile, expected.normalizer, rows.upstream)
-        assert_close(results[0], results[1], tolerance)
+            rows.gradient(backend, logits, results[-1], tile, normalizer, rows.upstream)
+            logits, tile = rows.tile(start, stop)
+            results.append(gradient_buffer(logits, tile))
+            rows.gradient_of_rows(
+                backend, logits, results[-1], tile, normalizer, rows.row_gradient(backend, full, normalizer)
+            )
+        assert_close(of_rows[0], of_rows[1], tolerance)
+        for other in results[1:]:
+            assert_close(results[0], other, tolerance)
 
 
 @pytest.mark.parametrize("cols", [40, 100, 333])
@@ -290,24 +298,6 @@ def test_scales_and_sums(
         torch.testing.assert_close(backend.loss_scales(p), scales, rtol=1e-12, atol=0)
 
 
-def test_what_is_read_early(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Targets only if a kernel of ours comes before, and what they lie in is older than that."""
-    settled = []
-
-    def record(make: Any, *args: Any) -> None:
-        for launch in make(*args):
-            settled.append(launch.options["SETTLED"])
-
-    monkeypatch.setattr(kernels.reduction_launch, "run", record)
-    for rows, step, given in ((4, 1, False), (0, 1, False), (4, 2, False), (4, 1, True)):
-        target = torch.zeros(rows * step, dtype=torch.int64, device=device)[::step]
-        p = Summed(target, LossSpec(reduction="sum"), torch.tensor(7, device=device), None)
-        loss = torch.zeros(rows, dtype=torch.float64, device=device)
-        out = RowOutputs(loss, None, loss.new_empty(2, rows), None, None, None, None, None)
-        kernels.TritonBackend().reduce(p, out, loss.new_ones(3) if given else None)
-    assert settled == [True, False, False, False]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 4095, 4096, 16384, 65536, 65537])
 def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
@@ -437,31 +427,6 @@ def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyP
 
 
 H200, A100, SMALL = "H200", "A100-40GB", "RTX-3090"
-
-
-@pytest.mark.parametrize(
-    "kind, cols, warps",
-    [
-        (H200, 8192, 8),  # one block
-        (H200, 16384, 8),
-        (H200, 50257, 8),
-        (H200, 128256, 32),
-        (H200, 256000, 32),
-        (A100, 50257, 16),
-        (A100, 128256, 32),
-        (SMALL, 16384, 16),  # more would be more than the row
-        (SMALL, 128256, 32),
-    ],
-)
-def test_rows_in_flight_fit_in_the_cache(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, cols: int, warps: int
-) -> None:
-    device = importlib.import_module("flce.backends.triton.launch")
-    monkeypatch.setattr(device, "device_record", lambda _: KNOWN[kind])
-    launch = kernels._launch_size.__wrapped__(cols, torch.bfloat16, torch.bfloat16, True, False, torch.device("cuda"))
-    assert launch["num_warps"] == warps
-    assert launch["maxnreg"] * launch["num_warps"] * 32 <= 65536
-    assert launch["PARTS"] * launch["LANES"] * launch["VECTOR"] < 2 * cols
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -654,30 +619,6 @@ def test_a_tie_with_an_edge(
     check_rows_anywhere(kernels, rows)
 
 
-def test_which_rows_have_edges(kernels: ModuleType) -> None:
-    """Only where a vector would pass a row's end, or begin before it, and then only together with the gradient."""
-    x = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
-    flat = torch.zeros(2000, dtype=torch.bfloat16)
-    odd = flat[:1111].view(11, 101)
-    edges = kernels._rows_have_edges
-    assert not edges(x, None, 64)
-    assert not edges(x[:, 1:], x[:, 1:].clone(), 64)
-    assert not edges(x[..., :57], None, 64)  # as the fused operator has them
-    assert edges(x[..., :57], None, 57)
-    assert edges(odd, None, 101)
-    assert edges(odd, odd, 101)
-    assert edges(odd, torch.zeros_like(odd), 101)
-    assert edges(odd[1:9], odd[1:9].clone()[:], 101) == (odd[1:].data_ptr() % 16 == 0)
-    assert edges(flat[3:1114].view(11, 101), None, 101)
-    assert edges(x[..., :57], x.clone()[..., :57], 57)
-    assert not edges(x[..., :57], x[..., :57].contiguous(), 57)  # other strides
-    assert not edges(odd, odd.float(), 101)  # other vectors
-    assert edges(odd[:1], torch.zeros(1, 103, dtype=odd.dtype)[:, :101], 101)  # of one row, its stride is nothing
-    assert kernels._head_bytes(2, 32, 8) == 32
-    assert kernels._head_bytes(2, 16, 8) == 16
-    assert kernels._head_bytes(2, 8, 8) == 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("feature", ["plain", "all"])
 @pytest.mark.parametrize("mode", ["statistics", "gradient", "both"])
@@ -692,12 +633,3 @@ def test_rows_anywhere_on_cuda(
     rows = replace(rows, spec=replace(rows.spec, stats=stats))
     for skip in (0, 3):
         check_rows_anywhere(kernels, rows, skip, in_place=mode == "both" and skip == 0, mode=mode)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cols", [1, 2, 3, 70, 5000])
-def test_short_rows_get_short_blocks(kernels: ModuleType, cols: int, dtype: torch.dtype) -> None:
-    for (grad, statistics), edges in itertools.product(((dtype, True), (dtype, False), (None, True)), (False, True)):
-        launch = kernels._launch_size(cols, dtype, grad, statistics, False, torch.device("cpu"), edges)
-        assert launch["LANES"] == 1 or launch["PARTS"] * launch["LANES"] * launch["VECTOR"] < 2 * cols
-        assert launch["LANES"] * launch["VECTOR"] * dtype.itemsize <= 512 * launch["num_warps"]

@@ -112,24 +112,6 @@ def test_operands_without_descriptors(device: torch.device, monkeypatch: pytest.
     torch.testing.assert_close(mine, expected, rtol=1e-3, atol=0)
 
 
-def test_launches_of_a_product() -> None:
-    """The classes behind the last whole block of 256 are apart: only they need a mask."""
-    from flce.backends.triton import exponentials_launch
-
-    def exponentials(*classes: int, whole: bool = False, most: int = 1 << 20) -> list[tuple[int, int]]:
-        pieces = [torch.empty(1, count) for count in classes]
-        found = list(exponentials_launch._tiles(pieces, sum(classes), whole, most))
-        assert [of_tile.shape[1] for _, of_tile in found] == [tile.cols for tile, _ in found]
-        return [(tile.start, tile.cols) for tile, _ in found]
-
-    assert exponentials(600) == [(0, 512), (512, 88)]
-    assert exponentials(512) == [(0, 512)]
-    assert exponentials(88) == [(0, 88)]
-    assert exponentials(256, 300) == [(0, 256), (256, 256), (512, 44)]
-    assert exponentials(600, whole=True) == [(0, 600)]
-    assert exponentials(600, whole=True, most=256) == [(0, 256), (256, 256), (512, 88)]
-
-
 def test_what_is_not_fused(device: torch.device) -> None:
     def plan(problem: Problem, grads: str = "xwb", stats: tuple[str, ...] = (), **options: Any) -> ChunkPlan:
         return plan_for(problem, flce.ChunkOptions(**options), grads, stats)

@@ -19,40 +19,21 @@ from flce.core.device_record import KNOWN
 pytest.importorskip("triton")
 
 from flce.backends.triton import launch
-from tests.older import readable
-from tests.targets import MOST_SPILLED, TARGETS, Built
 
 ROOT = Path(flce.__file__).parents[1]
 CUDA = torch.device("cuda", 0)
 
 
 def test_kernels_fit() -> None:
-    """A sample of what `scripts/gpu_targets.sh` compiles."""
-    command = [sys.executable, "-m", "tests.targets", "--sample"]
+    """A sample of what `scripts/gpu_targets.sh` compiles, for the least shared memory, Hopper, the newest, and AMD."""
+    names = ["T4", "H200", "B200", "MI300X"]
+    command = [sys.executable, "-m", "tests.targets", "--sample", *names]
     # Without the interpreter, which compiles nothing.
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [*TARGETS]
-
-
-def test_what_does_not_fit() -> None:
-    fits = Built("kernel", "", 64 << 10, MOST_SPILLED, early=False)
-    assert not any(fits.faults(device) for device in TARGETS.values())
-    assert all(fits._replace(spilled=MOST_SPILLED + 4).faults(device) for device in TARGETS.values())
-    large = fits._replace(shared=100 << 10)
-    assert [name for name, device in TARGETS.items() if not large.faults(device)] == ["A100-80GB", "H200", "B200"]
-    early = fits._replace(early=True)
-    assert [name for name, device in TARGETS.items() if not early.faults(device)] == ["H200", "B200", "RTX-5090"]
-
-
-# `tests.older` names what an A100 and an RTX 4090 would run.
-@pytest.mark.parametrize(
-    "cuda, version", [(11080, "7.8"), (12020, "8.2"), (12060, "8.5"), (12080, "8.7"), (13000, "8.7")]
-)
-def test_ptx_that_a_driver_reads(cuda: int, version: str) -> None:
-    assert readable("//\n.version 8.7\n.target sm_80\n", cuda) == f"//\n.version {version}\n.target sm_80\n"
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == names
 
 
 # ---------------------------------------------------------------------------------------------------------

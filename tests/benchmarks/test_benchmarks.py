@@ -20,19 +20,19 @@ from typer.testing import CliRunner
 
 import flce
 from benchmarks.benchmark import save
+from benchmarks.cases import Effort, StepOutcome, needs_package
 from benchmarks.cli import BENCHMARKS, app
+from benchmarks.contenders import CONTENDERS, OperatorContender, budget_name, select
+from benchmarks.measure import BenchMeter
 from benchmarks.operator import OPERATOR, time_table
+from benchmarks.problem import CALLS, OperatorCase, OperatorProblem
 from benchmarks.reports import markdown, shortfalls
+from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import spread_note
 from flce.core.sizes import MIB
 from flce.ops import linear_cross_entropy
 from flce.planning import device_kinds
 from flce.testing.problem import IGNORED
-from flce.tools.bench.cases import Effort, StepOutcome, needs_package
-from flce.tools.bench.contenders import CONTENDERS, OperatorContender, budget_name, select
-from flce.tools.bench.measure import BenchMeter
-from flce.tools.bench.problem import CALLS, OperatorCase, OperatorProblem
-from flce.tools.bench.results import BenchResult, Entry, Run
-from flce.tools.bench.tables import spread_note
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 from benchmarks import call_meter
 from benchmarks.benchmark import save
 from benchmarks.call_meter import CallMeter
+from benchmarks.cases import Effort
 from benchmarks.cli import app
+from benchmarks.contenders import OperatorContender, autograd_step, select, stock_loss
+from benchmarks.measure import Sample
 from benchmarks.operator import OPERATOR
+from benchmarks.problem import OperatorCase, OperatorProblem
 from benchmarks.row_calls import Region
-from flce.tools.bench.cases import Effort
-from flce.tools.bench.contenders import OperatorContender, autograd_step, select, stock_loss
-from flce.tools.bench.measure import Sample
-from flce.tools.bench.problem import OperatorCase, OperatorProblem
-from flce.tools.bench.results import BenchResult, Entry, Run
+from benchmarks.runs import BenchResult, Entry, Run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = OperatorCase(8, 4, 16, calls=True)

@@ -19,11 +19,11 @@ pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `traine
 import flce
 from benchmarks import grpo
 from benchmarks.benchmark import save
+from benchmarks.cases import Effort, known
 from benchmarks.grpo import CONTENDERS, GRPO, OLD, PARTS, PRESETS, TRAINING, Completions, GrpoStep
 from benchmarks.models import build
+from benchmarks.runs import Run
 from flce.testing.problem import relative_error
-from flce.tools.bench.cases import Effort, known
-from flce.tools.bench.results import Run
 
 CPU = torch.device("cpu")
 CASE = PRESETS["tiny"]()[1][0]

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 import flce
-from benchmarks import logprobs
+from benchmarks import cases, contenders, logprobs
+from benchmarks.cases import Effort, known
 from benchmarks.logprobs import CONTENDERS, LOGPROBS, RULES, TARGETS, TINY
+from benchmarks.problem import OperatorProblem
+from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.targets import MET, MISSED, check_targets, duels
 from flce.core.sizes import MIB
 from flce.testing.problem import relative_error
-from flce.tools.bench import cases, contenders
-from flce.tools.bench.cases import Effort, known
-from flce.tools.bench.problem import OperatorProblem
-from flce.tools.bench.results import BenchResult, Entry, Run
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {"device": {"type": "cuda", "name": "made up"}}

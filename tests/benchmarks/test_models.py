@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import memory
 from benchmarks.benchmark import save
+from benchmarks.cases import Effort
 from benchmarks.models import (
     ARCHITECTURES,
     CONTENDERS,
@@ -29,8 +30,7 @@ from benchmarks.models import (
     liger,
 )
 from benchmarks.reports import markdown, shortfalls
-from flce.tools.bench.cases import Effort
-from flce.tools.bench.results import Run
+from benchmarks.runs import Run
 
 CPU = torch.device("cpu")
 
@@ -172,15 +172,14 @@ def test_what_liger_changes_is_put_back(monkeypatch):
 @pytest.mark.gpu
 def test_every_contender_runs_on_cuda():
     """Peers that are installed may fail."""
-    for warm_up in (None, 64):
-        case = ModelCase("tiny-llama", 2, 128, budgets_mib=(1,), warm_up_sequence=warm_up)
-        entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0))
-        stock = entry.by_name("stock")
-        for result in entry.results:
-            if result.family != "peer":
-                assert result.status == "ok", (result.contender, result.reason)
-                assert result.peak_bytes is not None
-                assert result.forward_peak_bytes is not None
-                assert result.reserved_bytes is not None
-                assert result.forward_peak_bytes <= result.peak_bytes <= 1.1 * result.reserved_bytes
-                assert result.loss == pytest.approx(stock.loss, abs=1e-2)
+    case = ModelCase("tiny-llama", 2, 128, budgets_mib=(1,))
+    entry = MODEL.measure(case, torch.device("cuda"), Effort(2, 5.0))
+    stock = entry.by_name("stock")
+    for result in entry.results:
+        if result.family != "peer":
+            assert result.status == "ok", (result.contender, result.reason)
+            assert result.peak_bytes is not None
+            assert result.forward_peak_bytes is not None
+            assert result.reserved_bytes is not None
+            assert result.forward_peak_bytes <= result.peak_bytes <= 1.1 * result.reserved_bytes
+            assert result.loss == pytest.approx(stock.loss, abs=1e-2)

@@ -17,9 +17,9 @@ from benchmarks.benchmark import save
 from benchmarks.cli import app
 from benchmarks.models import QUOTED, SETTINGS
 from benchmarks.pages import BLOCK, KINDS, PLANNED, ROOT, filled
+from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.targets import curve_case
 from flce.core.sizes import GIB, MIB
-from flce.tools.bench.results import BenchResult, Entry, Run
 
 SHAPES = (4096, 4096, 128256), (16384, 1024, 151936)
 ERRORS = {"loss": 1e-6, "input_grad": 1.7e-3, "weight_grad": 1.8e-3}

@@ -28,14 +28,6 @@ def test_flops_of_a_byte_are_those_of_the_data_sheets(name: str, flops_per_byte:
     assert round(KNOWN[name].flops_per_byte) == flops_per_byte
 
 
-def test_what_a_program_can_have() -> None:
-    shared = {kind.arch: kind.shared_memory >> 10 for kind in KNOWN.values()}
-    assert shared == {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
-    assert {kind.arch for kind in KNOWN.values() if kind.own_products} == {"sm_90"}
-    assert [kind.name for kind in KNOWN.values() if kind.warp == 64] == ["MI300X"]
-    assert (KNOWN["RTX-5090"].capability, KNOWN["MI300X"].capability) == (120, 0)
-
-
 @pytest.mark.parametrize("written", ["RTX-4090", "rtx 4090", "RTX_4090", "Rtx4090"])
 def test_spaces_hyphens_and_case_are_ignored(written: str) -> None:
     assert known(written) is KNOWN["RTX-4090"]

@@ -206,7 +206,7 @@ def test_a_lack_of_memory_is_told_once_a_line(
 ) -> None:
     """The line of the user's that called, or that called backward. Another line is told too."""
     without_memory(monkeypatch, name)
-    p = make_problem((2000,), 16, 2000, dtype=torch.float32, reduction=reduction)
+    p = make_problem((400,), 16, 500, dtype=torch.float32, reduction=reduction)
 
     def step() -> Tensor:
         x = p.input.clone().requires_grad_()

@@ -325,14 +325,14 @@ def checkpointed_head() -> list[str]:
     return list(flce.report(engine).stock)
 
 
-def of_trl(summed: bool) -> None:
+def of_trl() -> None:
     """TRL's loss with flce's head, beside the loss of stock."""
     from trl.trainer import utils
 
     import flce.huggingface.trl
 
     def loss_of_trl(model: Any, ids: Tensor) -> Tensor:
-        made = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=summed)
+        made = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=True)
         value: Tensor = -made.log_probs.sum() / made.label_mask.sum()
         return value
 

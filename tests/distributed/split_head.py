@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -220,6 +222,17 @@ def padded(p: Problem, classes: int) -> Problem:
     return replace(p, linear_bias=bias, target=torch.where(p.target == ignored, ignored, p.target % first))
 
 
+def uneven(p: Problem) -> Problem:
+    """With rows that are certain of their target, that give it hardly any probability, that are far from the others,
+    or for which the first classes have none."""
+    x, weight, n = p.input.clone(), p.linear_weight.clone(), len(p.target)
+    x[:, :n], weight[:, :n] = torch.eye(n, dtype=x.dtype, device=x.device), 0.0
+    weight[p.target[0], 0] = weight[p.target[1], 1] = 60.0
+    weight[p.target[2], 2] = weight[p.target[3], 3] = -60.0
+    weight[:140, 4], weight[:, 5] = -200.0, 16.0
+    return replace(p, input=x, linear_weight=weight)
+
+
 def padded_losses(group_name: str) -> None:
     """Slices of which some or all classes are padding, and slices without classes below very low logits."""
     group, low = groups()[group_name], -2000.0
@@ -331,7 +344,7 @@ def _as_on_a_gpu(hopper: bool) -> Iterator[list[str]]:
         patch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
         search.plan_of_call.cache_clear()
         search.plan_of_slice.cache_clear()
-        plan_of = linear_cross_entropy.plan_of
+        plan_of = vars(linear_cross_entropy)["plan_of"]
 
         def noted(*args: Any) -> Any:
             plan = plan_of(*args)
@@ -360,18 +373,33 @@ def gpu_schedules() -> list[str]:
     }
     for hopper in (False, True):
         with _as_on_a_gpu(hopper) as taken:
-            for dtype, kwargs in itertools.product(half[: 2 - hopper], losses_.values()):
+            dtypes = itertools.cycle(half[: 2 - hopper])
+            for kwargs in losses_.values():
+                dtype = next(dtypes)
                 p = problem((2, 12), 64, 1111 if hopper else 555, dtype=dtype, **kwargs)
                 options: dict[str, Any] = {"chunk_rows": 16, "skip_ignored": hopper, "stats": ("lse", "logprob")}
                 check(p, group, LIMIT[dtype], options, of_results=1e-5)
             # A slice that is all padding, and one without a class. Weights of tokens take another way than the kernel.
-            for dtype, weighted in itertools.product(half[: 2 - hopper], (False, True)):
+            for weighted in (False, True):
+                dtype = next(dtypes)
                 options = {"chunk_rows": 4, "skip_ignored": hopper, "stats": ("lse",)}
                 kwargs = {"dtype": dtype, "z_loss": 0.01, "token_weight": weighted}
                 p = padded(problem((6,), 64, 257, bias=True, **kwargs), 140)
                 check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
                 p = problem((6,), 64, 1, softcap=3.0, **kwargs)
                 check(p, group, LIMIT[dtype], dict(options), of_results=1e-5)
+            for reduction in ("mean", "none"):
+                p = uneven(problem((10,), 64, 257, dtype=half[0], reduction=reduction))
+                check(p, group, LIMIT[half[0]], {"skip_ignored": hopper, "stats": ("lse", "logprob")}, of_results=1e-5)
+            if hopper:  # Processes with other numbers of classes, where the host looks at no values.
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("flce.ops.split_head.looks_at_values", lambda device: False)
+                    p = problem((6,), 64, 128 + group.rank(), dtype=half[0])
+                    x, weight = Mine.leaf(p.input), Mine.leaf(p.linear_weight)
+                    for smoothing in (0.0, 0.1):  # by the kernel, and by PyTorch
+                        how: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing}
+                        loss = flce.fused_linear_cross_entropy(x, weight, p.target, process_group=group, **how)
+                        assert loss.isnan().all()
             names.update(taken)
     return sorted(names)
 
@@ -439,8 +467,13 @@ def wrong_arguments() -> None:
     p = problem((3, 4), 16, 41)
     mine = Mine(p, group)
     call = functools.partial(flce.fused_linear_cross_entropy, mine.input, mine.weight, p.target)
-    with pytest.raises(ValueError, match="need a process_group"):
-        call(vocab_size=41)
+    for how, given in (
+        ({"vocab_size": 41}, "^vocab_size=41 needs a"),
+        ({"sequence_parallel": True}, "^sequence_parallel=True needs a"),
+        ({"vocab_size": 41, "sequence_parallel": True}, "^vocab_size=41 and sequence_parallel=True need a"),
+    ):
+        with pytest.raises(ValueError, match=f"{given} process_group: give"):
+            call(**how)
     with pytest.raises(TypeError, match="sequence_parallel must be a bool"):
         call(process_group=group, vocab_size=41, sequence_parallel=1)
     with pytest.raises(TypeError, match=r"process_group must be a torch.distributed.ProcessGroup, got str"):
@@ -499,6 +532,18 @@ def wrong_arguments() -> None:
             weight = weight.detach()
         with pytest.raises(ValueError, match=f"given different values of .*{told}"):
             flce.fused_linear_cross_entropy(x, weight, target, **how)
+    # The same slice in all processes, with and without its number of classes.
+    equal = "ranks 0 and 1 of the group were given equal slices of linear_weight"
+    for function in (flce.fused_linear_cross_entropy, flce.linear_logprobs):
+        with pytest.raises(ValueError, match=equal):
+            function(mine.input, p.linear_weight, p.target, process_group=group)
+    how = {"process_group": group, "vocab_size": 5 * group.size()}
+    with pytest.raises(ValueError, match=equal):
+        flce.fused_linear_cross_entropy(mine.input, p.linear_weight[:5], p.target % 5, **how)
+    for constant in (torch.zeros(10, 16), torch.linspace(0, 1, 16).expand(10, 16)):  # as before training, or padding
+        weight = constant.to(p.linear_weight)
+        loss = flce.fused_linear_cross_entropy(mine.input, weight, p.target % 10, process_group=group)
+        torch.testing.assert_close(loss, torch.full_like(loss, math.log(10 * group.size())))
     target = p.target.clone()
     target[0, 0] = 41
     with pytest.raises(IndexError, match="expected 0 <= target < 41"):
@@ -525,7 +570,7 @@ def captured() -> None:
 
 def one_raises() -> str:
     """One process raises an error before the collective. The others' ends with the group's timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     p = problem((3, 4), 16, 41)
     mine = Mine(p, group)
     try:
@@ -541,7 +586,7 @@ def one_raises() -> str:
 def dtensors() -> None:
     """A weight that is sharded over processes could mean either."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     p = problem((3, 4), 16, 41)
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
@@ -552,6 +597,20 @@ def dtensors() -> None:
         flce.linear_logprobs(p.input, weight, p.target)
     with pytest.raises(ValueError, match=r"got a DTensor: give input.to_local\(\)"):
         flce.fused_linear_cross_entropy(distribute_tensor(p.input, mesh, [Shard(1)]), weight, p.target)
+    for name, value, instead in (
+        ("target", distribute_tensor(p.target, mesh, [Replicate()]), "target.to_local()"),
+        ("target", distribute_tensor(p.target, mesh, [Shard(1)]), "target.full_tensor()"),
+        ("linear_bias", weight[:, 0], "linear_bias.to_local()"),
+        ("token_weight", distribute_tensor(torch.ones(3, 4), mesh, [Replicate()]), "token_weight.to_local()"),
+        ("adapters[0][1]", weight, "adapters[0][1].to_local()"),
+        ("num_items", distribute_tensor(torch.tensor(3), mesh, [Replicate()]), "num_items.to_local()"),
+    ):
+        given = {"adapters": [(p.input, value)]} if name == "adapters[0][1]" else {name: value}
+        arguments: Any = {"target": p.target, "reduction": "sum", **given}
+        with pytest.raises(
+            ValueError, match=re.escape(f"{name} must be a plain tensor, got a DTensor: give {instead}")
+        ):
+            flce.fused_linear_cross_entropy(p.input, p.linear_weight, **arguments)
 
 
 def gathered_weights() -> None:

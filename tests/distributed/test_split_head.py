@@ -34,14 +34,12 @@ def test_losses(processes: World, group: str) -> None:
     processes.run(split_head.losses, group)
 
 
-@pytest.mark.parametrize("group", ["all", "pair"])
-def test_padded_and_empty_slices(processes: World, group: str) -> None:
-    processes.run(split_head.padded_losses, group)
+def test_padded_and_empty_slices(processes: World) -> None:
+    processes.run(split_head.padded_losses, "all")
 
 
-@pytest.mark.parametrize("group", ["all", "pair"])
-def test_results_of_tokens(processes: World, group: str) -> None:
-    processes.run(split_head.token_results, group)
+def test_results_of_tokens(processes: World) -> None:
+    processes.run(split_head.token_results, "all")
 
 
 @no_gpu

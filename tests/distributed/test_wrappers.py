@@ -10,7 +10,6 @@ import torch
 
 from tests.distributed import training
 from tests.distributed.pair import World
-from tests.helpers import pairs
 
 CALLS = ["labels", "own loss"]
 # Every way in which a gradient leaves lazy logits, where the weight stays, where it is freed, and through DDP's sink.
@@ -20,7 +19,7 @@ FSDP2 = [name for name in training.WRAPPINGS if not name.startswith("DDP")]
 
 @pytest.mark.parametrize(
     "wrapping, loss",
-    [(w, loss) for w in training.WRAPPINGS for loss in training.LOSSES if w in EVERY_LOSS or loss in CALLS],
+    [(w, loss) for w in training.WRAPPINGS for loss in training.LOSSES if w in EVERY_LOSS or loss == "own loss"],
 )
 def test_trains_as_one_process(pair: World, wrapping: str, loss: str) -> None:
     for counts in pair.run(training.compare, wrapping, loss):
@@ -34,8 +33,7 @@ def test_all_but_the_head_frozen(pair: World, loss: str) -> None:
     pair.run(training.only_the_head, loss)
 
 
-@pytest.mark.parametrize("loss", CALLS)
-@pytest.mark.parametrize("wrapping", ["root", "tail", "tail, resharded"])
+@pytest.mark.parametrize("wrapping, loss", [("root", "own loss"), ("tail", "labels"), ("tail, resharded", "own loss")])
 def test_mixed_precision(pair: World, wrapping: str, loss: str) -> None:
     pair.run(training.mixed_precision, wrapping, loss)
 
@@ -51,13 +49,18 @@ def test_tied_embeddings(pair: World, reshard: bool, loss: str) -> None:
     pair.run(training.tied, loss, reshard)
 
 
-@pytest.mark.parametrize("loss", CALLS)
 @pytest.mark.parametrize(
-    "adapters, wrapping",
+    "adapters, wrapping, loss",
     [
-        ("backbone", "root"),
-        *(("head", wrapping) for wrapping in ("root", "tail", "tail, resharded")),
-        *(("modules_to_save", wrapping) for wrapping in ("root", "tail, resharded")),
+        ("backbone", "root", "own loss"),
+        ("head", "root", "labels"),
+        ("head", "tail", "own loss"),
+        ("modules_to_save", "root", "own loss"),
+        *(
+            (adapters, "tail, resharded", loss)
+            for adapters in ("head", "modules_to_save")
+            for loss in (*CALLS, "frozen meanwhile")
+        ),
     ],
 )
 def test_adapters(pair: World, adapters: str, wrapping: str, loss: str) -> None:
@@ -65,23 +68,15 @@ def test_adapters(pair: World, adapters: str, wrapping: str, loss: str) -> None:
     pair.run(training.with_adapters, loss, adapters, wrapping)
 
 
-@pytest.mark.parametrize("adapters", ["head", "modules_to_save"])
-def test_adapters_frozen_meanwhile(pair: World, adapters: str) -> None:
-    pytest.importorskip("peft")
-    pair.run(training.with_adapters, "frozen meanwhile", adapters, "tail, resharded")
-
-
-@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("wrapping", ["root", "tail, resharded", "head", "head, resharded", "DDP"])
-def test_a_head_of_trl(pair: World, wrapping: str, summed: bool) -> None:
+def test_a_head_of_trl(pair: World, wrapping: str) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `trainers`")
-    pair.run(training.of_trl, summed, wrapping)
+    pair.run(training.of_trl, wrapping != "root", wrapping)
 
 
-@pytest.mark.parametrize("loss", CALLS)
-def test_accumulation_without_gradient_sync(pair: World, loss: str) -> None:
-    pair.run(training.accumulated, loss)
+def test_accumulation_without_gradient_sync(pair: World) -> None:
+    pair.run(training.accumulated, "own loss")
 
 
 @pytest.mark.parametrize("loss", CALLS)
@@ -93,8 +88,7 @@ def test_communication(pair: World, wrapping: str, loss: str) -> None:
         assert stock["_allgather_base_"] <= patched["_allgather_base_"] <= stock["_allgather_base_"] + 1
 
 
-@pytest.mark.parametrize("loss", CALLS)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision, loss", [("no", "own loss"), ("bf16", "labels")])
 def test_accelerate(pair: World, precision: str, loss: str) -> None:
     pytest.importorskip("accelerate", minversion="1.12")
     pair.run(training.accelerated, loss, precision)
@@ -113,6 +107,12 @@ def test_transformers(pair: World, loss: str) -> None:
     pair.run(training.transformers_fsdp, loss)
 
 
+@pytest.mark.parametrize("loss", CALLS)
+def test_tensor_parallelism_of_transformers(pair: World, loss: str) -> None:
+    pytest.importorskip("transformers", minversion="5.20")
+    pair.run(training.transformers_tensor_parallel, loss)
+
+
 @pytest.mark.parametrize("wrapping", ["root", "head, resharded", "DDP"])
 def test_late_reads(pair: World, wrapping: str) -> None:
     pair.run(training.late_reads, wrapping)
@@ -123,13 +123,11 @@ def test_evaluation_in_a_wrapper(pair: World) -> None:
     pair.run(training.evaluated_in_a_wrapper)
 
 
-@pairs(what=["the model", "the wrapper"], wrapping=["fully_shard(model)", "DDP, unused parameters"], loss=[*CALLS])
-def test_compiled(pair: World, what: str, wrapping: str, loss: str) -> None:
-    pair.run(training.compiled, what, wrapping, loss)
-
-
-def test_several_heads(pair: World) -> None:
-    pair.run(training.several_heads)
+@pytest.mark.parametrize(
+    "what, wrapping", [("the model", "fully_shard(model)"), ("the wrapper", "DDP, unused parameters")]
+)
+def test_compiled(pair: World, what: str, wrapping: str) -> None:
+    pair.run(training.compiled, what, wrapping)
 
 
 @pytest.mark.parametrize("loss", ["smoothed", "z-loss"])
@@ -186,3 +184,8 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def test_data_parallel_gathers_no_logits(pair: World) -> None:
     peak, _ = pair.run(training.data_parallel)
     assert peak < 4 * 512 * 16000 * 4 / 3  # of the logits of both GPUs in float32
+
+
+@pytest.mark.parametrize("schedule", training.PIPELINES)
+def test_pipelines(pair: World, schedule: str) -> None:
+    pair.run(training.pipelined, schedule)

@@ -19,7 +19,7 @@ import flce
 from flce.huggingface import MaterializedLogitsWarning, NotFusedWarning
 from tests.huggingface.conftest import SIZES
 
-V, STEPS = SIZES["vocab_size"], 4
+V, STEPS = SIZES["vocab_size"], 3
 
 
 def device() -> torch.device:
@@ -483,27 +483,45 @@ def fabric(loss: str, order: str) -> None:
     assert not report.stock, report
 
 
-def transformers_fsdp(loss: str) -> None:
+def from_transformers(stock: Any, **config: Any) -> Any:
     """As Transformers itself shards a model that is loaded with a ``DistributedConfig``."""
     import tempfile
 
     from transformers import AutoModelForCausalLM
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    stock = tiny_llama()
     paths = [tempfile.mkdtemp()]
     dist.broadcast_object_list(paths)
     if dist.get_rank() == 0:
         stock.save_pretrained(paths[0])
     dist.barrier()
-    model = AutoModelForCausalLM.from_pretrained(
-        paths[0], distributed_config=DistributedConfig(fsdp_size=2), attn_implementation="eager"
+    return AutoModelForCausalLM.from_pretrained(
+        paths[0], distributed_config=DistributedConfig(**config), attn_implementation="eager"
     ).train()
-    flce.patch_model(model)
+
+
+def transformers_fsdp(loss: str) -> None:
+    stock = tiny_llama()
+    model = flce.patch_model(from_transformers(stock, fsdp_size=2))
     check_same(train(model, LOSSES[loss]), reference(stock, LOSSES[loss]))
     report = flce.report(model)
     assert report.fused == STEPS, report
     assert not report.stock, report
+
+
+def transformers_tensor_parallel(loss: str) -> None:
+    """Each process has some rows of the head, and gathers all logits: said in the first call."""
+    stock = tiny_llama(vocab_size=98, num_key_value_heads=2)
+    model = flce.patch_model(from_transformers(stock, tp_size=2, tp_plan="auto"))
+    with pytest.warns(NotFusedWarning, match="tensor parallelism"):
+        got = LOSSES[loss](model, batch(0, 0))
+    torch.testing.assert_close(got, LOSSES[loss](stock, batch(0, 0)))
+    got.backward()
+    report = flce.report(model)
+    assert (report.fused, list(report.stock.values())) == (0, [1]), report
+    flce.patch_model(model, on_materialize="raise")
+    with pytest.raises(flce.huggingface.MaterializedLogitsError, match="tensor parallelism"):
+        LOSSES[loss](model, batch(0, 0))
 
 
 # -------------------------------------------------------------------------------------------------------- late reads
@@ -555,7 +573,7 @@ def evaluated_in_a_wrapper() -> None:
         torch.testing.assert_close(logits.softmax(-1), want(input_ids=ids).logits.softmax(-1))
 
 
-def compiled(what: str, wrapping: str, loss: str) -> None:
+def compiled(what: str, wrapping: str) -> None:
     """What a compiled model returns meets the wrappers' hooks as stock's logits do."""
     torch._dynamo.reset()
     stock = tiny_llama(num_hidden_layers=1)
@@ -565,39 +583,8 @@ def compiled(what: str, wrapping: str, loss: str) -> None:
     wrapped = WRAPPINGS[wrapping](patched)
     if what == "the wrapper":
         wrapped.compile(backend="eager")
-    check_same(train(wrapped, LOSSES[loss]), reference(stock, LOSSES[loss]))
-    assert flce.report(patched).fused or flce.report(patched).materialized or loss == "labels"
-
-
-class SeveralHeads(nn.Module):
-    """As models of codebooks stack them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(32, V, bias=False) for _ in range(2)])
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.stack([head(hidden) for head in self.heads], 1)
-
-
-def several_heads() -> None:
-    """A loss of the second head alone, above a frozen model: only the hook of the stack begins FSDP2's backward."""
-
-    def prepare(model: Any) -> Any:
-        torch.manual_seed(0)
-        model.lm_head = SeveralHeads().to(device())
-        model.model.requires_grad_(False)
-        return model
-
-    def second(model: Any, ids: Tensor) -> Tensor:
-        return F.cross_entropy(*shifted(model(input_ids=ids).logits[:, 1], ids))
-
-    stock = prepare(tiny_llama())
-    patched = flce.patch_model(copy.deepcopy(stock))
-    model = _fsdp2(patched)
-    results = [train(model, second), reference(stock, second)]
-    torch.testing.assert_close(results[0]["losses"], results[1]["losses"], rtol=1e-5, atol=1e-5)
-    assert results[0]["losses"][-1] != results[0]["losses"][0]
+    check_same(train(wrapped, own_loss), reference(stock, own_loss))
+    assert flce.report(patched).fused or flce.report(patched).materialized
 
 
 def error_of(call: Callable[[], Any], text: str) -> None:
@@ -737,3 +724,79 @@ def tensor_parallel(loss: str) -> tuple[int, set[str]]:
     assert len(said) == 1
     assert "DTensor" in said.pop()
     return flce.report(patched).fused, set(flce.report(patched).stock)
+
+
+# --------------------------------------------------------------------------------------------------------- pipelines
+
+PIPELINES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
+
+
+class FirstStage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(V, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids).tanh()
+
+
+class MiddleStage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.layer(hidden).tanh()
+
+
+class LastStage(MiddleStage):
+    """Has the head, which makes logits, and the schedule computes their loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(32, V, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(super().forward(hidden))
+
+
+def pipelined(name: str) -> None:
+    """A schedule of ``torch.distributed.pipelining`` whose last stage is patched, against one of stock's."""
+    from torch.distributed import pipelining
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    several = name in PIPELINES[2:]  # stages in each process
+    count = 2 * size if several else size
+    places = {"ScheduleZBVZeroBubble": [rank, count - 1 - rank], "ScheduleInterleavedZeroBubble": [rank, rank + size]}
+    ids = torch.cat([batch(i, 0) for i in range(4)])
+    results = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        modules = [FirstStage(), *(MiddleStage() for _ in range(count - 2)), LastStage()]
+        if patched:
+            flce.patch_model(modules[-1], on_materialize="raise")
+        mine = [modules[i] for i in places.get(name, [rank])]
+        stages = [
+            pipelining.PipelineStage(module, i, count, device())
+            for module, i in zip(mine, places.get(name, [rank]), strict=True)
+        ]
+        kind = getattr(pipelining, name)
+        schedule = kind(
+            stages if several else stages[0],
+            n_microbatches=4,
+            loss_fn=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+        )
+        losses: list[Tensor] = []
+        for _ in range(2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", MaterializedLogitsWarning)
+                schedule.step(*[ids] * (0 in places.get(name, [rank])), target=ids, losses=losses, return_outputs=False)
+        results.append(([loss.detach() for loss in losses], [[p.grad for p in m.parameters()] for m in mine]))
+        report = flce.report(modules[-1])
+        # PyTorch may call it once more, for shapes.
+        assert report.fused >= 8 * (patched and modules[-1] in mine), report
+        assert not report.stock, report
+    torch.testing.assert_close(results[1], results[0])

@@ -479,8 +479,7 @@ def test_where_liger_differs(device: torch.device) -> None:
     x, w = x.requires_grad_(), WEIGHT.to(device, torch.float32)
     loss = fused_module(x, w, y, None)
     once = torch.autograd.grad(loss, x, retain_graph=True)[0].clone()
-    with pytest.raises(RuntimeError, match="a second time"):
-        torch.autograd.grad(loss, x)
+    torch.testing.assert_close(torch.autograd.grad(2 * loss, x)[0], 2.0 * once)
     loss = liger(x, w, y, None)
     for expected in (2.0, 4.0):  # times the upstream gradient each time
         (gradient,) = torch.autograd.grad(2 * loss, x, retain_graph=True)
@@ -513,25 +512,6 @@ def test_cut_cross_entropy_on_a_gpu(name: str, reduction: str, filter_eps: str |
     how = {"impl": "torch_compile" if "softcap" in case.theirs else "cce", "filter_eps": filter_eps}
     theirs = outcome(cce, case, {**case.theirs, "reduction": reduction, **how}, device)
     assert_same(theirs, outcome(fused_sequences, case, {**case.ours, "reduction": reduction}, device), 2e-2)
-
-
-@pytest.mark.usefixtures("not_compiled")
-def test_lse_of_cut_cross_entropy(device: torch.device) -> None:
-    """A pair, where there is such an argument."""
-    if "return_lse" not in parameters(original(CCE)):
-        pytest.skip("the wheel's function has no return_lse")
-    x, w, y = INPUT.to(device).view(2, 7, H), WEIGHT.to(device), TARGET.to(device).view(2, 7)
-    loss, lse = original(CCE)(x, w, y, return_lse=True, impl="torch_compile")
-    ours: Any = flce.fused_linear_cross_entropy(x, w, y, stats=("lse",))
-    torch.testing.assert_close(ours.loss, loss, check_dtype=False)
-    counted = y != -100
-    torch.testing.assert_close(ours.lse[counted], lse[counted], check_dtype=False)
-
-
-@pytest.mark.usefixtures("not_compiled")
-def test_a_mean_of_nothing_by_cut_cross_entropy(device: torch.device) -> None:
-    empty = Case({}, {}, torch.full_like(TARGET, -100), head_bias=None)
-    assert outcome(cce, empty, {"impl": "torch_compile"}, device)["loss"].isnan()
 
 
 # --------------------------------------------------------------------------------------------------------- TRL

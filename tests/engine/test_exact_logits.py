@@ -23,7 +23,7 @@ from flce.engine.stage import Stage
 from flce.planning import search
 from flce.testing.problem import ALL_GRADS, Problem, make_problem, relative_error, run_fused, run_oracle
 from tests.forced import force
-from tests.helpers import case_of, combinations, upstream_of
+from tests.helpers import BACKENDS, case_of, pairs, upstream_of
 from tests.hopper import logits_dtypes_on_a_gpu
 from tests.interpreted_bfloat16 import mend
 
@@ -83,10 +83,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     return tiles(monkeypatch, lambda x, cols, out: out.dtype)
 
 
-@combinations(
+@pairs(
     shape=[(9, 2048, 273), (14, 1023, 167), (14, 511, 10), (300, 15, 8353)],
     reduction=["mean", "none"],
     dtype=[BF16, F16],
+    backend=BACKENDS,
 )
 def test_small_calls_make_logits_twice_by_the_same_products(
     shape: tuple[int, int, int], reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, backend: str
@@ -119,18 +120,18 @@ def possible(problem: Problem, options: flce.ChunkOptions = EVERY) -> list[tuple
     return [(kind, grads) for kind, grads in asked if kind.sizes(case_of(problem, options, grads))]
 
 
-def errors(problem: Problem, grads: str, **kwargs: Any) -> dict[str, float]:
-    upstream = upstream_of(problem)
+def errors(problem: Problem, grads: str, scale: float = 1.0, **kwargs: Any) -> dict[str, float]:
+    upstream = upstream_of(problem) * scale
     mine = run_fused(problem, grads=grads, grad_output=upstream, **kwargs)
     exact = run_oracle(problem, upstream)
-    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {
+    compared: dict[str, tuple[Tensor | None, Tensor | None]] = {
         "loss": (mine.loss, exact.loss),
         "dx": (mine.grad_input, exact.grad_input),
     }
-    pairs |= {"dw": (mine.grad_weight, exact.grad_weight), "db": (mine.grad_bias, exact.grad_bias)}
+    compared |= {"dw": (mine.grad_weight, exact.grad_weight), "db": (mine.grad_bias, exact.grad_bias)}
     for k, (a, b) in enumerate(zip(mine.grad_adapters, exact.grad_adapters, strict=False)):
-        pairs |= {f"a{k}": (a[0], b[0]), f"b{k}": (a[1], b[1])}
-    return {name: relative_error(a, b) for name, (a, b) in pairs.items() if a is not None and b is not None}
+        compared |= {f"a{k}": (a[0], b[0]), f"b{k}": (a[1], b[1])}
+    return {name: relative_error(a, b) for name, (a, b) in compared.items() if a is not None and b is not None}
 
 
 def test_every_schedule_is_here(triton_backend: str) -> None:
@@ -161,6 +162,28 @@ def test_errors(
         plans.clear()
     assert len(off) >= 3
     assert set(written) == {F32}
+    assert {kind: errors for kind, errors in off.items() if errors} == {}
+
+
+@pytest.mark.parametrize("options", ["weights", "softcap", "smoothing", "adapters", "none"])
+def test_float16_without_a_loss_scale(options: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Gradients of logits are smaller than any number of float16, those of inputs and weights are not: their first two
+    columns are large, and change no logit."""
+
+    def loud(t: Tensor, letter: str) -> Tensor:
+        if letter in "bt":
+            return t
+        changed, large = t.clone(), 0 if letter in "wB" else 1
+        changed[..., large], changed[..., 1 - large] = (torch.rand(t.shape[:-1]) - 0.5) * 2.0**16, 0.0
+        return changed
+
+    problem = make_problem(**SHAPE, dtype=F16, **OPTIONS[options]).map(loud)
+    how, off = replace(EVERY, skip_ignored=options == "weights"), {}
+    for kind, grads in possible(problem, how):
+        forced(monkeypatch, kind)
+        found = errors(problem, grads, scale=2.0**-18, options=how)
+        off[kind.__name__] = {name: e for name, e in found.items() if not e <= 2 * LIMIT[F16]}
+    assert len(off) >= 3
     assert {kind: errors for kind, errors in off.items() if errors} == {}
 
 

@@ -106,7 +106,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_index": 90, "num_query_tokens": 4},
     "blip": {"vision_config": {"image_size": 32}},
     "chameleon": {"vocabulary_map": {"<image>": 90}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 0},
     "emu3": {"vocabulary_map": {"<image>": 90}},
+    "hy_v4_vl": {"text_config": {"rope_parameters": _MROPE, "qk_rope_head_dim": 8}},
     "granite4_vision": {
         "vision_config": {"hidden_size": 64},
         "qformer_config": {"hidden_size": 64, "encoder_hidden_size": 64, "num_attention_heads": 1},
@@ -510,7 +512,7 @@ def batch(architecture: Architecture) -> dict[str, Any]:
 
 FUSED = "fused"
 DIFFERS = "differs"
-MATERIALISES = "materialises"
+MATERIALISES = "computes its logits"
 NOT_FUSED = "not fused"
 NOT_PATCHED = "cannot be patched"
 STOCK_FAILS = "stock fails"
@@ -587,16 +589,14 @@ def _examine(architecture: Architecture) -> tuple[str, str]:
         except Exception as error:  # too slow as well: stock was not
             return DIFFERS, _line(error)
     read = [str(w.message) for w in caught if issubclass(w.category, MaterializedLogitsWarning)]
-    if read:
-        # Without the folders that Transformers and this test happen to be in.
-        said = read[0].split(" needs the logits")[0]
-        return MATERIALISES, re.sub(r" at \S*architectures.py:\d+|\S*/site-packages/", "", said)
-    if any(value.is_materialized for value in _lazy(outputs)):
-        return MATERIALISES, "without a warning"
+    if not read and any(value.is_materialized for value in _lazy(outputs)):
+        return DIFFERS, "the logits were computed without a warning"
     try:
         compare(stock, wanted, patched, outputs)
     except AssertionError as error:
         return DIFFERS, _line(error)
+    if read:
+        return MATERIALISES, read[0].split(" at ")[0]  # the operation
     return (FUSED, "") if calls else (NOT_FUSED, "the loss does not come from the output embedding")
 
 
@@ -678,7 +678,8 @@ def report(results: list[Result], command: str) -> str:
         "patched with `flce.patch_model`, from the same weights. *Fused*: the fused operator computed the loss,",
         "nothing materialised the logits, and loss, outputs and every parameter's gradient are stock's. *Stock fails*:",
         "Transformers itself does not build or train it here, with the error that follows. A model that takes no",
-        "labels is trained with `F.cross_entropy` of its logits.",
+        "labels is trained with `F.cross_entropy` of its logits. *Computes its logits*: loss, outputs and gradients",
+        "are stock's, but the operation that follows needs the logits. A warning and `flce.report` name the operation.",
         "",
         f"Made by `{command}` on {datetime.date.today()} with Transformers {transformers.__version__}, "
         f"PyTorch {torch.__version__}, Python {platform.python_version()}.",

@@ -406,6 +406,7 @@ def test_a_small_slice_is_read_by_itself() -> None:
 
 SAME_TYPE = (
     "F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), weight=[1.0] * 13)",
+    "F.cross_entropy(lg.flatten(0, 1), labels(lg).flatten(), weight=torch.ones(13, requires_grad=True))",
     "F.cross_entropy(lg.view(-1, 13), labels(lg))",
     "F.cross_entropy(lg.flatten(0, 1), chosen(lg).flatten() + 13)",
     "lg.select(1, 9)",

@@ -471,6 +471,19 @@ def integers() -> nn.Linear:
     return head
 
 
+def typed(name: str, **attributes: Any) -> nn.Linear:
+    """A head whose weight has a class of a quantiser."""
+    head = Own(32, V)
+    head.weight = nn.Parameter(torch.zeros(V, 32).as_subclass(type(name, (Tensor,), attributes)), requires_grad=False)
+    return head
+
+
+def packed() -> nn.Module:
+    head = nn.Module()
+    head.register_buffer("qweight", torch.zeros(4, V, dtype=torch.int32))
+    return head
+
+
 UNFIT: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no head": (lambda model: model.model, "LlamaModel has no output embedding"),
     "one layer": (lambda model: nn.Linear(2, 2), "Linear has no output embedding"),
@@ -480,7 +493,10 @@ UNFIT: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"is a .*Sequential, with no plain torch\.nn\.Linear",
     ),
     "a layer of its own": (lambda model: Own(32, V), r"is a .*Own, with no plain torch\.nn\.Linear"),
-    "integers": (lambda model: integers(), "int8"),
+    "integers": (lambda model: integers(), "int8 weights: a quantised head"),
+    "a type of its own": (lambda model: typed("Packed", dequantize=lambda x: x), "Packed weights: a quantised head"),
+    "bitsandbytes, on a CPU": (lambda model: typed("Params4bit", quant_state=None), "Params4bit weights: a quantised"),
+    "packed integers": (lambda model: packed(), "torch.int32 weights: a quantised head"),
 }
 
 
@@ -489,7 +505,7 @@ def test_what_cannot_be_patched(name: str, build: Build) -> None:
     make, message = UNFIT[name]
     model = build("Llama")
     what = make(model)
-    if name in ("no linear layer of as many classes", "a layer of its own", "integers"):
+    if isinstance(what, nn.Module) and name not in ("no head", "one layer"):
         model.lm_head, what = what, model
     with pytest.raises(TypeError, match=message):
         patch_model(what)

@@ -414,23 +414,61 @@ OTHERS: dict[str, Callable[[], Any]] = {
         task_type="CAUSAL_LM", n_frequency=20, target_modules=["lm_head"], init_weights=False
     ),
     "vera": lambda: peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"], d_initial=0.5),
+    "vblora": lambda: peft.VBLoRAConfig(
+        task_type="CAUSAL_LM", r=4, num_vectors=16, vector_length=1, target_modules=["lm_head"]
+    ),
+    "randlora": lambda: peft.RandLoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"]),
+    "waveft": lambda: peft.WaveFTConfig(
+        task_type="CAUSAL_LM", n_frequency=20, target_modules=["lm_head"], init_weights=False
+    ),
+    "hra": lambda: peft.HRAConfig(task_type="CAUSAL_LM", r=4, target_modules=["lm_head"]),
+}
+FUSED = ["ia3 feedforward", "loha", "lokr", "oft", "fourierft", "vblora", "randlora", "waveft", "hra"]
+
+
+FIRST = {
+    "a training step": "pass",
+    "disabled": """
+        with model.disable_adapter(), torch.no_grad():
+            model(**batch())""",
+    "merged": """
+        model.merge_adapter()
+        model(**batch())
+        model.unmerge_adapter()""",
+    "another adapter": """
+        model.add_adapter("reference", OTHERS[tuner]())
+        model.set_adapter("reference")
+        model(**batch())
+        model.set_adapter("default")""",
+    "without adapters": "pass",
 }
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("tuner", OTHERS)
-def test_other_tuners_on_the_head(tuner: str, when: str, compare: Compare) -> None:
-    """Right in any case; with the logits and a warning where a tuner needs them."""
-    script = """
-        model = adapted(patch, build("Llama"), when, OTHERS[tuner]())
+@pytest.mark.parametrize(
+    "tuner, first, when",
+    [
+        *((tuner, "a training step", "before") for tuner in OTHERS),
+        *((tuner, "disabled", "after") for tuner in OTHERS),
+        *((tuner, first, "before") for tuner in ("loha", "hra") for first in list(FIRST)[2:]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::flce.huggingface.MaterializedLogitsWarning")
+def test_other_tuners_on_the_head(tuner: str, first: str, when: str, compare: Compare) -> None:
+    """Right in any case, and fused whatever the first call was. With the logits and a warning if a tuner needs them."""
+    script = f"""
+        model = build("Llama")
+        if first == "without adapters":
+            patch(model)(**batch())
+        model = adapted(patch, model, when, OTHERS[tuner]())
+        {FIRST[first]}
+        calls.clear()
         for _ in range(2):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 step()
-            assert bool(materialised(caught)) == (patched and not calls)
-            # Two change what goes into the head, not what comes out.
-            fused(1 if tuner in ("ia3 feedforward", "oft") else len(calls))"""
-    compare(script, tuner=tuner, when=when)
+            assert bool(materialised(caught)) == (patched and tuner not in FUSED)
+            fused(1 if tuner in FUSED else 0)"""
+    compare(script, tuner=tuner, when=when, first=first)
 
 
 @pytest.mark.parametrize("when", WHEN)

@@ -124,6 +124,38 @@ def test_a_head_that_runs_stock_code(build: Build) -> None:
         step()
 
 
+def test_another_forward_on_the_head(build: Build) -> None:
+    """It makes logits without a product as wide as the vocabulary, as tensor parallelism does."""
+
+    def halves(hidden: Tensor) -> Tensor:
+        return torch.cat([F.linear(hidden, half) for half in model.lm_head.weight.chunk(2)], -1)
+
+    for run in (own_loss, lambda model: model(input_ids=IDS, labels=IDS).loss):
+        model = patch_model(build("Llama"))
+        model.lm_head.forward = halves
+        with torch.no_grad():
+            model(input_ids=IDS, labels=IDS)
+        with pytest.warns(NotFusedWarning, match="Another forward") as caught:
+            loss = run(model)
+        torch.testing.assert_close(loss, run(build("Llama")))
+        loss.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                run(model).backward()
+        assert len([w for w in caught if w.category is NotFusedWarning]) == 1
+        report = flce.report(model)
+        assert (report.fused, list(report.stock.values())) == (0, [4])
+        patch_model(model, on_materialize="raise")
+        with pytest.raises(MaterializedLogitsError, match="Another forward"):
+            run(model)
+        with torch.no_grad():
+            model(input_ids=IDS, labels=IDS)
+        del model.lm_head.forward
+        run(model)
+        assert flce.report(model).fused == 1
+
+
 def test_the_line_is_the_users(build: Build, tmp_path: Any) -> None:
     """Behind a line of Transformers, and with a remedy for metrics."""
     pytest.importorskip("accelerate")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run_script() -> Callable[..., str]:
-    """``run_script("trainer.py", "--steps=15")``: what the script said. Another exit status fails the test."""
+    """``run_script("qlora.py", "--steps=15")``: what the script said. Another exit status fails the test."""
 
     def run(name: str, *arguments: str, gpu: str = "", status: int = 0) -> str:
         environment = {

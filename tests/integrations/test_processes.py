@@ -22,7 +22,7 @@ INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 PROGRAM = """
 import os, sys
 
-from compare import Curve
+from demo import Curve
 from processes import in_two_processes, of_all_processes
 
 

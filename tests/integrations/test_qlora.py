@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes", reason="it is in the extra `trainers`")
 pytest.importorskip("peft", reason="it is in the extra `trainers`")
 pytest.importorskip("typer", reason="the scripts' command line")
 
-import compare
+import demo
 import flce
 import qlora as script
 from flce.testing.models import VOCAB_SIZE
@@ -21,9 +21,9 @@ from flce.testing.models import VOCAB_SIZE
 @pytest.mark.usefixtures("nothing_materialises")
 def test_an_own_loss_is_fused():
     model = flce.patch_model(script.quantized_model(adapt_head=True)).train()
-    rows = torch.stack([row["input_ids"] for row in compare.examples(2)]).to(model.device)
+    rows = torch.stack([row["input_ids"] for row in demo.examples(2)]).to(model.device)
     loss = F.cross_entropy(model(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
-    assert compare.is_fused(loss)
+    assert demo.is_fused(loss)
 
 
 def test_layers_are_in_4_bits_and_the_head_is_not():
@@ -37,7 +37,7 @@ def test_a_head_in_4_bits_is_refused():
     from bitsandbytes.nn import Linear4bit
 
     model = script.quantized_model(adapt_head=False).get_base_model()
-    head = Linear4bit(64, VOCAB_SIZE, bias=False).to("cuda" if compare.has_gpu() else "cpu")
+    head = Linear4bit(64, VOCAB_SIZE, bias=False).to("cuda" if demo.has_gpu() else "cpu")
     model.set_output_embeddings(head)
     with pytest.raises(TypeError, match="quantised head"):
         flce.patch_model(model)

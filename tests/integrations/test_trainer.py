@@ -14,23 +14,46 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Transformers' Trainer needs it")
 pytest.importorskip("typer", reason="the scripts' command line")
 
-import compare  # noqa: E402
+import demo  # noqa: E402
 import flce  # noqa: E402
-import trainer as script  # noqa: E402
 from flce.huggingface import FlceCallback, LazyLogits, MaterializedLogitsError  # noqa: E402
 from flce.testing.models import tiny_model  # noqa: E402
 
 STEPS = 3
 
 
-def both(**arguments: Any) -> tuple[compare.Curve, compare.Curve]:
-    stock, patched = (script.train(patch, **{"steps": STEPS, **arguments}) for patch in (False, True))
+def make_trainer(
+    patched: bool,
+    folder: str,
+    *,
+    steps: int,
+    model: Any = None,
+    trainer: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """A trainer of the tiny model; `arguments` are more `TrainingArguments`, `trainer` more arguments of `Trainer`."""
+    return demo.keeping_losses(transformers.Trainer)(
+        model=tiny_model() if model is None else model,
+        args=transformers.TrainingArguments(**{**demo.trainer_settings(folder, steps), **arguments}),
+        train_dataset=demo.examples(4 * 50),
+        eval_dataset=demo.examples(8, seed=1),
+        callbacks=[FlceCallback()] if patched else [],
+        **(trainer or {}),
+    )
+
+
+def train(patched: bool, **arguments: Any) -> demo.Curve:
+    return demo.curve_of(make_trainer, patched, **arguments)
+
+
+def both(**arguments: Any) -> tuple[demo.Curve, demo.Curve]:
+    stock, patched = (train(patch, **{"steps": STEPS, **arguments}) for patch in (False, True))
     assert not any(stock.fused)
     return stock, patched
 
 
-def assert_agree(stock: compare.Curve, patched: compare.Curve, tolerance: float = 1e-5) -> None:
-    assert compare.max_difference(stock, patched) <= tolerance
+def assert_agree(stock: demo.Curve, patched: demo.Curve, tolerance: float = 1e-5) -> None:
+    assert demo.max_difference(stock, patched) <= tolerance
     assert all(patched.fused)
 
 
@@ -51,9 +74,19 @@ def test_same_losses_as_stock(arguments):
     assert_agree(*both(**arguments))
 
 
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.gpu)])
 @pytest.mark.usefixtures("nothing_materialises")
-def test_bfloat16_autocast():
-    assert_agree(*both(bf16=True), tolerance=1e-2)
+def test_autocast(precision):
+    assert_agree(*both(**{precision: True}), tolerance=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="Liger's layers fail in nn.DataParallel")
+@pytest.mark.usefixtures("nothing_materialises")
+def test_layers_of_liger():
+    pytest.importorskip("liger_kernel")
+    layers = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
+    assert_agree(train(False, steps=STEPS), train(True, steps=STEPS, **layers), tolerance=1e-4)
 
 
 @pytest.mark.gpu
@@ -67,7 +100,7 @@ def test_a_model_split_over_devices(tmp_path, head):
     curves = []
     for patched in (False, True):
         model = accelerate.dispatch_model(tiny_model(), {**places, "lm_head": head})
-        trainer = script.make_trainer(patched, str(tmp_path), steps=STEPS, model=model)
+        trainer = make_trainer(patched, str(tmp_path), steps=STEPS, model=model)
         trainer.train()
         curves.append(trainer.curve)
     assert_agree(*curves)
@@ -77,11 +110,11 @@ def test_a_model_split_over_devices(tmp_path, head):
 def test_compiled():
     """The compiled graph has a backward of its own, so the operator is looked for in what was executed."""
     torch.compiler.reset()
-    stock = script.train(False, steps=3)
+    stock = train(False, steps=3)
     with torch.profiler.profile() as profile:
-        patched = script.train(True, steps=3, torch_compile=True, torch_compile_backend="aot_eager")
+        patched = train(True, steps=3, torch_compile=True, torch_compile_backend="aot_eager")
     # A Trainer that compiles turns TF32 on.
-    assert compare.max_difference(stock, patched) <= (1e-4 if torch.cuda.is_available() else 1e-5)
+    assert demo.max_difference(stock, patched) <= (1e-4 if torch.cuda.is_available() else 1e-5)
     assert any(event.name == "flce::linear_cross_entropy" for event in profile.events())
 
 
@@ -92,7 +125,7 @@ def test_compiled_evaluation_before_training(tmp_path):
     for patched in (False, True):
         torch.compiler.reset()
         compiled: dict[str, Any] = {"torch_compile": True, "torch_compile_backend": "eager"}
-        made = script.make_trainer(patched, str(tmp_path), steps=1, use_cpu=True, **compiled)
+        made = make_trainer(patched, str(tmp_path), steps=1, use_cpu=True, **compiled)
         evaluated, predicted = made.evaluate()["eval_loss"], made.predict(made.eval_dataset)
         made.train()
         results.append([evaluated, predicted.metrics["test_loss"], predicted.predictions, made.evaluate()["eval_loss"]])
@@ -104,8 +137,8 @@ def test_compiled_evaluation_before_training(tmp_path):
 def test_auto_find_batch_size(tmp_path):
     """The first batches do not fit: training starts again with smaller ones, and with the patched model."""
 
-    def run(patched: bool) -> tuple[compare.Curve, int]:
-        trainer = script.make_trainer(patched, str(tmp_path), steps=STEPS, auto_find_batch_size=True, use_cpu=True)
+    def run(patched: bool) -> tuple[demo.Curve, int]:
+        trainer = make_trainer(patched, str(tmp_path), steps=STEPS, auto_find_batch_size=True, use_cpu=True)
         sizes: list[int] = []
 
         def check_size(module: Any, args: Any, kwargs: Any) -> None:
@@ -132,7 +165,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 def weights() -> dict[str, torch.Tensor]:
     """Those of a model that has learnt a little: some of its predictions are right."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = script.make_trainer(False, folder, steps=20, learning_rate=3e-3)
+        trainer = make_trainer(False, folder, steps=20, learning_rate=3e-3)
         trainer.train()
     state: dict[str, torch.Tensor] = trainer.model.state_dict()
     return state
@@ -142,7 +175,7 @@ def evaluate(folder: Any, trainer: dict[str, Any] | None = None, **arguments: An
     """What a stock and a patched trainer make of the same trained model."""
     found = []
     for patched in (False, True):
-        made = script.make_trainer(patched, str(folder), steps=1, trainer=trainer, **arguments)
+        made = make_trainer(patched, str(folder), steps=1, trainer=trainer, **arguments)
         made.model.load_state_dict(weights())
         found.append({name: value for name, value in made.evaluate().items() if name in ("eval_loss", "eval_accuracy")})
     return found
@@ -177,7 +210,7 @@ def test_evaluate_the_loss_only(tmp_path, smoothing):
 
 def test_evaluation_of_the_loss_is_fused(tmp_path):
     """Before any training, and after it."""
-    trainer = script.make_trainer(True, str(tmp_path), steps=1, prediction_loss_only=True)
+    trainer = make_trainer(True, str(tmp_path), steps=1, prediction_loss_only=True)
     seen: list[Any] = []
     trainer.model.register_forward_hook(lambda module, args, output: seen.append(output.logits))
     trainer.evaluate()
@@ -190,7 +223,7 @@ def test_evaluation_of_the_loss_is_fused(tmp_path):
 
 
 def test_predict_returns_real_logits(tmp_path):
-    stock, patched = (script.make_trainer(patch, str(tmp_path), steps=1) for patch in (False, True))
+    stock, patched = (make_trainer(patch, str(tmp_path), steps=1) for patch in (False, True))
     expected, got = (t.predict(t.eval_dataset).predictions for t in (stock, patched))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
@@ -199,7 +232,7 @@ def test_save_and_resume(tmp_path):
     """A checkpoint of a patched run is a stock checkpoint, and a run that is resumed is patched."""
 
     def run(folder: Any, steps: int, resume: bool = False) -> Any:
-        trainer = script.make_trainer(True, str(folder), steps=steps, save_strategy="steps", save_steps=2)
+        trainer = make_trainer(True, str(folder), steps=steps, save_strategy="steps", save_steps=2)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -217,9 +250,14 @@ def test_save_and_resume(tmp_path):
 
 
 class TestCallback:
+    @pytest.mark.parametrize("kwargs", [{"on_materialize": "zzz"}, {"unpatch": "no"}, {"options": {}}], ids=str)
+    def test_wrong_arguments(self, kwargs: dict[str, Any]) -> None:
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(kwargs))} must be"):
+            FlceCallback(**kwargs)
+
     def make(self, folder: Any, callback: FlceCallback, **kwargs: Any) -> Any:
-        arguments = transformers.TrainingArguments(**compare.trainer_settings(str(folder), 1))
-        data = compare.examples(4)
+        arguments = transformers.TrainingArguments(**demo.trainer_settings(str(folder), 1))
+        data = demo.examples(4)
         return transformers.Trainer(args=arguments, train_dataset=data, callbacks=[callback], **kwargs)
 
     def test_patches_when_the_trainer_is_made_and_leaves_it_so(self, tmp_path):
@@ -247,12 +285,12 @@ class TestCallback:
         """Accelerate has put another forward on the instance when the callback sees it."""
         losses = []
         for callbacks in ([], [FlceCallback()]):
-            settings = {**compare.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
+            settings = {**demo.trainer_settings(str(tmp_path), 2), "bf16": True, "prediction_loss_only": True}
             trainer = transformers.Trainer(
                 model_init=lambda: tiny_model(),
                 args=transformers.TrainingArguments(**settings),
-                train_dataset=compare.examples(8),
-                eval_dataset=compare.examples(8, seed=1),
+                train_dataset=demo.examples(8),
+                eval_dataset=demo.examples(8, seed=1),
                 callbacks=callbacks,
             )
             trainer.train()
@@ -274,11 +312,11 @@ class TestCallback:
         losses = []
         for callbacks in ([], [FlceCallback()]):
             config = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-            trainer = compare.keeping_losses(transformers.Trainer)(
+            trainer = demo.keeping_losses(transformers.Trainer)(
                 model=peft.get_peft_model(tiny_model(), config),
-                args=transformers.TrainingArguments(**compare.trainer_settings(str(tmp_path), STEPS)),
-                train_dataset=compare.examples(4 * STEPS),
-                eval_dataset=compare.examples(8, seed=1),
+                args=transformers.TrainingArguments(**demo.trainer_settings(str(tmp_path), STEPS)),
+                train_dataset=demo.examples(4 * STEPS),
+                eval_dataset=demo.examples(8, seed=1),
                 callbacks=callbacks,
             )
             trainer.train()
@@ -295,7 +333,7 @@ class TestCallback:
 
     def test_on_materialize_reaches_the_logits(self, tmp_path):
         callback = FlceCallback(on_materialize="raise")
-        trainer = self.make(tmp_path, callback, model=tiny_model(), eval_dataset=compare.examples(4))
+        trainer = self.make(tmp_path, callback, model=tiny_model(), eval_dataset=demo.examples(4))
         trainer.compute_metrics = accuracy
         with pytest.raises(MaterializedLogitsError):
             trainer.evaluate()

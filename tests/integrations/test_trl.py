@@ -16,7 +16,7 @@ pytest.importorskip("trl", minversion="1.16", reason="it is in the extra `traine
 pytest.importorskip("typer", reason="the scripts' command line")
 
 import flce
-from compare import tiny_tokenizer, trl_installed
+from demo import tiny_tokenizer, trl_installed
 from flce.huggingface import FlceCallback
 from flce.huggingface.lazy import state as lazy_state
 from tests.integrations import trl_trainers as trainers

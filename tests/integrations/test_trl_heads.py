@@ -20,7 +20,7 @@ import trl.trainer.sft_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 import flce.huggingface.trl
-from compare import trl_installed
+from demo import trl_installed
 from flce.huggingface import LazyLogits, NotFusedWarning
 from tests.integrations.trl_trainers import model_of
 

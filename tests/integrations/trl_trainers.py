@@ -13,9 +13,9 @@ from datasets import Dataset, disable_progress_bars
 from torch import Tensor
 from transformers import TrainerCallback
 
-from compare import excerpts, tiny_tokenizer, trainer_settings, trl_installed
+from demo import excerpts, tiny_tokenizer, trainer_settings, trl_installed
 from flce.testing.models import tiny_model
-from trl_dpo import preferences
+from trl_train import preferences
 
 disable_progress_bars()
 

@@ -51,21 +51,10 @@ def test_every_allocation_and_free() -> None:
     assert profile.seconds == times[-1] > 0
 
 
-def test_the_same_again() -> None:
-    fn = allocate("cpu", 3 * MIB, 4 * MIB)
-    assert held(flce.profile_memory(fn, device="cpu")) == held(flce.profile_memory(fn, device="cpu"))
-
-
 def test_memory_from_before() -> None:
     """Is not counted, and on a CPU PyTorch does not record that it is freed."""
     box = [torch.empty(5 * MIB, dtype=torch.uint8)]
     assert held(flce.profile_memory(box.clear, device="cpu")) == [0, 0]
-
-
-def test_memory_that_stays() -> None:
-    box = []
-    profile = flce.profile_memory(lambda: box.append(torch.empty(5 * MIB, dtype=torch.uint8)), device="cpu")
-    assert held(profile) == [0, 5 * MIB, 5 * MIB]
 
 
 def loss_step(fused: bool, device: str) -> Callable[[], None]:
@@ -240,16 +229,10 @@ def test_pictures_say_what_they_show(words: Callable[..., str]) -> None:
         assert part in said
 
 
-def test_a_profile_without_allocations(words: Callable[..., str]) -> None:
-    assert "peak 0" in words(idle=flce.profile_memory(lambda: None, device="cpu"))
-
-
 def test_formats(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     SMALL.plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    SMALL.plot(str(tmp_path / "memory.pdf"))
-    assert (tmp_path / "memory.pdf").read_bytes().startswith(b"%PDF")
     with pytest.raises(ValueError, match="xyz"):
         SMALL.plot(tmp_path / "memory.xyz")
 
@@ -294,16 +277,6 @@ def recorded_and_counted(fn: Callable[[], None]) -> tuple[flce.MemoryProfile, in
     )
     assert blocks == torch.cuda.max_memory_allocated() - before["allocated_bytes.all.current"]
     return profile, asked, blocks
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(512 * KIB, 256 * KIB, 512), (64 * MIB, 32 * MIB, 128 * MIB)], ids=str)
-def test_the_allocator_counts_the_same(sizes: tuple[int, ...]) -> None:
-    """Exactly: no block is larger than what it was asked for."""
-    profile, asked, blocks = recorded_and_counted(allocate("cuda", *sizes))
-    assert profile.peak == asked == blocks == sizes[1] + max(sizes[0], sizes[2])
-    assert profile.device == f"cuda:{torch.cuda.current_device()}"
-    assert held(profile)[-1] == 0
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import flce
 from flce.core.problem import OUTPUTS, LinearCrossEntropyProblem, LinearTerm, LogprobSpec, Needs
 from flce.engine import case
 from flce.ops import linear_logprobs as ops
+from flce.ops.linear_call import LinearCall
 from flce.planning.plan import ChunkPlan
 from flce.testing.oracle import dense_logits, token_results
 from flce.testing.problem import relative_error
@@ -376,6 +377,23 @@ def test_half_precision_under_a_loss_scale(backend: str) -> None:
         assert all(relative_error(a, b) <= 1e-3 for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("feature", ["plain", "both"])
+def test_float16_gradients_that_are_small(feature: str, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Those of logits are smaller than any number of float16; the first two columns of inputs and weights, which change
+    no logit, make their own large."""
+    monkeypatch.setattr(case, "logits_dtypes", logits_dtypes_on_a_gpu)
+    call = call_of(40, dtype=torch.float16, **FEATURES[feature])
+    for x, w in [(call.x, call.w), *call.kwargs["adapters"]]:
+        with torch.no_grad():
+            x[:, 0], x[:, 1], w[:, 0], w[:, 1] = 0.0, 2.0**15, (torch.rand(len(w)) - 0.5) * 2.0**16, 0.0
+    expected, made = oracle(call)
+    upstream = weights_of(run(call), WITH_GRADIENTS)
+    got = torch.autograd.grad(weighted(vars(run(call)), upstream) * 2.0**-20, leaves(call))
+    want = torch.autograd.grad(weighted(expected, upstream) * 2.0**-20, made)
+    for leaf, a, b in zip(leaves(call), got, want, strict=True):
+        assert leaf.dim() == 1 or relative_error(a, b) <= LIMITS[torch.float16][1]
+
+
 @pytest.mark.parametrize("feature", ["plain", "both", "bias"])
 def test_opcheck(feature: str, backend: str) -> None:
     recorded = []
@@ -526,7 +544,8 @@ def test_a_call_in_a_graph_has_the_plan_of_any_other(
     )
     options = flce.ChunkOptions(max_workspace_bytes=budget)
     for gradients in (False, True):
-        outside, inside = (ops._Call(problem, None, options, traced).plan(gradients) for traced in (False, True))
+        calls = (LinearCall(problem, options, traced) for traced in (False, True))
+        outside, inside = (ops._plan(call if gradients else ops._without_gradients(call)) for call in calls)
         assert outside == inside
 
 
@@ -567,6 +586,11 @@ def test_topk_kl(direction: str, tail: bool) -> None:
         flce.topk_kl(p, q, "sideways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one shape"):
         flce.topk_kl(p[:2], q)
+    for wrong in ((p.long(), q), (p, q.long()), (p > 0, q), (p * 1j, q), (p.to_sparse(), q), (p.tolist(), q)):
+        with pytest.raises(TypeError, match=r"(candidate|teacher)_logprob must (be|have)"):
+            flce.topk_kl(*wrong)
+    with pytest.raises(TypeError, match="tail must be a bool, got str"):
+        flce.topk_kl(p, q, tail="no")  # type: ignore[arg-type]
 
 
 def test_topk_kl_of_other_dtypes_and_excluded_classes() -> None:
@@ -594,6 +618,33 @@ def test_a_budget_that_backward_cannot_keep_is_an_error_of_forward() -> None:
         run(call, outputs=("logprob",), options=small)
     with torch.no_grad():
         run(call, outputs=("logprob",), options=small)
+
+
+@pytest.mark.parametrize("how", [{}, {"strategy": "vocab"}], ids=str)
+def test_the_least_budget_is_enough(how: dict[str, Any], torch_backend: str) -> None:
+    """For forward and backward: see `test_the_plan_is_kept`. One byte less is not."""
+    call = call_of(16, 16, 301, 3, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"the least is (\d+) bytes") as error:
+        run(call, options=options(max_workspace_bytes=1, **how))
+    least = int(str(error.value).split()[-2])
+    run(call, options=options(max_workspace_bytes=least, **how)).logprob.sum().backward()
+    with pytest.raises(ValueError, match=f"the least is {least} bytes"):
+        run(call, options=options(max_workspace_bytes=least - 1, **how))
+
+
+@pytest.mark.parametrize("needs", ["xw", "x", ""])
+def test_no_candidates_have_a_gradient(needs: str, torch_backend: str) -> None:
+    """Of 0, as the results of a gather of none."""
+    call = call_of(3)
+    for name, leaf in (("x", call.x), ("w", call.w)):
+        leaf.requires_grad_(name in needs)
+    out: Any = flce.linear_logprobs(call.x, call.w, call.y, candidates=call.candidates[:, :0])
+    assert out.candidate_logprob.shape == (3, 0)
+    assert out.candidate_logprob.requires_grad == bool(needs)
+    if needs:
+        out.candidate_logprob.sum().backward()
+    assert all(leaf.grad is None or not leaf.grad.any() for leaf in (call.x, call.w))
+    assert (call.x.grad is not None, call.w.grad is not None) == ("x" in needs, "w" in needs)
 
 
 @pytest.mark.parametrize("k", [0, 32])

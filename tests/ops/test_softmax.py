@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -126,8 +126,8 @@ EDGED = {name: launch for name, launch in LAUNCHES.items() if name != "online, f
 EDGES_GRID = allpairs(
     {
         "launch": list(EDGED),
-        "columns": [1, 2, 3, 7, 8, 9, 15, 16, 17, 127, 129, *range(264, 272)],
-        "dtypes": [(f16, None), (bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, f16)],
+        "columns": [1, 2, 3, 8, 15, 17, 129, *range(264, 272)],
+        "dtypes": [(bf16, None), (f32, None), (f64, None), (bf16, f32), (f32, f16)],
         "name": list(FUNCTIONS),
         "lines": [False, True],
     }
@@ -178,37 +178,6 @@ def test_edges(
         assert error <= 4 * tolerance * max(1.0, terms), f"gradient of row {row}: off by {error:.3e}"
 
 
-def test_which_rows_have_edges(triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that do not begin and end at boundaries, where they do so in all tensors alike."""
-    from flce.backends.triton import softmax_launch
-
-    def edges(x: Tensor, out: torch.dtype | None = None, slots: int = 0) -> int:
-        y = torch.empty_like(x, dtype=out)
-        tensors, layout = softmax_launch._lay_out(x.dim() - 1, y, x)
-        align = math.gcd(16, x.shape[-1], *(stride for s in layout.strides for stride in (s[0], s[2])))
-        return softmax_launch._edges(tensors, layout.strides, x.shape[-1], align, slots)
-
-    def zeros(*shape: int, dtype: torch.dtype = bf16) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    monkeypatch.setattr(softmax_launch, "LINE_BYTES", 64)
-    assert [edges(zeros(5, 1001, dtype=dtype)) for dtype in (f16, bf16, f32, f64)] == [8, 8, 4, 2]
-    assert [edges(zeros(5, 1001, dtype=dtype), slots=64) for dtype in (f16, bf16, f32, f64)] == [32, 32, 16, 8]
-    assert [edges(zeros(5, 1001, dtype=dtype), slots=32) for dtype in (bf16, f32)] == [8, 16]
-    assert [edges(zeros(5, 1000 + k)) for k in range(9)] == [0] + 7 * [8] + [0]
-    assert edges(zeros(5, 1001), f32) == edges(zeros(5, 1001, dtype=f32), f16) == 8
-    assert edges(zeros(2, 3, 1001)) == 8
-    assert edges(zeros(1, 1001)) == 8
-    assert edges(zeros(5, 1009)[:, :1001]) == 8
-    assert edges(zeros(5, 1002)[:, 1:]) == 0  # other strides
-    assert edges(zeros(6, 1001)[1:]) == 0  # another beginning
-    assert edges(zeros(5, 1003)) == 8
-    for dtype in (f16, f32, f64):
-        some = {cols: edges(zeros(5, cols, dtype=dtype)) > 0 for cols in (33, 129, 201, 257, 265, 511, 513)}
-        little_more = dtype == f16  # than a power of two
-        assert some == {33: False, 129: little_more, 201: False, 257: little_more, 265: False, 511: False, 513: True}
-
-
 @pairs(width=[200, 203, 603, 604], name=list(FUNCTIONS), dtype=[bf16, f32])  # from 513 columns on with edges
 def test_slices_that_begin_anywhere(
     width: int, dtype: torch.dtype, name: str, triton_backend: str, device: torch.device
@@ -223,7 +192,7 @@ def test_slices_that_begin_anywhere(
         both(name, x.flatten()[3 : 3 + 3 * 517].view(3, 517))
 
 
-@pairs(launch=list(LAUNCHES), name=list(FUNCTIONS))
+@pytest.mark.parametrize("launch, name", zip(LAUNCHES, itertools.cycle(FUNCTIONS)))
 def test_launches_on_what_is_not_finite(
     launch: str, name: str, triton_backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,33 +235,6 @@ def test_choice_of_launch(triton_backend: str) -> None:
                 assert not was_resident
     assert launch(4, bf16).rows > 100
     assert launch(2048, f32).rows == 1
-    assert launch(32768, f32).resident
-    assert not launch(32769, f32).resident
-    assert launch(16384, bf16).narrow
-    assert not launch(32768, bf16).resident
-    assert launch(32768, bf16, backward=True).narrow
-    assert launch(256, bf16, backward=True) == softmax_launch.RowLaunch(True, 4, 4)
-    # Very short rows, and short ones that begin anywhere: without edges, but for a few elements of 16 bits.
-    for dtype, cols, forward, back in (
-        (bf16, 128, (8, 4), (8, 4)),
-        (bf16, 129, (8, 4), (8, 4)),
-        (bf16, 257, (8, 4), (4, 4)),
-        (bf16, 265, (2, 4), (2, 4)),
-        (f32, 67, (4, 1), (4, 1)),
-        (f32, 128, (8, 4), (4, 4)),
-        (f32, 129, (2, 1), (2, 1)),
-        (f32, 257, (2, 4), (2, 4)),
-        (f32, 511, (2, 4), (2, 4)),
-        (f32, 513, (1, 1), (2, 4)),
-    ):
-        launches = [launch(cols, dtype), launch(cols, dtype, backward=True)]
-        assert [(each.rows, each.warps) for each in launches] == [forward, back], (cols, dtype)
-    # Rows that would leave more than a quarter of a resident row empty.
-    online = {cols: not launch(cols, bf16).resident for cols in (8192, 8193, 12287, 12288, 16384, 16385)}
-    assert online == {8192: False, 8193: True, 12287: True, 12288: False, 16384: False, 16385: True}
-    assert launch(10007, f32).resident
-    assert launch(10007, bf16, backward=True).resident
-    assert [launch(cols, bf16).warps for cols in (10007, 20001)] == [4, 8]
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))

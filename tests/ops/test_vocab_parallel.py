@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import traceback
@@ -18,13 +19,19 @@ from torch import Tensor
 
 import flce
 from flce.backends import get_backend
-from flce.backends.contract import LOGIT_SUM, SQUARE_SUM, STATE_SLOTS, RowInputs, Tile, TileCall
-from flce.backends.state import empty_shard, finish, merge_shards, used_slots
-from flce.core.problem import LossSpec
+from flce.backends.contract import STATE_SLOTS, RowInputs, Tile, TileCall
+from flce.backends.state import (
+    RowResults,
+    Targets,
+    empty_shard,
+    merge_shards,
+    results_of_state,
+    write_results,
+)
+from flce.core.problem import CrossEntropyProblem, LossSpec
 from flce.core.shard import bounds
 from flce.engine import vectors
 from flce.engine.arena import Arena
-from flce.ops.cross_entropy import CrossEntropyProblem
 from flce.testing.problem import CallResult, run_oracle
 from tests import quick_interpreter
 from tests.extremes import every_extreme, has_a_softmax
@@ -61,7 +68,7 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
     whole, merged = (vectors.allocate(problem, rows, Arena(device)) for _ in range(2))
     kernels = get_backend(z.device)
     kernels.statistics(z, TileCall(inputs, spec, Tile(0, 37, 37, room=37, keep=True), whole), None)
-    states, sums = [], []
+    shards = []
     for start, stop in itertools.pairwise(edges):
         state = torch.full((STATE_SLOTS, rows), 3.0, dtype=torch.float64, device=device)
         if start == stop:
@@ -69,10 +76,14 @@ def test_merged_states(edges: tuple[int, ...], backend: str, device: torch.devic
         else:
             tile = Tile(start, stop - start, 37, room=stop - start, shard=True, keep=True)
             kernels.statistics(z[:, start:stop], TileCall(inputs, spec, tile, merged), state)
-        states.append(state)
-        sums.append(weight[start:stop].sum())
-    assert sorted(used_slots(spec)) == [slot for slot in range(STATE_SLOTS) if slot not in (LOGIT_SUM, SQUARE_SUM)]
-    finish(merge_shards(torch.stack(states), sums, spec), TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged))
+        made = results_of_state(state, spec, stop - start, weight[start:stop].sum())
+        shards.append(made)
+    stacked = RowResults._make(None if ts[0] is None else torch.stack(ts) for ts in zip(*shards, strict=True))
+    widths = torch.tensor([[stop - start] for start, stop in itertools.pairwise(edges)], device=device)
+    sums = torch.stack([weight[start:stop].sum() for start, stop in itertools.pairwise(edges)])[:, None]
+    owner = torch.searchsorted(torch.tensor(edges, device=device), p.target.clamp(0, 36), right=True) - 1
+    call = TileCall(inputs, spec, Tile(0, 37, 37, room=37), merged)
+    write_results(merge_shards(stacked, widths, sums, owner), call, Targets.of(call))
     defined = has_a_softmax(z)
     for name in ("loss", "z_loss", "normalizer", "logprob", "entropy", "argmax"):
         mine, other = (t if name == "loss" else t[..., defined] for t in (getattr(merged, name), getattr(whole, name)))
@@ -171,6 +182,12 @@ def bad_input(world: Any, pair: Any, rank: int) -> None:
     for target in (torch.tensor([0, 1, 2]), torch.tensor([0, 6, 3])):
         with pytest.raises(ValueError, match=r"logits of \[3, 3, 1\] classes"):
             flce.cross_entropy(p.input[:, start:stop], target, process_group=world)
+    for inplace in INPLACE:
+        with pytest.raises(ValueError, match="ranks 0 and 1 of the group were given equal slices of logits"):
+            flce.cross_entropy(p.input.clone().requires_grad_() * 1, p.target, inplace=inplace, process_group=world)
+    constant = p.input[:, :1].expand(3, 4)  # as of a head of zeros
+    loss = flce.cross_entropy(constant, p.target, process_group=world, reduction="sum")
+    torch.testing.assert_close(loss, torch.tensor(3 * math.log(12), dtype=torch.float64))
     x = p.input[:0, start:stop].clone().requires_grad_()
     loss = flce.cross_entropy(x, p.target[:0], process_group=world, vocab_size=7, reduction="sum")
     assert isinstance(loss, Tensor)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import email.message
 import email.parser
-import importlib
 import json
 import os
 import re
@@ -22,7 +21,6 @@ import pytest
 
 import flce
 from flce.core import project
-from tests.package.test_import import WITHOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("flce", "tests", "benchmarks", "integrations", "scripts", "docs")  # what a checkout has
@@ -109,57 +107,66 @@ def test_metadata(built: Built) -> None:
     assert about["Requires-Python"] == ">=3.10"
     assert about["Description-Content-Type"] == "text/markdown"
     assert str(about.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
-    extras = {"cli", "transformers", "demo", "trainers", "docs", "dev"}
+    extras = {"cli", "transformers", "trainers", "docs", "dev"}
     assert set(about.get_all("Provides-Extra", [])) == extras
     needed = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert [re.split(r"[^\w-]", line)[0] for line in needed] == ["torch", "triton"]
     cli = [line for line in about.get_all("Requires-Dist", []) if 'extra == "cli"' in line]
-    assert {re.split(r"[^\w-]", line)[0] for line in cli} == {"matplotlib", "numpy", "psutil", "rich", "typer"}
-    assert 'flce[cli,transformers]; extra == "demo"' in about.get_all("Requires-Dist", [])
+    assert {re.split(r"[^\w-]", line)[0] for line in cli} == {"matplotlib", "numpy", "rich", "typer"}
+    assert 'flce[cli,transformers]; extra == "trainers"' in about.get_all("Requires-Dist", [])
     assert {line.partition(", ")[2] for line in about.get_all("Project-URL", [])} >= {project.ADDRESS}
     assert "Typing :: Typed" in about.get_all("Classifier", [])
 
 
-ABOUT = """
-print(json.dumps({"file": flce.__file__, "version": flce.__version__, "right": ok}))
+WITHOUT = """
+import json, sys
+for name in ("triton", "transformers", "tokenizers", "accelerate"):
+    sys.modules[name] = None
+import torch, flce
+x = torch.randn(9, 8, requires_grad=True)
+w = torch.randn(30, 8, requires_grad=True)
+y = torch.randint(0, 30, (9,))
+loss = flce.fused_linear_cross_entropy(x, w, y)
+loss.backward()
+a = x.detach().clone().requires_grad_()
+stock = torch.nn.functional.cross_entropy(a @ w.detach().t(), y)
+stock.backward()
+ok = torch.allclose(x.grad, a.grad, atol=1e-6) and torch.allclose(loss, stock)
+module = flce.LinearCrossEntropyLoss(8, 30)
+module(x, y).backward()
+plan = flce.plan(4096, 64, 1000, torch.bfloat16, device="cuda")
+try:
+    flce.patch_model(object())
+    said = "nothing"
+except Exception as error:
+    said = f"{type(error).__name__}: {error}"
+print(json.dumps({"right": ok, "plan": str(plan), "said": said, "file": flce.__file__, "version": flce.__version__}))
 """
 
 
 def test_the_wheel_works_without_triton_and_transformers(built: Built, tmp_path: Path) -> None:
+    """`patch_model` needs Transformers only when it is called, and on something that is no model fails plainly."""
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path)
     variables = dict.fromkeys(("FLCE_BACKEND", "TRITON_INTERPRET"), "")
-    result: Any = json.loads(python(WITHOUT + ABOUT, tmp_path, PYTHONPATH=str(tmp_path), **variables))
+    result: Any = json.loads(python(WITHOUT, tmp_path, PYTHONPATH=str(tmp_path), **variables))
     assert Path(result["file"]) == tmp_path / "flce" / "__init__.py"
     assert result["right"]
+    assert result["plan"]
+    assert result["said"] != "nothing"
     assert result["version"] == flce.__version__
 
 
-def test_the_address(tmp_path: Path) -> None:
+def test_the_address() -> None:
     """One constant, which a release replaces in everything that names it."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        set_address = importlib.import_module("set_address")
-    finally:
-        sys.path.pop(0)
     there = [
         file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".md", ".ipynb")
     ]
     there += [file for file in ROOT.iterdir() if file.suffix in (".toml", ".cff", ".md", ".yml")]
     named = {str(file.relative_to(ROOT)) for file in there if project.ADDRESS in file.read_text()}
-    assert named == set(set_address.FILES)
-    for name in set_address.FILES:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    set_address.set_address(tmp_path, "https://github.com/owner/flce")
-    for name in set_address.FILES:
-        assert "https://github.com/owner/flce" in (tmp_path / name).read_text()
-        assert ".invalid/" not in (tmp_path / name).read_text()
-    with pytest.raises(ValueError, match="expected a URL such as"):
-        set_address.set_address(tmp_path, "flce")
-    (tmp_path / "CITATION.cff").write_text("")
-    with pytest.raises(ValueError, match="does not have the address"):
-        set_address.set_address(tmp_path, "https://github.com/other/flce")
+    assert named == {"flce/core/project.py", "pyproject.toml", "CITATION.cff", "docs/quick-start.ipynb"}
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert f"git grep -lF {project.ADDRESS} -- flce pyproject.toml CITATION.cff docs |" in release
 
 
 def test_where_a_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,17 +221,18 @@ def test_the_issue_template() -> None:
     """It asks for what the commands print, with options that they have."""
     yaml = pytest.importorskip("yaml")
     typer = pytest.importorskip("typer", reason="the command line")
+    from benchmarks.cli import app as benchmarks
     from flce.tools.cli.app import app
 
     form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
     fields = {field["id"]: field for field in form["body"]}
     assert len(fields) == len(form["body"])
-    commands = typer.main.get_command(app).commands
-    for name in ("check", "bench"):
+    for name, started, commands in (("check", "flce check", app), ("bench", "python -m benchmarks quick", benchmarks)):
         assert fields[name]["validations"] == {"required": True}
         asked = fields[name]["attributes"]["description"]
-        assert f"`flce {name}" in asked
-        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert f"`{started}" in asked
+        command = typer.main.get_command(commands).commands[started.split()[-1]]
+        known = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"--[a-z-]+", asked)) <= known
 
 

@@ -18,30 +18,12 @@ import flce
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_strict_mypy_finds_nothing() -> None:
-    """Of a file that uses the public API, without this project's configuration.
-
-    `Tensor.backward` of PyTorch has no types (2.13), and `--strict` complains of calls of such functions.
-    """
-    pytest.importorskip("mypy")
-    command = [sys.executable, "-m", "mypy", "--strict", "--untyped-calls-exclude=torch", "--config-file="]
-    command += ["--follow-imports=silent", f"--cache-dir={ROOT / '.mypy_cache' / 'strict'}"]
-    done = subprocess.run(
-        [*command, "tests/typing_public_api.py"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "MYPYPATH": str(ROOT)},
-        check=False,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_strict_pyright_finds_nothing(tmp_path: Path) -> None:
-    """Of the same file, in a project of its own: what is ignored there is an error, too, if nothing is wrong with it.
+    """Of a file that uses the public API, in a project of its own: what is ignored there is an error, too, if nothing
+    is wrong with it.
 
-    `Tensor.backward` of PyTorch has no types (2.13), which strict mode reports of every call.
+    `Tensor.backward` of PyTorch has no types (2.13), which strict mode reports of every call. `make lint` does the same
+    with mypy.
     """
     pytest.importorskip("pyright")
     settings = {

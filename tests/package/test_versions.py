@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import flce
-from flce.tools.machine import TESTED
+from flce.tools.machine import BY_HAND, TESTED
 
 ROOT = Path(flce.__file__).parents[1]
 
@@ -26,4 +26,5 @@ def test_the_ends(package: str) -> None:
     assert (pinned("oldest", package), pinned("newest", package)) == (oldest, newest)
     assert f'"{package}>={oldest.rpartition(".")[0]}' in (ROOT / "pyproject.toml").read_text()
     readme = (ROOT / "README.md").read_text()
-    assert f"{oldest} to {newest}" in readme
+    by_hand = BY_HAND.get(package)
+    assert f"{oldest} to {newest}{f' (by hand: {by_hand})' if by_hand else ''}" in readme

@@ -263,7 +263,7 @@ class InBlocks(Schedule):
 
 
 def test_a_schedule_with_the_strategy_vocab_is_deferred() -> None:
-    """`linear_cross_entropy._makes_gradients`, which a traced graph depends on, says so of every one."""
+    """`LinearCall.makes_gradients`, which a traced graph depends on, says so of every one."""
     with pytest.raises(TypeError, match="Hasty must be deferred"):
 
         class Hasty(Schedule):

@@ -140,13 +140,3 @@ def test_oracle_statistics() -> None:
     torch.testing.assert_close(out.lse, z.exp().sum(-1).log())
     assert torch.equal(out.argmax, z.argmax(-1))
     assert torch.equal(out.correct, z.argmax(-1) == p.target)
-
-
-def test_oracle_shift_is_slicing() -> None:
-    p = make_problem((3, 7), 8, 19, ignored=0.2, reduction="sum")
-    shifted = oracle(p.input, p.linear_weight, p.target, reduction="sum", shift=2)
-    sliced = oracle(p.input[:, :-2], p.linear_weight, p.target[:, 2:], reduction="sum")
-    torch.testing.assert_close(shifted.loss, sliced.loss)
-    torch.testing.assert_close(shifted.grad_weight, sliced.grad_weight)
-    torch.testing.assert_close(shifted.grad_input[:, :-2], sliced.grad_input)
-    assert not shifted.grad_input[:, -2:].any()

@@ -13,39 +13,17 @@ pytest.importorskip("rich", reason="the command line")
 
 from typer.testing import CliRunner
 
-from flce.tools.bench.problem import CALLS
 from flce.tools.cli import main
 from flce.tools.cli.app import app
-from flce.tools.cli.bench import CallMode
-from flce.tools.cli.output import Dtype
 from flce.tools.cli.plan import Optimizer
-from flce.tools.machine import DTYPES
 
-BENCH, LARGE = ("bench", "--device", "cpu", "--shape"), ("plan", "--shape", "8192,4096,128256")
-TEXT = ("demo", "--text", "{folder}/unknown.json", "--vocab-size", "600", "--hidden-size", "64", "--seq-len", "256")
-SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
+LARGE, MODEL = ("plan", "--shape", "8192,4096,128256"), ("plan", "--model")
 
 
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (("check", "--device", "toaster"), "there is no device 'toaster' here: give one of"),
-        (("bench", "--device", "meta"), "there is no device 'meta' here: give one of"),
-        ((*BENCH, "8,4"), "expected N,H,V as 3 positive numbers, at most 1073741824, got '8,4'"),
-        ((*SHAPE, "--dtype", "int8"), "'int8' is not one of"),
-        ((*SHAPE, "--mode", "sideways"), "'sideways' is not one of"),
-        ((*SHAPE, "--budget", "0.5MiB"), "expected at least 1MiB, got '0.5MiB'"),
-        ((*BENCH, "4000000,8,500", "--budget", "1MiB"), "too small for N=4000000, H=8, V=500 in"),
-        ((*SHAPE, "--contender", "nobody"), "unknown contender nobody; there are: floor"),
-        ((*BENCH, "1000000000,100000,16"), "operands and gradients take 745,058 GiB, and cpu has"),
-        ((*SHAPE, "--seconds", "-1"), "Invalid value for '--seconds'"),
-        ((*SHAPE, "--seconds", "inf"), "'--seconds': expected a finite number, got inf"),
-        ((*SHAPE, "--seconds", "nan"), "Invalid value for '--seconds'"),
-        (
-            (*SHAPE, "--plot", "picture.txt"),
-            "no picture can be drawn as picture.txt: give a name that ends in .png, .pdf, .svg",
-        ),
-        ((*SHAPE, "--plot", "{folder}/words.json/bench.png"), "cannot be written: give another file"),
         (("plan",), "give either --model or --shape"),
         ((*LARGE, "--model", "."), "give either --model or --shape"),
         (("plan", "--shape", "8192,4096"), "expected N,H,V as 3 positive numbers"),
@@ -79,31 +57,14 @@ SHAPE, MODEL = (*BENCH, "8,4,16"), ("plan", "--model")
         ((*MODEL, "{folder}/none.json"), "--model': the head has V = 0 and H = 64"),
         ((*MODEL, "{folder}/negative.json"), "no llama can be made of this config: Trying to create tensor with"),
         ((*MODEL, "{folder}/other.json"), "Transformers has no class with a language-model head for a vit"),
-        (("demo", "--text", "nowhere"), "'nowhere' does not exist"),
-        (("demo", "--steps", "0"), "Invalid value for '--steps'"),
-        (("demo", "--learning-rate", "-1"), "expected a positive number, got -1.0"),
-        (("demo", "--learning-rate", "nan"), "expected a positive number, got nan"),
-        (("demo", "--learning-rate", "0"), "expected a positive number, got 0.0"),
-        (("demo", "--seed", "-1"), "Invalid value for '--seed'"),
-        ((*TEXT, "--batch-size", "100000000"), "'--batch-size': 100,000,000 x 256 tokens per step: the tokens of"),
-        ((*TEXT, "--steps", "100000000000"), "the tokens of 100,000,000,000 steps take"),
-        (("demo", "--vocab-size", "-5"), "Invalid value for '--vocab-size'"),
-        (("demo", "--text", "{folder}/empty", "--vocab-size", "600"), "no text to train on"),
-        (("demo", "--output", "demo.xyz"), "no picture can be drawn as demo.xyz"),
-        (("demo", "--memory-picture", "{folder}/a.png"), "cannot be written: give another file"),
         (("conjure",), "No such command 'conjure'"),
         (("info", "--jason"), "No such option: --jason"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_wrong_usage(
-    arguments: tuple[str, ...], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_usage(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     if "--model" in arguments:
         pytest.importorskip("transformers")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(__file__).parents[2] / ".cache"))
-    for folder in ("empty", "a.png"):
-        (tmp_path / folder).mkdir()
     for name, text in {
         "broken": "{",
         "unknown": '{"model_type": "abacus"}',
@@ -125,8 +86,6 @@ def test_wrong_usage(
 
 def test_choices_are_those_of_the_code() -> None:
     """The command line does not import it to answer `--help`."""
-    assert [mode.value for mode in CallMode] == list(CALLS)
-    assert [dtype.value for dtype in Dtype] == list(DTYPES)
     memory = pytest.importorskip("flce.huggingface.estimate.training_memory", exc_type=ImportError)
     assert [optimizer.value for optimizer in Optimizer] == list(memory.OPTIMIZERS)
 

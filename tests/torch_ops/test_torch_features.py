@@ -11,12 +11,14 @@ import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +76,7 @@ class Row:
 
     name: str  # of the function, in messages
     make: Callable[..., Sample]  # of dtype, device, numbers of tokens and of classes
-    once: bool = False  # its gradients are made in forward, and handed out once
+    once: bool = False  # its gradient lies over the logits, and is handed out once
     twice: bool = False  # its gradients can be differentiated
 
     def sample(self, dtype: torch.dtype = f64, device: Any = "cpu", tokens: int = 3, vocab: int = 30) -> Sample:
@@ -131,8 +133,7 @@ def linear(
         leaves = tuple(t.requires_grad_(key in grads) for key, t in zip(keys, tensors, strict=True))
         return Sample(leaves, (p.target,), call, stock)
 
-    once = reduction != "none" and options.get("strategy") != "vocab" and grads != "t"
-    return Row("fused_linear_cross_entropy", make, once)
+    return Row("fused_linear_cross_entropy", make)
 
 
 def logits(
@@ -270,19 +271,73 @@ def test_gradients_of_some_inputs(row: Row, backend: str, device: torch.device) 
 @every_row
 @pytest.mark.parametrize("retain", [True, False])
 def test_second_backward(row: Row, retain: bool, backend: str, device: torch.device) -> None:
-    """Gradients that were made in forward are handed out once; those that are made in backward are made again. What was
-    handed out stays as it is."""
+    """With ``retain_graph=True`` it is right, unless the gradient lies over the logits: for another upstream gradient,
+    and for one tensor at a time. Without it is PyTorch's error. What was handed out stays as it is."""
     sample = row.sample(device=device)
     loss = sample.result().square().sum()
     first = torch.autograd.grad(loss, sample.wanted, retain_graph=retain)
     before = [grad.clone() for grad in first]
     if retain and not row.once:
+        parts = [torch.autograd.grad(2 * loss, leaf, retain_graph=True)[0] for leaf in sample.wanted]
+        assert_same(parts, [2 * grad for grad in before], 1e-12, 1e-14)
         assert_same(torch.autograd.grad(3 * loss, sample.wanted), [3 * grad for grad in before], 1e-12, 1e-14)
     else:
         message = rf"through the same .*{row.name}.* a second time" if retain else "a second time"
         with pytest.raises(RuntimeError, match=message):
             torch.autograd.grad(3 * loss, sample.wanted)
     assert_same(first, before)
+
+
+@pytest.mark.parametrize("around", ["checkpoint", "save_on_cpu"])
+@pytest.mark.parametrize("dtype", [f16, bf16, f32], ids=str)
+@pytest.mark.parametrize("name", ["linear mean tokens", "linear mean vocab", "linear weighted mean"])
+def test_retained_gradients(name: str, dtype: torch.dtype, around: str, torch_backend: str) -> None:
+    """Bit for bit those of a call that is differentiated once: first of the inputs, then of all others."""
+    sample = ROWS[name].sample(dtype)
+    wants = [torch.autograd.grad(factor * sample.result(), sample.wanted) for factor in (0.5, 3.0)]
+    if around == "checkpoint":
+        loss = checkpoint(lambda *leaves: sample.call(*leaves)[0], *sample.leaves, use_reentrant=False)
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            loss = sample.result()
+    (of_input,) = torch.autograd.grad(0.5 * loss, sample.wanted[0], retain_graph=True)
+    others = torch.autograd.grad(3.0 * loss, sample.wanted[1:])
+    assert_same([of_input, *others], [wants[0][0], *wants[1][1:]])
+
+
+class PipelineStep(torch.nn.Module):
+    """A linear layer, and the loss, if it is the last."""
+
+    def __init__(self, loss: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.layer, self.loss = torch.nn.Linear(8, 8), loss
+        self.head = torch.nn.Linear(8, 30, bias=False) if loss else None
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.layer(x)
+        return x if self.loss is None or self.head is None else self.loss(x, self.head.weight, labels)
+
+
+def test_zero_bubble_pipelines(torch_backend: str, tmp_path: Path) -> None:
+    """They compute gradients of inputs first, and those of weights later."""
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+
+    def grads(kind: str, loss: Callable[..., Tensor]) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        steps = [PipelineStep(None), PipelineStep(loss)]
+        stages = [pipelining.PipelineStage(step, k, 2, torch.device("cpu")) for k, step in enumerate(steps)]
+        schedule = getattr(pipelining, kind)(stages, 2, loss_fn=lambda loss, labels: loss)
+        x, labels = torch.randn(6, 8), torch.randint(30, (6,))
+        schedule.step(x, labels=labels, target=labels, return_outputs=False)
+        return [p.grad for step in steps for p in step.parameters()]
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for kind in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
+            want = grads(kind, lambda x, w, y: F.cross_entropy(x @ w.T, y))
+            torch.testing.assert_close(grads(kind, flce.fused_linear_cross_entropy), want)
+    finally:
+        dist.destroy_process_group()
 
 
 @every_row

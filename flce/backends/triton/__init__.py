@@ -18,7 +18,6 @@ from flce.backends.triton import (
     exponentials_launch,
     product_launch,
     reduction_launch,
-    slices_launch,
     softmax_launch,
 )
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
@@ -39,8 +38,10 @@ from flce.backends.triton.launch import (
     spills_more,
     threads,
 )
+from flce.backends.triton.math import row_gradient_kernel
 from flce.backends.triton.replay import run
 from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
+from flce.backends.triton.slices import complete_slices_kernel
 from flce.core.devices import device_record
 from flce.core.problem import accumulation_dtype
 
@@ -134,6 +135,7 @@ MOST_NARROWER_PARTS = 2
 # gfx942; with 8 warps of them 72 in bfloat16 on 7.5.
 DEMANDING_WARPS = 16
 SCALE_BLOCK, SCALE_WARPS = 4096, 8
+ROW_GRADIENT_ROWS, SLICES_ROWS = 128, 64
 # Programs for each multiprocessor. On an H200:
 #   programs                        2                4               8        2048 in all
 #   us, with nothing to do                           1.6             2.1      3.7
@@ -152,6 +154,9 @@ class TritonBackend:
 
     loss_and_gradient = gradient
 
+    def row_gradient(self, call: TileCall, out: Tensor) -> None:
+        run(_row_gradient, call, out)
+
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
@@ -161,11 +166,13 @@ class TritonBackend:
     product_statistics = staticmethod(product_launch.product_statistics)
     product_gradient = staticmethod(product_launch.product_gradient)
     product_exponentials = staticmethod(exponentials_launch.product_exponentials)
-    scale_valid_rows = staticmethod(exponentials_launch.scale_valid_rows)
     combine_rows = staticmethod(exponentials_launch.combine_rows)
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
-    complete_slices = staticmethod(slices_launch.complete_slices)
+
+    def complete_slices(self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> None:
+        run(_complete_slices, sent, rank, classes, call, factors)
+
     row_products = staticmethod(entries_launch.row_products)
     sum_equal = staticmethod(entries_launch.sum_equal)
     write_entries = staticmethod(entries_launch.write_entries)
@@ -251,6 +258,33 @@ def _cross_entropy(
         state_stride=0 if state is None else state.stride(0),
         factors_ptr=logits if factors is None else factors,
         factors_stride=0 if factors is None else factors.stride(0),
+    )
+
+
+def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
+    yield launch_of(
+        row_gradient_kernel,
+        (triton.cdiv(out.shape[1], ROW_GRADIENT_ROWS),),
+        call,
+        {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_ROWS},
+        row_gradient_ptr=out,
+        row_gradient_stride=out.stride(0),
+    )
+
+
+def _complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> Iterator[Launch]:
+    yield launch_of(
+        complete_slices_kernel,
+        (triton.cdiv(len(call.inputs.target), SLICES_ROWS),),
+        call,
+        {"HAS_FACTORS": factors is not None, "ROWS": SLICES_ROWS},
+        sent_ptr=sent,
+        factors_ptr=sent if factors is None else factors,
+        sent_stride=sent.stride(0),
+        factors_stride=0 if factors is None else factors.stride(0),
+        processes=len(sent),
+        rank=rank,
+        classes=classes,
     )
 
 

@@ -312,7 +312,7 @@ def cross_entropy_kernel(
     if GRADIENT and not HAS_ROW_GRADIENT:
         scales = load_scales(scales_ptr, ACCUM)
     weight_sum = tl.full((), vocab_size, ACCUM)
-    if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT:
+    if HAS_LABEL_SMOOTHING and HAS_CLASS_WEIGHT and not HAS_ROW_GRADIENT:
         weight_sum = tl.load(scales_ptr + 2).to(ACCUM)
     target_weight = tl.full((), 1.0, ACCUM)
     if HAS_CLASS_WEIGHT:
@@ -517,10 +517,9 @@ def cross_entropy_kernel(
         of_entropy = tl.full((), 0.0, ACCUM)
         if HAS_ROW_GRADIENT:
             tl.static_assert(not EXPONENTIALS and not STATISTICS)
-            of_softmax, of_target, of_entropy, of_classes = load_row_gradient(
-                row_gradient_ptr, row_gradient_stride, row, None, in_range | (not valid), HAS_ENTROPY_GRADIENT,
-                HAS_LABEL_SMOOTHING,
-            )  # fmt: skip
+            of_softmax, of_target, of_classes, of_entropy = load_row_gradient(
+                row_gradient_ptr, row_gradient_stride, row, None, HAS_ENTROPY_GRADIENT, HAS_LABEL_SMOOTHING
+            )
         elif FINISH or not EXPONENTIALS:
             row_scale = tl.where(in_range, row_weight * upstream, float("nan"))  # wrong targets make NaN, not nonsense
             # An ignored row has no logits, z = -inf, and no scale: its gradient is 0, whatever the scales are.

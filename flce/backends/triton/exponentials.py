@@ -33,8 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends.triton.math import LN_2, LOG2_E, gradient_factors, load_scales, log1p, store_results, transform
-from flce.backends.triton.product import load_weights
+from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p, transform
 
 # Distance of the flags: kernels are built for addresses that are multiples of 16 bytes.
 FLAG_STRIDE = 4
@@ -198,31 +197,21 @@ def finish_kernel(
         nll = tl.where(near, exact, log_sum + (offset - target_z))
         # Wrong targets make NaN, not nonsense; as do rows whose exponentials are all out of range.
         nll = tl.where(in_range & (normalizer > _LEAST), nll, float("nan"))
-        row_weight, target_weight = load_weights(
-            row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
-        )
-        store_results(
-            row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum,
-            target_weight=target_weight, row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
-            normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
-            z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
+        others = tl.where(normalizer > _LEAST, total / normalizer, float("nan"))
+        of_softmax, at_target = finish_rows(
+            row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=others,
+            offset=offset, log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
+            scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+            logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss,
+            HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS,
+            WANT_LOGPROB=WANT_LOGPROB, FACTORS=True,
         )  # fmt: skip
-
-        scales = load_scales(scales_ptr, tl.float32)
-        # With the target's weight, which `gradient_factors` then takes as 1.
-        ce = tl.where(in_range, row_weight, float("nan")) * target_weight * scales[0]
-        of_softmax, of_one_hot, _of_classes = gradient_factors(
-            ce=ce, second=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS
-        )
         factor = tl.where(normalizer > _LEAST, of_softmax / normalizer, float("nan"))
-        of_target = -factor * total
-        if HAS_Z_LOSS:  # else the two are one, and a fused multiply-add would leave the rounding of it
-            of_target += of_softmax - of_one_hot
         if HAS_SCALE:
             factor *= scale
-        of_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
+        at_target *= tl.load(target_jacobian_ptr + row, mask=exists, other=0.0)
         tl.store(factors_ptr + row, tl.where(valid, factor, 0.0), mask=exists)
-        tl.store(factors_ptr + factors_stride + row, tl.where(valid, of_target, 0.0), mask=exists)
+        tl.store(factors_ptr + factors_stride + row, tl.where(valid, at_target, 0.0), mask=exists)
 
 
 @triton.jit(do_not_specialize=["factors_stride", "vocab_size", "ignore_index"])

@@ -170,14 +170,10 @@ def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> I
         start = stop
 
 
-def scale_valid_rows(x: Tensor, out: Tensor, target: Tensor, factor: Tensor, ignore_index: int) -> None:
-    run(_combine_rows, x, out, None, target, factor, ignore_index, None)
-
-
 def combine_rows(
     x: Tensor,
     out: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     target: Tensor,
     factors: Tensor,
     ignore_index: int,
@@ -191,7 +187,7 @@ def _combine_rows(
     out: Tensor,
     weight: Tensor | None,  # None: nothing is added
     target: Tensor,
-    factors: Tensor,  # without a weight (rows,)
+    factors: Tensor,
     ignore_index: int,
     index: Tensor | None,
 ) -> Iterator[Launch]:

@@ -135,7 +135,7 @@ def call_arguments(call: TileCall) -> CallArguments:
         "HAS_SCALE": spec.scale != 1.0 or inputs.row_factor is not None,
         "HAS_ROW_FACTOR": inputs.row_factor is not None,
         "HAS_ROW_GRADIENT": row_gradient is not None,
-        "HAS_ENTROPY_GRADIENT": row_gradient is not None and "entropy" in spec.stats,
+        "HAS_ENTROPY_GRADIENT": call.has_entropy_gradient,
     }
     for name, pointer, flag in _OUTPUTS:
         tensor = None if out is None else getattr(out, name)

@@ -200,7 +200,7 @@ def store_results(
     tl.store(normalizer_ptr + _OFFSET * normalizer_stride + row, tl.where(valid, offset, 0.0), mask=mask)
     tl.store(normalizer_ptr + _LOG_SUM * normalizer_stride + row, tl.where(valid, log_sum, 0.0), mask=mask)
     if HAS_Z_LOSS:
-        lse = offset + log_sum
+        lse = tl.where(offset == float("inf"), offset, offset + log_sum)
         tl.store(z_loss_ptr + row, tl.where(valid, z_loss * lse * lse * row_weight, 0.0), mask=mask)
     if WANT_LOGPROB:
         tl.store(logprob_ptr + row, tl.where(valid, -nll, 0.0), mask=mask)
@@ -236,26 +236,160 @@ def gradient_factors(
 
 
 @triton.jit
+def load_weights(
+    row,
+    exists,
+    target,
+    in_range,
+    class_weight_ptr,
+    token_weight_ptr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    ACCUM: tl.constexpr = tl.float32,
+):
+    """The weights of rows: those of their tokens and of their targets."""
+    row_weight = tl.full(row.shape, 1.0, ACCUM)
+    if HAS_TOKEN_WEIGHT:
+        row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(ACCUM)
+    target_weight = tl.full(row.shape, 1.0, ACCUM)
+    if HAS_CLASS_WEIGHT:
+        target_weight = tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(ACCUM)
+    return row_weight, target_weight
+
+
+@triton.jit
+def finish_rows(
+    row,
+    exists,
+    target,
+    valid,
+    in_range,
+    nll,
+    others,  # 1 - p of the target, with all of its digits
+    offset,
+    log_sum,
+    class_weight_ptr,
+    token_weight_ptr,
+    scales_ptr,
+    loss_ptr,
+    z_loss_ptr,
+    normalizer_ptr,
+    logprob_ptr,
+    normalizer_stride,
+    z_loss,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    WANT_LOGPROB: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """The results of rows from finished statistics, float32 and without label smoothing: for kernels beside products.
+    With FACTORS returns what multiplies softmax in their gradient, and their gradient at the target, which is a
+    difference of close numbers where p is nearly 1. Called by keyword."""
+    row_weight, target_weight = load_weights(
+        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
+    )
+    store_results(
+        row=row, mask=exists, valid=valid, nll=nll, offset=offset, log_sum=log_sum, target_weight=target_weight,
+        row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+        logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS,
+        WANT_LOGPROB=WANT_LOGPROB,
+    )  # fmt: skip
+    of_softmax = tl.zeros_like(nll)
+    at_target = of_softmax
+    if FACTORS:
+        scales = load_scales(scales_ptr, tl.float32)
+        of_softmax, of_target, _of_classes = gradient_factors(
+            ce=tl.where(in_range, row_weight, float("nan")) * scales[0], second=row_weight * scales[1],
+            lse=offset + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
+        )  # fmt: skip
+        at_target = -of_softmax * others
+        if HAS_Z_LOSS:  # else the two are one, and a fused multiply-add would leave the rounding of it
+            at_target += of_softmax - of_target
+    return of_softmax, at_target
+
+
+@triton.jit
 def load_row_gradient(
     row_gradient_ptr,
     stride,
     row,
     mask,
-    in_range,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
     HAS_LABEL_SMOOTHING: tl.constexpr = False,
 ):
     """The factors of a gradient that is given as a whole, in the place of those of `gradient_factors`: of softmax, of
-    the target's one-hot vector, of entropy and of the class weights. NaN for wrong targets."""
+    the target's one-hot vector, of the class weights and of entropy."""
     of_softmax = load_columns(row_gradient_ptr + _SOFTMAX * stride + row, mask, "")
     of_target = load_columns(row_gradient_ptr + _TARGET * stride + row, mask, "")
-    of_entropy = tl.zeros_like(of_softmax)
-    if HAS_ENTROPY_GRADIENT:
-        of_entropy = load_columns(row_gradient_ptr + _ENTROPY * stride + row, mask, "")
     of_classes = tl.zeros_like(of_softmax)
     if HAS_LABEL_SMOOTHING:
         of_classes = load_columns(row_gradient_ptr + _CLASSES * stride + row, mask, "")
-    return tl.where(in_range, of_softmax, float("nan")), of_target, of_entropy, of_classes
+    of_entropy = tl.zeros_like(of_softmax)
+    if HAS_ENTROPY_GRADIENT:
+        of_entropy = load_columns(row_gradient_ptr + _ENTROPY * stride + row, mask, "")
+    return of_softmax, of_target, of_classes, of_entropy
+
+
+@triton.jit(
+    do_not_specialize=[
+        "upstream_stride", "normalizer_stride", "row_gradient_stride", "rows", "cols", "column_start", "vocab_size",
+        "ignore_index",
+    ]
+)  # fmt: skip
+def row_gradient_kernel(
+    target_ptr,  # (rows,) int64
+    class_weight_ptr,  # (V,)
+    token_weight_ptr,  # (rows,)
+    upstream_ptr,  # (rows,) upstream_stride apart, 0 if there is one of all
+    scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
+    normalizer_ptr,  # (slots, rows), row stride normalizer_stride
+    row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride, written
+    upstream_stride,
+    normalizer_stride,
+    row_gradient_stride,
+    rows,
+    cols,  # of the classes from column_start on the target's factor is written
+    column_start,
+    vocab_size,
+    ignore_index,
+    label_smoothing: tl.float64,
+    z_loss: tl.float64,
+    ACCUM: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_UPSTREAM: tl.constexpr,
+    HAS_LABEL_SMOOTHING: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    label_smoothing = tl.full((), label_smoothing, ACCUM)
+    z_loss = tl.full((), z_loss, ACCUM)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    target = tl.load(target_ptr + row, mask=exists, other=ignore_index)
+    valid = target != ignore_index
+    in_range = (target >= 0) & (target < vocab_size)
+    offset, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
+    row_weight, target_weight = load_weights(
+        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT, ACCUM
+    )
+    if HAS_UPSTREAM:
+        row_weight *= tl.load(upstream_ptr + row * upstream_stride, mask=exists, other=0.0).to(ACCUM)
+    row_weight = tl.where(in_range, row_weight, float("nan"))  # wrong targets make NaN, not nonsense
+    scales = load_scales(scales_ptr, ACCUM)
+    of_softmax, of_target, of_classes = gradient_factors(
+        ce=row_weight * scales[0], second=row_weight * scales[1], lse=offset + log_sum, z_loss=z_loss,
+        HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight, vocab_size=vocab_size,
+        weight_sum=tl.load(scales_ptr + 2).to(ACCUM), label_smoothing=label_smoothing,
+        HAS_LABEL_SMOOTHING=HAS_LABEL_SMOOTHING,
+    )  # fmt: skip
+    elsewhere = in_range & ((target < column_start) | (target >= column_start + cols))
+    of_target = tl.where(elsewhere, 0.0, of_target)
+    tl.store(row_gradient_ptr + _SOFTMAX * row_gradient_stride + row, tl.where(valid, of_softmax, 0.0), mask=exists)
+    tl.store(row_gradient_ptr + _TARGET * row_gradient_stride + row, tl.where(valid, of_target, 0.0), mask=exists)
+    if HAS_LABEL_SMOOTHING:
+        tl.store(row_gradient_ptr + _CLASSES * row_gradient_stride + row, tl.where(valid, of_classes, 0.0), mask=exists)
 
 
 @triton.jit

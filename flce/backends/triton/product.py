@@ -26,14 +26,12 @@ from flce.backends.triton.math import (
     LOG2_E,
     balanced_group,
     block_in_groups,
-    gradient_factors,
+    finish_rows,
     load_normalizer,
     load_row_gradient,
-    load_scales,
     logit_gradient,
     softmax_merge,
     softmax_term,
-    store_results,
     transform,
 )
 
@@ -68,12 +66,8 @@ def product_kernel(
     target_logit_ptr,  # (rows,): written where the target is among the columns
     target_ptr,  # (rows,) int64
     bias_ptr,  # (cols,) of these columns
-    class_weight_ptr,  # (V,)
-    token_weight_ptr,  # (rows,)
     row_factor_ptr,  # (rows,)
     row_gradient_ptr,  # (slots, rows), row stride row_gradient_stride
-    upstream_ptr,  # (rows,)
-    scales_ptr,  # (3,) cross-entropy scale, z-loss scale, sum of the class weights
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     reference_ptr,  # (rows,) of exponentials, in octaves
     work_ptr,  # () exponentials: 0 if there is nothing to do, else 1 + the blocks of rows to be made
@@ -87,20 +81,14 @@ def product_kernel(
     ignore_index,
     scale: tl.float64,
     cap: tl.float64,
-    z_loss: tl.float64,
     GRADIENT: tl.constexpr,
     EXPONENTIALS: tl.constexpr,  # neither: statistics
     HAS_TAIL: tl.constexpr,  # cols is no multiple of COLS
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-    HAS_UPSTREAM: tl.constexpr,
     HAS_ROW_FACTOR: tl.constexpr,
-    HAS_ROW_GRADIENT: tl.constexpr,
     HAS_ENTROPY_GRADIENT: tl.constexpr,
-    HAS_Z_LOSS: tl.constexpr,
     WANT_ENTROPY: tl.constexpr,
     WANT_ARGMAX: tl.constexpr,
     WANT_MEAN_LOGIT: tl.constexpr,
@@ -116,7 +104,6 @@ def product_kernel(
         gdc_launch_dependents()
     scale = tl.full((), scale, tl.float32)
     cap = tl.full((), cap, tl.float32)
-    z_loss = tl.full((), z_loss, tl.float32)
     row_blocks = tl.cdiv(rows, ROWS)
     if EXPONENTIALS:
         row_blocks = tl.minimum(row_blocks, tl.load(work_ptr) - 1)
@@ -178,25 +165,9 @@ def product_kernel(
             out_desc.store([row_start, col_start], exps.to(out_desc.dtype))
         elif GRADIENT:
             row_max, log_sum = load_normalizer(normalizer_ptr, normalizer_stride, row, exists)
-            in_range = (target >= 0) & (target < vocab_size)
-            if HAS_ROW_GRADIENT:
-                of_softmax, of_target, of_entropy, _of_classes = load_row_gradient(
-                    row_gradient_ptr, row_gradient_stride, row, exists, in_range, HAS_ENTROPY_GRADIENT
-                )
-            else:
-                row_weight, target_weight = load_weights(
-                    row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT,
-                    HAS_TOKEN_WEIGHT,
-                )  # fmt: skip
-                if HAS_UPSTREAM:
-                    row_weight *= tl.load(upstream_ptr + row, mask=exists, other=0.0).to(tl.float32)
-                row_weight = tl.where(in_range, row_weight, float("nan"))  # wrong targets make NaN, not nonsense
-                scales = load_scales(scales_ptr, tl.float32)
-                of_softmax, of_target, _of_classes = gradient_factors(
-                    ce=row_weight * scales[0], second=row_weight * scales[1], lse=row_max + log_sum,
-                    z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, target_weight=target_weight,
-                )  # fmt: skip
-                of_entropy = of_softmax
+            of_softmax, of_target, _of_classes, of_entropy = load_row_gradient(
+                row_gradient_ptr, row_gradient_stride, row, exists, HAS_ENTROPY_GRADIENT
+            )
             if HAS_SCALE and not HAS_SOFTCAP:  # the derivative is the same for all columns of a row
                 of_softmax *= row_scale
                 of_target *= row_scale
@@ -238,27 +209,6 @@ def product_kernel(
             if WANT_LOG_SUM_SQ_PROB:
                 place += plane
                 tl.store(partial_ptr + place, tl.sum(exps * exps, axis=1), mask=exists)
-
-
-@triton.jit
-def load_weights(
-    row,
-    exists,
-    target,
-    in_range,
-    class_weight_ptr,
-    token_weight_ptr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    HAS_TOKEN_WEIGHT: tl.constexpr,
-):
-    """The weights of rows: those of their tokens and of their targets."""
-    row_weight = tl.full(row.shape, 1.0, tl.float32)
-    if HAS_TOKEN_WEIGHT:
-        row_weight = tl.load(token_weight_ptr + row, mask=exists, other=0.0).to(tl.float32)
-    target_weight = tl.full(row.shape, 1.0, tl.float32)
-    if HAS_CLASS_WEIGHT:
-        target_weight = tl.load(class_weight_ptr + target, mask=in_range & exists, other=1.0).to(tl.float32)
-    return row_weight, target_weight
 
 
 @triton.jit(do_not_specialize=["rows", "blocks", "vocab_size", "ignore_index", "normalizer_stride"])
@@ -314,14 +264,12 @@ def finish_statistics_kernel(
     log_sum = tl.log(tl.where(valid, row_sum, 1.0))
     # (m - z_y) first, then log_sum: exact where all logits share a large offset. Wrong targets make NaN, not nonsense.
     nll = tl.where(in_range, log_sum + (row_max - target_logit), float("nan"))
-    row_weight, target_weight = load_weights(
-        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
-    )
-    store_results(
-        row=row, mask=exists, valid=valid, nll=nll, offset=row_max, log_sum=log_sum,
-        target_weight=target_weight, row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr,
-        normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride,
-        z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB,
+    finish_rows(
+        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=0.0, offset=row_max,
+        log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr, scales_ptr=None,
+        loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr, logprob_ptr=logprob_ptr,
+        normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
+        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, FACTORS=False,
     )  # fmt: skip
     if WANT_ENTROPY or WANT_ARGMAX or WANT_MEAN_LOGIT or WANT_LOG_SUM_SQ_PROB:
         zero = tl.where(row_max == float("-inf"), 0.0, row_max)[None, :]

@@ -9,12 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flce.backends import contract
-from flce.backends.triton.math import LN_2, LOG2_E, gradient_factors, load_scales, log1p, store_results
-from flce.backends.triton.product import load_weights
-
-_SOFTMAX = tl.constexpr(contract.SOFTMAX)
-_TARGET = tl.constexpr(contract.TARGET)
+from flce.backends.triton.math import LN_2, LOG2_E, finish_rows, log1p
 
 
 @triton.jit
@@ -48,8 +43,7 @@ def complete_slices_kernel(
     z_loss_ptr,  # (rows,)
     normalizer_ptr,  # (slots, rows), row stride normalizer_stride
     logprob_ptr,  # (rows,)
-    factors_ptr,  # (2, rows), row stride factors_stride: f of the slice alone; of all classes f and t. Or written:
-    # (slots, rows), with ROW_GRADIENT
+    factors_ptr,  # with HAS_FACTORS (2, rows), row stride factors_stride: f of the slice alone; of all classes f and t
     sent_stride,
     normalizer_stride,
     factors_stride,
@@ -69,7 +63,7 @@ def complete_slices_kernel(
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_Z_LOSS: tl.constexpr,
     WANT_LOGPROB: tl.constexpr,
-    ROW_GRADIENT: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     scale = tl.full((), scale, tl.float32)
@@ -87,7 +81,7 @@ def complete_slices_kernel(
     wrong = tl.full((), 0.0, tl.float32)
     for process in range(processes):
         offset, log_sum = load_log_sum_exp(sent_ptr, process, sent_stride, row, rows, exists)
-        lse = tl.where(offset == float("-inf"), offset, offset + log_sum)
+        lse = tl.where(offset == float("inf"), offset, offset + log_sum)
         largest = tl.where((lse > largest) | (lse != lse), lse, largest)
         told = tl.load(sent_ptr + process * sent_stride + 3 * rows)
         expected = tl.minimum(tl.maximum(vocab_size - process * classes, 0), classes)
@@ -100,7 +94,7 @@ def complete_slices_kernel(
     here = tl.zeros((ROWS,), tl.float32)
     for process in range(processes):
         offset, log_sum = load_log_sum_exp(sent_ptr, process, sent_stride, row, rows, exists)
-        lse = tl.where(offset == float("-inf"), offset, (offset - reference) + log_sum)
+        lse = (offset - reference) + log_sum
         term = tl.exp2(lse * LOG2_E)
         total += term
         others += tl.where(owner == process, 0.0, term)
@@ -113,40 +107,24 @@ def complete_slices_kernel(
     x = tl.where(others == 0.0, float("-inf"), tl.log2(others) * LN_2 - of_owner)
     more = tl.maximum(x, 0.0) + log1p(tl.exp2(-tl.abs(x) * LOG2_E))
     nll = tl.where(of_owner == float("-inf"), float("inf"), nll + tl.where(others == 0.0, 0.0, more))
-    nll = tl.where(in_range & (largest != float("-inf")), nll, float("nan")) + wrong
+    nll = tl.where(in_range & (tl.abs(largest) != float("inf")), nll, float("nan")) + wrong
 
-    row_weight, target_weight = load_weights(
-        row, exists, target, in_range, class_weight_ptr, token_weight_ptr, HAS_CLASS_WEIGHT, HAS_TOKEN_WEIGHT
-    )
-    store_results(
-        row=row, mask=exists, valid=valid, nll=nll, offset=reference, log_sum=log_sum, target_weight=target_weight,
-        row_weight=row_weight, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
-        logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS,
-        WANT_LOGPROB=WANT_LOGPROB,
+    of_softmax, at_target = finish_rows(
+        row=row, exists=exists, target=target, valid=valid, in_range=in_range, nll=nll, others=one_minus_exp(nll),
+        offset=reference, log_sum=log_sum, class_weight_ptr=class_weight_ptr, token_weight_ptr=token_weight_ptr,
+        scales_ptr=scales_ptr, loss_ptr=loss_ptr, z_loss_ptr=z_loss_ptr, normalizer_ptr=normalizer_ptr,
+        logprob_ptr=logprob_ptr, normalizer_stride=normalizer_stride, z_loss=z_loss, HAS_CLASS_WEIGHT=HAS_CLASS_WEIGHT,
+        HAS_TOKEN_WEIGHT=HAS_TOKEN_WEIGHT, HAS_Z_LOSS=HAS_Z_LOSS, WANT_LOGPROB=WANT_LOGPROB, FACTORS=HAS_FACTORS,
     )  # fmt: skip
-
-    scales = load_scales(scales_ptr, tl.float32)
-    # With the target's weight, which `gradient_factors` then takes as 1.
-    ce = tl.where(in_range, row_weight, float("nan")) * target_weight * scales[0]
-    of_softmax, of_one_hot, _of_classes = gradient_factors(
-        ce=ce, second=row_weight * scales[1], lse=reference + log_sum, z_loss=z_loss, HAS_Z_LOSS=HAS_Z_LOSS
-    )
-    is_here = in_range & (owner == rank)
-    if ROW_GRADIENT:
-        tl.store(factors_ptr + _SOFTMAX * factors_stride + row, tl.where(valid, of_softmax, 0.0), mask=exists)
-        of_one_hot = tl.where(valid & is_here, of_one_hot, 0.0)
-        tl.store(factors_ptr + _TARGET * factors_stride + row, of_one_hot, mask=exists)
+    if not HAS_FACTORS:
         return
     share = here - log_sum
     # A slice that has no class, or nothing but logits of -inf, has no probabilities of its own: NaN.
     counts = share != float("-inf")
     own = tl.load(sent_ptr + rank * sent_stride + 2 * rows + row, mask=exists, other=0.0)
-    # Of the target, a p - o, or of the class that stands in for one that is elsewhere.
-    at_target = -of_softmax * one_minus_exp(nll)
-    if HAS_Z_LOSS:  # else the two are one, and a fused multiply-add would leave the rounding of it
-        at_target += of_softmax - of_one_hot
+    # Of the target, or of the class that stands in for one that is elsewhere.
     of_stand_in = tl.where(counts, tl.exp2((own + share) * LOG2_E), 0.0)
-    at_target = tl.where(is_here, at_target, of_softmax * of_stand_in)
+    at_target = tl.where(in_range & (owner == rank), at_target, of_softmax * of_stand_in)
     if HAS_SOFTCAP:
         offset, log_sum = load_log_sum_exp(sent_ptr, rank, sent_stride, row, rows, exists)
         tanh = tl.where(counts, (offset + (log_sum + own)) / cap, 0.0)

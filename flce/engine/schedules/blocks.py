@@ -47,7 +47,7 @@ class Blocks(Deferred):
             s.dx_memory(k, s.dtypes.sums)
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, s.vocab_size)
         for k in s.wanted_inputs:
-            s.set_dx_memory(k, s.cast(s.dx_memory(k), s.problem.dtype))
+            s.set_dx_memory(k, s.rounded(s.dx_memory(k), s.problem.dtype))
 
     def tiles(self, c: Case) -> tuple[int, list[int]]:
         return self.rows, self.borrowed.widths(c.vocab_size)
@@ -90,7 +90,7 @@ class BlocksAroundSum(Blocks):
         make_blocks(s, self.rows, self.cols, self.borrowed, 0, self.start)
         not_borrowed = BorrowedBlocks(self.rows, self.cols)
         make_blocks(s, self.rows, self.cols, not_borrowed, self.start, s.vocab_size, weights=False)
-        s.set_dx_memory(0, s.cast(total, s.problem.dtype))
+        s.set_dx_memory(0, s.rounded(total, s.problem.dtype))
         make_blocks(s, self.rows, self.cols, self.borrowed, self.start, s.vocab_size, inputs=False)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from flce.core.slices import first
 from flce.engine.case import Case
+from flce.engine.exponentials import Exponentials
 from flce.engine.schedules.schedule import NONE, Schedule, up_to
 from flce.engine.schedules.statistics import Deferred, statistics
 from flce.engine.stage import Stage
@@ -57,12 +58,12 @@ class NormalizedChunks(Chunks):
         return NormalizedChunks(size)
 
     def forward(self, s: Stage) -> None:
-        tile, factors = s.gradient_tile(self.rows, s.vocab_size), s.new_factors()
+        tile, e = s.gradient_tile(self.rows, s.vocab_size), Exponentials(s)
         sums = weight_sums(s, self.rows)
         for part in s.chunks(self.rows):
             dlogits = first(tile, slice(0, part.stop - part.start))
-            s.exponentials(s.inputs(part), [dlogits], part, factors)
-            s.gradient_of_exponentials(dlogits, part, factors)
+            e.make(s.inputs(part), [dlogits], part)
+            e.to_gradient(dlogits, part)
             add_tile(s, dlogits, part, s.classes, sums)
         finish(sums)
 

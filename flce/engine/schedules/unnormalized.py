@@ -28,6 +28,7 @@ from flce.engine.borrowing import (
     halfway,
 )
 from flce.engine.case import BLOCK_BYTES, ROW_MULTIPLE, Case
+from flce.engine.exponentials import Exponentials
 from flce.engine.schedules.blocks import make_blocks
 from flce.engine.schedules.schedule import NONE, Schedule, up_to
 from flce.engine.stage import Stage
@@ -64,11 +65,11 @@ class Unnormalized(Schedule):
 
     def _chunks(self, s: Stage, stop: int) -> None:
         """dW is made of the classes before `stop` only."""
-        memory, factors = s.gradient_tile(self.rows, s.vocab_size), s.new_factors()
+        memory, e = s.gradient_tile(self.rows, s.vocab_size), Exponentials(s)
         sums = weight_sums(s, self.rows, stop)
         for part in s.chunks(self.rows):
             xs = s.inputs(part)
-            s.exponentials(xs, [first(memory, slice(0, len(xs[0])))], part, factors)
+            e.make(xs, [first(memory, slice(0, len(xs[0])))], part)
             # If the host does not know the number of rows yet, it waits now, when the device has something to do.
             part = s.counted(part)
             here = slice(0, part.stop - part.start)
@@ -76,33 +77,33 @@ class Unnormalized(Schedule):
                 break
             exps, xs = first(memory, here), [first(x, here) for x in xs]
             for k, total in sums.items():
-                scaled = s.scaled_rows(xs[k], part, factors, self._room(s, k, xs[k], part))
+                scaled = e.scaled_rows(xs[k], part, self._room(s, k, xs[k], part))
                 if s.whole(self.rows):
-                    s.weight_products(k, [s.dw_memory(k)], [exps], scaled, factors)
+                    e.weight_products(k, [s.dw_memory(k)], [exps], scaled)
                 else:
                     total.add(exps, scaled)
                 del scaled
             if s.problem.needs.bias:
-                s.add_bias_of_exponentials(exps[:, :stop], part, factors)
+                e.add_bias(exps[:, :stop], part)
             for k in s.wanted_inputs:
-                self._add_input(s, k, exps, part, factors)
+                self._add_input(s, e, k, exps, part)
             del xs  # gathered rows, before the next are
         for k, total in sums.items():
-            total.finish(functools.partial(s.add_target_terms, k, factors=factors))
+            total.finish(functools.partial(e.add_target_terms, k))
         if s.problem.needs.bias:
-            s.add_bias_of_targets(factors, stop)
+            e.add_bias_of_targets(stop)
 
     def of_slice(self, c: Case) -> Unnormalized:
         return type(self).sized(c, self.rows) if self.rows in self.sizes(c) else Unnormalized(self.rows)
 
-    def _add_input(self, s: Stage, term: int, exps: Tensor, part: slice, factors: Tensor) -> None:
+    def _add_input(self, s: Stage, e: Exponentials, term: int, exps: Tensor, part: slice) -> None:
         """dX of a term. The float32 product of logits that were in memory takes no more room than these did."""
         weight = s.terms[term].weight
         step = len(exps) if s.in_registers else max(ROW_MULTIPLE, BLOCK_BYTES // (4 * weight.shape[1]))
         for rows in s.pieces(part.start, part.stop, step):
             product = s.new(rows.stop - rows.start, weight.shape[1], dtype=torch.float32)
             s.matmul(exps[rows.start - part.start : rows.stop - part.start], weight, out=product)
-            s.finish_input_gradient(term, product, rows, factors)
+            e.finish_input_gradient(term, product, rows)
             del product
 
     def _room(self, s: Stage, term: int, x: Tensor, part: slice) -> Tensor:
@@ -175,17 +176,17 @@ class Borrowed(Schedule):
         own, *others = self.exponentials
         tiles = [s.new_tile(size, own.stop - own.start, s.dtypes.logits_grad)]
         tiles += [borrow(dW[t.place :], size, t.stop - t.start) for t in others]
-        factors = s.new_factors()
-        s.exponentials([x], tiles, part, factors)
+        e = Exponentials(s)
+        e.make([x], tiles, part)
         scaled = None
         if s.problem.needs.inputs[0]:
             product = s.new(size, x.shape[1], dtype=torch.float32)
             for tile, t in zip(tiles, self.exponentials, strict=True):
                 s.matmul(tile, weight[t.classes], out=product, accumulate=t.start > 0)
-            s.finish_input_gradient(0, product, part, factors)
+            e.finish_input_gradient(0, product, part)
             scaled = borrow_as(product, x.shape, x.dtype)
-        scaled = s.scaled_rows(x, part, factors, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
-        s.weight_products(0, [dW[t.classes] for t in self.exponentials], tiles, scaled, factors)
+        scaled = e.scaled_rows(x, part, s.new(*x.shape, dtype=x.dtype) if scaled is None else scaled)
+        e.weight_products(0, [dW[t.classes] for t in self.exponentials], tiles, scaled)
 
     def of_slice(self, c: Case) -> Schedule:
         count = len(self.exponentials)

@@ -165,7 +165,8 @@ def _detach(lazy: Any) -> Any:
 def _repeats_checkpoint(lazy: Any) -> bool:
     """Whether logits that exist are to be taken for lazy ones.
 
-    In a checkpoint that logits come to from outside, they may have been lazy in the first pass, and read since.
+    In a checkpoint around code that uses logits from outside, the logits may have been lazy in the first pass, and
+    have been read since.
     """
     family = lazy._family
     outside = not torch.compiler.is_compiling() and any(call.is_outside for call in lazy._state.calls)

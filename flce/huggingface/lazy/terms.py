@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flce.huggingface.lazy.fold import Op, fold
-from flce.huggingface.partitioned import is_partitioned, is_stand_in, stand_in, whole
+from flce.huggingface.partitioned import is_partitioned, parameters_of, stand_in, whole
 from flce.huggingface.staleness import Watched
 
 TENSORS = ("hidden", "weight", "bias")
@@ -59,7 +59,7 @@ class Term:
 
     def whole(self) -> Self:
         """The term with the values of parameters that are only gathered for a while, which they have to be now."""
-        return self.changed(whole, "weight", "bias") if any(map(is_stand_in, self.tensors)) else self
+        return self.changed(whole, "weight", "bias") if parameters_of(self.tensors) else self
 
     def recorded(self) -> Self:
         """The term as it is now, whatever later becomes of its tensors' ``requires_grad``."""

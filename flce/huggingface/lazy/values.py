@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from flce.core import private
+from flce.core.problem import MOST_ENTRIES
 from flce.huggingface.lazy.elementwise import to_dtype
 from flce.huggingface.lazy.fold import Op, fold, needs
 from flce.huggingface.lazy.state import LazyState, dimension
 from flce.huggingface.staleness import versions_of
-from flce.ops.arguments import MOST_ENTRIES, widened
+from flce.ops.arguments import widened
 
 
 def values_of(state: LazyState, index: Tensor, take: Callable[[LazyState], Tensor]) -> Tensor:
@@ -176,7 +177,7 @@ def cross_entropy(
     needs(
         isinstance(target, Tensor)
         and (weight is None or isinstance(weight, Tensor))
-        and (weight is None or weight.shape == state.shape[-1:])
+        and (weight is None or (weight.shape == state.shape[-1:] and not weight.requires_grad))
         and (weight is None or weight.dtype in (state.dtype, widened(state.dtype, state.device.type)))
         and target.device == state.device == (target if weight is None else weight).device
         # Class probabilities are as large as the logits themselves: nothing is saved by doing without those.

@@ -7,15 +7,13 @@ from typing import Annotated
 import typer
 
 import flce
-from flce.tools.cli.bench import bench
 from flce.tools.cli.check import check
-from flce.tools.cli.demo import demo
 from flce.tools.cli.info import info
 from flce.tools.cli.plan import plan
 
 app = typer.Typer(
     name="flce",
-    help="The fused linear + cross-entropy loss: what it does here, whether it is exact here, and how fast.",
+    help="The fused linear + cross-entropy loss: what it does here, and whether it is exact here.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,5 +38,3 @@ def _common(
 app.command()(info)
 app.command()(check)
 app.command()(plan)
-app.command()(bench)
-app.command()(demo)

@@ -20,10 +20,11 @@ def info(json: Json = False) -> None:
     Example: flce info
     """
     from flce.core import private
-    from flce.tools.machine import TESTED, environment
+    from flce.tools.machine import BY_HAND, TESTED, environment
 
     lacking = [private.sentence(entry, paths) for entry, paths in private.lacking()]
-    facts = {**environment(), "tested": {name: list(ends) for name, ends in TESTED.items()}, "lacking": lacking}
+    tested = {name: list(ends) for name, ends in TESTED.items()}
+    facts = {**environment(), "tested": tested, "by_hand": BY_HAND, "lacking": lacking}
     problems = known_problems(facts)
     if json:
         print_json({**facts, "known_problems": problems})
@@ -42,7 +43,8 @@ def _versions(facts: dict[str, Any]) -> Table:
     for name in ("flce", "python", "platform", "cuda"):
         table.add_row(name, facts[name] or "none")
     for name, found in facts["packages"].items():
-        table.add_row(name, found or "not installed", " to ".join(facts["tested"].get(name, ())))
+        tested, by_hand = " to ".join(facts["tested"].get(name, ())), facts["by_hand"].get(name)
+        table.add_row(name, found or "not installed", f"{tested}; by hand {by_hand}" if by_hand else tested)
     for name, value in facts["variables"].items():
         table.add_row(name, value)
     return table

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import math
-import os
 from collections.abc import Callable
-from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -19,11 +14,6 @@ from rich.text import Text
 
 T = TypeVar("T")
 FOLDED = 20  # characters that a column of words has at least, if it has as many
-PICTURES = (".png", ".pdf", ".svg")
-# What tensors may be of.
-Dtype = Enum("Dtype", {"float16": "float16", "bfloat16": "bfloat16", "float32": "float32", "float64": "float64"})
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else, to stdout.")]
 
 
@@ -69,34 +59,9 @@ def given(option: str, parse: Callable[..., T], *arguments: Any) -> T:
         raise wrong(option, f"{error}") from None
 
 
-def finite(value: float | None) -> float | None:
-    """The callback of an option: infinity and NaN are refused."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"expected a finite number, got {value}")
-    return value
-
-
 def wrong(option: str, message: str) -> typer.BadParameter:
     """Wrong usage of an option, to be raised."""
     return typer.BadParameter(message, param_hint=f"'{option}'")
-
-
-class MissingError(typer.BadParameter):
-    """Something that a command needs is not there; no option is wrong."""
-
-    def format_message(self) -> str:
-        return self.message
-
-
-def check_picture(option: str, path: Path) -> None:
-    """Raises typer.BadParameter where no picture can be drawn, or not into this file."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise wrong(option, "a picture needs matplotlib: pip install matplotlib")
-    if path.suffix not in PICTURES:
-        raise wrong(option, f"no picture can be drawn as {path.name}: give a name that ends in {', '.join(PICTURES)}")
-    folder = next(parent for parent in path.absolute().parents if parent.exists())  # the rest will be made
-    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise wrong(option, f"{path} cannot be written: give another file")
 
 
 def print_json(value: dict[str, Any]) -> None:

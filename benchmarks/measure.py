@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks.cases import BenchCase, ContenderT, Effort, Step, StepOutcome, with_repeat
+from benchmarks.runs import BenchResult, Entry
 from flce.core import private
 from flce.memory.profile import profile_memory
-from flce.tools.bench.cases import BenchCase, ContenderT, Effort, Step, StepOutcome, with_repeat
-from flce.tools.bench.results import BenchResult, Entry
 
 T = TypeVar("T")
 CYCLES_PER_SECOND = 2e9  # of a GPU, or less; what is busy a little longer does no harm
@@ -130,11 +130,14 @@ class Entrant:
 
 # The meter of a case; and what warms a contender up.
 Prepared = tuple[BenchMeter, Callable[[Any, BenchResult], Entrant]]
-Progress = Callable[[str, float], object]  # what goes on, and the share that is done of all
 
 
 def compete(
-    case: BenchCase, contenders: Sequence[ContenderT], prepared: Prepared, effort: Effort, progress: Progress = nothing
+    case: BenchCase,
+    contenders: Sequence[ContenderT],
+    prepared: Prepared,
+    effort: Effort,
+    say: Callable[[str], object] = nothing,
 ) -> Entry:
     """Warms up all that apply and times them in turn, the first of ours twice. Failures become part of the results."""
     meter, enter = prepared
@@ -144,18 +147,20 @@ def compete(
     entrants: list[tuple[BenchResult, Entrant]] = []
     # What exists now is left out of the collections before first and timed calls, which are then quick; see `release`.
     gc.freeze()
-    for index, (contender, result) in enumerate(zip(contenders, results, strict=True)):
-        progress(f"first call of {contender.title}", WARM_UP * index / len(contenders))
+    for contender, result in zip(contenders, results, strict=True):
         if effort.expired():
             result.status, result.reason = SKIPPED
         elif (reason := contender.unavailable(meter.device)) is not None:
             result.status, result.reason = "unavailable", reason
-        elif (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
-            entrants.append((result, entrant))
+        else:
+            say(f"first call of {contender.title}")
+            if (entrant := attempt(result, functools.partial(enter, contender, result))) is not None:
+                entrants.append((result, entrant))
     if case.timed:
         gc.collect()
         gc.freeze()
-        interleave(entrants, meter, effort, progress)
+        say("all in turn")
+        interleave(entrants, meter, effort)
         for result in results:
             if result.status == "ok" and not result.samples_ms:
                 result.status, result.reason = SKIPPED
@@ -163,12 +168,9 @@ def compete(
 
 
 SKIPPED = "skipped", "the deadline had passed"
-WARM_UP = 0.5  # the share of all that first calls are taken for: kernels are built in them
 
 
-def interleave(
-    entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, effort: Effort, progress: Progress = nothing
-) -> None:
+def interleave(entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, effort: Effort) -> None:
     """Times every entrant once, and again in rounds as far as its seconds, and the deadline, go.
 
     A GPU under load is slowed down by the heat of what ran just before. From the second round on the order is
@@ -180,19 +182,9 @@ def interleave(
             if effort.expired():
                 return
             if not result.samples_ms or entrant.spent < effort.seconds:
-                progress(result.title, WARM_UP + (1 - WARM_UP) * done(entrants, effort))
                 take_sample(result, entrant, meter)
         entrants = [(result, entrant) for result, entrant in entrants if result.status == "ok"]
         order.shuffle(entrants)
-
-
-def done(entrants: list[tuple[BenchResult, Entrant]], effort: Effort) -> float:
-    """The share of the timed calls: of the rounds, or of the seconds where these are over first."""
-    shares = [
-        max(len(result.samples_ms) / effort.rounds, entrant.spent / effort.seconds if effort.seconds else 0.0)
-        for result, entrant in entrants
-    ]
-    return sum(min(share, 1.0) for share in shares) / len(shares)
 
 
 def take_sample(result: BenchResult, entrant: Entrant, meter: BenchMeter) -> None:

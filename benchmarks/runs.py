@@ -5,13 +5,23 @@ It says what was measured on and with: enough to judge it later, nothing that na
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import platform
 import statistics
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
-from flce.tools.bench.cases import AGAIN, Contender
+import torch
+
+import flce
+from benchmarks.cases import AGAIN, Contender
+from flce.tools.machine import cpu_name, device_facts, versions
 
 SCHEMA = 1
 
@@ -129,7 +139,7 @@ class Run:
     """All cases, and what they were measured on."""
 
     kind: str  # the benchmark
-    head: dict[str, Any]  # date, command, versions, device: see `flce.tools.machine.described_run`
+    head: dict[str, Any]  # date, command, versions, device: see `described_run`
     cases: list[Entry] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,3 +148,28 @@ class Run:
             for entry in self.cases
         ]
         return {"schema": SCHEMA, "kind": self.kind, **self.head, "cases": cases}
+
+
+def described_run(device: torch.device, program: str, arguments: Iterable[str]) -> dict[str, Any]:
+    """What a result file says of its run. Of absolute paths in the command only the last part is kept."""
+    shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
+    load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    here = {"python": platform.python_version(), "flce": flce.__version__, "cuda": torch.version.cuda}
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join([program, *shown]),
+        "commit": source_version(),
+        "versions": {name: found for name, found in here.items() if found} | versions(),
+        "device": {"cpu": cpu_name(), **device_facts(device), **load},
+    }
+
+
+def source_version() -> str | None:
+    """The commit of the checkout, with "-dirty" where files differ from it; None of a package that is installed."""
+    folder = Path(flce.__file__).parents[1]
+    if not (folder / ".git").exists():  # git would look further up, and find another repository
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(command, text=True, timeout=10, stderr=subprocess.DEVNULL).strip() or None
+    return None

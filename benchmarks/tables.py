@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from benchmarks.runs import BenchResult, Entry, Run
 from flce.core.sizes import GIB, MIB
-from flce.tools.bench.results import BenchResult, Entry, Run
 
 NONE = "-"
 Columns = dict[str, Callable[[BenchResult], str]]
@@ -28,16 +28,20 @@ class Table:
         kept = [i for i, found in enumerate(figures) if found or i == 0 or not self.rows]
         return [[line[i] for i in kept] for line in (self.columns, *self.rows)]
 
-    def grid(self) -> str:
-        """Without title and notes."""
+    def grid(self, aligned: bool = False) -> str:
+        """Markdown without title and notes; columns as wide as their longest cell, if they are to be aligned."""
         lines = [[cell.replace("|", "\\|") for cell in line] for line in self.lines()]
-        head, *body = ["| " + " | ".join(line) + " |" for line in lines]
-        rule = "|---|" + "---:|" * (len(lines[0]) - 1)
+        widths = [max(map(len, column)) if aligned else 0 for column in zip(*lines, strict=True)]
+        head, *body = [
+            "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
+            for line in lines
+        ]
+        rule = f"|{'-' * max(3, widths[0] + 2)}|" + "".join(f"{'-' * max(3, width + 1)}:|" for width in widths[1:])
         return "\n".join([head, rule, *body])
 
-    def markdown(self) -> str:
+    def markdown(self, aligned: bool = False) -> str:
         notes = ["", *(f"- {note}" for note in self.notes)] if self.notes else []
-        return "\n".join([f"**{self.title}**", "", self.grid(), *notes]) + "\n"
+        return "\n".join([f"**{self.title}**", "", self.grid(aligned), *notes]) + "\n"
 
 
 def tabulate(title: str, results: Iterable[BenchResult], columns: Columns, notes: list[str]) -> Table:

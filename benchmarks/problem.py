@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.cases import BenchCase, StepOutcome
 from flce.core.sizes import MIB
 from flce.testing.oracle import oracle
 from flce.testing.problem import IGNORED, LOGITS_STD, make_problem, relative_error
-from flce.tools.bench.cases import BenchCase, StepOutcome
 from flce.tools.machine import DTYPES
 
 Shape = tuple[int, int, int]  # tokens, hidden size, vocabulary

@@ -21,9 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flce
-from flce.core.sizes import MIB
-from flce.testing.problem import IGNORED
-from flce.tools.bench.cases import (
+from benchmarks.cases import (
     Condition,
     Contender,
     Step,
@@ -33,7 +31,9 @@ from flce.tools.bench.cases import (
     needs_cuda,
     needs_package,
 )
-from flce.tools.bench.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
+from benchmarks.problem import FEATURES, INPUT_GRAD, LOGITS, WEIGHT_GRAD, OperatorCase, OperatorProblem
+from flce.core.sizes import MIB
+from flce.testing.problem import IGNORED
 
 LossFunction = Callable[[Tensor, Tensor, Tensor, str], Tensor]
 
@@ -317,11 +317,9 @@ def cce_flat(problem: OperatorProblem) -> Step:
     return elsewhere(problem, cce(), input=hidden.requires_grad_(problem.case.call.input_grad))
 
 
-# Measured only where a case names them: the logits of all tokens in one piece; all three products beside a frozen head;
-# and what is only a part of a comparison.
+# Measured only where a case names them.
 NAMED = [
     C("cce-flat", "CCE, logits of std 1", "peer", cce_flat, unavailable=needs_cce),
-    ours("ours-whole", "flce, one chunk", chunk_rows=lambda case: case.tokens),
     C("floor-training", "bare products of training", "floor", functools.partial(floor_step, again=(WEIGHT_GRAD,))),
 ]
 

@@ -1,0 +1,96 @@
+"""Pictures: panels in a grid with one legend, in which what has one name looks the same in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.runs import Entry
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = {"ours": "#c0392b", "repeat": "#e67e22", "stock": "#2c3e50", "floor": "#7f8c8d"}
+# Of peers, one for each.
+PEERS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#bcbd22", "#e377c2", "#f39c12")
+MARKERS = "osDv^<>PX*hp"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points, joined by a line of this style if there is one. Without `x` it is a level, without `y` a place."""
+
+    label: str
+    family: str
+    x: Sequence[float]
+    y: Sequence[float]
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    series: list[Series]
+    remark: str = ""
+
+
+def points(entry: Entry) -> list[Any]:
+    """The results that have both time and memory."""
+    return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
+
+
+def compared(entries: Sequence[Entry]) -> list[Entry]:
+    """What to draw: where flce stands beside its floor alone there is little to see."""
+    found = [entry for entry in entries if points(entry)]
+    if not found:
+        raise ValueError("the results hold no case with both time and memory")
+    return [entry for entry in found if any(r.family in ("peer", "stock") for r in points(entry))] or found
+
+
+WIDE = 5.4  # inches of a panel
+
+
+def draw(
+    panels: Sequence[Panel],
+    title: str,
+    x: str,
+    y: str,
+    scales: dict[str, Any],
+    columns: int = 3,
+) -> Figure:
+    """With these labels of the axes; `scales` are what matplotlib takes for an axis: xscale, yscale, ylim ..."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    size = WIDE * columns, 4.0 * rows + 0.8
+    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    markers: dict[str, str] = {}
+    peers: dict[str, str] = {}
+    legend: dict[Any, Any] = {}
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        for one in panel.series:
+            colour = COLOURS.get(one.family) or peers.setdefault(one.label, PEERS[len(peers) % len(PEERS)])
+            look: dict[str, Any] = {"color": colour, "label": one.label, "linestyle": one.line or "none"}
+            if not one.x:
+                axis.axhline(one.y[0], linewidth=1.2, **look)
+            elif not one.y:
+                axis.axvline(one.x[0], linewidth=0.8, **look)
+            else:
+                marker = markers.setdefault(one.label, MARKERS[len(markers) % len(MARKERS)])
+                axis.plot(one.x, one.y, marker=marker, markersize=7, linewidth=1.5, **look)
+        axis.set(xlabel=x, ylabel=y, **scales)
+        axis.set_title(panel.title, fontsize=9)
+        axis.text(0.98, 0.02, panel.remark, ha="right", transform=axis.transAxes, fontsize=8)
+        axis.grid(True, alpha=0.2)
+        handles, labels = axis.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
+    figure.suptitle(title)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns + 1)
+    return figure

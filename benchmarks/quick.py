@@ -1,0 +1,163 @@
+"""`python -m benchmarks quick`: one call of the loss on this machine, beside every contender that is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks import comparison, tables
+from benchmarks.benchmark import save
+from benchmarks.cases import Effort
+from benchmarks.comparison import FLOORS, NAMES, OTHERS, OURS, error_columns, products_ms
+from benchmarks.contenders import budget_name, select
+from benchmarks.measure import compete
+from benchmarks.problem import OperatorCase, Shape
+from benchmarks.runs import Entry, Run, described_run
+from benchmarks.tables import Columns, Table
+from flce.core.devices import find_device
+from flce.core.sizes import GIB, MIB, parse_bytes, parse_sizes, size_text
+from flce.testing.tolerances import Bound
+from flce.tools.cli.output import given, wrong
+from flce.tools.machine import DTYPES
+
+EFFORT = Effort(rounds=50, seconds=1.0)
+option = typer.Option
+
+
+def quick(
+    shape: Annotated[
+        str | None, option(metavar="N,H,V", help="Tokens, hidden size, vocabulary.", show_default="by device")
+    ] = None,
+    dtype: Annotated[str | None, option(show_default="bfloat16; on a CPU float32")] = None,
+    device: Annotated[str | None, option(help="cpu or cuda:0, say.", show_default="cuda where there is one")] = None,
+    budget: Annotated[
+        list[str] | None, option(metavar="SIZE", help="Also flce with at most this workspace: 256MiB, say.")
+    ] = None,
+    out: Annotated[Path, option(help="Result file. The picture is beside it.")] = Path("results/quick.json"),
+) -> None:
+    """One shape in less than a minute: time, workspace and exactness, as a table and as a picture.
+
+    Exit status 1: a call of flce failed, or is not as exact as stock.
+    """
+    started, where = time.monotonic(), given("--device", find_device, device, ("cuda", "cpu"))
+    tokens, hidden, vocab = given("--shape", parse_sizes, shape) if shape else default_shape(where)
+    dtype = dtype or ("bfloat16" if where.type == "cuda" else "float32")
+    if dtype not in DTYPES:
+        raise wrong("--dtype", f"one of {', '.join(DTYPES)}, got {dtype!r}")
+    budgets = [budget_name(given("--budget", whole_mebibytes, text)) for text in budget or ()]
+    case = OperatorCase(tokens, hidden, vocab, dtype, contenders=(*FLOORS, OURS, *budgets, *OTHERS))
+    needed, there = operand_bytes(case), memory_of(where)
+    if needed > there:
+        figures = f"{size_text(needed)}, and {where} has {size_text(there)}"
+        raise wrong("--shape", f"{case.title}: operands and gradients take {figures}: give smaller sizes")
+    case = replace(case, errors=float64_is_cheap(case, where))
+
+    def say(what: str) -> None:
+        typer.echo(f"[{time.monotonic() - started:.0f} s] {what}", err=True)
+
+    run = Run(comparison.KIND, described_run(where, "python -m benchmarks", sys.argv[1:]))
+    current = torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), current:  # libraries print
+        run.cases.append(compete(case, select(case.contenders), comparison.prepare(case, where), EFFORT, say))
+    save(run, out)
+    typer.echo(f"{tables.measured_on(run)}\n\n{comparison_table(run.cases[0]).markdown(aligned=True)}")
+    typer.echo("\n".join(tables.absences(run)))
+    found = faults(run.cases[0])
+    typer.echo("".join(f"WRONG: {line}\n" for line in found), nl=False)
+    picture = out.with_suffix(".png")
+    comparison.figure(run).savefig(picture, dpi=110)
+    say(f"wrote {out} and {picture}")
+    if found:
+        raise typer.Exit(1)
+
+
+# --- the case ---
+
+# Flops of the float64 products: three seconds on a CPU; on a GPU half a second, or fifteen without float64 units.
+CHEAP_FLOPS = {"cpu": 2e11, "cuda": 2e13}
+CHEAP_SHARE = 0.25  # of the memory
+
+
+def default_shape(device: torch.device) -> Shape:
+    """Half a minute for all contenders together: a head of Llama 3 on a GPU, a smaller one on a CPU."""
+    if device.type == "cpu":
+        return 512, 512, 32000
+    return (4096, 4096, 128256) if memory_of(device) >= 32 * GIB else (2048, 2048, 128256)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the device; of a CPU those of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def whole_mebibytes(text: str) -> int:
+    if (size := parse_bytes(text)) < MIB:
+        raise ValueError(f"expected at least 1MiB, got {text!r}")
+    return size // MIB
+
+
+def operand_bytes(case: OperatorCase) -> int:
+    """Hidden states and head, and their gradients."""
+    return 2 * (case.tokens + case.vocab) * case.hidden * case.torch_dtype.itemsize
+
+
+def float64_is_cheap(case: OperatorCase, device: torch.device) -> bool:
+    flops, entries = 6 * math.prod(case.shape), (case.tokens + case.vocab) * case.hidden
+    return flops <= CHEAP_FLOPS[device.type] and 16 * entries <= CHEAP_SHARE * memory_of(device)
+
+
+# --- what is shown ---
+
+
+def comparison_table(entry: Entry) -> Table:
+    """Time, workspace and exactness of all contenders that have figures, one line each."""
+    floor_ms, stock_ms = products_ms(entry), entry.by_name("stock").median_ms
+    columns: Columns = {
+        "": lambda r: r.title,
+        "ms": lambda r: tables.milliseconds(r.median_ms),
+        "x products": lambda r: tables.ratio(r.median_ms, floor_ms),
+        "x stock": lambda r: tables.ratio(r.median_ms, stock_ms),
+        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
+        **error_columns(),
+    }
+    table = tables.table_of(entry, [r for r in entry.results if r.samples_ms and r.family != "repeat"], columns)
+    workspace = "MiB: the peak of memory above the inputs and the returned gradients"
+    errors = "loss, dX, dW: relative error against float64 (of tensors: norm of the difference over norm)"
+    return replace(table, notes=[*table.notes, workspace, errors if entry.case.errors else "not compared with float64"])
+
+
+def faults(entry: Entry) -> list[str]:
+    """Calls of flce that have no figures, or results that are further from float64 than stock's."""
+    found, case = [], entry.case
+    stock = entry.by_name("stock").errors or {}
+    for result in entry.results:
+        if result.family not in ("ours", "repeat") or result.status == "unplanned":
+            continue
+        if result.status != "ok":
+            found.append(f"{case.title}: {result.title} {tables.FAILURES[result.status]}: {result.reason}")
+        for name, error in (result.errors or {}).items():
+            if not error <= largest_error(case, name).allowed(stock.get(name, math.inf)) or math.isinf(error):
+                figures = f"{tables.relative(error)} from float64; stock's {tables.relative(stock.get(name))}"
+                found.append(f"{case.title}: the {NAMES[name]} of {result.title} is {figures}")
+    return found
+
+
+def largest_error(case: OperatorCase, name: str) -> Bound:
+    """One call of each is compared: where both round alike, either may be a little further off.
+
+    The loss is one number, in which the roundings of all tokens cancel as chance has it, stock's and ours.
+    """
+    few = 1e-12 if case.torch_dtype == torch.float64 else 1e-6  # what sums in another order differ by
+    chance = torch.finfo(case.torch_dtype).eps / (4 * math.sqrt(case.tokens)) if name == "loss" else 0.0
+    return Bound(1.25, few + chance)

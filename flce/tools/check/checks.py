@@ -1,0 +1,351 @@
+"""The checks: what is called, and what it has to return."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flce
+from flce.core.options import ChunkOptions
+from flce.engine.case import dtype_text
+from flce.testing import tolerances
+from flce.testing.models import VOCAB_SIZE, tiny_model
+from flce.testing.oracle import MOST_LOGITS, OracleResult, dense_logits, token_results
+from flce.testing.problem import (
+    ALL_GRADS,
+    IGNORED,
+    LOGITS_STD,
+    CallResult,
+    Problem,
+    make_problem,
+    run_fused,
+    run_oracle,
+    run_stock,
+)
+from flce.testing.tolerances import Tolerance
+from flce.tools.check.results import STATISTICS, CheckResult, Results, compared
+from flce.tools.machine import chosen, exact_device
+
+DEFAULT = ChunkOptions()
+PLANNED = inspect.signature(flce.plan).parameters  # the arguments of the loss that a plan depends on
+CANDIDATES = 5
+BATCH, TOKENS = 2, 32  # of a model
+
+
+@dataclass(frozen=True)
+class Check:
+    title: str
+    device: torch.device
+    dtype: torch.dtype
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.backend} {dtype_text(self.dtype)} {self.title}"
+
+    def ours(self) -> Results:
+        raise NotImplementedError
+
+    def references(self) -> tuple[Results, Results]:
+        """Return stock's results, and the same in float64."""
+        raise NotImplementedError
+
+    def tolerance(self) -> Tolerance:
+        return tolerances.RESULTS[self.dtype]
+
+    def plan(self) -> str:
+        return ""
+
+    def also_wrong(self, ours: Results) -> list[str]:
+        """Return what is wrong besides the figures: a second run that has other bits."""
+        again = self.ours()
+        names = [what for what, got in ours.items() if not torch.equal(got, again[what])]
+        return [f"A second run gave other bits: {', '.join(names)}."] if names else []
+
+    def run(self) -> CheckResult:
+        """An exception is a failed check."""
+        began, plan = time.monotonic(), ""
+        where = CheckResult(str(self.device), self.backend, self.title, dtype_text(self.dtype), "failed")
+        try:
+            with chosen(self.backend):
+                ours = self.ours()
+                figures = compared(ours, *self.references(), self.tolerance())
+                wrong = [*(f"{figure}." for figure in figures if figure.off), *self.also_wrong(ours)]
+                plan = self.plan()
+        except Exception as error:
+            return replace(where, wrong=(_sentence(error),), seconds=time.monotonic() - began)
+        found: Any = {"status": "off" if wrong else "right", "figures": figures, "wrong": tuple(wrong), "plan": plan}
+        return replace(where, **found, seconds=time.monotonic() - began)
+
+
+def _sentence(error: Exception) -> str:
+    """Return its class and first line, and the last line of flce that it passed."""
+    package = Path(flce.__file__).parent
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(package)]
+    where = f" (flce/{Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}{where}"
+
+
+# --- hidden states and a head, or logits ---
+
+
+class Shape(NamedTuple):
+    tokens: int
+    hidden: int | None  # None: there is no head, and the inputs are logits
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Hidden states, a head and labels of two sequences."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+    loss: tuple[tuple[str, Any], ...] = ()
+    """Arguments of the loss, by name."""
+    bias: bool = False
+    ignored: float = 0.0
+    """Share of the labels."""
+    adapter_ranks: tuple[int, ...] = ()
+
+    @property
+    def grad_output(self) -> Tensor | float:
+        """The upstream gradient: of each token another, or one number."""
+        if dict(self.loss).get("reduction") == "none":
+            return torch.linspace(0.5, 1.5, self.shape.tokens).view(2, -1)
+        # Under a float16 loss a scale as in training, without which gradients are below the least float16.
+        return 2.0**16 if self.dtype == torch.float16 else 1.0
+
+
+@functools.lru_cache(maxsize=1)  # of many checks in a row they are the same
+def problem_of(inputs: Inputs) -> Problem:
+    """The same numbers on every device, as far as the dtype has them. Not to be written to."""
+    tokens, hidden, vocab = inputs.shape
+    how: dict[str, Any] = {name: getattr(inputs, name) for name in ("dtype", "device", "bias", "ignored")}
+    how |= {"adapter_ranks": inputs.adapter_ranks, "std": LOGITS_STD, **dict(inputs.loss)}
+    return make_problem((2, tokens // 2), hidden, vocab, **how)
+
+
+@functools.lru_cache(maxsize=16)  # checks of other options have the same inputs
+def stock(inputs: Inputs) -> Results:
+    return named(run_stock(problem_of(inputs), inputs.grad_output))
+
+
+@functools.lru_cache(maxsize=16)
+def truth(inputs: Inputs) -> Results:
+    return named(run_oracle(problem_of(inputs).to(exact_device(inputs.device)), inputs.grad_output))
+
+
+def named(result: CallResult | OracleResult) -> Results:
+    """The loss, the statistics and the gradients that there are."""
+    statistics = result.output if isinstance(result, CallResult) else result
+    found = {"loss": result.loss, **{name: getattr(statistics, name, None) for name in STATISTICS}}
+    found |= {"input gradient": result.grad_input, "weight gradient": result.grad_weight}
+    found |= {"bias gradient": result.grad_bias}
+    for number, (a, b) in enumerate(result.grad_adapters, 1):
+        found |= {f"adapter {number} input gradient": a, f"adapter {number} weight gradient": b}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class InputsCheck(Check):
+    inputs: Inputs
+
+    @classmethod
+    def of(cls, title: str, backend: str, inputs: Inputs, **how: Any) -> Any:
+        return cls(title, inputs.device, inputs.dtype, backend, inputs, **how)
+
+    def references(self) -> tuple[Results, Results]:
+        return stock(self.inputs), truth(self.inputs)
+
+
+@dataclass(frozen=True)
+class OperatorCheck(InputsCheck):
+    """`flce.fused_linear_cross_entropy`: losses, statistics and gradients."""
+
+    options: ChunkOptions = DEFAULT
+    least_memory: bool = False
+    """A budget near the least that works is added to `options`."""
+    stats: tuple[str, ...] = ()
+    grads: str = ALL_GRADS
+
+    @functools.cached_property
+    def chosen_options(self) -> ChunkOptions:
+        """With a budget of less than twice the least that there is a plan for."""
+        options = self.options
+        with contextlib.suppress(ValueError):  # no plan keeps the budget
+            while self.least_memory:
+                smaller = replace(options, max_workspace_bytes=self._plan(options).workspace_bytes // 2)
+                self._plan(smaller)
+                options = smaller
+        return options
+
+    def ours(self) -> Results:
+        how: dict[str, Any] = {"options": self.chosen_options, "stats": self.stats, "grads": self.grads}
+        return named(run_fused(problem_of(self.inputs), grad_output=self.inputs.grad_output, **how))
+
+    def plan(self) -> str:
+        return str(self._plan(self.chosen_options))
+
+    def tolerance(self) -> Tolerance:
+        usual = super().tolerance()
+        return usual if self.options.logits_dtype is not None else tolerances.EXACT_LOGITS.get(self.dtype, usual)
+
+    def _plan(self, options: ChunkOptions) -> flce.ChunkPlan:
+        p, (tokens, hidden, vocab) = self.inputs, self.inputs.shape
+        how: dict[str, Any] = {name: value for name, value in p.loss if name in PLANNED}
+        how |= {"input_grad": "x" in self.grads, "weight_grad": "w" in self.grads, "stats": self.stats}
+        how |= {"bias_grad": p.bias and "b" in self.grads, "adapter_ranks": p.adapter_ranks}
+        return flce.plan(tokens, hidden or 0, vocab, p.dtype, device=p.device, options=options, **how)
+
+
+@dataclass(frozen=True)
+class LogitsCheck(InputsCheck):
+    """`flce.cross_entropy`, of inputs that are logits."""
+
+    inplace: bool = False
+    stats: tuple[str, ...] = ()
+
+    def ours(self) -> Results:
+        p = problem_of(self.inputs)
+        leaf = p.input.clone().requires_grad_()
+        logits = leaf * 1 if self.inplace else leaf  # not a leaf, which may not be written to
+        out: Any = flce.cross_entropy(logits, p.target, inplace=self.inplace, stats=self.stats, **p.kwargs)
+        loss = out.loss if self.stats else out
+        loss.backward(torch.as_tensor(self.inputs.grad_output).to(loss))
+        return named(CallResult(loss.detach(), leaf.grad, None, None, output=out))
+
+
+@dataclass(frozen=True)
+class SoftmaxCheck(InputsCheck):
+    """`flce.softmax` or `flce.log_softmax`, as the title begins."""
+
+    def ours(self) -> Results:
+        return self._solve(flce, torch.Tensor.detach)
+
+    def references(self) -> tuple[Results, Results]:
+        return self._solve(F, torch.Tensor.detach), self._solve(F, lambda t: t.to(exact_device(t.device)).double())
+
+    def _solve(self, library: Any, made: Any) -> Results:
+        x = problem_of(self.inputs).input
+        upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(x)
+        leaf = made(x).clone().requires_grad_()
+        y = getattr(library, self.title.split()[-1])(leaf, -1)
+        y.backward(made(upstream))
+        return {"result": y.detach(), "gradient": leaf.grad}
+
+
+@dataclass(frozen=True)
+class LogprobsCheck(InputsCheck):
+    """`flce.linear_logprobs`: results of targets and candidates, entropies, and gradients for upstream ones of all."""
+
+    temperatures: bool = False
+    """Whether each token has a temperature of its own."""
+    options: ChunkOptions | None = None
+
+    def ours(self) -> Results:
+        return self._solve(problem_of(self.inputs), self.inputs.shape.tokens, by_torch=False)
+
+    def references(self) -> tuple[Results, Results]:
+        p, (tokens, _, vocab) = problem_of(self.inputs), self.inputs.shape
+        exact = p.to(exact_device(self.device)).map(lambda t, _: t.double())
+        return self._solve(p, tokens), self._solve(exact, max(1, MOST_LOGITS // vocab))
+
+    def tolerance(self) -> Tolerance:
+        return tolerances.EXACT_LOGITS.get(self.dtype, super().tolerance())
+
+    def _solve(self, p: Problem, most: int, by_torch: bool = True) -> Results:
+        """Results and gradients, of so many tokens at a time."""
+        (tokens, _, vocab), g = self.inputs.shape, torch.Generator().manual_seed(1)
+        candidates = torch.randint(vocab, (tokens, CANDIDATES), generator=g)
+        candidates[:, 1], candidates[::2, 2] = candidates[:, 0], -1
+        temperature = torch.rand(tokens, generator=g) + 0.5
+        shapes = {"logprob": (tokens,), "entropy": (tokens,), "candidate_logprob": (tokens, CANDIDATES)}
+        upstream = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+        p = p.map(lambda t, _: t.detach().clone().requires_grad_())
+        parts: list[dict[str, Tensor]] = []
+        for rows in torch.arange(tokens).split(most):
+            x, y, some = (t[rows.to(t.device)] for t in (p.input.flatten(0, 1), p.target.flatten(), candidates))
+            of_each = temperature[rows].to(x.device) if self.temperatures else 1.0
+            if by_torch:  # with products in the dtype of the problem, and logits of float32, or of float64
+                z = F.linear(x, p.linear_weight, p.linear_bias)
+                each = of_each[:, None] if isinstance(of_each, Tensor) else of_each
+                z = dense_logits(z if z.dtype == torch.float64 else z.float(), None, temperature=each, **p.kwargs)
+                found = token_results(z, y, some.to(x.device))
+            else:
+                how: dict[str, Any] = {"linear_bias": p.linear_bias, "options": self.options, **p.kwargs}
+                how |= {"candidates": some.to(x.device), "temperature": of_each}
+                found = vars(flce.linear_logprobs(x, p.linear_weight, y, **how))
+            sums = [(found[name] * weight[rows].to(found[name])).sum() for name, weight in upstream.items()]
+            torch.stack(sums).sum().backward()
+            parts.append({name: found[name].detach() for name in upstream})
+        grads = {"input gradient": p.input.grad, "weight gradient": p.linear_weight.grad}
+        grads |= {} if p.linear_bias is None else {"bias gradient": p.linear_bias.grad}
+        joined = {name: torch.cat([part[name] for part in parts]) for name in upstream}
+        return joined | {name: grad for name, grad in grads.items() if grad is not None}
+
+
+# --- a model that is made from its configuration ---
+
+
+@dataclass(frozen=True)
+class ModelCheck(Check):
+    """The loss and the gradients of all parameters of a patched model, beside those of the same model as it was."""
+
+    architecture: str
+    own_loss: bool
+    """Whether the loss is computed from the model's logits, in ``train()``, rather than by the model from labels."""
+
+    def ours(self) -> Results:
+        from flce.huggingface import patch_model
+
+        return _step(patch_model(self._model(), on_materialize="raise"), self.own_loss)
+
+    def references(self) -> tuple[Results, Results]:
+        # The loss that a model computes from labels would round its logits to float32.
+        exact = self._model().to(exact_device(self.device), torch.float64)
+        return _step(self._model(), self.own_loss), _step(exact, own_loss=True)
+
+    def tolerance(self) -> Tolerance:
+        return tolerances.MODELS[self.dtype]
+
+    def also_wrong(self, ours: Results) -> list[str]:
+        return []  # other operators of a model may add in any order
+
+    def _model(self) -> Any:
+        """The same weights every time."""
+        return copy.deepcopy(_weights(self.architecture)).to(self.device, self.dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def _weights(architecture: str) -> Any:
+    return tiny_model(architecture, tie_word_embeddings=architecture == "Qwen3", initializer_range=0.1)
+
+
+def _step(model: Any, own_loss: bool) -> Results:
+    """One forward and backward pass; the gradients of all parameters as one vector, and that of the head."""
+    ids = torch.randint(VOCAB_SIZE, (BATCH, TOKENS), generator=torch.Generator().manual_seed(0)).to(model.device)
+    labels = ids.clone()
+    labels[:, : TOKENS // 4] = IGNORED
+    model.train()
+    if own_loss:
+        logits = model(input_ids=ids).logits
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        loss = F.cross_entropy(wide[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    else:
+        loss = model(input_ids=ids, labels=labels).loss
+    loss.backward()
+    head = model.get_output_embeddings().weight.grad
+    others = [p.grad.flatten() for p in model.parameters() if p.grad is not head]
+    return {"loss": loss.detach(), "head's gradient": head, "other gradients": torch.cat(others)}

@@ -1,0 +1,446 @@
+"""Fine-tunes a causal language model twice, stock and patched by flce, and compares the two: `make demo`.
+
+The two runs differ by one line, `flce.patch_model(model)`. The other scripts of this folder import from here what they
+share. What takes seconds to import is imported by the functions that use it, so that `--help` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib.metadata
+import itertools
+import math
+import os
+import random
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from unittest import mock
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import flce
+from flce.core.sizes import MIB
+from flce.memory.plot import COLOURS
+from flce.testing.models import VOCAB_SIZE, tiny_model
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+CACHE = Path(__file__).resolve().parents[1] / ".cache"
+
+# --- text, from this machine: nothing is downloaded ---
+
+END_OF_TEXT = "<|endoftext|>"
+# Parts of the standard library that are tests, tables, or installed by other packages.
+NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+
+
+def read_documents(source: Path | None = None) -> list[str]:
+    """The text of a file, of every file in a folder, or (None) of Python's own standard library."""
+    if source is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in root.rglob("*.py") if NOT_PROSE.isdisjoint(file.relative_to(root).parts)]
+    else:
+        files = [file for file in source.rglob("*") if file.is_file()] if source.is_dir() else [source]
+    documents = []
+    for file in sorted(files):
+        with contextlib.suppress(UnicodeDecodeError):  # a binary file among the text
+            documents.append(file.read_text(encoding="utf-8"))
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError("no text to train on: the file or folder has none")
+    return documents
+
+
+def tiny_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerBase:
+    """A byte-level BPE tokenizer, trained on the standard library once and then read from the cache."""
+    from tokenizers import ByteLevelBPETokenizer, __version__
+    from transformers import PreTrainedTokenizerFast
+
+    file = CACHE / f"tokenizer-{vocab_size}-{sys.version_info[0]}.{sys.version_info[1]}-{__version__}.json"
+    if not file.exists():
+        tokenizer = ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator(read_documents(), vocab_size, special_tokens=[END_OF_TEXT], show_progress=False)
+        if (found := tokenizer.get_vocab_size()) < vocab_size:
+            raise ValueError(f"the standard library has text for {found:,} tokens, not for {vocab_size:,}")
+        CACHE.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")
+        tokenizer.save(str(unfinished))
+        unfinished.replace(file)
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def token_batches(
+    documents: list[str], tokenizer: PreTrainedTokenizerBase, shape: tuple[int, int, int], seed: int = 0
+) -> npt.NDArray[np.int64]:
+    """The shuffled documents, packed into (steps, batch, sequence); used again if they are few."""
+    import numpy as np
+
+    sample = tokenizer.encode(" ".join(documents)[:10_000], add_special_tokens=False)
+    known = len([token for token in sample if token != tokenizer.unk_token_id])
+    if known <= len(sample) / 2:
+        raise ValueError(f"the tokenizer knows {known} of {len(sample)} tokens: give a model with its tokenizer")
+    order = random.Random(seed).sample(documents, len(documents))
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    texts = (tokenizer.encode(document, add_special_tokens=False) + end for document in itertools.cycle(order))
+    return np.fromiter(itertools.chain.from_iterable(texts), dtype=np.int64, count=math.prod(shape)).reshape(shape)
+
+
+@functools.cache
+def examples(count: int, tokens: int = 64, seed: int = 0) -> Any:
+    """A data set of pieces of Python's standard library: a list of `input_ids` and the `labels` for them.
+
+    The first labels of a piece are ignored, as those of a prompt would be: of each piece, a number of its own.
+    """
+    import torch
+
+    rows = torch.from_numpy(token_batches(read_documents(), tiny_tokenizer(), (count, 1, tokens), seed)[:, 0])
+    prompt = torch.arange(tokens) < (torch.arange(count) % (tokens // 2))[:, None]
+    return [
+        {"input_ids": row, "labels": label} for row, label in zip(rows, rows.masked_fill(prompt, -100), strict=True)
+    ]
+
+
+def excerpts(count: int, tokens: int = 64, seed: int = 0) -> list[str]:
+    """The same pieces, as text."""
+    return tiny_tokenizer().batch_decode([row["input_ids"].tolist() for row in examples(count, tokens, seed)])
+
+
+# --- what the scripts share: a stock and a patched run of a trainer ---
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def cannot_run(reason: str) -> NoReturn:
+    """Ends the script with one sentence and status 2, which `make recipes` takes for "not on this machine"."""
+    typer.echo(f"{Path(sys.argv[0]).name} cannot run here: {reason}", err=True)
+    raise typer.Exit(2)
+
+
+def need(*packages: str) -> None:
+    """Ends the script where a package, which is named as pip names it, is missing."""
+    for package in packages:
+        try:
+            importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            cannot_run(f"{package} is not installed; python -m pip install {package} installs it.")
+
+
+def is_fused(loss: Tensor) -> bool:
+    """Whether an operator of flce is in the graph that `loss` was computed by."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            made_by = getattr(type(node), "_forward_cls", None)  # an `autograd.Function`; operators have it in the name
+            if "flce" in type(node).__name__ or (made_by is not None and made_by.__module__.startswith("flce.")):
+                return True
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+    return False
+
+
+@dataclass
+class Curve:
+    """The training loss of each step (with gradient accumulation: of each micro-batch)."""
+
+    losses: list[float] = field(default_factory=list)
+    fused: list[bool] = field(default_factory=list)
+
+    def add(self, loss: Tensor) -> None:
+        self.losses.append(loss.mean().item())  # one of each device where a Trainer sees several
+        self.fused.append(is_fused(loss))
+
+
+@functools.cache
+def keeping_losses(trainer: Any) -> Any:
+    """A subclass of a `Trainer` that keeps each step's loss in `curve`. What a trainer logs are averages."""
+    import torch
+
+    class CurveTrainer(trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.curve = Curve()
+            super().__init__(*args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().compute_loss(*args, **kwargs)
+            if torch.is_grad_enabled():  # not in evaluation
+                self.curve.add(result[0] if isinstance(result, tuple) else result)
+            return result
+
+    return CurveTrainer
+
+
+@contextlib.contextmanager
+def trl_installed(patched: bool) -> Iterator[None]:
+    """TRL's trainers compute with flce within it, if they are to."""
+    from flce.huggingface import trl
+
+    if patched:
+        trl.install()
+    try:
+        yield
+    finally:
+        trl.uninstall()
+
+
+@contextlib.contextmanager
+def losses_of_accelerate() -> Iterator[Curve]:
+    """The loss of each backward by Accelerate, for trainers that make their `Trainer` themselves."""
+    from accelerate import Accelerator
+
+    curve, stock = Curve(), Accelerator.backward
+
+    def backward(self: Accelerator, loss: Tensor, **arguments: Any) -> None:
+        curve.add(loss)
+        stock(self, loss, **arguments)
+
+    with mock.patch.object(Accelerator, "backward", backward):
+        yield curve
+
+
+def save_model(folder: Path, architecture: str = "Qwen3", **sizes: Any) -> Path:
+    """A folder with the tiny model and its tokenizer, as `from_pretrained` reads it."""
+    tiny_model(architecture, **sizes).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def curve_of(make_trainer: Callable[..., Any], patched: bool, **arguments: Any) -> Curve:
+    """Trains with a trainer that keeps its losses, made in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(patched, folder, **arguments)
+        trainer.train()
+        return trainer.curve
+
+
+def trainer_settings(folder: str, steps: int) -> dict[str, Any]:
+    """What all trainers made of Transformers' are called with."""
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    sizes = {"max_steps": steps, "per_device_train_batch_size": 4, "learning_rate": 1e-3}
+    return {"output_dir": folder, "use_cpu": not has_gpu(), "bf16": False, **sizes, **quiet}  # TRL has bf16=True
+
+
+def max_difference(stock: Curve, patched: Curve) -> float:
+    """NaN if one is: `max` alone would pass it over."""
+    differences = [abs(a - b) for a, b in zip(stock.losses, patched.losses, strict=True)]
+    return max(differences, key=lambda difference: (math.isnan(difference), difference))
+
+
+def say(text: str) -> None:
+    """The first of the processes that a launcher started speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(text)
+
+
+def compare(name: str, train: Callable[[bool], Curve], *, tolerance: float = 1e-5, fused: bool = True) -> int:
+    """Runs `train` without flce and with it, on the same weights and data, and compares the losses.
+
+    Returns:
+        0, or 1 if a loss differs by more than the tolerance, or if not every patched step was fused (or one was, if
+        `fused` is False). It is for the shell.
+    """
+    from flce.huggingface import MaterializedLogitsWarning
+
+    stock = train(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MaterializedLogitsWarning)
+        patched = train(True)
+    difference, steps = max_difference(stock, patched), len(stock.losses)
+    curve = f"{steps} step{'' if steps == 1 else 's'}, loss {stock.losses[0]:.4f} to {stock.losses[-1]:.4f}"
+    say(f"{name}: {curve}; fused in {sum(patched.fused)}; max |stock - patched| {difference:.1e}")
+    agree = difference <= tolerance  # False for NaN
+    if not agree:
+        say(f"The loss curves differ by more than {tolerance:.0e}.")
+    as_expected = not any(stock.fused) and sum(patched.fused) == (steps if fused else 0)
+    if not as_expected:
+        say(f"The fused loss was to run in {'every' if fused else 'no'} patched step, and in no stock one.")
+    if agree and as_expected:
+        say("The loss curves agree.")
+    return 0 if agree and as_expected else 1
+
+
+# --- the demo ---
+
+STOCK, PATCHED = NAMES = "stock", "patched"
+
+
+@dataclass
+class TrainingRun:
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of each step
+    memory: Any = None  # the profile of one more step
+    peak_bytes: int = 0  # of that step, above the loaded model
+
+    def facts(self) -> dict[str, Any]:
+        """The time of a step is the median: the first steps are slow."""
+        seconds, step = statistics.median(self.seconds), self.memory.peak
+        return {"losses": self.losses, "step_seconds": seconds, "peak_bytes": self.peak_bytes, "step_peak_bytes": step}
+
+
+def train(load: Callable[[], Any], batches: Tensor, rate: float, patched: bool) -> Iterator[TrainingRun]:
+    """The run after each step, and at last with the memory of one more."""
+    import torch
+
+    model, run = load().to(batches.device).train(), TrainingRun()
+    if patched:
+        flce.patch_model(model)  # all that is different
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+
+    def step(ids: Tensor) -> float:
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss  # the model shifts the labels
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())  # waits for the device
+
+    for ids in batches:
+        start = time.perf_counter()
+        run.losses.append(step(ids))
+        run.seconds.append(time.perf_counter() - start)
+        yield run
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
+    recorded = [flce.profile_memory(lambda: step(batches[-1]), device=batches.device) for _ in range(3)]
+    run.memory = min(recorded, key=lambda profile: profile.seconds)  # the first recording is slow
+    run.peak_bytes = held + run.memory.peak
+    yield run
+
+
+def train_both(load: Callable[[], Any], batches: Tensor, rate: float, take_turns: bool) -> dict[str, TrainingRun]:
+    """In turn, so that other work of the machine slows both; or one after the other, if only one may fit."""
+    runs: dict[str, TrainingRun] = {}
+    columns = TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        tasks = {name: progress.add_task(name, total=len(batches), state="waiting") for name in NAMES}
+        for names in [NAMES] if take_turns else [(STOCK,), (PATCHED,)]:
+            trainings = {name: train(load, batches, rate, name == PATCHED) for name in names}
+            for _, (name, training) in itertools.product(range(len(batches) + 1), trainings.items()):
+                run = runs[name] = next(training)
+                progress.update(tasks[name], completed=len(run.losses), state=f"loss {run.losses[-1]:.4f}")
+            del training, trainings  # and the models with them
+            gc.collect()
+    return runs
+
+
+def draw(file: Path, title: str, runs: dict[str, TrainingRun]) -> None:
+    from matplotlib.figure import Figure
+
+    figure, colours = Figure(figsize=(11, 4.2), layout="constrained"), dict(zip(NAMES, COLOURS, strict=False))
+    figure.suptitle(title, fontsize=10)
+    curves, memory, speed = figure.subplots(1, 3, width_ratios=[3, 1, 1])
+    for name, width, line in ((STOCK, 5, "-"), (PATCHED, 1.5, "--")):
+        curves.plot(runs[name].losses, line, color=colours[name], linewidth=width, label=name)
+    curves.set(title="Loss", xlabel="step", ylabel="cross-entropy")
+    curves.legend(frameon=False)
+    for axes, what, heights in (
+        (memory, "Peak memory, MiB", [runs[name].peak_bytes / MIB for name in NAMES]),
+        (speed, "Time per step, ms", [1e3 * statistics.median(runs[name].seconds) for name in NAMES]),
+    ):
+        axes.bar_label(axes.bar(NAMES, heights, color=colours.values(), width=0.6), fmt="{:,.0f}", padding=2)
+        axes.set_title(what, fontsize=10)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+
+
+def report(facts: dict[str, Any]) -> None:
+    """The table and the verdict."""
+    table = Table("", *NAMES, "patched / stock", title=facts["title"], title_justify="left")
+    for row, of, digits in (
+        ("final loss", lambda run: run["losses"][-1], 5),
+        ("peak memory, MiB", lambda run: run["peak_bytes"] / MIB, 0),
+        ("time per step, ms", lambda run: 1e3 * run["step_seconds"], 0),
+    ):
+        figures = [of(facts[name]) for name in NAMES]
+        table.add_row(row, *(f"{figure:,.{digits}f}" for figure in figures), f"{figures[1] / figures[0]:.0%}")
+    Console().print(table)
+    verdict = "agree" if facts["agree"] else f"differ by more than {facts['tolerance']:.0e}"
+    apart = f"{facts['mean_difference']:.1e} on average, {facts['max_difference']:.1e} at most"
+    print(f"The loss curves {verdict}: {apart}.\nThe pictures are {' and '.join(facts['pictures'])}.")
+
+
+def main(
+    model: Annotated[str | None, typer.Option(help="Path or hub id.", show_default="a small Qwen3, made here")] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, help="File or folder to train on.", show_default="Python's own library")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, show_default="40; GPU: 200")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, show_default="256; GPU: 1024")] = None,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    learning_rate: Annotated[float | None, typer.Option(show_default="1e-3; GPU: 3e-4; with --model: 2e-5")] = None,
+    vocab_size: Annotated[int, typer.Option(min=300, help="Of the small Qwen3.")] = 32768,
+    hidden_size: Annotated[
+        int | None, typer.Option(min=64, help="Of the small Qwen3.", show_default="128; GPU: 1024")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the small Qwen3.", show_default="2; GPU: 4")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
+    output: Annotated[Path, typer.Option(help="Picture of losses, memory and time.")] = Path("demo.png"),
+    memory_picture: Annotated[Path, typer.Option(help="Picture of memory over one step.")] = Path("demo-memory.png"),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the table.")] = False,
+) -> None:
+    """Fine-tune a causal LM twice, stock and patched by flce, and compare loss, memory and time.
+
+    The exit status is 1 if the loss curves differ.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or PyTorch's profiler writes into the progress bars
+    need("matplotlib", "numpy", "tokenizers", "transformers")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    gpu = has_gpu()
+    hidden, length = hidden_size or (1024 if gpu else 128), seq_len or (1024 if gpu else 256)
+    rate = learning_rate or (2e-5 if model else 3e-4 if gpu else 1e-3)
+    sizes: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 3 * hidden}
+    sizes |= {"num_hidden_layers": layers or (4 if gpu else 2), "head_dim": 64, "max_position_embeddings": length}
+    sizes |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "tie_word_embeddings": True}
+
+    def load() -> Any:
+        torch.manual_seed(seed)
+        stored = AutoModelForCausalLM.from_pretrained
+        return stored(model, dtype=torch.float32) if model else tiny_model(seed=seed, **sizes)
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model) if model else tiny_tokenizer(vocab_size)
+        shape = steps or (200 if gpu else 40), batch_size, length
+        batches = torch.from_numpy(token_batches(read_documents(text), tokenizer, shape, seed))
+        runs = train_both(load, batches.to("cuda" if gpu else "cpu"), rate, take_turns=model is None and not gpu)
+    except (OSError, ValueError) as error:
+        cannot_run(f"{error}")
+    title = f"{model or 'A small Qwen3'}, {shape[0]} steps of {batch_size} x {length} tokens"
+    profiles = {name: run.memory for name, run in runs.items()}
+    flce.MemoryProfile.plot_side_by_side(profiles, memory_picture, f"Memory of one training step\n{title}")
+    draw(output, title, runs)
+    apart = [abs(a - b) for a, b in zip(*(runs[name].losses for name in NAMES), strict=True)]
+    # The mean decides: in bfloat16 each rounding grows from step to step, between two stock runs as well.
+    mean, tolerance = statistics.mean(apart), 1e-2 if gpu else 1e-4
+    facts: dict[str, Any] = {"title": title, "agree": mean <= tolerance, "tolerance": tolerance}  # False for NaN
+    facts |= {"mean_difference": mean, "max_difference": max(apart), "pictures": [str(output), str(memory_picture)]}
+    facts |= {name: run.facts() for name, run in runs.items()}
+    print(dumps(facts, indent=1)) if json else report(facts)
+    raise typer.Exit(0 if facts["agree"] else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

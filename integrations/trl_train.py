@@ -1,0 +1,86 @@
+"""TRL's `SFTTrainer` and `DPOTrainer` with flce.
+
+    python integrations/trl_train.py
+    python integrations/trl_train.py --by dpo
+
+TRL (1.16) does not call the output embedding, which is what `patch_model` changes: it runs the model without it and
+multiplies by its weight in a kernel of its own. `flce.huggingface.trl.install()` puts flce in the place of that.
+
+It trains the same small model with TRL's kernel and with flce, and ends with status 1 if the losses differ.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from demo import (
+    Curve,
+    compare,
+    curve_of,
+    excerpts,
+    keeping_losses,
+    need,
+    tiny_tokenizer,
+    trainer_settings,
+    trl_installed,
+)
+from flce.testing.models import tiny_model
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+By = Enum("By", {"sft": "sft", "dpo": "dpo"})
+
+
+def preferences(count: int) -> Dataset:
+    """The beginning of a piece of source code, how it goes on (chosen), and how another one does (rejected)."""
+    from datasets import Dataset
+
+    texts = excerpts(count)
+    halves = [(text[: len(text) // 2], text[len(text) // 2 :]) for text in texts]
+    prompts, chosen = zip(*halves, strict=True)
+    return Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": chosen[1:] + chosen[:1]})
+
+
+def make_trainer(patched: bool, folder: str, *, steps: int, by: str = "sft", lora: bool = False, **more: Any) -> Any:
+    # These take seconds to import: here, so that --help does not wait for them.
+    from datasets import Dataset, disable_progress_bars
+    from peft import LoraConfig
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    disable_progress_bars()
+    settings: dict[str, Any] = {**trainer_settings(folder, steps), "max_length": 64}
+    common = {"model": tiny_model(), "processing_class": tiny_tokenizer()}
+    if by == "dpo":
+        args = DPOConfig(**{**settings, "learning_rate": 1e-4, **more})
+        data = preferences(4 * steps)
+        return keeping_losses(DPOTrainer)(ref_model=tiny_model(), args=args, train_dataset=data, **common)
+    return keeping_losses(SFTTrainer)(
+        args=SFTConfig(**{**settings, **more}),
+        train_dataset=Dataset.from_dict({"text": excerpts(4 * steps)}),
+        peft_config=LoraConfig(target_modules="all-linear", lora_dropout=0.0) if lora else None,
+        **common,
+    )
+
+
+def train(patched: bool, **arguments: Any) -> Curve:
+    with trl_installed(patched):  # all that is different
+        return curve_of(make_trainer, patched, **arguments)
+
+
+def main(
+    steps: Annotated[int, typer.Option(min=1)] = 50,
+    by: By = By.sft,
+    lora: Annotated[bool, typer.Option(help="Train LoRA adapters, with SFTTrainer.")] = False,
+) -> None:
+    """Train with a trainer of TRL's, stock and with flce, and compare the losses."""
+    need("trl", "peft")
+    name = f"{by.value.upper()}Trainer"
+    raise typer.Exit(compare(name, lambda patched: train(patched, steps=steps, by=by.value, lora=lora)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

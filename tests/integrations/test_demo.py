@@ -1,0 +1,106 @@
+"""`make demo`, end to end and tiny: what a reader tries first must work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+pytest.importorskip("rich", reason="the table")
+pytest.importorskip("matplotlib", reason="the pictures")
+pytest.importorskip("tokenizers", reason="the tokenizer")
+pytest.importorskip("transformers", reason="the model")
+
+import demo
+import flce
+from flce.testing.models import tiny_model
+
+ROOT = Path(flce.__file__).parents[1]
+SIZES = ("--steps=4", "--seq-len=32", "--batch-size=2", "--vocab-size=600", "--hidden-size=64", "--layers=1")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the cat sat on the mat, and the dog sat on the log.\n" * 40, encoding="utf-8")
+    return file
+
+
+def test_stock_and_patched_runs_agree_and_are_drawn(text: Path, tmp_path: Path) -> None:
+    picture, memory = tmp_path / "pictures" / "demo.png", tmp_path / "memory.svg"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("TRITON_INTERPRET", None)  # as a user has it
+    where: list[Any] = ["--text", text, "--output", picture, "--memory-picture", memory]
+    words = [sys.executable, ROOT / "integrations" / "demo.py", *where, *SIZES]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for said in ("The loss curves agree", "final loss", "peak memory", "time per step"):
+        assert said in done.stdout
+    assert "4/4" in done.stderr  # progress
+    assert "USDT" not in done.stderr  # of PyTorch's profiler
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in memory.read_text()
+
+
+def test_the_fastest_recording_is_shown_with_the_optimizers_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording begins after the states were made. A recording that something else has slowed down is not drawn."""
+    seconds = iter([9.0, 2.0, 3.0])
+
+    def profile(step: Any, device: Any) -> flce.MemoryProfile:
+        step()
+        return flce.MemoryProfile("cpu", ((0.0, 0), (0.5, 1000), (next(seconds), 0)))
+
+    monkeypatch.setattr(flce, "profile_memory", profile)
+    *_, run = demo.train(tiny_model, torch.arange(32).reshape(2, 1, 16), 1e-3, patched=False)
+    assert run.memory.seconds == 2.0
+    assert run.peak_bytes >= 1000 + sum(2 * p.nbytes for p in tiny_model().parameters())
+
+
+@pytest.mark.parametrize("unknown, eos", [(1, None), (None, 0)])
+def test_a_tokenizer_that_knows_no_words(unknown: int | None, eos: int | None) -> None:
+    """Transformers makes one where a folder has none: of unknown words, or of nothing but the end of a text."""
+
+    def encode(text: str, **_: Any) -> list[int]:
+        return [unknown for _ in text.split()] if unknown else []
+
+    tokenizer: Any = SimpleNamespace(unk_token_id=unknown, eos_token_id=eos, encode=encode)
+    with pytest.raises(ValueError, match=r"the tokenizer knows 0 of \d tokens"):
+        demo.token_batches(["the cat sat"], tokenizer, (1, 1, 8))
+
+
+@pytest.mark.parametrize("last, status", [(1.00003, 0), (1.1, 1), (float("nan"), 1)])
+def test_json(last: float, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path) -> None:
+    """It is all that stdout has."""
+
+    def run_of(loss: float, peak: int) -> demo.TrainingRun:
+        profile = flce.MemoryProfile("cpu", ((0.0, 0), (0.1, peak // 2), (0.2, 0)))
+        return demo.TrainingRun([3.0, 2.0, loss], [0.2, 0.1, 0.3], profile, peak)
+
+    runs = {"stock": run_of(1.0, 400), "patched": run_of(last, 100)}
+    monkeypatch.setattr(demo, "train_both", lambda *_, **__: runs)
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(demo.main)
+    done = CliRunner().invoke(app, ["--text", str(text), *SIZES, "--json"])
+    assert done.exit_code == status, done.output
+    facts = json.loads(done.stdout)
+    assert facts["agree"] is (status == 0)
+    assert facts["stock"] == {"losses": [3, 2, 1], "step_seconds": 0.2, "peak_bytes": 400, "step_peak_bytes": 200}
+    if status == 0:
+        assert (facts["mean_difference"], facts["max_difference"]) == pytest.approx((1e-5, 3e-5))
+    for picture in facts["pictures"]:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no text to train on"):
+        demo.read_documents(tmp_path)
