@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.staleness import StaleLogitsError, versions_of
 from flce.huggingface.usage import ASKED_FOR, forbid_materialized, say_materialized
 from flce.huggingface.wrappers import outside_of_checkpoint
-
-LazyT = TypeVar("LazyT")
 
 
 @dataclass(eq=False)
@@ -292,6 +290,9 @@ class LazyBase:
     def _stand_behind(self, written: bool) -> None:
         """Take the place of the real logits in the graph."""
 
+    def _catch_up(self, real: Tensor) -> None:
+        """Before an operation: take the place that the real logits have in the graph by now."""
+
     def _compute(self) -> Tensor:
         state = self._state
         # In the mode of the head, not of who reads them first. What has no gradient is no less fit to be written to.
@@ -333,18 +334,8 @@ def is_lazy(value: Any) -> bool:
     return isinstance(value, LazyBase)
 
 
-# Which class fits: by whether the compiler is at work.
-_classes: dict[bool, Any] = {}
-
-
-def made_when(compiling: bool) -> Callable[[type[LazyT]], type[LazyT]]:
-    """A class decorator: `make_lazy` makes this class while a graph is traced, or else."""
-
-    def register(kind: type[LazyT]) -> type[LazyT]:
-        _classes[compiling] = kind
-        return kind
-
-    return register
+# The class of lazy logits, by whether the compiler is at work: `tensor` and `graphs` set it.
+CLASSES: dict[bool, Any] = {}
 
 
 def make_lazy(state: LazyState, origin: Origin | None = None, shadow: Tensor | None = None) -> Any:
@@ -353,7 +344,7 @@ def make_lazy(state: LazyState, origin: Origin | None = None, shadow: Tensor | N
     if not torch.is_grad_enabled() and state.requires_grad:
         state = state.detach()
     # Graphs have no writes that would show: they need no shadow.
-    return _classes[compiling]._wrap(state, origin, None if compiling else shadow)
+    return CLASSES[compiling]._wrap(state, origin, None if compiling else shadow)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of lazy logits; NotImplemented where it takes the real ones."""
     real = lazy._existing()
+    if real is not None:
+        lazy._catch_up(real)
     if operation is None or lazy._state.one_class:
         return _unlisted(lazy, real, func, args, kwargs)
     if real is not None and not _repeats_checkpoint(lazy):

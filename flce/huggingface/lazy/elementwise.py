@@ -127,8 +127,6 @@ def normalised(name: str) -> Callable[..., Any]:
         state: LazyState, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
     ) -> Any:
         needs(dim is not None and dimension(state, dim) == state.ndim - 1)
-        if name == "softmax":
-            _needs_its_own_pass(state)
         state = _autocast(state) if dtype is None else to_dtype(state, dtype)
         return state.with_op(name, state.dtype)
 
@@ -136,14 +134,7 @@ def normalised(name: str) -> Callable[..., Any]:
 
 
 def exp(state: LazyState) -> Any:
-    _needs_its_own_pass(state)
     return _autocast(state).with_op("exp")
-
-
-def _needs_its_own_pass(state: LazyState) -> None:
-    """Probabilities may be computed after all. Within a checkpoint that logits come to from outside, its recomputation
-    finds the logits that another read has made: it would save these in another order than the first pass."""
-    needs(not any(call.is_outside for call in state.calls))
 
 
 def _autocast(state: LazyState) -> LazyState:

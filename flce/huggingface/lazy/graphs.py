@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flce.huggingface.lazy import tables
-from flce.huggingface.lazy.base import LazyBase, made_when
+from flce.huggingface.lazy.base import CLASSES, LazyBase
 from flce.huggingface.lazy.dispatch import dispatch, realise
 from flce.huggingface.lazy.state import LazyState
 
@@ -34,7 +34,6 @@ def _is_among(value: Any, values: Iterable[Any]) -> bool:
     return any(v is value or (isinstance(v, tuple) and any(item is value for item in v)) for v in values)
 
 
-@made_when(compiling=True)
 class TracedLazyLogits(LazyBase):
     """Lazy logits under ``torch.compile``: a plain object, which the compiler can make and follow."""
 
@@ -132,3 +131,4 @@ def _define_methods() -> None:
 
 
 _define_methods()
+CLASSES[True] = TracedLazyLogits

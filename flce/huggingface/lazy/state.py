@@ -235,13 +235,13 @@ class LazyState:
         # Autocast would have run stock's cross-entropy in float32; without it the loss has the logits' dtype.
         return loss.to(self.device, widened(self.dtype, self.device.type))
 
-    def statistics(self, *names: str) -> tuple[Tensor, ...]:
-        """``"argmax"`` and ``"lse"`` of the logits, of the tokens' shape. Without gradient."""
-        state = self.detach()
+    def argmax(self) -> Tensor:
+        """The most probable class of each token."""
         target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.home)
-        with self.weights(waiting_is_fine="lse" not in names):
-            output = state.fused(target, reduction="none", ignore_index=-100, stats=names)
-        return tuple(getattr(output, name).to(self.device) for name in names)
+        with self.weights(waiting_is_fine=True):
+            output = self.detach().fused(target, reduction="none", ignore_index=-100, stats=("argmax",))
+        largest: Tensor = output.argmax.to(self.device)
+        return largest
 
     def fused(self, target: Tensor, weight: Tensor | None = None, **spec: Any) -> Any:
         """What :func:`flce.fused_linear_cross_entropy` returns for these logits, within :meth:`weights`.

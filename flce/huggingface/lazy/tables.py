@@ -118,28 +118,13 @@ NEW = frozenset(functions("new_empty new_zeros new_ones new_full new_tensor"))
 # Read no more than the shape, dtype or device of their second argument.
 AS = frozenset(functions("to type_as view_as expand_as reshape_as"))
 
-# Do not change their arguments, make memory of their own, do not ask for their place in the graph.
-# Schemas do not tell: those of dropout, atleast_1d, einsum and broadcast_tensors promise memory of their own, and each
-# may return its argument or a view of it.
+# Of a small view these compute only its values. They do not change their arguments, return memory of their own, and do
+# not ask for a place in the graph. Schemas do not say so of each function that has this property.
 READING = frozenset(
-    function
-    for function in functions("""
-    all any amin amax aminmax argmin argmax max min sum nansum mean nanmean std var std_mean var_mean median nanmedian
-    mode prod norm quantile nanquantile logsumexp cumsum cumprod logcumsumexp topk sort argsort kthvalue count_nonzero
-    nonzero unique histc bincount multinomial bernoulli softmax log_softmax softmin sigmoid logsigmoid exp exp2 expm1
-    log log2 log10 log1p sqrt rsqrt square abs absolute sign reciprocal pow float_power clamp clip clamp_min clamp_max
-    nan_to_num round floor ceil tanh sin cos relu gelu silu softplus elu neg negative isnan isfinite isinf isposinf
-    isneginf eq equal ne not_equal lt less le less_equal gt greater ge greater_equal allclose isclose maximum minimum
-    fmax fmin where masked_fill masked_select index_select gather take_along_dim add sub subtract mul multiply div
-    divide true_divide rsub remainder fmod lerp addcmul addcdiv outer dot mv mm bmm matmul linear cat concat
-    concatenate stack hstack vstack clone diff dist cdist cosine_similarity normalize layer_norm gumbel_softmax
-    cross_entropy nll_loss kl_div mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits
-    margin_ranking_loss __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__
-    __floordiv__ __mod__ __pow__ __rpow__ __neg__ __abs__ __matmul__ __rmatmul__ __invert__ __eq__ __ne__ __lt__
-    __le__ __gt__ __ge__ __contains__ __bool__ __int__ __float__ __index__ __format__ __repr__ item tolist scatter
-    scatter_add index_fill repeat repeat_interleave tile roll flip inner addmm baddbmm logaddexp xlogy expit entr
-    logical_not bucketize isin msort soft_margin_loss poisson_nll_loss gaussian_nll_loss multi_margin_loss
-    hinge_embedding_loss triplet_margin_loss dstack column_stack int long bool leaky_relu
+    functions("""
+    topk max min amax amin argmax argmin sort argsort softmax log_softmax logsumexp exp sigmoid multinomial sum mean std
+    var norm cumsum abs square isnan isfinite isinf any all eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    allclose isclose where gather masked_select cat stack cross_entropy nll_loss kl_div mse_loss add sub mul div clone
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ __bool__ __int__ __float__ item tolist
     """)
-    if "inplace" not in getattr(getattr(function, "__code__", None), "co_varnames", ())
 )

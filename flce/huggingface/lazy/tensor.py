@@ -11,14 +11,13 @@ from torch import Tensor
 
 from flce.core import private
 from flce.huggingface.head_call import pass_gradient, weights_of
-from flce.huggingface.lazy.base import LazyBase, Origin, made_when, told
+from flce.huggingface.lazy.base import CLASSES, LazyBase, Origin, told
 from flce.huggingface.lazy.dispatch import dispatch, realise
 from flce.huggingface.lazy.state import LazyState, behind
 from flce.huggingface.wrappers import hook_of_function
 from flce.torch_ops.frames import never_compiled
 
 
-@made_when(compiling=False)
 class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
     """Lazy logits in eager mode: a tensor without storage. Made by a patched output embedding."""
 
@@ -57,10 +56,12 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
             place = (self.grad_fn or True) if self.requires_grad else None
         if place is not self._node and not self._adopt(place):
             self._take_place(place)
-        real = self._real if self._origin is None else LazyBase._existing(self)
-        if real is not None and (self._node is None) == real.requires_grad:
+        return self._real if self._origin is None else LazyBase._existing(self)
+
+    def _catch_up(self, real: Tensor) -> None:
+        """What another view has written may have a gradient."""
+        if self._node is None and real.requires_grad:
             self._stand_behind(written=True)
-        return real
 
     def _take_place(self, place: Any) -> None:
         """An autograd.Function, which does not ask ``__torch_function__``, has returned this tensor."""
@@ -134,6 +135,9 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         with private.disable_torch_function():
             args, kwargs = realise(args, func, detach=True), realise(kwargs or {}, func, detach=True)
         return func(*args, **kwargs)
+
+
+CLASSES[False] = LazyLogits
 
 
 class _InGraph(torch.autograd.Function):

@@ -61,8 +61,7 @@ def argmax(state: LazyState, dim: int | None = None, keepdim: bool = False) -> A
     folded = state.folded
     needs(dim is not None and dimension(state, dim) == state.ndim - 1 and not folded.negative)
     needs(not folded.form.startswith("weighted"))
-    (largest,) = state.statistics("argmax")
-    return _tokens(state, largest, keepdim)
+    return _tokens(state, state.argmax(), keepdim)
 
 
 def logsumexp(state: LazyState, dim: Any, keepdim: bool = False) -> Any:
@@ -121,8 +120,7 @@ def _sum_of_logprobs(state: LazyState) -> Tensor:
     needs(state.folded.divisor is None and not state.folded.clamped)
     # Any target would do, but for one whose logit is -inf.
     with state.weights():
-        (target,) = state.statistics("argmax")
-        return state.cross_entropy(target, reduction="none", label_smoothing=1.0) * -state.vocab_size
+        return state.cross_entropy(state.argmax(), reduction="none", label_smoothing=1.0) * -state.vocab_size
 
 
 def _expected_logprob(state: LazyState) -> Tensor:
