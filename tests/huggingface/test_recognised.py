@@ -228,6 +228,17 @@ def test_logits_that_are_read_in_a_checkpoint(name: str, when: str, contexts: An
     compare(script, read=READ[name], when=when, contexts=contexts)
 
 
+@pytest.mark.parametrize("name", READ)
+def test_logits_that_are_passed_through_two_checkpoints(name: str, compare: Compare) -> None:
+    """The recomputation of the inner one is given real logits."""
+    script = """
+        model = patch(build("Llama", num_hidden_layers=1), on_materialize="ignore")
+        def outer(logits):
+            return 2 * checkpoint(read, logits, use_reentrant=False)
+        backward(checkpoint(outer, model(input_ids=IDS).logits, use_reentrant=False))"""
+    compare(script, read=READ[name])
+
+
 def test_inference_in_training_mode_is_no_checkpoint(build: Build) -> None:
     model = patch_model(build("Llama"))
     with torch.no_grad():

@@ -305,6 +305,7 @@ class LazyBase:
         """The values of a small view."""
         if self._values is None:
             self._values = self._compute()
+            self._state.note_values()
         return self._values
 
     def _is_small(self) -> bool:
@@ -389,6 +390,7 @@ def told(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
     usage = state.calls[0].usage if state.calls else None
     needed = func, state.settings.on_materialize, usage, state.requires_grad
     forbid_materialized(*needed)
+    values_before = any(call.gave_values for call in state.calls)
     try:
         logits = compute()
     except StaleLogitsError:
@@ -396,5 +398,5 @@ def told(state: LazyState, func: Any, compute: Callable[[], Tensor]) -> Tensor:
     except Exception:  # memory, as a rule, for want of which the warning is wanted
         say_materialized(*needed)
         raise
-    say_materialized(*needed, values_before=any(call.gave_values for call in state.calls))
+    say_materialized(*needed, values_before=values_before)
     return logits

@@ -21,7 +21,7 @@ from flce.huggingface.lazy.state import LazyState
 from flce.huggingface.lazy.tables import Operation
 from flce.huggingface.staleness import versions_of
 from flce.huggingface.usage import MaterializedLogitsWarning, name_of
-from flce.huggingface.wrappers import asks_for_wrapper, is_wrapper_hook
+from flce.huggingface.wrappers import asks_for_wrapper, is_in_nested_checkpoints, is_wrapper_hook
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -52,7 +52,7 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
     real = lazy._existing()
     if real is not None:
         lazy._catch_up(real)
-    if operation is None or lazy._state.one_class:
+    if operation is None or lazy._state.one_class or _is_passed_through_checkpoints(lazy):
         return _unlisted(lazy, real, func, args, kwargs)
     if real is not None and not _repeats_checkpoint(lazy):
         return NotImplemented
@@ -160,6 +160,11 @@ def _detach(lazy: Any) -> Any:
     lazy._become(lazy._state.detach())
     lazy._origin, lazy._family.copies = None, []
     return lazy
+
+
+def _is_passed_through_checkpoints(lazy: Any) -> bool:
+    """Whether logits were passed to a checkpoint within a checkpoint. Its recomputation is given real logits."""
+    return any([call.is_outside for call in lazy._state.calls]) and is_in_nested_checkpoints()  # noqa: C419 - faster
 
 
 def _repeats_checkpoint(lazy: Any) -> bool:

@@ -180,7 +180,7 @@ class LazyState:
             z = torch.matmul(F.embedding(index, weight), hidden.unsqueeze(-1)).squeeze(-1)
             return z if bias is None else z + bias[index].to(z.dtype)
 
-        self._note_values()
+        self.note_values()
         with self.weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
@@ -191,11 +191,12 @@ class LazyState:
         def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return F.linear(hidden, weight[index], None if bias is None else bias[index])
 
-        self._note_values()
+        self.note_values()
         with self.weights():
             return self._sum_of_products(product, lambda bias: bias[index]).to(self.device)
 
-    def _note_values(self) -> None:
+    def note_values(self) -> None:
+        """Note that values are computed without the logits. They may differ from real logits in the last bits."""
         for call in self.calls:
             call.gave_values = True
 
@@ -249,6 +250,8 @@ class LazyState:
         Not of tokens with a divisor each.
         """
         needs(self.folded.divisor is None)
+        if spec.get("reduction") == "none":
+            self.note_values()
         weight = None if weight is None else weight.to(self.home)
         return self._operator(fused_linear_cross_entropy, target, self.settings.options, weight=weight, **spec)
 
@@ -269,7 +272,7 @@ class LazyState:
         if place is not None:
             spec["temperature"] = self.rows[place].squeeze(-1) * spec.get("temperature", 1.0)
         candidates = None if candidates is None else candidates.to(self.home)
-        self._note_values()
+        self.note_values()
         with self.weights():
             made: LinearLogprobsOutput = self._operator(
                 linear_logprobs, target, options, outputs=outputs, candidates=candidates, **spec
