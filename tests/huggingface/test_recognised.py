@@ -165,6 +165,16 @@ def test_head_and_loss_in_a_checkpoint(reentrant: bool, labels: Any, training: b
     compare(script, reentrant=reentrant, labels=labels, training=training)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 CHECKPOINTED = {
     # Each is computed again as it was computed first.
     "calls with and without labels before backward": """
@@ -176,6 +186,10 @@ CHECKPOINTED = {
         model = patch(build("Llama"), on_materialize="ignore")
         logits = checkpoint(model.lm_head, model.model(input_ids=IDS).last_hidden_state, use_reentrant=reentrant)
         backward(F.cross_entropy(logits.flatten(0, 1), IDS.flatten()))""",
+    "the result of a function": """
+        model = patch(build("Llama"), on_materialize="ignore")
+        logits = Doubled.apply(model(input_ids=IDS).logits)
+        backward(checkpoint(lambda x: x.logsumexp(-1).sum(), logits, use_reentrant=reentrant))""",
     # The first pass of a reentrant one has no gradients, as inference.
     "an own loss": """
         model = patch(build("Llama"), on_materialize="raise")

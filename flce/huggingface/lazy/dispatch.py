@@ -175,7 +175,8 @@ def _repeats_checkpoint(lazy: Any) -> bool:
     """
     family = lazy._family
     outside = not torch.compiler.is_compiling() and any(call.is_outside for call in lazy._state.calls)
-    return outside and not family.hooked.anywhere() and not family.is_written()
+    from_function = lazy._real.requires_grad != lazy._state.requires_grad  # an autograd.Function has returned them
+    return outside and not from_function and not family.hooked.anywhere() and not family.is_written()
 
 
 def _is_contiguous(lazy: Any) -> bool:
