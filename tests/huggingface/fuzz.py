@@ -588,7 +588,7 @@ def _beyond(steps: Sequence[str], loose: set[str]) -> bool:
     for step in steps:
         now = {name for names in GIVEN.findall(step) for name in names if name}
         writes = {name for names in WRITE.findall(step) for name in names if name}
-        if re.search(r"\b(detach|view|flatten|unsqueeze)\(.*\)\.\w+_\(", step):
+        if re.search(r"(\]|\b(detach|view|flatten|unsqueeze)\(.*\))\.\w+_\(", step):
             writes.add("a view")
         if HOOKS.search(step):
             hooked.update(_names(step))

@@ -275,11 +275,6 @@ PROGRAMS = {
         note(t3 is t1)
         hook(t3, lambda gradient: gradient * 3)
         loss1 = t2.square()""",
-    "a hook on what a copy was made of, changed in place since": """
-        t1 = lg.float() + noise(lg.shape[-1:])
-        t1[..., bits(t1.shape[-1:])] = float('-inf')
-        hook(lg, lambda gradient: gradient * 3)
-        loss1 = loss_of(t1)""",
     "picked without gradients, written to with them": """
         with torch.no_grad(): t1 = lg.log_softmax(-1).gather(-1, chosen(lg)[..., :1])
         t1[:] = lg[..., :1]

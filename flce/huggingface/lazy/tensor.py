@@ -59,7 +59,7 @@ class LazyLogits(LazyBase, torch.Tensor):  # type: ignore[misc]
         return self._real if self._origin is None else LazyBase._existing(self)
 
     def _catch_up(self, real: Tensor) -> None:
-        """What another view has written may have a gradient."""
+        self._follow()
         if self._node is None and real.requires_grad:
             self._stand_behind(written=True)
 
