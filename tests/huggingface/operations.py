@@ -53,6 +53,7 @@ real  {y} = {x}.unflatten(0, (1, -1))
 real  {y} = {x}.transpose({d}, {e})
 lazy  {y} = {l}.transpose(0, 1)[1:]
 real  {y} = {g}[0].T
+real  {y} = {x}.permute({p})
 lazy  {y} = {x}.unsqueeze({d})
 real  {y} = {x}.unsqueeze(-1)
 lazy  {y} = {x}.squeeze()
