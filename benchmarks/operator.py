@@ -40,7 +40,7 @@ from benchmarks.targets import (
     target_cases,
     target_tables,
 )
-from flce.ops import linear_cross_entropy
+from flce.ops import linear_call
 from flce.planning import device_kinds
 
 # --- cases ---
@@ -107,7 +107,7 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 def products(ours: bool) -> Iterator[None]:
     """Without ours, plans and calls inside are those of a device that has no products of our own."""
     with contextlib.ExitStack() as stack:
-        for module in () if ours else (linear_cross_entropy, device_kinds):
+        for module in () if ours else (linear_call, device_kinds):
             stack.enter_context(mock.patch.object(module, "has_product", return_value=False))
         yield
 

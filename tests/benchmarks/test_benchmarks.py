@@ -30,7 +30,7 @@ from benchmarks.reports import markdown, shortfalls
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.tables import spread_note
 from flce.core.sizes import MIB
-from flce.ops import linear_cross_entropy
+from flce.ops import linear_call
 from flce.planning import device_kinds
 from flce.testing.problem import IGNORED
 
@@ -293,7 +293,7 @@ def test_own_products_can_be_off(own, monkeypatch):
     def look(*_):
         seen.extend(module.has_product(CPU) for module in modules)
 
-    modules = (linear_cross_entropy, device_kinds)
+    modules = (linear_call, device_kinds)
     for module in modules:
         monkeypatch.setattr(module, "has_product", lambda device: True)
     contender = OperatorContender("looks", "", "ours", lambda problem: look, planned_bytes=look)

@@ -52,7 +52,12 @@ def _of_lazy(lazy: Any, func: Any, operation: Operation | None, args: Any, kwarg
     real = lazy._existing()
     if real is not None:
         lazy._catch_up(real)
-    if operation is None or lazy._state.one_class or _is_passed_through_checkpoints(lazy):
+    calls = lazy._state.calls  # empty in a graph
+    # The recomputation of a checkpoint within a checkpoint is given real logits.
+    nested = (
+        calls and private.saved_tensors_hooks(True) and any(c.is_outside for c in calls) and is_in_nested_checkpoints()
+    )
+    if operation is None or lazy._state.one_class or nested:
         return _unlisted(lazy, real, func, args, kwargs)
     if real is not None and not _repeats_checkpoint(lazy):
         return NotImplemented
@@ -160,11 +165,6 @@ def _detach(lazy: Any) -> Any:
     lazy._become(lazy._state.detach())
     lazy._origin, lazy._family.copies = None, []
     return lazy
-
-
-def _is_passed_through_checkpoints(lazy: Any) -> bool:
-    """Whether logits were passed to a checkpoint within a checkpoint. Its recomputation is given real logits."""
-    return any([call.is_outside for call in lazy._state.calls]) and is_in_nested_checkpoints()  # noqa: C419 - faster
 
 
 def _repeats_checkpoint(lazy: Any) -> bool:

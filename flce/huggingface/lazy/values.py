@@ -173,7 +173,7 @@ def cross_entropy(
     if size_average is not None or reduce is not None:
         reduction = private.legacy_reduction(size_average, reduce)
     folded = state.folded
-    needs(not isinstance(label_smoothing, Tensor) and 0.0 <= label_smoothing <= 1.0 and isinstance(ignore_index, int))
+    needs(not isinstance(label_smoothing, Tensor) and 0.0 <= label_smoothing <= 1.0 and ignore_index is not None)
     needs(
         isinstance(target, Tensor)
         and (weight is None or isinstance(weight, Tensor))
