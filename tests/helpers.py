@@ -357,7 +357,7 @@ def skip_where_old_transformers_fails(stock: Callable[[], Any]) -> None:
 def skip_without_gradient_edges() -> None:
     """Skip a test of zero-bubble schedules with PyTorch 2.11, which cannot run these schedules with such a loss.
 
-    Its gloo sends nothing within a process, and its `torch.autograd.grad` raises for a graph edge (`_input_metadata`) at
+    Its gloo sends nothing within a process, and its `torch.autograd.grad` raises for an edge (`_input_metadata`) at
     the node of the loss, where a zero-bubble schedule begins the gradients of weights.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):
