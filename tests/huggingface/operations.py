@@ -301,7 +301,7 @@ loss  {y} = entropy({x})
 loss  {y} = entropy({x}.float() / noise({x}.shape[:-1]).abs().unsqueeze(-1))
 loss  {y} = {x}.logsumexp(-1) - torch.sum(F.softmax({x}, dim=-1) * {x}, dim=-1)
 real  {y} = (({x}.float() / -0.7).softmax(-1) * {x} * 2.0).sum(-1, dtype=torch.float64)
-loss  {y} = Categorical(logits={x}).entropy()
+loss  {y} = Categorical(logits={x}, validate_args=True).entropy()
 loss  {y} = Categorical(logits={x} / 2.0, validate_args=False).log_prob(chosen({x}).squeeze(-1))
 lazy  {y} = Categorical(logits={x}).probs
 real  {y} = ({x}.softmax(-1) * {x}.log_softmax(-1)).sum()
