@@ -36,9 +36,9 @@ class ChunkOptions:
             Their number must be known to the host: on a CPU that is free, on an accelerator it waits for the
             device. That costs about a millisecond and pays from a tenth of the rows on. A schedule that can count
             the rows on the device has the first product to do meanwhile. "auto": True on a CPU, False elsewhere:
-            nothing waits that was not asked to. If the hidden states of an ignored token hold a NaN or infinity, the
-            gradients of weights and bias may be NaN, as with PyTorch's operators, which multiply it by 0. With True
-            the token contributes nothing.
+            nothing waits that was not asked to. If a hidden state of an ignored token is NaN or infinite, its column
+            of the gradient of the weight is NaN, as with PyTorch's operators, which multiply it by 0. With True the
+            token contributes nothing.
 
     Raises:
         TypeError: an option has the wrong type.

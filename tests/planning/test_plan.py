@@ -174,8 +174,8 @@ def test_frozen_head_costs_no_weight_sized_buffer() -> None:
 
 def test_adapters_on_a_frozen_head_cost_what_their_ranks_do() -> None:
     n, h, v, ranks = 32768, 4096, 128256, (16, 64)
-    frozen = flce.plan(n, h, v, torch.bfloat16, weight_grad=False)
-    made = flce.plan(n, h, v, torch.bfloat16, weight_grad=False, adapter_ranks=ranks)
+    frozen = flce.plan(n, h, v, torch.bfloat16, weight_grad=False, device="cpu")
+    made = flce.plan(n, h, v, torch.bfloat16, weight_grad=False, adapter_ranks=ranks, device="cpu")
     assert made.flops - frozen.flops == 3 * 2 * n * v * sum(ranks)
     assert 0 <= made.workspace_bytes - frozen.workspace_bytes <= 4 * v * sum(ranks)
     assert "H=4096+16+64" in str(made)
