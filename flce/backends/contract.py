@@ -381,6 +381,13 @@ class Backend(Protocol):
         comes first: `exps` of a later piece may be where an earlier one's gradient is written.
         """
 
+    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
+        """``grad = dlogits^T x / unit``, summed in float32 and rounded once: where logits stay in registers.
+
+        grad: (classes, H), dlogits: (rows, classes), x: (rows, H), of half precision; unit: () float32, or None for
+        1.
+        """
+
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:
         """`terms` to what is there: `grads`, contiguous, together have a row for each class from the first on, of which
         some of the last may be missing. Their targets have no part in it."""

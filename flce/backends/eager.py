@@ -116,7 +116,8 @@ class TorchBackend:
 
     exponentials = gradient_of_exponentials = _unavailable
     product_statistics = product_gradient = product_exponentials = _unavailable
-    combine_rows = weight_gradient = add_target_terms = complete_slices = _unavailable
+    combine_rows = weight_gradient = divided_weight_gradient = _unavailable
+    add_target_terms = complete_slices = _unavailable
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         for part in _parts(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):

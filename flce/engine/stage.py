@@ -130,7 +130,12 @@ class Stage:
         if self.unit is None:
             out.copy_(x)
         else:
-            torch.mul(x, 1.0 / self.unit, out=out)
+            torch.mul(x, self._one_over_unit, out=out)
+
+    @functools.cached_property
+    def _one_over_unit(self) -> Tensor:
+        assert self.unit is not None
+        return 1.0 / self.unit
 
     def rounds(self, memory: Tensor) -> bool:
         """Return whether gradients have to be divided by the unit before they are in this memory."""

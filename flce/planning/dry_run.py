@@ -229,6 +229,9 @@ class Meter:
             self.product(len(grad), grad.shape[1], len(tile))
         self.add_target_terms(grads)
 
+    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, *args: Any) -> None:
+        self.product(len(grad), grad.shape[1], len(dlogits))
+
     def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
         self.moved(launches=4)
         self.scratch(self.case.num_tokens * contract.SORT_ROW_BYTES)

@@ -168,6 +168,7 @@ class TritonBackend:
     product_exponentials = staticmethod(exponentials_launch.product_exponentials)
     combine_rows = staticmethod(exponentials_launch.combine_rows)
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
+    divided_weight_gradient = staticmethod(exponentials_launch.divided_weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
 
     def complete_slices(self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> None:

@@ -265,25 +265,39 @@ def _weight_gradients(
     stops: Sequence[int],
 ) -> Iterator[Launch]:
     for grad, tile, start, stop in reversed(list(zip(grads, exps, starts, stops, strict=True))):
-        yield _weight_gradient(tile, scaled, grad, targets, start, stop - len(grad))
+        of_targets = {"start_ptr": start, "first_class": stop - len(grad), **targets.arguments}
+        yield _weight_gradient(tile, scaled, grad, of_targets, None)
+
+
+def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
+    run(_divided_weight_gradient, grad, dlogits, product_launch.described(x), unit)
+
+
+def _divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> Iterator[Launch]:
+    yield _weight_gradient(dlogits, x, grad, None, unit)
 
 
 def _weight_gradient(
-    exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedTargets, starts: Tensor, first_class: int
+    exps: Tensor,  # or gradients of logits
+    scaled: Tensor,
+    grad: Tensor,
+    of_targets: dict[str, Any] | None,  # arguments of the kernel
+    unit: Tensor | None,
 ) -> Launch:
-    """The launch for the classes from `first_class` on; `starts` of them."""
     programs = device_record(exps.device).multiprocessors
+    unused: dict[str, Any] = dict.fromkeys(("start_ptr", "x_ptr", "target_ptr", "row_ptr", "factor_ptr"), scaled)
+    unused |= {"first_class": 0, "x_stride": 0, "hidden": scaled.shape[1], "ignore_index": 0}
     args = {
         "exps_desc": TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
         "scaled_desc": TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
         "grad_desc": TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
-        "start_ptr": starts,
+        "unit_ptr": scaled if unit is None else unit,
         "rows": len(exps),
-        "first_class": first_class,
         "classes": len(grad),
-        **targets.arguments,
+        **(unused if of_targets is None else of_targets),
     }
     options = {
+        "HAS_TARGETS": of_targets is not None, "HAS_UNIT": unit is not None,
         "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "TARGETS": WEIGHT_TARGETS,
         "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip
