@@ -194,8 +194,8 @@ def test_rows_in_two_levels(
 def test_scale_rows(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, dtype: torch.dtype, programs: int
 ) -> None:
-    monkeypatch.setattr(kernels, "SCALE_BLOCK", 16)
-    monkeypatch.setattr(kernels, "SCALE_PROGRAMS", programs)
+    monkeypatch.setattr(kernels.scale, "BLOCK", 16)
+    monkeypatch.setattr(kernels.scale, "PROGRAMS", programs)
     accum = torch.promote_types(dtype, torch.float32)
     target = torch.tensor([0, 5, 7, 1, -3, 2], device=device)
     x = torch.randn(6, 37, device=device).to(dtype)
@@ -263,9 +263,8 @@ def test_scales_and_sums(
     weighted: bool,
 ) -> None:
     """In one block, in several, and of more rows than the kernel takes; targets with gaps between them, too."""
-    reduction_launch = kernels.reduction_launch
-    monkeypatch.setattr(reduction_launch, "BLOCK", 16)
-    monkeypatch.setattr(reduction_launch, "MAX_ROWS", 64)
+    monkeypatch.setattr(kernels.reduction, "BLOCK", 16)
+    monkeypatch.setattr(kernels.reduction, "MAX_ROWS", 64)
     memory = torch.randint(0, 11, (rows, 2), device=device)
     memory[1::3, 0] = memory[:, 1] = -100
     target = memory[:, 0]

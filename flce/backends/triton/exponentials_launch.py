@@ -173,18 +173,6 @@ def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> I
 def combine_rows(
     x: Tensor,
     out: Tensor,
-    weight: Tensor | None,
-    target: Tensor,
-    factors: Tensor,
-    ignore_index: int,
-    index: Tensor | None,
-) -> None:
-    run(_combine_rows, x, out, weight, target, factors, ignore_index, index)
-
-
-def _combine_rows(
-    x: Tensor,
-    out: Tensor,
     weight: Tensor | None,  # None: nothing is added
     target: Tensor,
     factors: Tensor,
