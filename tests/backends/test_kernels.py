@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flce.backends.contract import PRODUCT_FIELDS, RowOutputs, Tile
+from flce.backends.contract import RowOutputs, Tile
 from flce.backends.eager import TorchBackend
 from flce.backends.state import finish
-from flce.core.devices import device_record
 from flce.core.gemm import padded_cols
-from flce.core.problem import NUMBERS, LossSpec
+from flce.core.problem import LossSpec
 from tests.extremes import every_extreme, has_a_softmax
 from tests.helpers import allpairs
 from tests.tiles import Rows, assert_close, assert_same, random_rows
@@ -384,48 +382,6 @@ def test_the_same_bits_every_time(kernels: ModuleType, device: torch.device, col
             assert isinstance(b, Tensor)
             assert torch.equal(a, b)
     torch.testing.assert_close(results[0][3], results[0][4], rtol=8e-3, atol=0.0)
-
-
-def test_kernels_have_a_parameter_for_every_option(kernels: ModuleType) -> None:
-    """An option goes to the kernels by its name, and what has no parameter of that name does nothing."""
-    from flce.backends.triton import product
-
-    in_scale = {"logit_scale", "temperature"}  # `LossSpec.scale` and `cap`
-    known = set(kernels.cross_entropy_kernel.arg_names)
-    assert {f"HAS_{name.upper()}" for name in NUMBERS if name not in in_scale} <= known
-    known = {*product.product_kernel.arg_names, *product.finish_statistics_kernel.arg_names}
-    numbers = PRODUCT_FIELDS & set(NUMBERS) - in_scale
-    assert numbers
-    assert {f"HAS_{name.upper()}" for name in numbers} <= known
-
-
-def test_devices_are_asked_once(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, asked = importlib.import_module("flce.backends.triton.launch"), []
-    properties = SimpleNamespace(
-        name="NVIDIA H300",
-        major=9,
-        minor=0,
-        multi_processor_count=160,
-        L2_cache_size=70 << 20,
-        total_memory=80 << 30,
-    )
-
-    def answer(device: Any) -> Any:
-        asked.append(device)
-        return properties
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", answer)
-    device = torch.device("cuda", 77)
-    for _ in range(3):
-        found = device_record(device)
-        assert (found.multiprocessors, found.cache, found.registers) == (160, 70 << 20, 65536)
-        assert launch.overlap(device)["launch_pdl"]
-        assert found.memory == 80 << 30
-    assert asked == [77]
-
-
-H200, A100, SMALL = "H200", "A100-40GB", "RTX-3090"
 
 
 # ---------------------------------------------------------------------------------------------------------
