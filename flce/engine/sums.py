@@ -46,10 +46,15 @@ def _add_input(s: Stage, term: int, dlogits: Tensor, part: slice, cols: slice) -
         return
     share = s.new(len(dlogits), grad.shape[1], dtype=s.dtypes.sums if s.rounds(grad) else grad.dtype)
     s.matmul(dlogits, weight, out=share)
+    _put_input(s, share, grad, part, add=cols.start > 0)
+
+
+def _put_input(s: Stage, share: Tensor, grad: Tensor, part: slice, add: bool) -> None:
+    """Round dX of some tokens to their places, or add it where rows are gathered."""
     if s.selection.index is None:
         s.round(share, first(grad, part))
     else:
-        s.put_rows(s.rounded(share, grad.dtype), grad, part, add=cols.start > 0)
+        s.put_rows(s.rounded(share, grad.dtype), grad, part, add)
 
 
 class ChunkSum:
@@ -71,13 +76,8 @@ class ChunkSum:
             self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
         total = self._sum[: len(dlogits)]
         s.matmul(dlogits, first(weight, cols), out=total, accumulate=cols.start > 0)
-        if cols.stop < s.vocab_size:
-            return
-        grad = s.dx_memory(self._term)
-        if s.selection.index is None:
-            s.round(total, first(grad, part))
-        else:
-            s.put_rows(s.rounded(total, grad.dtype), grad, part)
+        if cols.stop == s.vocab_size:
+            _put_input(s, total, s.dx_memory(self._term), part, add=False)
 
 
 class WeightSum:

@@ -179,10 +179,7 @@ class Meter:
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
 
-    loss_and_gradient = gradient
-
-    def exponentials(self, logits: Tensor, exps: Tensor, *args: Any) -> None:
-        self._pass(logits, exps)
+    loss_and_gradient = exponentials = gradient
 
     def gradient_of_exponentials(self, exps: Tensor, *args: Any) -> None:
         self._pass(exps, exps)

@@ -17,7 +17,7 @@ from flce.backends.triton import (
     entries,
     exponentials_launch,
     gradient_of_exponentials,
-    product_launch,
+    product,
     reduction,
     scale,
     slices,
@@ -172,8 +172,8 @@ class TritonBackend:
 
     row_gradient = staticmethod(_replayed(_row_gradient))
     gradient_of_exponentials = staticmethod(_replayed(gradient_of_exponentials.gradient_of_exponentials))
-    product_statistics = staticmethod(product_launch.product_statistics)
-    product_gradient = staticmethod(product_launch.product_gradient)
+    product_statistics = staticmethod(product.product_statistics)
+    product_gradient = staticmethod(product.product_gradient)
     product_exponentials = staticmethod(exponentials_launch.product_exponentials)
     combine_rows = staticmethod(_replayed(exponentials_launch.combine_rows))
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import TargetTerms, Tile, TileCall
-from flce.backends.triton import product_launch
+from flce.backends.triton import product
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
     add_to_targets_kernel,
@@ -57,7 +57,7 @@ def product_exponentials(
     # Where the exponentials will be.
     sampled = _sampled(weight)
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
-    num_rows, blocks = len(x), triton.cdiv(len(weight), product_launch.LAUNCH.cols)
+    num_rows, blocks = len(x), triton.cdiv(len(weight), product.COLS)
     new = call.out.loss.new_empty
     scratch = Scratch(
         partial=new(blocks, num_rows),
@@ -67,7 +67,7 @@ def product_exponentials(
         target_jacobian=new(num_rows),
         work=torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device),
     )
-    run(_exponentials, product_launch.described(x), weight, sample, exps, call, factors, count, scratch)
+    run(_exponentials, product.described(x), weight, sample, exps, call, factors, count, scratch)
 
 
 class Scratch(NamedTuple):
@@ -107,7 +107,7 @@ def _exponentials(
         call,
         {
             "HAS_COUNT": count is not None,
-            "BLOCK_ROWS": product_launch.LAUNCH.rows,
+            "BLOCK_ROWS": product.ROWS,
             "SAMPLES": SAMPLES,
             "BLOCK": BLOCK,
         },
@@ -128,8 +128,8 @@ def _exponentials(
     )
     for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
-        for tile, exps_of_tile in _tiles(exps, vocab_size, whole, product_launch.most_classes(weight)):
-            yield product_launch.launch(
+        for tile, exps_of_tile in _tiles(exps, vocab_size, whole, product.most_classes(weight)):
+            yield product.launch(
                 x,
                 weight[tile.columns],
                 call._replace(tile=tile),
@@ -140,12 +140,12 @@ def _exponentials(
             )
         yield launch_of(
             finish_kernel,
-            (triton.cdiv(num_rows, product_launch.FINISH_ROWS),),
+            (triton.cdiv(num_rows, product.FINISH_ROWS),),
             call,
             {
                 "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
-                "ROWS": product_launch.FINISH_ROWS,
-                "BLOCKS": product_launch.FINISH_BLOCKS,
+                "ROWS": product.FINISH_ROWS,
+                "BLOCKS": product.FINISH_BLOCKS,
             },
             partial_ptr=partial,
             reference_ptr=reference,
@@ -159,13 +159,13 @@ def _exponentials(
 
 
 def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> Iterator[tuple[Tile, Tensor]]:
-    """What is launched by itself (`product_launch.tiles`). `whole`: as little as can be, of something that is rarely
+    """What is launched by itself (`product.tiles`). `whole`: as little as can be, of something that is rarely
     done."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
         one = [Tile(start, stop - start, vocab_size, stop - start)]
-        for tile in one if whole and most >= vocab_size else product_launch.tiles(start, stop, vocab_size, most):
+        for tile in one if whole and most >= vocab_size else product.tiles(start, stop, vocab_size, most):
             yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 
@@ -258,7 +258,7 @@ def _weight_gradients(
 
 
 def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
-    run(_divided_weight_gradient, grad, dlogits, product_launch.described(x), unit)
+    run(_divided_weight_gradient, grad, dlogits, product.described(x), unit)
 
 
 def _divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> Iterator[Launch]:
