@@ -179,17 +179,13 @@ class Stage:
         back."""
         if self._gathered is None or self._gathered[0] != part:
             self._gathered = None
-            self._gathered = part, self._gather(part)
+            xs = [first(term.input, part) for term in self.terms]
+            if self.selection.index is not None:
+                xs = [self.new(*x.shape, dtype=x.dtype) for x in xs]
+                for term, out in zip(self.terms, xs, strict=True):
+                    self.take_rows(term.input, out, part)
+            self._gathered = part, xs
         return self._gathered[1]
-
-    def _gather(self, part: slice) -> list[Tensor]:
-        inputs = [term.input for term in self.terms]
-        if self.selection.index is None:
-            return [first(x, part) for x in inputs]
-        memory = [self.new(part.stop - part.start, x.shape[1], dtype=x.dtype) for x in inputs]
-        for x, out in zip(inputs, memory, strict=True):
-            self.take_rows(x, out, part)
-        return memory
 
     def release_inputs(self) -> None:
         """Gives the memory of gathered rows back."""

@@ -201,23 +201,6 @@ def test_gathered_rows_of_exponentials_are_held_once(memory_alone: None, monkeyp
     assert taken(True) - taken(False) <= 50 * 64  # vectors; 20 rows are 40 KiB
 
 
-def test_a_slice_keeps_its_memory() -> None:
-    arena = CountingArena()
-    whole = arena.new((10, 100), torch.float32)
-    part = whole[3:4]
-    del whole
-    assert arena.alive == 4000
-    del part
-    assert arena.alive == 0
-    assert arena.peak == 4000
-
-
-def test_a_longer_loop_takes_no_more() -> None:
-    """Chunks give back what they take."""
-    few, many = (plan_on_h200((n, 1024, 151936), "frozen", chunk_rows=2048, strategy="tokens") for n in (4096, 65536))
-    assert many.workspace_bytes - few.workspace_bytes <= (65536 - 4096) * 90
-
-
 def test_flops_of_shortened_loops() -> None:
     """They are those of the whole loops."""
     for kind in ("training", "frozen", "none"):

@@ -565,7 +565,7 @@ PROMISES: list[Promise] = [
     ("vocab small", {}, {"strategy": "vocab", "max_workspace_bytes": 24 * MIB}),
     ("vocab with bias", {"grads": "xwb"}, {"strategy": "vocab", "max_workspace_bytes": 24 * MIB}),
     ("budget", {}, {"max_workspace_bytes": 32 * MIB}),
-    ("small budget", {}, {"max_workspace_bytes": 12 * MIB}),
+    ("small budget", {"upstream": 3.0}, {"max_workspace_bytes": 12 * MIB}),
     ("softcap", {"softcap": 5.0}, {"chunk_rows": 1024}),
     ("scaled", {"upstream": 3.0}, {"chunk_rows": 512}),
     ("bf16 scaled", {"dtype": torch.bfloat16, "upstream": 3.0}, {"chunk_rows": 512}),
@@ -666,19 +666,6 @@ def test_promise_on_cpu_where_the_head_is_what_is_large(
     assert_kept(*promise_and_peak(64, 512, 20000, "cpu", settings_, chunking))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_adapters_on_a_frozen_head_take_no_head_and_no_logits(dtype: torch.dtype, torch_backend: str) -> None:
-    """Nothing of the size of W or of the logits, 19 MiB and more: a tile of 16 rows, and what is the adapter's own."""
-    n, h, v, rank = 250, 400, 20000, 4
-    settings_ = {"dtype": dtype, "grads": "x", "ranks": (rank,)}
-    promise, peak = promise_and_peak(n, h, v, "cpu", settings_, {"chunk_rows": 16})
-    assert_kept(promise, peak)
-    tile, own = 16 * v * 4, 2 * 4 * v * rank + 4 * n * (h + rank)
-    casts = 0 if dtype == torch.float32 else 8 * MIB
-    assert peak <= 3 * tile + own + casts + SLACK
-    assert 3 * tile + own + casts + SLACK < min(n * v, v * h) * 4
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", ["tokens", "vocab"])
 def test_promise_on_cpu_where_rows_are_gathered(strategy: str, dtype: torch.dtype, torch_backend: str) -> None:
@@ -698,35 +685,6 @@ def test_promise_on_cpu_of_a_sweep_for_the_gradient_of_inputs(torch_backend: str
     assert isinstance(made.schedule, Apart)
     promise, peak = promise_and_peak(1000, 512, 2000, "cpu", {"dtype": torch.bfloat16}, chunking)
     assert 0.95 * promise <= peak <= 1.01 * promise
-
-
-def test_a_small_budget_is_kept_when_gradients_are_scaled(torch_backend: str) -> None:
-    budget = {"max_workspace_bytes": 1 * MIB}
-    promise, peak = promise_and_peak(64, 512, 20000, "cpu", {"upstream": 3.0}, budget)
-    assert promise <= 1 * MIB
-    assert peak <= 1 * MIB
-
-
-@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-@pytest.mark.parametrize("shape", [(256, 256, 16000), (3000, 16, 3001), (64, 384, 20011)], ids=str)
-def test_promise_on_cpu_at_other_shapes(shape: tuple[int, int, int], strategy: str, torch_backend: str) -> None:
-    n, h, v = shape
-    for rows in (None, 100):
-        chunking: dict[str, Any] = {"strategy": strategy}
-        if strategy == "tokens":
-            chunking["chunk_rows"] = rows
-        assert_kept(*promise_and_peak(n, h, v, "cpu", {}, chunking))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("grads", ["", "x", "w", "xw"])
-@pytest.mark.parametrize("strategy", ["tokens", "vocab"])
-def test_gathered_rows_are_held_once(strategy: str, grads: str, reduction: str, torch_backend: str) -> None:
-    """Wide rows of few classes, in several chunks: what is gathered is most of the workspace."""
-    settings_ = {"grads": grads, "ignored": 0.1, "reduction": reduction}
-    chunking = {"chunk_rows": 1024, "skip_ignored": True, "strategy": strategy}
-    promise, peak = promise_and_peak(3072, 1024, 256, "cpu", settings_, chunking)
-    assert peak <= promise * 1.01 + SLACK / 8
 
 
 @pytest.mark.parametrize("rows", [2000, 512])
