@@ -36,6 +36,7 @@ from flce.engine.schedules.unnormalized import Borrowed, Recomputed, Unnormalize
 from flce.planning import cost_model, search
 from flce.testing.problem import make_problem, run_fused
 from tests.helpers import least_unless_kept, pairs, plan_for
+from tests.hopper import case_on_hopper
 
 MIB = 1 << 20
 SLACK = 2 * MIB
@@ -238,19 +239,8 @@ def on_h200(
     dtype: torch.dtype = torch.bfloat16,
     **options: Any,
 ) -> Case:
-    return Case(
-        num_tokens=n,
-        hidden_sizes=(h,),
-        vocab_size=v,
-        dtype=dtype,
-        device_type="cuda",
-        backend="triton",
-        has_product=True,
-        device=KNOWN["H200"]._replace(memory=140 << 30),
-        spec=LossSpec("none" if kind == "none" else "mean"),
-        needs=Needs((True,), (kind != "frozen",), False),
-        options=flce.ChunkOptions(**options),
-    )
+    grads, spec = "x" if kind == "frozen" else "xw", LossSpec("none" if kind == "none" else "mean")
+    return with_memory(case_on_hopper(n, h, v, grads=grads, dtype=dtype, spec=spec, **options), 140 << 30)
 
 
 def with_memory(c: Case, memory: int | None) -> Case:
