@@ -59,25 +59,9 @@ def product_exponentials(
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
     num_rows, blocks = len(x), triton.cdiv(len(weight), product.COLS)
     new = call.out.loss.new_empty
-    scratch = Scratch(
-        partial=new(blocks, num_rows),
-        # Apart: kernels are built for addresses that are aligned.
-        reference=new(num_rows),
-        target_logit=new(num_rows),
-        target_jacobian=new(num_rows),
-        work=torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device),
-    )
-    run(_exponentials, product.described(x), weight, sample, exps, call, factors, count, scratch)
-
-
-class Scratch(NamedTuple):
-    """What the kernels tell each other."""
-
-    partial: Tensor  # (blocks of classes, rows)
-    reference: Tensor  # (rows,)
-    target_logit: Tensor  # (rows,)
-    target_jacobian: Tensor  # (rows,)
-    work: Tensor  # (3, FLAG_STRIDE) int32
+    partial, work = new(blocks, num_rows), torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
+    of_rows = [new(num_rows) for _ in range(3)]  # apart: kernels are built for addresses that are aligned
+    run(_exponentials, product.described(x), weight, sample, exps, call, factors, count, partial, work, of_rows)
 
 
 def _sampled(weight: Tensor) -> Tensor:
@@ -97,10 +81,12 @@ def _exponentials(
     call: TileCall,
     factors: Tensor,
     count: Tensor | None,
-    scratch: Scratch,
+    partial: Tensor,  # (blocks of classes, rows)
+    work: Tensor,  # (3, FLAG_STRIDE) int32
+    of_rows: Sequence[Tensor],  # (rows,) each
 ) -> Iterator[Launch]:
     num_rows, vocab_size = len(x), len(weight)
-    partial, reference, target_logit, target_jacobian, work = scratch
+    reference, target_logit, target_jacobian = of_rows
     yield launch_of(
         reference_kernel,
         (num_rows,),

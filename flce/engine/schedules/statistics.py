@@ -12,12 +12,11 @@ from flce.engine.stage import Stage
 
 def statistics(c: Case, rows: int, cols: int) -> Statistics:
     """The schedule for statistics alone, beside tiles of this size for gradients."""
-    rows_in_memory, cols_in_memory = c.statistics_tile(rows, cols, False)
     if not c.in_registers:
-        return Statistics(rows_in_memory, cols_in_memory)
+        return Statistics(*c.statistics_tile(rows, cols, False))
     # The product with an epilogue does not find the largest logits of a row. They take another product.
     top = isinstance(c.spec, LogprobSpec) and c.spec.top_k > 0
-    largest = Largest(rows_in_memory, cols_in_memory) if top else None
+    largest = Largest(*c.statistics_tile(rows, cols, False)) if top else None
     return Statistics(c.statistics_tile(rows, cols, True)[0], c.vocab_size, largest)
 
 
