@@ -130,7 +130,8 @@ def test_many_blocks(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, feature: str, block: Any
 ) -> None:
     small_blocks(monkeypatch, kernels, block)
-    compare(kernels, random_rows(6, 37, torch.float64, device, **FEATURES[feature]))
+    for vocab in (16, 37):  # the one fills its blocks
+        compare(kernels, random_rows(6, vocab, torch.float64, device, **FEATURES[feature]))
 
 
 @pytest.mark.gpu
@@ -307,14 +308,6 @@ def test_sums_of_many_rows_on_cuda(kernels: ModuleType, rows: int) -> None:
     if count:
         torch.testing.assert_close(total.double(), loss.double().sum() / count, rtol=1e-6, atol=0)
         assert torch.equal(scales, torch.tensor([1 / count, 1 / count, 11.0], dtype=torch.float64).float().cuda())
-
-
-@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 32, 33])
-def test_edges_of_blocks(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, device: torch.device, vocab: int
-) -> None:
-    small_blocks(monkeypatch, kernels, (2, 4, 2, 1))
-    compare(kernels, random_rows(5, max(vocab, 3), torch.float64, device, **FEATURES["all"]))
 
 
 @pytest.mark.parametrize(
