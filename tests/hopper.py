@@ -68,7 +68,7 @@ def forget_devices() -> None:
 def misplaced(monkeypatch: pytest.MonkeyPatch, t: Tensor) -> Tensor:
     """The same at an address that is no multiple of 16 bytes. Such operands have no descriptors: they are copied, from
     here on a few classes of the weight at a time."""
-    monkeypatch.setattr("flce.backends.triton.product_launch.COPY_BYTES", 256 * t.shape[-1] * 2)
+    monkeypatch.setattr("flce.backends.triton.product.COPY_BYTES", 256 * t.shape[-1] * 2)
     moved = t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
     assert moved.data_ptr() % 16
     return moved

@@ -4,8 +4,8 @@ A *tile* is `rows` tokens x `cols` consecutive classes of the logits ``a = x W^T
 left it, or as a user has them: one row stride, (rows, cols), or two, (outer, inner, cols) for outer * inner rows,
 and stride 1 between classes. A backend turns it into row statistics, losses and gradients, and never sees more than
 one tile. A `TileCall` has all that it needs beside the logits. A backend multiplies matrices only where that saves the
-logits (`Backend.product_statistics`, `product_gradient` and `product_exponentials`). Everything is computed in float32
-(float64 for float64 logits).
+logits (`Backend.product_statistics`, `product_gradient` and `product_exponentials`) or a float32 sum of dW
+(`weight_gradient`, `divided_weight_gradient`). Everything is computed in float32 (float64 for float64 logits).
 """
 
 from __future__ import annotations
@@ -379,6 +379,13 @@ class Backend(Protocol):
 
         grad: (V, H), exps: (rows, V), in equally many pieces of consecutive classes; scaled: (rows, H). The last piece
         comes first: `exps` of a later piece may be where an earlier one's gradient is written.
+        """
+
+    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
+        """``grad = dlogits^T x / unit``, summed in float32 and rounded once: where logits stay in registers.
+
+        grad: (classes, H), dlogits: (rows, classes), x: (rows, H), of half precision; unit: () float32, or None for
+        1.
         """
 
     def add_target_terms(self, grads: Sequence[Tensor], terms: TargetTerms) -> None:

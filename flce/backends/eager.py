@@ -116,7 +116,8 @@ class TorchBackend:
 
     exponentials = gradient_of_exponentials = _unavailable
     product_statistics = product_gradient = product_exponentials = _unavailable
-    combine_rows = weight_gradient = add_target_terms = complete_slices = _unavailable
+    combine_rows = weight_gradient = divided_weight_gradient = _unavailable
+    add_target_terms = complete_slices = _unavailable
 
     def row_products(self, x: Tensor, weight: Tensor, ids: Tensor, out: Tensor) -> None:
         for part in _parts(ids, 2 * ids.shape[1] * x.shape[1] * out.element_size()):
@@ -319,21 +320,11 @@ def _gradient(
     g = exps if call.has_entropy_gradient else exps.mul_((factors[SOFTMAX] * (-log_sum).exp())[:, None])
     g.scatter_add_(1, targets.column, where(targets.inside, -factors[TARGET], 0.0)[:, None])
     if call.spec.label_smoothing:
-        _subtract_classes(g, factors[CLASSES][:, None], call)
-    _write_gradient(g, jacobian, targets, grad)
-
-
-def _subtract_classes(g: Tensor, of_classes: Tensor, call: TileCall) -> None:
-    """From the gradient in z what label smoothing takes of each class, (rows, 1) times the class's weight."""
-    weight = call.inputs.class_weight
-    if weight is None:
-        g.sub_(of_classes)
-    else:
-        g.addcmul_(of_classes, weight[call.tile.columns].to(g.dtype), value=-1.0)
-
-
-def _write_gradient(g: Tensor, jacobian: Tensor | float, targets: Targets, grad: Tensor) -> None:
-    """The gradient in the logits, from that in z."""
+        weight, of_classes = call.inputs.class_weight, factors[CLASSES][:, None]
+        if weight is None:
+            g.sub_(of_classes)
+        else:
+            g.addcmul_(of_classes, weight[call.tile.columns].to(g.dtype), value=-1.0)
     if isinstance(jacobian, Tensor) or jacobian != 1.0:
         g.mul_(jacobian)
     if targets.valid is not None:

@@ -51,7 +51,7 @@ class Exponentials:
         for rows, cols, logits, exps in s.make_logits(xs, part, s.classes, tile):
             of_rows = last(self.factors, rows)
             if rows != known:  # the next rows
-                known, call = rows, s.both_call(rows)
+                known, call = rows, s.statistics_call(rows, with_gradient=True)
                 state = s.new(EXPONENTIAL_SLOTS, len(logits), dtype=s.normalizer.dtype)
             s.backend.exponentials(logits, exps, call._replace(tile=s.tile(cols)), state, of_rows)
             if s.split.divided and cols.stop == s.vocab_size:
@@ -74,19 +74,20 @@ class Exponentials:
 
     def scaled_rows(self, x: Tensor, part: slice, out: Tensor) -> Tensor:
         """``factors[0] * x`` in `out`, which may be `x`; 0 for ignored rows."""
+        self._combine_rows(x, part, out, None, None)
+        return out
+
+    def _combine_rows(self, x: Tensor, part: slice, out: Tensor, weight: Tensor | None, index: Tensor | None) -> None:
         s = self._stage
         target, ignore_index = last(s.selection.target, part), s.problem.spec.ignore_index
-        s.backend.combine_rows(x, out, None, target, last(self.factors, part), ignore_index, None)
-        return out
+        s.backend.combine_rows(x, out, weight, target, last(self.factors, part), ignore_index, index)
 
     def finish_input_gradient(self, term: int, product: Tensor, part: slice) -> None:
         """dX of a term: ``factors[0] * product``, the product of exponentials and weight, and the targets' terms."""
         s = self._stage
-        target, ignore_index = last(s.selection.target, part), s.problem.spec.ignore_index
         index = None if s.selection.index is None else s.selection.index[part]
         out = first(s.dx_memory(term), part) if index is None else s.dx_memory(term)
-        weight, factors = s.terms[term].weight, last(self.factors, part)
-        s.backend.combine_rows(product, out, weight, target, factors, ignore_index, index)
+        self._combine_rows(product, part, out, s.terms[term].weight, index)
         if index is None:
             s.split.begin_sum(term, out)
 

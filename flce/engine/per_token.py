@@ -110,8 +110,14 @@ NO_CANDIDATE = -1
 
 def _chosen_logits(stage: Stage, ids: Tensor) -> Tensor:
     """z of some classes of each selected row, (rows, K), of whatever process has them; 0 where an id is none."""
-    local = stage.split.local_ids(ids)
-    return stage.split.summed(stage.chosen_logits(local).masked_fill_(local == NO_CANDIDATE, 0.0))
+    problem, local = stage.problem, stage.split.local_ids(ids)
+    logits = stage.arena.new(ids.shape, stage.normalizer.dtype, zero=True)
+    for term in stage.terms:
+        stage.backend.row_products(stage.selection.take(term.input), term.weight, local, logits)
+    if problem.linear_bias is not None:
+        logits += problem.linear_bias[local.clamp(0, stage.vocab_size - 1)]
+    z = problem.spec.transform(logits, stage.selection.row_factor)
+    return stage.split.summed(z.masked_fill_(local == NO_CANDIDATE, 0.0))
 
 
 def _logprob(z: Tensor, normalizer: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ class AllClasses:
 
     divided = False
     """Whether there are other processes with other classes."""
+    first_class = 0
+    """The number of the first of these classes among all."""
 
     def __post_init__(self) -> None:
         self.problem, self.selection, self.local = self.full_problem, self.rows, self.out
@@ -139,14 +141,11 @@ class AllClasses:
 
     def _call(self, part: slice, out: RowOutputs | None) -> TileCall:
         """The call of the full loss, for results or gradients of some rows; its tile is that of these classes."""
+        size = self.full_problem.slice_size
+        tile = Tile(self.first_class, size, self.full_problem.vocab_size, size)
         inputs, spec = self.rows.row_inputs(part, self.scales.for_gradient()), self.full_problem.spec
         upstream, normalizer = None if self.upstream is None else self.upstream[part], self.normalizer[:, part]
-        return TileCall(inputs, spec, self._tile, None if out is None else out.part(part), normalizer, upstream)
-
-    @property
-    def _tile(self) -> Tile:
-        size = self.full_problem.vocab_size
-        return Tile(0, size, size, size)
+        return TileCall(inputs, spec, tile, None if out is None else out.part(part), normalizer, upstream)
 
     def without_targets_elsewhere(self, factor: Tensor) -> Tensor:
         """``factor``, (rows,), of targets: 0 where they are classes of other processes."""
@@ -180,6 +179,7 @@ class Slice(AllClasses):
         p, shard = self.full_problem, self.full_problem.shard
         assert shard is not None
         self.shard: Shard = shard
+        self.first_class = shard.start
         self.group: Any = shard.process_group
         self._sums: dict[int, list[Any]] = {}
         weight = None
@@ -215,11 +215,6 @@ class Slice(AllClasses):
     def gradient_normalizer(self) -> Tensor:
         # The class that stands for a slice without any may be above all others, which has no probability.
         return torch.full_like(self.normalizer, BEYOND_LOGITS) if self.shard.is_empty else self.normalizer
-
-    @property
-    def _tile(self) -> Tile:
-        width = self.full_problem.slice_size
-        return Tile(self.shard.start, width, self.full_problem.vocab_size, width)
 
     # -------------------------------------------------------------------------------------------- all classes
 

@@ -108,10 +108,6 @@ class Stage:
         for begin in range(start, stop, max(1, step)):
             yield slice(begin, min(begin + step, stop))
 
-    def counted(self, part: slice) -> slice:
-        """The rows of `part` that exist, when their number is known."""
-        return slice(part.start, max(part.start, min(part.stop, self.selection.num_rows)))
-
     # ------------------------------------------------------------------------------------------------ memory
 
     def new(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -130,7 +126,12 @@ class Stage:
         if self.unit is None:
             out.copy_(x)
         else:
-            torch.mul(x, 1.0 / self.unit, out=out)
+            torch.mul(x, self._one_over_unit, out=out)
+
+    @functools.cached_property
+    def _one_over_unit(self) -> Tensor:
+        assert self.unit is not None
+        return 1.0 / self.unit
 
     def rounds(self, memory: Tensor) -> bool:
         """Return whether gradients have to be divided by the unit before they are in this memory."""
@@ -178,17 +179,13 @@ class Stage:
         back."""
         if self._gathered is None or self._gathered[0] != part:
             self._gathered = None
-            self._gathered = part, self._gather(part)
+            xs = [first(term.input, part) for term in self.terms]
+            if self.selection.index is not None:
+                xs = [self.new(*x.shape, dtype=x.dtype) for x in xs]
+                for term, out in zip(self.terms, xs, strict=True):
+                    self.take_rows(term.input, out, part)
+            self._gathered = part, xs
         return self._gathered[1]
-
-    def _gather(self, part: slice) -> list[Tensor]:
-        inputs = [term.input for term in self.terms]
-        if self.selection.index is None:
-            return [first(x, part) for x in inputs]
-        memory = [self.new(part.stop - part.start, x.shape[1], dtype=x.dtype) for x in inputs]
-        for x, out in zip(inputs, memory, strict=True):
-            self.take_rows(x, out, part)
-        return memory
 
     def release_inputs(self) -> None:
         """Gives the memory of gathered rows back."""
@@ -263,31 +260,29 @@ class Stage:
     def statistics_and_gradient(self, logits: Tensor, dlogits: Tensor, part: slice) -> None:
         """Losses and gradient for some rows and all classes, in one pass. `dlogits` may be `logits`."""
         if not self.split.divided:
-            self.backend.loss_and_gradient(logits, dlogits, self.both_call(part))
+            self.backend.loss_and_gradient(logits, dlogits, self.statistics_call(part, with_gradient=True))
             return
         call = self.statistics_call(part)
         self.backend.statistics(logits, call._replace(tile=call.tile._replace(keep=True)), None)
         self.split.complete(part)
         self.backend.gradient(logits, dlogits, self._gradient_call(part, part, self.classes))
 
-    def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor) -> None:
-        """Losses for some rows and all classes. Their logits are made in `logits`, (rows, some classes), a tile after
-        the other; or in registers, if `gradient` makes them there."""
-        if self.in_registers:
-            self.product_statistics(xs[0], part)
-            return
+    def statistics(self, xs: Sequence[Tensor], part: slice, logits: Tensor | None) -> None:
+        """Losses for some rows and all classes. Their logits are made in `logits`, (rows or more, some classes), a tile
+        after the other; or in registers, if `gradient` makes them there."""
         call, state = self.statistics_call(part), None
+        if self.in_registers:
+            self.backend.product_statistics(xs[0], self.terms[0].weight, call)
+            return
+        assert logits is not None
+        rows = part.stop - part.start
         if logits.shape[1] < self.vocab_size:
-            state = self.new(STATE_SLOTS, len(logits), dtype=self.normalizer.dtype)
+            state = self.new(STATE_SLOTS, rows, dtype=self.normalizer.dtype)
         for cols in self.blocks(logits.shape[1]):
-            block = logits[:, : cols.stop - cols.start]
+            block = logits[:rows, : cols.stop - cols.start]
             self.write_logits(xs, cols, block)
             self.collect(block, part, cols)
             self.backend.statistics(block, call._replace(tile=self.tile(cols)), state)
-
-    def product_statistics(self, x: Tensor, part: slice) -> None:
-        """The same, of logits that never are in memory."""
-        self.backend.product_statistics(x, self.terms[0].weight, self.statistics_call(part))
 
     def gradient(self, xs: Sequence[Tensor], part: slice, cols: slice, dlogits: Tensor) -> None:
         """The gradient of a tile's logits, which are made again. dlogits: (rows, cols)."""
@@ -307,29 +302,17 @@ class Stage:
             bias = self.problem.linear_bias
             self.top.add(logits, None if bias is None else last(bias, cols), part, cols)
 
-    def chosen_logits(self, ids: Tensor) -> Tensor:
-        """z of some classes of each selected row: ids and result are (rows, K). What is no class has any number."""
-        inputs = self._row_inputs(slice(0, len(ids)), scaled=False)
-        logits = self.arena.new(ids.shape, self.normalizer.dtype, zero=True)
-        for term in self.terms:
-            self.backend.row_products(self.selection.take(term.input), term.weight, ids, logits)
-        if inputs.bias is not None:
-            logits += inputs.bias[ids.clamp(0, self.vocab_size - 1)]
-        return self.problem.spec.transform(logits, inputs.row_factor)
-
     # ------------------------------------------------------------------------------------------------- others
 
-    def statistics_call(self, part: slice) -> TileCall:
+    def statistics_call(self, part: slice, with_gradient: bool = False) -> TileCall:
         """The call that writes statistics of some rows, for all classes. Where the tokens' weights have a gradient,
-        which is made of losses without them, it does not know them; gradients get them as they get an upstream one."""
+        which is made of losses without them, it does not know them; gradients get them as they get an upstream one.
+        `with_gradient`: it makes gradients, too."""
         assert self.out is not None
-        inputs = self._row_inputs(part, not self.problem.token_weight_grad)
-        return TileCall(inputs, self.problem.spec, self.tile(self.classes), self.out.part(part))
-
-    def both_call(self, part: slice) -> TileCall:
-        """The call that makes statistics and gradients at once."""
-        call = self.statistics_call(part)
-        return call._replace(upstream=last(self.weights, part)) if self.problem.token_weight_grad else call
+        weighted = not self.problem.token_weight_grad
+        upstream = last(self.weights, part) if with_gradient and not weighted else None
+        inputs, out = self._row_inputs(part, weighted), self.out.part(part)
+        return TileCall(inputs, self.problem.spec, self.tile(self.classes), out, upstream=upstream)
 
     def _gradient_call(self, chunk: slice, part: slice, cols: slice) -> TileCall:
         """The call that makes gradients of some rows of a chunk and some classes, from what statistics left."""

@@ -46,10 +46,15 @@ def _add_input(s: Stage, term: int, dlogits: Tensor, part: slice, cols: slice) -
         return
     share = s.new(len(dlogits), grad.shape[1], dtype=s.dtypes.sums if s.rounds(grad) else grad.dtype)
     s.matmul(dlogits, weight, out=share)
+    _put_input(s, share, grad, part, add=cols.start > 0)
+
+
+def _put_input(s: Stage, share: Tensor, grad: Tensor, part: slice, add: bool) -> None:
+    """Round dX of some tokens to their places, or add it where rows are gathered."""
     if s.selection.index is None:
         s.round(share, first(grad, part))
     else:
-        s.put_rows(s.rounded(share, grad.dtype), grad, part, add=cols.start > 0)
+        s.put_rows(s.rounded(share, grad.dtype), grad, part, add)
 
 
 class ChunkSum:
@@ -71,13 +76,8 @@ class ChunkSum:
             self._sum = s.new(self._most, weight.shape[1], dtype=s.dtypes.sums)
         total = self._sum[: len(dlogits)]
         s.matmul(dlogits, first(weight, cols), out=total, accumulate=cols.start > 0)
-        if cols.stop < s.vocab_size:
-            return
-        grad = s.dx_memory(self._term)
-        if s.selection.index is None:
-            s.round(total, first(grad, part))
-        else:
-            s.put_rows(s.rounded(total, grad.dtype), grad, part)
+        if cols.stop == s.vocab_size:
+            _put_input(s, total, s.dx_memory(self._term), part, add=False)
 
 
 class WeightSum:
@@ -120,9 +120,17 @@ class BlockSum(WeightSum):
         self._stage.round(self._sum, self._stage.dw_memory(self._term)[self._cols])
 
 
+class DividedSum(WeightSum):
+    """dW of a term for a block of classes and all tokens at once, divided by the unit where the product rounds it."""
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        s, (out,) = self._stage, self._sums()
+        s.backend.divided_weight_gradient(out, dlogits, x, s.unit)
+
+
 class PieceSum(WeightSum):
-    """dW of a term for a block of classes and all tokens at once, in float32 and rounded a piece after the other: what
-    a product rounds is not divided by the unit, see `Stage.rounds`."""
+    """The same where the vendor's product rounds it, which does not divide: in float32, and rounded a piece after the
+    other."""
 
     def __init__(self, s: Stage, term: int, cols: slice, memory: Tensor) -> None:
         super().__init__(s, term, cols)
@@ -134,9 +142,6 @@ class PieceSum(WeightSum):
             total = self._memory[: piece.stop - piece.start]
             s.matmul(dlogits[:, piece].t(), x, out=total)
             s.round(total, out[piece])
-
-    def finish(self, complete: Callable[[Sequence[Tensor]], None] | None = None) -> None:
-        pass
 
     @staticmethod
     def memory(s: Stage, term: int, cols: int) -> Tensor:
@@ -221,11 +226,14 @@ def block_sums(s: Stage, rows: int, cols: int) -> Callable[[slice], dict[int, We
         return {k: of_term(k, block) for k in s.wanted_weights}
 
     def of_term(k: int, block: slice) -> WeightSum:
-        if s.dtypes.sums == s.problem.dtype or (s.whole(rows) and not s.dtypes.in_units):
+        whole = s.whole(rows)
+        if s.dtypes.sums == s.problem.dtype or (whole and not s.dtypes.in_units):
             return WeightSum(s, k, block)
+        if whole and s.in_registers:
+            return DividedSum(s, k, block)
         if k not in memory:
             hidden = s.terms[k].weight.shape[1]
-            memory[k] = PieceSum.memory(s, k, cols) if s.whole(rows) else s.new(cols, hidden, dtype=s.dtypes.sums)
-        return PieceSum(s, k, block, memory[k]) if s.whole(rows) else BlockSum(s, k, block, memory[k])
+            memory[k] = PieceSum.memory(s, k, cols) if whole else s.new(cols, hidden, dtype=s.dtypes.sums)
+        return (PieceSum if whole else BlockSum)(s, k, block, memory[k])
 
     return of

@@ -179,10 +179,7 @@ class Meter:
     def gradient(self, logits: Tensor, grad: Tensor, *args: Any) -> None:
         self._pass(logits, grad)
 
-    loss_and_gradient = gradient
-
-    def exponentials(self, logits: Tensor, exps: Tensor, *args: Any) -> None:
-        self._pass(logits, exps)
+    loss_and_gradient = exponentials = gradient
 
     def gradient_of_exponentials(self, exps: Tensor, *args: Any) -> None:
         self._pass(exps, exps)
@@ -228,6 +225,9 @@ class Meter:
         for grad, tile in zip(grads, exps, strict=True):
             self.product(len(grad), grad.shape[1], len(tile))
         self.add_target_terms(grads)
+
+    def divided_weight_gradient(self, grad: Tensor, dlogits: Tensor, *args: Any) -> None:
+        self.product(len(grad), grad.shape[1], len(dlogits))
 
     def add_target_terms(self, grads: Sequence[Tensor], *args: Any) -> None:
         self.moved(launches=4)

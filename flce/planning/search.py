@@ -102,24 +102,22 @@ def _fastest(c: Case, budget: int) -> ChunkPlan | None:
     for kind, sizes in _kinds(c):
         # Not worth a search if it is slower even with all the memory that it could use.
         if best is None or plan_of(c, kind, sizes[-1]).seconds < best.seconds:
-            best = min([best, *_largest(c, kind, sizes, budget)], key=_seconds)
+            plan = _largest(c, kind, sizes, budget)
+            if best is None or (plan is not None and plan.seconds < best.seconds):
+                best = plan
     return best
 
 
-def _seconds(plan: ChunkPlan | None) -> float:
-    return plan.seconds if plan else math.inf
-
-
-def _largest(c: Case, kind: type[Schedule], sizes: range, budget: int) -> list[ChunkPlan | None]:
+def _largest(c: Case, kind: type[Schedule], sizes: range, budget: int) -> ChunkPlan | None:
     """The best plan of one schedule: of the largest size that keeps the budget, or of some sizes below."""
     size = _largest_size(lambda size: plan_of(c, kind, size).workspace_bytes, sizes, budget)
     if size is None:
-        return [None]
+        return None
     below = [size, *(size // multiple * multiple for multiple in kind.multiples)]
     if kind.sized_by_tokens:
         below += [c.equal_rows(size) for size in below]
     plans = [plan_of(c, kind, size) for size in dict.fromkeys(below) if size in sizes]
-    return [smallest_near([plan for plan in plans if plan.workspace_bytes <= budget], 1.005)]
+    return smallest_near([plan for plan in plans if plan.workspace_bytes <= budget], 1.005)
 
 
 def _largest_size(taken: Callable[[int], int], sizes: range, budget: int) -> int | None:

@@ -64,13 +64,6 @@ def plan_of(problem: Problem, options: flce.ChunkOptions, grads: str = "xw") -> 
     return plan
 
 
-def check_misplaced(monkeypatch: pytest.MonkeyPatch, problem: Problem, options: flce.ChunkOptions) -> None:
-    """The one operand, and the other, at addresses that have no descriptors."""
-    weight, x = (misplaced(monkeypatch, t) for t in (problem.linear_weight, problem.input))
-    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
-        check(operands, options=options, grads="xw", tolerance=3 * ULP)
-
-
 EXTRAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "aligned": {"vocab": 512},
@@ -87,20 +80,12 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 64], grads=["xw", "xwt"])
+@pairs(extras=list(EXTRAS), skip=[False, True], rows=[None, 37, 64], grads=["xw", "xwt", "x", "w"])
 def test_against_the_oracle(extras: str, skip: bool, rows: int | None, grads: str, device: torch.device) -> None:
     problem = problem_of(device, **EXTRAS[extras])
     options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
-    plan_of(problem, options)
+    plan_of(problem, options, grads.removesuffix("t"))
     check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
-
-
-@pairs(grads=["x", "w"], skip=[False, True], rows=[None, 37])
-def test_one_gradient(grads: str, skip: bool, rows: int | None, device: torch.device) -> None:
-    problem = problem_of(device, ignored=0.4)
-    options = flce.ChunkOptions(skip_ignored=skip, chunk_rows=rows)
-    plan_of(problem, options, grads)
-    check(problem, options=options, grads=grads, tolerance=3 * ULP)
 
 
 @pytest.mark.parametrize("valid", [0, 1, 31, 32, 33, 64, 75])
@@ -292,19 +277,6 @@ def test_a_weight_of_one_class_and_a_stride_of_one(device: torch.device, plans: 
     assert len(plans) == 1
 
 
-@pairs(logits_dtype=[None, torch.float32], tokens=[60, 400], skip=[False, True])
-def test_operands_without_descriptors(
-    logits_dtype: torch.dtype | None,
-    tokens: int,
-    skip: bool,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    problem = problem_of(device, leading=(tokens,), hidden=64, vocab=300, ignored=0.2)
-    options = flce.ChunkOptions(logits_dtype=logits_dtype, skip_ignored=skip)
-    check_misplaced(monkeypatch, problem, options)
-
-
 def borrow(monkeypatch: pytest.MonkeyPatch, problem: Problem, count: int, **options: Any) -> flce.ChunkOptions:
     """From here on so many tiles of exponentials are in the memory of the weight gradient."""
     force(monkeypatch, forced.borrowed(count))
@@ -352,14 +324,26 @@ def test_borrowed_tiles_change_nothing(count: int, device: torch.device, monkeyp
     assert relative_error(mine.grad_input, usual.grad_input) < 0.1 * ULP
 
 
-@pytest.mark.parametrize("tokens", [1, 70], ids=lambda n: f"{n} tokens")
-@pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=str)
-def test_borrowed_tiles_of_operands_without_descriptors(
-    tokens: int, logits_dtype: torch.dtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pairs(way=["usual", "borrowed", "recomputed"], logits_dtype=[None, torch.float32], tokens=[1, 70], skip=[False, True])
+def test_operands_without_descriptors(
+    way: str,
+    logits_dtype: torch.dtype | None,
+    tokens: int,
+    skip: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = problem_of(device, leading=(tokens,), hidden=64, vocab=2117, ignored=0.0 if tokens == 1 else 0.2)
-    options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
-    check_misplaced(monkeypatch, problem, options)
+    """The one operand, and the other, at addresses that have no descriptors."""
+    sizes = {"leading": (tokens,), "hidden": 64, "vocab": 300 if way == "usual" else 2117}
+    problem = problem_of(device, **sizes, ignored=0.0 if tokens == 1 else 0.2)
+    options = flce.ChunkOptions(logits_dtype=logits_dtype, skip_ignored=skip and way == "usual")
+    if way == "borrowed":
+        options = borrow(monkeypatch, problem, 3, logits_dtype=logits_dtype)
+    elif way == "recomputed":
+        force(monkeypatch, lambda c: Recomputed(32, 1051, 768))
+    weight, x = (misplaced(monkeypatch, t) for t in (problem.linear_weight, problem.input))
+    for operands in (replace(problem, linear_weight=weight), replace(problem, input=x)):
+        check(operands, options=options, grads="xw", tolerance=3 * ULP)
 
 
 def plan_on_hopper(tokens: int, hidden: int, mib: int | None = None, **arguments: Any) -> ChunkPlan:
@@ -386,25 +370,7 @@ def test_who_borrows() -> None:
         assert num_borrowed(plan_on_hopper(4096, 4096, spec=spec)) == 0
     assert [num_borrowed(plan_on_hopper(4096, 4096, grads=grads)) for grads in ("x", "w", "xw", "xwb")] == [0, 1, 1, 0]
     assert num_borrowed(plan_on_hopper(131072, 4096)) == 0  # several chunks
-
-
-@pytest.mark.parametrize("strategy", ["auto", "tokens"])
-def test_given_rows_borrow_too(strategy: str) -> None:
-    """A budget that the plan without one keeps changes nothing, and the least that the error names suffices."""
-
-    def plan(budget: int | None) -> ChunkPlan:
-        case = case_on_hopper(4096, 4096, 128256, chunk_rows=4096, strategy=strategy, max_workspace_bytes=budget)
-        return make_plan(case)
-
-    free = plan(None)
-    assert num_borrowed(free) == 1
-    assert plan(900 << 20).workspace_bytes == free.workspace_bytes
-    assert num_borrowed(plan(400 << 20)) == 3
-    if strategy == "tokens":
-        with pytest.raises(ValueError, match="the least is") as error:
-            plan(100 << 20)
-        least = int(str(error.value).split("the least is ")[1].split()[0])
-        assert plan(least).workspace_bytes == least
+    assert [num_borrowed(plan_on_hopper(4096, 4096, mib, chunk_rows=4096)) for mib in (None, 900, 400)] == [1, 1, 3]
 
 
 @given(
@@ -474,42 +440,6 @@ def test_the_same_bits_every_time(device: torch.device) -> None:
         assert torch.equal(getattr(one, name), getattr(two, name))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(8192, 1024, 33024), (4096, 768, 50257)], ids=str)
-@pytest.mark.parametrize("grads", ["xw", "x", "w"])
-@pytest.mark.parametrize("rows", [None, 2048])
-@pytest.mark.parametrize("skip", [False, True])
-def test_promise(shape: tuple[int, int, int], grads: str, rows: int | None, skip: bool, plans: list[ChunkPlan]) -> None:
-    from tests.planning.test_plan import assert_kept, promise_and_peak
-
-    # Few, because the plan has to do for none: where many are dropped, dX needs no memory of its own.
-    settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.01 if skip else 0.0}
-    _, peak = promise_and_peak(*shape, "cuda", settings, {"chunk_rows": rows, "skip_ignored": skip})
-    assert plans[-1].schedule == Unnormalized(rows or shape[0])
-    assert_kept(plans[-1].workspace_bytes, peak)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(2048, 4096, 33024), (4096, 4096, 50257), (8192, 4096, 33024)], ids=str)
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("grads", ["xw", "w"])
-def test_promise_of_borrowed_tiles(
-    shape: tuple[int, int, int], count: int, grads: str, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
-) -> None:
-    from tests.planning.test_plan import assert_kept, promise_and_peak
-
-    force(monkeypatch, forced.borrowed(count))
-    _, peak = promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, {})
-    assert num_borrowed(plans[-1]) == count
-    assert_kept(plans[-1].workspace_bytes, peak)
-
-
-def recompute(monkeypatch: pytest.MonkeyPatch, classes: int, rows: int, cols: int) -> flce.ChunkOptions:
-    """From here on chunks have so many rows, and the logits of the last classes are made again, some at a time."""
-    force(monkeypatch, lambda c: Recomputed(rows, classes, cols))
-    return flce.ChunkOptions(skip_ignored=False)
-
-
 # Of 1051 classes several blocks are made.
 @pytest.mark.parametrize(
     "classes, extras",
@@ -523,27 +453,41 @@ def test_classes_that_are_recomputed(
     problem = problem_of(device, **settings)
     problem.linear_weight[4::9] *= 10
     grads = "w" if extras == "one gradient" else "xw"
-    options = recompute(monkeypatch, classes, 32, min(classes, 768))
+    force(monkeypatch, lambda c: Recomputed(32, classes, min(classes, 768)))
+    options = flce.ChunkOptions(skip_ignored=False)
     check(problem, options=options, grads=grads, stats=("lse", "logprob"), grad_output=1.7, tolerance=3 * ULP)
     assert [type(plan.schedule) for plan in plans] == [Recomputed]
 
 
-def test_the_same_of_operands_without_descriptors(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = problem_of(device, leading=(75,), hidden=64, vocab=2099, ignored=0.2)
-    options = recompute(monkeypatch, 1051, 32, 768)
-    check_misplaced(monkeypatch, problem, options)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(8192, 2048, 128256), (16384, 1024, 151936)], ids=str)
-@pytest.mark.parametrize("grads", ["xw", "w"])
-@pytest.mark.parametrize("rows", [640, 1280])
-def test_promise_of_recomputed_classes(
-    shape: tuple[int, int, int], grads: str, rows: int, monkeypatch: pytest.MonkeyPatch, plans: list[ChunkPlan]
+@pytest.mark.parametrize(
+    "shape, grads, skip, schedule",
+    [
+        *(
+            ((8192, 1024, 33024), grads, skip, lambda c, rows=rows: Unnormalized(rows))
+            for grads in ("xw", "x", "w")
+            for skip in (False, True)
+            for rows in (2048, 8192)
+        ),
+        ((4096, 768, 50257), "xw", False, lambda c: Unnormalized(2048)),
+        *(((4096, 4096, 50257), grads, False, forced.borrowed(n)) for grads in ("xw", "w") for n in COUNTS),
+        ((8192, 4096, 33024), "xw", False, forced.borrowed(1)),
+        *(((16384, 1024, 151936), "xw", False, lambda c, rows=rows: Recomputed.sized(c, rows)) for rows in (640, 1280)),
+        ((8192, 2048, 128256), "w", False, lambda c: Recomputed.sized(c, 640)),
+    ],
+)
+def test_promise(
+    shape: tuple[int, int, int],
+    grads: str,
+    skip: bool,
+    schedule: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    plans: list[ChunkPlan],
 ) -> None:
     from tests.planning.test_plan import assert_kept, promise_and_peak
 
-    force(monkeypatch, lambda c: Recomputed.sized(c, rows))
-    _, peak = promise_and_peak(*shape, "cuda", {"dtype": torch.bfloat16, "grads": grads}, {})
-    assert isinstance(plans[-1].schedule, Recomputed)
+    force(monkeypatch, schedule)
+    # Few, because the plan has to do for none: where many are dropped, dX needs no memory of its own.
+    settings = {"dtype": torch.bfloat16, "grads": grads, "ignored": 0.01 if skip else 0.0}
+    _, peak = promise_and_peak(*shape, "cuda", settings, {"skip_ignored": skip})
     assert_kept(plans[-1].workspace_bytes, peak)

@@ -179,10 +179,13 @@ def test_float16_without_a_loss_scale(options: str, monkeypatch: pytest.MonkeyPa
 
     problem = make_problem(**SHAPE, dtype=F16, **OPTIONS[options]).map(loud)
     how, off = replace(EVERY, skip_ignored=options == "weights"), {}
-    for kind, grads in possible(problem, how):
-        forced(monkeypatch, kind)
-        found = errors(problem, grads, scale=2.0**-18, options=how)
-        off[kind.__name__] = {name: e for name, e in found.items() if not e <= 2 * LIMIT[F16]}
+    for products in (False, True) if backend == "triton" else (False,):
+        for module in ("flce.ops.linear_call", "tests.helpers"):
+            monkeypatch.setattr(f"{module}.has_product", lambda device, products=products: products)
+        for kind, grads in possible(problem, how):
+            forced(monkeypatch, kind)
+            found = errors(problem, grads, scale=2.0**-18, options=how)
+            off[kind.__name__, products] = {name: e for name, e in found.items() if not e <= 2 * LIMIT[F16]}
     assert len(off) >= 3
     assert {kind: errors for kind, errors in off.items() if errors} == {}
 

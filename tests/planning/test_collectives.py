@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,8 @@ if not dist.is_available():
 
 import flce
 from flce.core.shard import Split, bounds
-from flce.engine.shards import AllClasses, Slice
 from flce.ops import linear_cross_entropy
-from flce.planning.collectives import Collective, CountingSlice, split_of
+from flce.planning.collectives import Collective, split_of
 from flce.planning.search import plan_of_slice
 from flce.testing.problem import make_problem
 from tests.distributed import split_head
@@ -151,15 +149,6 @@ def test_as_on_a_gpu(
     assert told(plans[0]) == noted
     itemsize = 4 if dtype == torch.float16 else 2
     assert noted["all-reduce", "bytes"] == 48 * HIDDEN * itemsize
-
-
-def test_what_the_engine_asks_of_a_slice_can_be_counted() -> None:
-    """What is not counted does nothing, or no collective."""
-    for name in {name for name in vars(Slice) if not name.startswith("_")} - {"divided", "local_scales"}:
-        assert hasattr(AllClasses, name), name
-        ours, theirs = getattr(CountingSlice, name), getattr(Slice, name)
-        if inspect.isfunction(ours):
-            assert inspect.signature(ours).parameters == inspect.signature(theirs).parameters, name
 
 
 def test_figures() -> None:

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 import flce
 from flce.backends import contract, eager
 from flce.backends.contract import RowOutputs
-from flce.core.device_record import CPU, KNOWN
-from flce.core.problem import LossSpec, Needs
+from flce.core.device_record import CPU
+from flce.core.problem import LossSpec
 from flce.engine import schedules
 from flce.engine.arena import CountingArena
 from flce.engine.case import Case
@@ -30,6 +30,7 @@ from flce.engine.sums import ChunkSum
 from flce.planning import dry_run, search
 from flce.testing.problem import make_problem
 from tests.helpers import check
+from tests.hopper import case_on_hopper
 from tests.planning.test_plan import plan_on_h200
 
 MIB = 1 << 20
@@ -81,26 +82,13 @@ class EveryAllocation(TorchDispatchMode):
         return result
 
 
-GRADS = {"x": (True, False, False), "w": (False, True, False), "xw": (True, True, False), "xwb": (True, True, True)}
+GRADS = ("x", "w", "xw", "xwb")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def case_of(dtype: torch.dtype, grads: str, reduction: str = "mean", device_type: str = "cuda", **options: Any) -> Case:
-    inputs, weights, bias = GRADS[grads]
-    gpu = device_type != "cpu"
-    return Case(
-        num_tokens=50,
-        hidden_sizes=(64,),
-        vocab_size=1003,
-        dtype=dtype,
-        device_type=device_type,
-        backend="triton" if gpu else "torch",
-        has_product=gpu,
-        device=KNOWN["H200"] if gpu else CPU,
-        spec=LossSpec(reduction),
-        needs=Needs((inputs,), (weights,), bias),
-        options=flce.ChunkOptions(**options),
-    )
+    c = case_on_hopper(50, 64, 1003, grads=grads, dtype=dtype, spec=LossSpec(reduction), **options)
+    return c if device_type != "cpu" else replace(c, device_type="cpu", backend="torch", has_product=False, device=CPU)
 
 
 def sizes_of(kind: type[Schedule], c: Case) -> Iterator[int]:
@@ -199,23 +187,6 @@ def test_gathered_rows_of_exponentials_are_held_once(memory_alone: None, monkeyp
         return count(c, Unnormalized(20))
 
     assert taken(True) - taken(False) <= 50 * 64  # vectors; 20 rows are 40 KiB
-
-
-def test_a_slice_keeps_its_memory() -> None:
-    arena = CountingArena()
-    whole = arena.new((10, 100), torch.float32)
-    part = whole[3:4]
-    del whole
-    assert arena.alive == 4000
-    del part
-    assert arena.alive == 0
-    assert arena.peak == 4000
-
-
-def test_a_longer_loop_takes_no_more() -> None:
-    """Chunks give back what they take."""
-    few, many = (plan_on_h200((n, 1024, 151936), "frozen", chunk_rows=2048, strategy="tokens") for n in (4096, 65536))
-    assert many.workspace_bytes - few.workspace_bytes <= (65536 - 4096) * 90
 
 
 def test_flops_of_shortened_loops() -> None:

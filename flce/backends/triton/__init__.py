@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, ParamSpec
 
 import torch
 import triton
@@ -14,14 +14,16 @@ from torch import Tensor
 
 from flce.backends.contract import EXPONENTIAL_HEADROOM, EXPONENTIAL_SCALE, TileCall
 from flce.backends.triton import (
-    entries_launch,
+    entries,
     exponentials_launch,
-    product_launch,
-    reduction_launch,
+    gradient_of_exponentials,
+    product,
+    reduction,
+    scale,
+    slices,
     softmax_launch,
 )
 from flce.backends.triton.cross_entropy import cross_entropy_kernel
-from flce.backends.triton.gradient_of_exponentials import gradient_of_exponentials_kernel
 from flce.backends.triton.launch import (
     FILLED,
     LINE_BYTES,
@@ -40,8 +42,6 @@ from flce.backends.triton.launch import (
 )
 from flce.backends.triton.math import row_gradient_kernel
 from flce.backends.triton.replay import run
-from flce.backends.triton.scale import scale_kernel, scale_rows_kernel
-from flce.backends.triton.slices import complete_slices_kernel
 from flce.core.devices import device_record
 from flce.core.problem import accumulation_dtype
 
@@ -134,13 +134,26 @@ MOST_NARROWER_PARTS = 2
 # MAX_REGISTERS. Bytes in memory with 32 warps of MAX_REGISTERS: 80 with one part (9.0), 300 in float64 (9.0), 336 on
 # gfx942; with 8 warps of them 72 in bfloat16 on 7.5.
 DEMANDING_WARPS = 16
-SCALE_BLOCK, SCALE_WARPS = 4096, 8
-ROW_GRADIENT_ROWS, SLICES_ROWS = 128, 64
-# Programs for each multiprocessor. On an H200:
-#   programs                        2                4               8        2048 in all
-#   us, with nothing to do                           1.6             2.1      3.7
-#   time, with something to do      4 to 10% more    1 to 2% more    least
-SCALE_PROGRAMS = 4
+
+ROW_GRADIENT_ROWS = 128
+
+_Args = ParamSpec("_Args")
+
+
+def _replayed(make: Callable[_Args, Iterable[Launch]]) -> Callable[_Args, None]:
+    """Return a function that runs the launches which `make` lists."""
+    return functools.partial(run, make)
+
+
+def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
+    yield launch_of(
+        row_gradient_kernel,
+        (triton.cdiv(out.shape[1], ROW_GRADIENT_ROWS),),
+        call,
+        {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_ROWS},
+        row_gradient_ptr=out,
+        row_gradient_stride=out.stride(0),
+    )
 
 
 class TritonBackend:
@@ -154,42 +167,34 @@ class TritonBackend:
 
     loss_and_gradient = gradient
 
-    def row_gradient(self, call: TileCall, out: Tensor) -> None:
-        run(_row_gradient, call, out)
-
     def exponentials(self, logits: Tensor, exps: Tensor, call: TileCall, state: Tensor, factors: Tensor) -> None:
         run(_cross_entropy, logits, exps, call, state, factors)
 
-    def gradient_of_exponentials(self, exps: Tensor, factors: Tensor, call: TileCall) -> None:
-        run(_gradient_of_exponentials, exps, factors, call)
-
-    product_statistics = staticmethod(product_launch.product_statistics)
-    product_gradient = staticmethod(product_launch.product_gradient)
+    row_gradient = staticmethod(_replayed(_row_gradient))
+    gradient_of_exponentials = staticmethod(_replayed(gradient_of_exponentials.gradient_of_exponentials))
+    product_statistics = staticmethod(product.product_statistics)
+    product_gradient = staticmethod(product.product_gradient)
     product_exponentials = staticmethod(exponentials_launch.product_exponentials)
-    combine_rows = staticmethod(exponentials_launch.combine_rows)
+    combine_rows = staticmethod(_replayed(exponentials_launch.combine_rows))
     weight_gradient = staticmethod(exponentials_launch.weight_gradient)
+    divided_weight_gradient = staticmethod(exponentials_launch.divided_weight_gradient)
     add_target_terms = staticmethod(exponentials_launch.add_target_terms)
-
-    def complete_slices(self, sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> None:
-        run(_complete_slices, sent, rank, classes, call, factors)
-
-    row_products = staticmethod(entries_launch.row_products)
-    sum_equal = staticmethod(entries_launch.sum_equal)
-    write_entries = staticmethod(entries_launch.write_entries)
-    loss_scales = staticmethod(reduction_launch.loss_scales)
-    reduce = staticmethod(reduction_launch.reduce)
+    complete_slices = staticmethod(_replayed(slices.complete_slices))
+    row_products = staticmethod(_replayed(entries.row_products))
+    sum_equal = staticmethod(_replayed(entries.sum_equal))
+    write_entries = staticmethod(_replayed(entries.write_entries))
+    loss_scales = staticmethod(reduction.loss_scales)
+    reduce = staticmethod(reduction.reduce)
+    scale_rows_ = staticmethod(_replayed(scale.scale_rows))
 
     def scale_(self, xs: Sequence[Tensor], factor: Tensor) -> None:
         xs = [x for x in xs if x.numel()]
         for x, second in itertools.zip_longest(xs[::2], xs[1::2]):
-            run(_scale, x, x, second, factor)
-
-    def scale_rows_(self, x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> None:
-        run(_scale_rows, x, factor, target, ignore_index)
+            run(scale.scale, x, x, second, factor)
 
     def scale_cast(self, x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         out = torch.empty_like(x, dtype=dtype)
-        run(_scale, x, out, None, factor)
+        run(scale.scale, x, out, None, factor)
         return out
 
     def softmax(self, x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
@@ -224,7 +229,7 @@ def _cross_entropy(
     lanes, vector = launch["LANES"], launch["VECTOR"]
     head_bytes = _head_bytes(logits.element_size(), lanes, vector) if edges else 0
     one_block = launch["PARTS"] * lanes * vector >= (cols // vector * vector if head_bytes else cols)
-    inner_rows, logits_outer_stride = _outer_level(logits)
+    inner_rows, logits_outer_stride = scale.outer_level(logits)
     options = {
         "ACCUM": tl.float64 if accumulation_dtype(logits.dtype) == torch.float64 else tl.float32,
         "STATISTICS": out is not None,
@@ -254,50 +259,10 @@ def _cross_entropy(
         grad_stride=0 if grad is None else grad.stride(-2),
         inner_rows=inner_rows,
         logits_outer_stride=logits_outer_stride,
-        grad_outer_stride=0 if grad is None else _outer_level(grad)[1],
+        grad_outer_stride=0 if grad is None else scale.outer_level(grad)[1],
         state_stride=0 if state is None else state.stride(0),
         factors_ptr=logits if factors is None else factors,
         factors_stride=0 if factors is None else factors.stride(0),
-    )
-
-
-def _row_gradient(call: TileCall, out: Tensor) -> Iterator[Launch]:
-    yield launch_of(
-        row_gradient_kernel,
-        (triton.cdiv(out.shape[1], ROW_GRADIENT_ROWS),),
-        call,
-        {"ACCUM": tl.float64 if out.dtype == torch.float64 else tl.float32, "ROWS": ROW_GRADIENT_ROWS},
-        row_gradient_ptr=out,
-        row_gradient_stride=out.stride(0),
-    )
-
-
-def _complete_slices(sent: Tensor, rank: int, classes: int, call: TileCall, factors: Tensor | None) -> Iterator[Launch]:
-    yield launch_of(
-        complete_slices_kernel,
-        (triton.cdiv(len(call.inputs.target), SLICES_ROWS),),
-        call,
-        {"HAS_FACTORS": factors is not None, "ROWS": SLICES_ROWS},
-        sent_ptr=sent,
-        factors_ptr=sent if factors is None else factors,
-        sent_stride=sent.stride(0),
-        factors_stride=0 if factors is None else factors.stride(0),
-        processes=len(sent),
-        rank=rank,
-        classes=classes,
-    )
-
-
-def _gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:
-    yield launch_of(
-        gradient_of_exponentials_kernel,
-        (len(exps),),
-        call,
-        {"BLOCK": SCALE_BLOCK, **threads(exps.device, SCALE_WARPS), **overlap(exps.device)},
-        exps_ptr=exps,
-        factors_ptr=factors,
-        exps_stride=exps.stride(0),
-        factors_stride=factors.stride(0),
     )
 
 
@@ -334,11 +299,6 @@ def _head_bytes(itemsize: int, lanes: int, vector: int) -> int:
         if size // itemsize - 1 + vector - 1 <= lanes:
             return size
     return 0
-
-
-def _outer_level(x: Tensor) -> tuple[int, int]:
-    """`inner` and the stride of `outer` in (outer, inner, cols); 1 and 0 without that level."""
-    return (x.shape[1], x.stride(0)) if x.dim() == 3 else (1, 0)
 
 
 def _most_parts(call: TileCall, narrower: bool, device: torch.device) -> int:
@@ -415,55 +375,6 @@ def _launch_size(
     registers = 2 * MAX_REGISTERS if demanding else shape.one_registers if fewer else MAX_REGISTERS
     options = threads(device, max(1, lanes // WARP), registers)
     return {"PARTS": parts, "LANES": lanes, "VECTOR": vector, **options}
-
-
-def _scale(x: Tensor, out: Tensor, second: Tensor | None, factor: Tensor) -> Iterator[Launch]:
-    second_numel = 0 if second is None else second.numel()
-    programs = min(_scale_programs(x), triton.cdiv(max(x.numel(), second_numel), SCALE_BLOCK))
-    args = {
-        "x_ptr": x,
-        "out_ptr": out,
-        "second_ptr": x if second is None else second,
-        "factor_ptr": factor,
-        "numel": x.numel(),
-        "second_numel": second_numel,
-    }
-    options = {
-        "IN_PLACE": x is out,
-        "HAS_SECOND": second is not None,
-        "BLOCK": SCALE_BLOCK,
-        **threads(x.device, SCALE_WARPS),
-        **overlap(x.device),
-    }
-    yield Launch(scale_kernel, (programs,), args, options)
-
-
-def _scale_rows(x: Tensor, factor: Tensor, target: Tensor, ignore_index: int) -> Iterator[Launch]:
-    inner, outer_stride = _outer_level(x)
-    num_rows, cols = x.shape[:-1].numel(), x.shape[-1]
-    args = {
-        "x_ptr": x,
-        "factor_ptr": factor,
-        "target_ptr": target,
-        "stride": x.stride(-2),
-        "outer_stride": outer_stride,
-        "inner_rows": inner,
-        "rows": num_rows,
-        "cols": cols,
-        "ignore_index": ignore_index,
-    }
-    options = {
-        "ONE_FACTOR": factor.dim() == 0,
-        "TWO_LEVEL": x.dim() == 3,
-        "BLOCK": SCALE_BLOCK,
-        **threads(x.device, SCALE_WARPS),
-        **overlap(x.device),
-    }
-    yield Launch(scale_rows_kernel, (min(_scale_programs(x), num_rows),), args, options)
-
-
-def _scale_programs(x: Tensor) -> int:
-    return SCALE_PROGRAMS * device_record(x.device).multiprocessors
 
 
 def _device_of(x: Tensor) -> torch.cuda.device:

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flce.backends.contract import TargetTerms, Tile, TileCall
-from flce.backends.triton import product_launch
+from flce.backends.triton import product
 from flce.backends.triton.exponentials import (
     FLAG_STRIDE,
     add_to_targets_kernel,
@@ -57,27 +57,11 @@ def product_exponentials(
     # Where the exponentials will be.
     sampled = _sampled(weight)
     sample = torch.mm(x, sampled.t(), out=exps[0][:, : len(sampled)])
-    num_rows, blocks = len(x), triton.cdiv(len(weight), product_launch.LAUNCH.cols)
+    num_rows, blocks = len(x), triton.cdiv(len(weight), product.COLS)
     new = call.out.loss.new_empty
-    scratch = Scratch(
-        partial=new(blocks, num_rows),
-        # Apart: kernels are built for addresses that are aligned.
-        reference=new(num_rows),
-        target_logit=new(num_rows),
-        target_jacobian=new(num_rows),
-        work=torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device),
-    )
-    run(_exponentials, product_launch.described(x), weight, sample, exps, call, factors, count, scratch)
-
-
-class Scratch(NamedTuple):
-    """What the kernels tell each other."""
-
-    partial: Tensor  # (blocks of classes, rows)
-    reference: Tensor  # (rows,)
-    target_logit: Tensor  # (rows,)
-    target_jacobian: Tensor  # (rows,)
-    work: Tensor  # (3, FLAG_STRIDE) int32
+    partial, work = new(blocks, num_rows), torch.empty(3, FLAG_STRIDE, dtype=torch.int32, device=x.device)
+    of_rows = [new(num_rows) for _ in range(3)]  # apart: kernels are built for addresses that are aligned
+    run(_exponentials, product.described(x), weight, sample, exps, call, factors, count, partial, work, of_rows)
 
 
 def _sampled(weight: Tensor) -> Tensor:
@@ -97,17 +81,19 @@ def _exponentials(
     call: TileCall,
     factors: Tensor,
     count: Tensor | None,
-    scratch: Scratch,
+    partial: Tensor,  # (blocks of classes, rows)
+    work: Tensor,  # (3, FLAG_STRIDE) int32
+    of_rows: Sequence[Tensor],  # (rows,) each
 ) -> Iterator[Launch]:
     num_rows, vocab_size = len(x), len(weight)
-    partial, reference, target_logit, target_jacobian, work = scratch
+    reference, target_logit, target_jacobian = of_rows
     yield launch_of(
         reference_kernel,
         (num_rows,),
         call,
         {
             "HAS_COUNT": count is not None,
-            "BLOCK_ROWS": product_launch.LAUNCH.rows,
+            "BLOCK_ROWS": product.ROWS,
             "SAMPLES": SAMPLES,
             "BLOCK": BLOCK,
         },
@@ -128,8 +114,8 @@ def _exponentials(
     )
     for attempt, whole in enumerate((False, True)):
         todo = work[attempt]
-        for tile, exps_of_tile in _tiles(exps, vocab_size, whole, product_launch.most_classes(weight)):
-            yield product_launch.launch(
+        for tile, exps_of_tile in _tiles(exps, vocab_size, whole, product.most_classes(weight)):
+            yield product.launch(
                 x,
                 weight[tile.columns],
                 call._replace(tile=tile),
@@ -140,12 +126,12 @@ def _exponentials(
             )
         yield launch_of(
             finish_kernel,
-            (triton.cdiv(num_rows, product_launch.FINISH_ROWS),),
+            (triton.cdiv(num_rows, product.FINISH_ROWS),),
             call,
             {
                 "HAS_SCALE": call.spec.scale != 1.0 and call.spec.softcap is None,
-                "ROWS": product_launch.FINISH_ROWS,
-                "BLOCKS": product_launch.FINISH_BLOCKS,
+                "ROWS": product.FINISH_ROWS,
+                "BLOCKS": product.FINISH_BLOCKS,
             },
             partial_ptr=partial,
             reference_ptr=reference,
@@ -159,30 +145,18 @@ def _exponentials(
 
 
 def _tiles(exps: Sequence[Tensor], vocab_size: int, whole: bool, most: int) -> Iterator[tuple[Tile, Tensor]]:
-    """What is launched by itself (`product_launch.tiles`). `whole`: as little as can be, of something that is rarely
+    """What is launched by itself (`product.tiles`). `whole`: as little as can be, of something that is rarely
     done."""
     start = 0
     for piece in exps:
         stop = start + piece.shape[1]
         one = [Tile(start, stop - start, vocab_size, stop - start)]
-        for tile in one if whole and most >= vocab_size else product_launch.tiles(start, stop, vocab_size, most):
+        for tile in one if whole and most >= vocab_size else product.tiles(start, stop, vocab_size, most):
             yield tile, piece[:, tile.start - start : tile.start - start + tile.cols]
         start = stop
 
 
 def combine_rows(
-    x: Tensor,
-    out: Tensor,
-    weight: Tensor | None,
-    target: Tensor,
-    factors: Tensor,
-    ignore_index: int,
-    index: Tensor | None,
-) -> None:
-    run(_combine_rows, x, out, weight, target, factors, ignore_index, index)
-
-
-def _combine_rows(
     x: Tensor,
     out: Tensor,
     weight: Tensor | None,  # None: nothing is added
@@ -265,25 +239,39 @@ def _weight_gradients(
     stops: Sequence[int],
 ) -> Iterator[Launch]:
     for grad, tile, start, stop in reversed(list(zip(grads, exps, starts, stops, strict=True))):
-        yield _weight_gradient(tile, scaled, grad, targets, start, stop - len(grad))
+        of_targets = {"start_ptr": start, "first_class": stop - len(grad), **targets.arguments}
+        yield _weight_gradient(tile, scaled, grad, of_targets, None)
+
+
+def divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> None:
+    run(_divided_weight_gradient, grad, dlogits, product.described(x), unit)
+
+
+def _divided_weight_gradient(grad: Tensor, dlogits: Tensor, x: Tensor, unit: Tensor | None) -> Iterator[Launch]:
+    yield _weight_gradient(dlogits, x, grad, None, unit)
 
 
 def _weight_gradient(
-    exps: Tensor, scaled: Tensor, grad: Tensor, targets: SortedTargets, starts: Tensor, first_class: int
+    exps: Tensor,  # or gradients of logits
+    scaled: Tensor,
+    grad: Tensor,
+    of_targets: dict[str, Any] | None,  # arguments of the kernel
+    unit: Tensor | None,
 ) -> Launch:
-    """The launch for the classes from `first_class` on; `starts` of them."""
     programs = device_record(exps.device).multiprocessors
+    unused: dict[str, Any] = dict.fromkeys(("start_ptr", "x_ptr", "target_ptr", "row_ptr", "factor_ptr"), scaled)
+    unused |= {"first_class": 0, "x_stride": 0, "hidden": scaled.shape[1], "ignore_index": 0}
     args = {
         "exps_desc": TensorDescriptor.from_tensor(exps, [WEIGHT_DEPTH, WEIGHT_CLASSES]),
         "scaled_desc": TensorDescriptor.from_tensor(scaled, [WEIGHT_DEPTH, WEIGHT_COLS]),
         "grad_desc": TensorDescriptor.from_tensor(grad, [WEIGHT_CLASSES, WEIGHT_COLS]),
-        "start_ptr": starts,
+        "unit_ptr": scaled if unit is None else unit,
         "rows": len(exps),
-        "first_class": first_class,
         "classes": len(grad),
-        **targets.arguments,
+        **(unused if of_targets is None else of_targets),
     }
     options = {
+        "HAS_TARGETS": of_targets is not None, "HAS_UNIT": unit is not None,
         "CLASSES": WEIGHT_CLASSES, "COLS": WEIGHT_COLS, "DEPTH": WEIGHT_DEPTH, "TARGETS": WEIGHT_TARGETS,
         "GROUP": WEIGHT_GROUP, "PROGRAMS": programs, "num_stages": 3, "num_warps": 8,
     }  # fmt: skip

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flce.backends.contract import TileCall
+from flce.backends.triton.launch import Launch, launch_of, overlap, threads
 
 
 @triton.jit(do_not_specialize=["ignore_index", "factors_stride"])
@@ -44,3 +50,16 @@ def gradient_of_exponentials_kernel(
                 grad -= of_classes
         grad = tl.where(columns == target, of_target, grad)
         tl.store(exps_ptr + columns, grad.to(exps_ptr.dtype.element_ty), mask=mask)
+
+
+def gradient_of_exponentials(exps: Tensor, factors: Tensor, call: TileCall) -> Iterator[Launch]:
+    yield launch_of(
+        gradient_of_exponentials_kernel,
+        (len(exps),),
+        call,
+        {"BLOCK": 4096, **threads(exps.device, 8), **overlap(exps.device)},
+        exps_ptr=exps,
+        factors_ptr=factors,
+        exps_stride=exps.stride(0),
+        factors_stride=factors.stride(0),
+    )

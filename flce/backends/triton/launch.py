@@ -14,9 +14,7 @@ from flce.core.device_record import Device
 from flce.core.devices import device_record
 from flce.core.problem import NUMBERS, LossSpec
 
-# For `call_arguments`, made once: the name of each field, of its parameter and of its flag.
-_OUTPUTS = tuple((name, f"{name}_ptr", f"WANT_{name.upper()}") for name in RowOutputs._fields)
-# Likewise, for each number of the spec, its flag and the value that switches it off.
+# For `call_arguments`, made once: for each number of the spec its flag, and the value that switches it off.
 _NUMBERS = tuple((name, f"HAS_{name.upper()}", getattr(LossSpec, name)) for name in NUMBERS)
 
 # Threads of a warp, in the launch tables and on NVIDIA's devices.
@@ -105,17 +103,20 @@ def call_arguments(call: TileCall) -> CallArguments:
     bias = inputs.tile_bias(tile)
     if out is not None:
         normalizer = out.normalizer
+    tensors = {
+        "bias": bias,
+        "class_weight": inputs.class_weight,
+        "token_weight": inputs.token_weight,
+        "row_factor": inputs.row_factor,
+        "row_gradient": row_gradient,
+        "scales": inputs.scales,
+        "upstream": upstream,
+        "normalizer": normalizer,
+    }
     unused = inputs.target  # stands for tensors that a flag switches off; never read
     values: dict[str, Any] = {
         "target_ptr": inputs.target,
-        "scales_ptr": unused if inputs.scales is None else inputs.scales,
-        "bias_ptr": unused if bias is None else bias,
-        "class_weight_ptr": unused if inputs.class_weight is None else inputs.class_weight,
-        "token_weight_ptr": unused if inputs.token_weight is None else inputs.token_weight,
-        "row_factor_ptr": unused if inputs.row_factor is None else inputs.row_factor,
-        "row_gradient_ptr": unused if row_gradient is None else row_gradient,
         "row_gradient_stride": 0 if row_gradient is None else row_gradient.stride(0),
-        "upstream_ptr": unused if upstream is None else upstream,
         "upstream_stride": 0 if upstream is None or upstream.dim() == 0 else 1,
         "normalizer_stride": 0 if normalizer is None else normalizer.stride(0),
         "rows": len(inputs.target),
@@ -128,20 +129,14 @@ def call_arguments(call: TileCall) -> CallArguments:
         "cap": spec.cap,
     }
     flags = {
-        "HAS_BIAS": bias is not None,
-        "HAS_CLASS_WEIGHT": inputs.class_weight is not None,
-        "HAS_TOKEN_WEIGHT": inputs.token_weight is not None,
-        "HAS_UPSTREAM": upstream is not None,
         "HAS_SCALE": spec.scale != 1.0 or inputs.row_factor is not None,
-        "HAS_ROW_FACTOR": inputs.row_factor is not None,
-        "HAS_ROW_GRADIENT": row_gradient is not None,
         "HAS_ENTROPY_GRADIENT": call.has_entropy_gradient,
     }
-    for name, pointer, flag in _OUTPUTS:
-        tensor = None if out is None else getattr(out, name)
-        values[pointer] = unused if tensor is None else tensor
-        flags[flag] = tensor is not None
-    values["normalizer_ptr"] = unused if normalizer is None else normalizer
+    for name in RowOutputs._fields:
+        tensors.setdefault(name, None if out is None else getattr(out, name))
+    for name, tensor in tensors.items():
+        values[f"{name}_ptr"] = unused if tensor is None else tensor
+        flags[f"HAS_{name.upper()}"] = flags[f"WANT_{name.upper()}"] = tensor is not None
     for name, flag, default in _NUMBERS:
         values[name] = number = getattr(spec, name)
         flags[flag] = number != default

@@ -117,12 +117,12 @@ def softmax_merge(largest, total, other_largest, other_total):
 
 
 @triton.jit
-def load_columns(pointers, mask, EVICTION: tl.constexpr):
-    """What is there, and 0 where the mask says no; None: all."""
+def load_columns(pointers, mask, EVICTION: tl.constexpr, OTHER: tl.constexpr = 0.0):
+    """What is there, and OTHER where the mask says no; None: all."""
     if mask is None:
         return tl.load(pointers, eviction_policy=EVICTION)
     else:
-        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)
+        return tl.load(pointers, mask=mask, other=OTHER, eviction_policy=EVICTION)
 
 
 @triton.jit

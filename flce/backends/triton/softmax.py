@@ -30,7 +30,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flce.backends.triton.math import LOG2_E, lane_sum, over_lanes, row_head, softmax_merge, softmax_update
+from flce.backends.triton.math import (
+    LOG2_E,
+    lane_sum,
+    load_columns,
+    over_lanes,
+    row_head,
+    softmax_merge,
+    softmax_update,
+)
 
 
 @triton.jit
@@ -297,14 +305,6 @@ def _over_tile(value, ROWS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.conste
 
 
 @triton.jit
-def _load(pointers, mask, OTHER: tl.constexpr, EVICTION: tl.constexpr):
-    if mask is None:
-        return tl.load(pointers, eviction_policy=EVICTION)
-    else:
-        return tl.load(pointers, mask=mask, other=OTHER, eviction_policy=EVICTION)
-
-
-@triton.jit
 def _store(pointers, value, mask):
     # Written lines leave the cache before those that are still to be read a second time.
     if mask is None:
@@ -374,9 +374,9 @@ def softmax_online_kernel(
     # What is read here is to stay in the cache, for the second pass: 1 to 3% for rows of 32,000 elements or more, and
     # nothing in backward.
     for start in range(0, last, BLOCK):
-        x = _load(x_ptr + _along(start + offsets, x_column, UNIT), present, float("-inf"), "evict_last")
+        x = load_columns(x_ptr + _along(start + offsets, x_column, UNIT), present, "evict_last", float("-inf"))
         largest, total = _step(largest, total, x.to(ACCUM), LANES, VECTOR)
-    x = _load(x_ptr + _along(last_columns, x_column, UNIT), mask, float("-inf"), "evict_last")
+    x = load_columns(x_ptr + _along(last_columns, x_column, UNIT), mask, "evict_last", float("-inf"))
     largest, total = _step(largest, total, x.to(ACCUM), LANES, VECTOR)
     if ROWS > 1:
         largest = tl.reshape(largest, (LANES // ROWS, ROWS))
@@ -390,10 +390,10 @@ def softmax_online_kernel(
 
     for done in range(0, last, BLOCK):
         columns = last - BLOCK - done + offsets
-        x = _load(x_ptr + _along(columns, x_column, UNIT), present, float("-inf"), "evict_first")
+        x = load_columns(x_ptr + _along(columns, x_column, UNIT), present, "evict_first", float("-inf"))
         y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
         _store(y_ptr + _along(columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), present)
-    x = _load(x_ptr + _along(last_columns, x_column, UNIT), mask, float("-inf"), "evict_first")
+    x = load_columns(x_ptr + _along(last_columns, x_column, UNIT), mask, "evict_first", float("-inf"))
     y = _normalized(x.to(ACCUM), shift, normalizer, LOG)
     _store(y_ptr + _along(last_columns, y_column, UNIT), y.to(y_ptr.dtype.element_ty), mask)
     if EDGES:
@@ -457,13 +457,13 @@ def softmax_online_backward_kernel(
 
     for start in range(0, last, BLOCK):
         columns = start + offsets
-        term = _load(grad_ptr + _along(columns, grad_column, UNIT), present, 0.0, "").to(ACCUM)
+        term = load_columns(grad_ptr + _along(columns, grad_column, UNIT), present, "").to(ACCUM)
         if not LOG:
-            term *= _load(y_ptr + _along(columns, y_column, UNIT), present, 0.0, "").to(ACCUM)
+            term *= load_columns(y_ptr + _along(columns, y_column, UNIT), present, "").to(ACCUM)
         total += lane_sum(term, LANES, VECTOR)
-    term = _load(grad_ptr + _along(last_columns, grad_column, UNIT), mask, 0.0, "").to(ACCUM)
+    term = load_columns(grad_ptr + _along(last_columns, grad_column, UNIT), mask, "").to(ACCUM)
     if not LOG:
-        term *= _load(y_ptr + _along(last_columns, y_column, UNIT), mask, 0.0, "").to(ACCUM)
+        term *= load_columns(y_ptr + _along(last_columns, y_column, UNIT), mask, "").to(ACCUM)
     total += lane_sum(term, LANES, VECTOR)
     if ROWS > 1:
         total = tl.reshape(total, (LANES // ROWS, ROWS))
@@ -471,12 +471,12 @@ def softmax_online_backward_kernel(
 
     for done in range(0, last, BLOCK):
         columns = last - BLOCK - done + offsets
-        grad = _load(grad_ptr + _along(columns, grad_column, UNIT), present, 0.0, "evict_first")
-        y = _load(y_ptr + _along(columns, y_column, UNIT), present, 0.0, "evict_first")
+        grad = load_columns(grad_ptr + _along(columns, grad_column, UNIT), present, "evict_first")
+        y = load_columns(y_ptr + _along(columns, y_column, UNIT), present, "evict_first")
         dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
         _store(dx_ptr + _along(columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), present)
-    grad = _load(grad_ptr + _along(last_columns, grad_column, UNIT), mask, 0.0, "evict_first")
-    y = _load(y_ptr + _along(last_columns, y_column, UNIT), mask, 0.0, "evict_first")
+    grad = load_columns(grad_ptr + _along(last_columns, grad_column, UNIT), mask, "evict_first")
+    y = load_columns(y_ptr + _along(last_columns, y_column, UNIT), mask, "evict_first")
     dx = _gradient(y.to(ACCUM), grad.to(ACCUM), row_total, LOG)
     _store(dx_ptr + _along(last_columns, dx_column, UNIT), dx.to(dx_ptr.dtype.element_ty), mask)
     if EDGES:

@@ -28,7 +28,7 @@ class Chunks(Schedule):
 
     @classmethod
     def sized(cls, c: Case, size: int) -> Chunks:
-        return Chunks(size)
+        return cls(size)
 
     def forward(self, s: Stage) -> None:
         logits, dlogits = s.logits_and_gradient(self.rows, s.vocab_size)
@@ -52,10 +52,6 @@ class NormalizedChunks(Chunks):
     @classmethod
     def sizes(cls, c: Case) -> range:
         return super().sizes(c) if c.in_blocks and not c.unnormalized else NONE
-
-    @classmethod
-    def sized(cls, c: Case, size: int) -> NormalizedChunks:
-        return NormalizedChunks(size)
 
     def forward(self, s: Stage) -> None:
         tile, e = s.gradient_tile(self.rows, s.vocab_size), Exponentials(s)
