@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import flce
-from benchmarks import comparison, tables
+from benchmarks import operator, tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import Effort, Step, known, needs_package
+from benchmarks.cases import Step, known, needs_package
 from benchmarks.contenders import (
     BOUNDED,
     ONLY,
@@ -37,9 +37,8 @@ from benchmarks.contenders import (
 )
 from benchmarks.measure import Entrant, Prepared
 from benchmarks.problem import Mode, OperatorCase, OperatorProblem, Shape
-from benchmarks.reports import overview
-from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import Columns, Table
+from benchmarks.runs import BenchResult, Run
+from benchmarks.tables import Table
 from benchmarks.targets import (
     MAIN,
     NARROW,
@@ -196,7 +195,7 @@ CONTENDERS = [
 
 
 def prepare(case: OperatorCase, device: torch.device) -> Prepared:
-    meter, enter = comparison.prepare(case, device)
+    meter, enter = operator.prepare(case, device)
 
     def enter_noting(contender: OperatorContender, result: BenchResult) -> Entrant:
         """The plans of a call are those that it asks for: one of forward, and one of the gradients."""
@@ -256,25 +255,6 @@ PRESETS: dict[str, Callable[[], Plan]] = {
 }
 
 
-def time_table(entry: Entry) -> Table:
-    """Beside the products that a call cannot do without."""
-
-    def times(result: BenchResult) -> str:
-        floor = "floor-forward" if result.contender in ("ours-forward", "floor-forward") else "floor"
-        return tables.ratio(result.median_ms, entry.by_name(floor).median_ms, digits=3)
-
-    columns: Columns = {
-        "": lambda r: r.title,
-        "median ms": lambda r: tables.milliseconds(r.median_ms),
-        "least ms": lambda r: tables.milliseconds(min(r.samples_ms)),
-        "calls": lambda r: str(len(r.samples_ms)),
-        "x products": times,
-        "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
-        "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
-    }
-    return tables.table_of(entry, [result for result in entry.results if result.samples_ms], columns)
-
-
 LOGPROBS = Benchmark(
     kind="logprobs",
     about="Time and workspace of log-probabilities and entropies of tokens, with gradients.",
@@ -282,23 +262,14 @@ LOGPROBS = Benchmark(
     case_type=OperatorCase,
     sizes="tokens,hidden,vocab",
     presets=PRESETS,
-    effort=Effort(10, 10.0),
     contenders=lambda case: known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
     prepare=prepare,
-    case_tables=lambda entry: [time_table(entry)],
-    tables=overview(
-        "Median ms, workspace MiB", "tokens x hidden x vocabulary", lambda entry, result: figures(result), time_table
+    table=operator.table,
+    tables=tables.overview(
+        "Median ms, workspace MiB", "tokens x hidden x vocabulary", lambda _, result: figures(result), operator.table
     ),
-    figure=comparison.figure,
+    figure=operator.figure,
     targets=target_tables,
-    # What else a case of the operator can be does not concern these calls.
-    choices={
-        "mode": (MODE,),
-        "feature": ("",),
-        "ignored": (0.0,),
-        "errors": (False,),
-        "calls": (False,),
-        "own_products": (True,),
-    },
+    choices={"mode": (MODE,)},
     defaults=({"mode": MODE},),
 )

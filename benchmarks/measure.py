@@ -181,7 +181,7 @@ def interleave(entrants: list[tuple[BenchResult, Entrant]], meter: BenchMeter, e
         for result, entrant in entrants:
             if effort.expired():
                 return
-            if not result.samples_ms or entrant.spent < effort.seconds:
+            if not result.samples_ms or not effort.enough(entrant.spent):
                 take_sample(result, entrant, meter)
         entrants = [(result, entrant) for result, entrant in entrants if result.status == "ok"]
         order.shuffle(entrants)

@@ -22,12 +22,11 @@ from torch import nn
 
 import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import BenchCase, Contender, Effort, known, needs_package
+from benchmarks.cases import BenchCase, Contender, Step, known, needs_package
 from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
 from benchmarks.plots import Panel, Series, compared, draw, points
-from benchmarks.reports import overview
 from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import NONE, Columns, Table, gibibytes, ratio, table_of
+from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
 from flce.core.sizes import GIB, MIB
 from flce.tools.machine import DTYPES
 
@@ -77,7 +76,7 @@ class ModelCase(BenchCase):
     dtype: str = "bfloat16"
     optimizer: str = "none"
     budgets_mib: tuple[int, ...] = ()  # workspace budgets, each a contender of its own
-    contenders: tuple[str, ...] | None = None  # only these; None: all
+    contenders: tuple[str, ...] | None = None  # only these; None or (): all
     checkpointing: bool = True  # of gradients
     lora_rank: int = 0  # of adapters of all linear layers but the head, by PEFT; nothing else is trained then
     processes: str = ""  # which have these tokens, and how the model is divided over them
@@ -212,7 +211,7 @@ def entrants(case: ModelCase) -> list[ModelContender]:
     """The contenders of a case in the order of the table, with one for each budget."""
     if (missing := needs_package("transformers", "transformers", cuda=False)(torch.device("cpu"))) is not None:
         raise ValueError(f"models need Transformers: {missing}")
-    chosen = CONTENDERS if case.contenders is None else known(CONTENDERS, case.contenders)
+    chosen = known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS
     found = []
     for contender in (contender for contender in CONTENDERS if contender in chosen):
         if contender.name != "ours-budget":
@@ -275,25 +274,55 @@ class TrainingStep:
             self.model.zero_grad()
 
 
-def take_memory(held: int, result: BenchResult, sample: Sample) -> None:
-    """What a step took beside what it found, which is `held` where that cannot be read."""
-    if sample.workspace_bytes is not None:
-        found = held if sample.held_bytes is None else sample.held_bytes
-        result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
-        result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
-
-
-def take(step: TrainingStep, result: BenchResult, sample: Sample) -> None:
-    """Loss and memory of a step."""
+def take(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult, sample: Sample) -> None:
+    """Loss and memory of a step: what it took beside what it found, or beside what is held if that cannot be read."""
     if step.loss is not None:
         result.loss = float(step.loss)
-    take_memory(held_bytes(step.model, step.optimizer), result, sample)
     if sample.workspace_bytes is None:
         return
-    if step.forward_peak_bytes is not None:
-        result.forward_peak_bytes = max(result.forward_peak_bytes or 0, step.forward_peak_bytes)
+    found = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
+    result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
+    result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
+    if (forward := getattr(step, "forward_peak_bytes", None)) is not None:
+        result.forward_peak_bytes = max(result.forward_peak_bytes or 0, forward)
     if result.reserved_bytes is None:  # of the first whole step, which found an empty cache
         result.reserved_bytes = sample.reserved_bytes
+
+
+def in_turn(
+    model: nn.Module, device: torch.device, step_of: Callable[[Any], Step], optimizer: torch.optim.Optimizer | None
+) -> Prepared:
+    """One model, which each contender changes for its turns."""
+    meter = BenchMeter(device)
+
+    def enter(contender: Any, result: BenchResult) -> Entrant:
+        step = step_of(contender)
+        keep = functools.partial(take, step, optimizer, result)
+
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            if result.reserved_bytes is None:
+                release(everything=False)  # what others left in the cache would be counted
+            with contender.applied(model):
+                yield
+
+        with turn():
+            _, sample = meter.warm_up(step)
+        keep(sample)
+        return Entrant(step, turn, keep)
+
+    return meter, enter
+
+
+def prepare(case: ModelCase, device: torch.device) -> Prepared:
+    release()
+    model, batch = build(case, device), make_batch(case, device)
+    # With a learning rate of 0 it works as always, and every contender finds the same weights.
+    kind: Any = OPTIMIZERS[case.optimizer]
+    optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
+    if optimizer is not None:
+        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
+    return in_turn(model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call), optimizer)
 
 
 # --- tables and the picture ---
@@ -319,43 +348,16 @@ def panel(entry: Entry) -> Panel:
     return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
 
 
-def prepare(case: ModelCase, device: torch.device) -> Prepared:
-    release()
-    model, batch = build(case, device), make_batch(case, device)
-    # With a learning rate of 0 it works as always, and every contender finds the same weights.
-    kind: Any = OPTIMIZERS[case.optimizer]
-    optimizer = None if kind is None else kind(model.parameters(), lr=0.0)
-    if optimizer is not None:
-        TrainingStep(model, optimizer, batch[:1, :8])()  # makes its states, which then belong to no contender's step
-    meter = BenchMeter(device)
-
-    def enter(contender: ModelContender, result: BenchResult) -> Entrant:
-        step = TrainingStep(model, optimizer, batch, contender.call)
-        keep = functools.partial(take, step, result)
-
-        @contextlib.contextmanager
-        def turn() -> Iterator[None]:
-            if result.reserved_bytes is None:
-                release(everything=False)  # what others left in the cache would be counted
-            with contender.applied(model):
-                yield
-
-        with turn():
-            _, sample = meter.warm_up(step)
-        keep(sample)
-        return Entrant(step, turn, keep)
-
-    return meter, enter
-
-
 def table(entry: Entry) -> Table:
     """Speed and memory of every contender on the training step of a model."""
-    stock, other = (entry.by_name(name) for name in ("stock", "liger-loss"))
+    stock, other, trl = (entry.by_name(name) for name in ("stock", "liger-loss", "trl"))
     columns: Columns = {
         "": lambda r: r.title,
         "tokens/s": lambda r: rate(r, entry.case),
+        "median ms": lambda r: milliseconds(r.median_ms),
         "x stock": lambda r: ratio(stock.median_ms, r.median_ms),
         "x Liger": lambda r: ratio(other.median_ms, r.median_ms),
+        "x TRL": lambda r: ratio(trl.median_ms, r.median_ms),
         "peak GiB": lambda r: gibibytes(r.peak_bytes),
         "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
         "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
@@ -386,10 +388,9 @@ MODEL = Benchmark(
     case_type=ModelCase,
     sizes="batch,sequence",
     presets=PRESETS,
-    effort=Effort(5, 10.0),
     contenders=entrants,
     prepare=prepare,
-    case_tables=lambda entry: [table(entry)],
+    table=table,
     tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),
     figure=figure,
     choices={"model": ARCHITECTURES, "optimizer": OPTIMIZERS},

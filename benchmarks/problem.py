@@ -97,8 +97,7 @@ class OperatorCase(BenchCase):
         ignored = f"{self.ignored:.0%} of the labels ignored" if self.ignored else ""
         upstream = f"upstream gradient {self.upstream:g}" if self.upstream != 1 else ""
         parts = [" x ".join(map(str, self.shape)), self.dtype, self.mode, self.feature, ignored, upstream]
-        parts += ["" if self.own_products else "own products off"]
-        parts += ["as called" if self.calls else "", self.label]
+        parts += ["" if self.own_products else "own products off", "as called" if self.calls else ""]
         return ", ".join(filter(None, parts))
 
     def aligned(self, multiple: int = 64) -> OperatorCase:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from benchmarks import reports, tables
+from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.cases import BenchCase, Contender, Effort, needs_cuda, needs_package
+from benchmarks.cases import BenchCase, Contender, needs_cuda, needs_package
 from benchmarks.measure import BenchMeter, Entrant, Prepared, nothing, release
 from benchmarks.plots import Panel, Series, draw
 from benchmarks.row_calls import Calls, make_region
@@ -315,7 +315,7 @@ def speed_table(title: str, entries: Sequence[Entry]) -> Table:
             if result.status != "ok":
                 notes.setdefault(f"{who.title} {result.status}: {result.reason}", []).append(columns)
     lines = [f"{reason} ({', '.join(sizes)} columns)" if sizes else reason for reason, sizes in notes.items()]
-    table = reports.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
+    table = tables.summary(f"GB/s, of copy: {title}", "columns", entries, speed, line="columns")
     return replace(table, notes=[*lines, *table.notes])
 
 
@@ -373,10 +373,9 @@ ROWS = Benchmark(
     case_type=RowCase,
     sizes="rows,columns",
     presets=PRESETS,
-    effort=Effort(10, 1.0),
     contenders=lambda case: CONTENDERS,
     prepare=prepare,
-    case_tables=lambda entry: [speed_table(entry.case.title, [entry])],
+    table=lambda entry: speed_table(entry.case.title, [entry]),
     tables=whole,
     figure=figure,
     defaults=tuple({"operation": operation, "direction": direction} for operation, direction in TASKS),

@@ -58,6 +58,9 @@ class BenchResult:
     loss: float | None = None
     forwards: int | None = None  # of a patched model in training
     fused: int | None = None  # losses of these that flce has computed: of the others stock code has
+    # The longest sequence that trains, and the one that is predicted.
+    tokens: int | None = None
+    predicted_tokens: int | None = None
     # Those of passes over memory.
     moved_bytes: int | None = None  # what a call has to read and write
     calls: int = 1  # made one after the other, whose time is one sample

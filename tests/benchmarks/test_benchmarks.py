@@ -24,11 +24,10 @@ from benchmarks.cases import Effort, StepOutcome, needs_package
 from benchmarks.cli import BENCHMARKS, app
 from benchmarks.contenders import CONTENDERS, OperatorContender, budget_name, select
 from benchmarks.measure import BenchMeter
-from benchmarks.operator import OPERATOR, time_table
+from benchmarks.operator import OPERATOR, table
 from benchmarks.problem import CALLS, OperatorCase, OperatorProblem
-from benchmarks.reports import markdown, shortfalls
 from benchmarks.runs import BenchResult, Entry, Run
-from benchmarks.tables import spread_note
+from benchmarks.tables import markdown, shortfalls, spread_note
 from flce.core.sizes import MIB
 from flce.ops import linear_call
 from flce.planning import device_kinds
@@ -55,10 +54,10 @@ def small_run(request, tmp_path_factory):
     if request.param == "model":
         pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("benchmarks") / "run.json"
-    arguments = [request.param, "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--out", str(path)]
+    arguments = ["--preset", "tiny", "--device", "cpu", "--rounds", "2", "--out", str(path)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
-        done = CliRunner().invoke(app, [*arguments, *(["--errors"] if request.param == "operator" else [])])
+        done = CliRunner().invoke(app, [request.param, *arguments])
     assert done.exit_code == 0, done.output
     return BENCHMARKS[request.param], path
 
@@ -127,27 +126,27 @@ def test_a_package_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     "command, arguments, message",
     [
-        *((command, ["--preset", "nothing"], "tiny") for command in BENCHMARKS),
+        ("operator", ["--preset", "nothing"], "tiny"),
         ("operator", [], "--preset or --shape"),
         ("operator", ["--preset", "tiny", "--shape", "1,2,3"], "not both"),
         ("operator", ["--shape", "8,4"], "tokens,hidden,vocab as 3 positive numbers"),
         ("operator", ["--shape", "8,4,0"], "positive"),
-        ("operator", ["--shape", "8,4,16", "--dtype", "int8"], "float32"),
-        ("operator", ["--shape", "8,4,16", "--contender", "nobody"], "there are"),
+        ("operator", ["--shape", "8,4,16", "--set", "dtype=int8"], "float32"),
+        ("operator", ["--shape", "8,4,16", "--set", "contenders=nobody"], "there are"),
         ("operator", ["--shape", "8,4,16", "--device", "abacus"], "there is no device 'abacus' here"),
-        ("operator", ["--shape", "8,4,16", "--no-time"], "nothing to measure"),
+        ("operator", ["--shape", "8,4,16", "--set", "time=false"], "nothing to measure"),
         ("operator", ["--shape", "8,4,16", "--seconds", "inf"], "expected a finite number, got inf"),
         ("operator", ["--shape", "8,4,16", "--deadline", "nan"], "expected a finite number, got nan"),
-        ("operator", ["--shape", "8,4,16", "--mode", "sideways"], "frozen-head"),
-        ("model", ["--model", "GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
-        ("model", ["--preset", "tiny", "--contender", "nobody"], "there are"),
-        ("model", ["--preset", "tiny", "--optimizer", "sideways"], "adamw"),
-        ("rows", ["--preset", "tiny", "--dtype", "float64"], "nothing to measure"),
-        ("rows", ["--preset", "tiny", "--errors"], "rows: no such thing as errors"),
+        ("operator", ["--shape", "8,4,16", "--set", "mode=sideways"], "frozen-head"),
+        ("model", ["--set", "model=GPT-9", "--shape", "1,8"], "Llama-3.2-1B"),
+        ("model", ["--preset", "tiny", "--set", "contenders=nobody"], "there are"),
+        ("model", ["--preset", "tiny", "--set", "optimizer=sideways"], "adamw"),
+        ("rows", ["--preset", "tiny", "--set", "errors=true"], "rows: no such thing as 'errors', but rows, columns"),
+        ("wrapped", ["--preset", "tp"], "several processes take part"),
     ],
 )
 def test_wrong_arguments_are_explained(command, arguments, message, tmp_path):
-    if command == "model":
+    if command in ("model", "wrapped"):
         pytest.importorskip("transformers")
     out = tmp_path / "none.json"
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [command, *arguments, "--out", str(out)])
@@ -161,7 +160,7 @@ def test_missing_figures_are_a_failure(monkeypatch, tmp_path):
         raise RuntimeError("as planned")
 
     monkeypatch.setattr(flce, "softmax", fail)
-    arguments = ["rows", "--shape", "8,16", "--operation", "softmax", "--device", "cpu"]
+    arguments = ["rows", "--shape", "8,16", "--set", "operation=softmax", "--device", "cpu"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "rows.json")])
     assert done.exit_code == 1
     assert "No figures for ours, ours-again" in " ".join(done.output.split())
@@ -344,7 +343,7 @@ def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
     assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
     head: dict[str, Any] = {"device": {"type": "cpu", "name": "made up"}}
     run = Run("operator", head, [entry, other])
-    assert all("spread: " in table.notes[-1] for table in OPERATOR.tables(run, False))
+    assert all("spread: " in "".join(table.notes) for table in OPERATOR.tables(run, False))
     assert "not known" in spread_note([Entry(entry.case, entry.results[:2])])
 
 
@@ -401,5 +400,5 @@ def test_what_fails_is_a_shortfall_and_the_others_go_on():
     ]
     (missing,) = shortfalls(Run("operator", {}, [entry]))
     assert (missing.contender, missing.reason) == ("ours-again", "RuntimeError: as planned")
-    assert "not known" in time_table(entry).notes[-1]
-    assert "flce, again (ours-again) failed: RuntimeError: as planned" in time_table(entry).notes
+    assert any("not known" in note for note in table(entry).notes)
+    assert "flce, again (ours-again) failed: RuntimeError: as planned" in table(entry).notes

@@ -29,8 +29,8 @@ from benchmarks.models import (
     held_bytes,
     liger,
 )
-from benchmarks.reports import markdown, shortfalls
 from benchmarks.runs import Run
+from benchmarks.tables import markdown, shortfalls
 
 CPU = torch.device("cpu")
 

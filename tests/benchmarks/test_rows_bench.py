@@ -13,7 +13,6 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.cases import Effort
 from benchmarks.measure import BenchMeter
-from benchmarks.reports import markdown
 from benchmarks.row_calls import Calls, launched, make_region
 from benchmarks.rows import (
     CACHES,
@@ -26,6 +25,7 @@ from benchmarks.rows import (
     make_calls,
 )
 from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import markdown
 
 CPU = torch.device("cpu")
 HEAD: dict[str, Any] = {

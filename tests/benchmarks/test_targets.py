@@ -19,8 +19,8 @@ from benchmarks.cli import app
 from benchmarks.contenders import budget_name, select
 from benchmarks.operator import CURVE, OPERATOR, PRESETS, SHAPES, call_case, peer_case
 from benchmarks.problem import OperatorCase
-from benchmarks.reports import shortfalls
 from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.tables import shortfalls
 from benchmarks.targets import (
     CALL_TARGETS,
     CURVE_MIB,
@@ -197,7 +197,7 @@ def test_the_curve_is_drawn_with_every_name_in_the_legend():
     least = BenchResult(budget_name(1), "", "ours", "unplanned", "max_workspace_bytes is too small")
     run = run_of(Entry(case, [*figures, least]))
     assert shortfalls(run) == []
-    assert "has no plan: max_workspace_bytes is too small" in OPERATOR.tables(run, False)[-2].markdown()
+    assert "has no plan: max_workspace_bytes is too small" in OPERATOR.table(run.cases[0]).markdown()
     picture = OPERATOR.figure(run)
     assert {*case.contenders} == {result.contender for result in run.cases[0].results}
     (legend,) = picture.legends
