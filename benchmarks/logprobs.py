@@ -48,6 +48,7 @@ from benchmarks.targets import (
     check_targets,
     duel_table,
     duels,
+    entries_of,
     figures,
     plan_tables,
     verdict_table,
@@ -219,7 +220,8 @@ def prepare(case: OperatorCase, device: torch.device) -> Prepared:
 
 def promised(shape: Shape, logprob: float, usual: float, all_of_it: float, forward: float) -> list[Target]:
     """Forward and backward over four products, forward alone over its one; of workspace, too, 2% are tolerated."""
-    of = Target("logprob, entropy", shape, usual, mode=MODE, workspace_mib=512, workspace_tolerance=TOLERANCE)
+    case = OperatorCase(*shape, mode=MODE)
+    of = Target("logprob, entropy", case, usual, workspace_mib=512, workspace_tolerance=TOLERANCE)
     of_budgets = [
         replace(of, call=f"{mib} MiB budget", limit=None, contender=budget_name(mib), workspace_mib=mib)
         for mib in BUDGETS_MIB
@@ -240,9 +242,9 @@ RULES = [Rule(name, 1.0, least_mib=512, settings=SETTINGS) for name in ("trl", "
 
 
 def target_tables(runs: Sequence[Run], brief: bool) -> list[Table]:
-    spread = tables.spread_note([entry for run in runs for entry in run.cases])
-    calls = verdict_table("Targets of log-probabilities met", check_targets(runs, TARGETS), runs, [spread])
-    return [calls, duel_table("Faster than peers", duels(runs, RULES, MODE), runs, spread), *plan_tables(runs)]
+    entries = entries_of(runs)
+    calls = verdict_table("Targets of log-probabilities met", check_targets(runs, TARGETS), runs, entries)
+    return [calls, duel_table("Faster than peers", duels(runs, RULES, MODE), runs, entries), *plan_tables(runs)]
 
 
 # --- presets and tables ---

@@ -258,14 +258,11 @@ class TrainingStep:
     batch: torch.Tensor
     call: dict[str, Any] = field(default_factory=dict)
     loss: torch.Tensor | None = None
-    forward_peak_bytes: int | None = None
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
 
     def __call__(self) -> None:
         try:
             loss = self.model(input_ids=self.batch, labels=self.batch, use_cache=False, **self.call).loss
-            if self.batch.is_cuda:  # the allocator keeps its books on the host: nothing is waited for
-                self.forward_peak_bytes = torch.cuda.max_memory_allocated(self.batch.device)
             self.backward(loss)
             if self.optimizer is not None:
                 self.optimizer.step()
@@ -283,8 +280,6 @@ def take(step: Any, optimizer: torch.optim.Optimizer | None, result: BenchResult
     found = held_bytes(step.model, optimizer) if sample.held_bytes is None else sample.held_bytes
     result.workspace_bytes = max(result.workspace_bytes or 0, sample.workspace_bytes)
     result.peak_bytes = max(result.peak_bytes or 0, found + sample.workspace_bytes)
-    if (forward := getattr(step, "forward_peak_bytes", None)) is not None:
-        result.forward_peak_bytes = max(result.forward_peak_bytes or 0, forward)
     if result.reserved_bytes is None:  # of the first whole step, which found an empty cache
         result.reserved_bytes = sample.reserved_bytes
 
@@ -362,7 +357,6 @@ def table(entry: Entry) -> Table:
         "step GiB": lambda r: gibibytes(r.workspace_bytes if r.peak_bytes is None else None),
         "GiB x stock": lambda r: ratio(r.peak_bytes, stock.peak_bytes if stock.samples_ms else None),
         "GiB x Liger": lambda r: ratio(r.peak_bytes, other.peak_bytes if other.samples_ms else None),
-        "forward GiB": lambda r: gibibytes(r.forward_peak_bytes),
         "reserved GiB": lambda r: gibibytes(r.reserved_bytes),
         "steps": lambda r: str(len(r.samples_ms)),
         "losses fused": lambda r: NONE if r.fused is None else f"{r.fused} of {r.forwards}",

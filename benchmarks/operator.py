@@ -182,8 +182,6 @@ def table(entry: Entry, shown: Collection[str] = ()) -> Table:
         "alone ms": lambda r: tables.milliseconds(r.alone_ms),
         "alone x products": lambda r: tables.ratio(r.alone_ms, floor_ms),
         "host ms": lambda r: tables.milliseconds(r.host_ms),
-        "CPU ms": lambda r: tables.milliseconds(r.median_cpu_ms),
-        "CPU x stock": lambda r: tables.ratio(r.median_cpu_ms, stock.median_cpu_ms),
         "MiB": lambda r: tables.mebibytes(r.workspace_bytes),
         "planned MiB": lambda r: tables.mebibytes(r.planned_bytes),
         "MiB x stock": lambda r: tables.ratio(r.workspace_bytes, stock.workspace_bytes),

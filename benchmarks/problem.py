@@ -81,6 +81,11 @@ class OperatorCase(BenchCase):
         return self.time
 
     @property
+    def problem(self) -> OperatorCase:
+        """The same, whoever takes part, and whatever is compared."""
+        return replace(self, contenders=None, errors=False)
+
+    @property
     def call(self) -> BenchCall:
         return CALLS[self.mode]
 

@@ -42,7 +42,6 @@ class BenchResult:
     status: str = "ok"
     reason: str | None = None  # unless it is "ok"
     samples_ms: list[float] = field(default_factory=list)  # every timed call, or `calls` of them, in order
-    cpu_samples_ms: list[float] = field(default_factory=list)  # processor time of the same calls, on a CPU
     workspace_bytes: int | None = None  # peak above what was allocated before a call, and above what it returns
     note: str | None = None  # why it could not be captured in a CUDA graph
     # Calls from an idle device, beside the time until it has finished.
@@ -51,9 +50,8 @@ class BenchResult:
     # The operator's.
     planned_bytes: int | None = None  # the workspace of ours as `flce.plan` has it
     errors: dict[str, float] | None = None  # relative, against float64
-    # A model's: all that was allocated, until the loss was there, and what the allocator took from the device.
+    # A model's: all that was allocated, and what the allocator took from the device.
     peak_bytes: int | None = None
-    forward_peak_bytes: int | None = None
     reserved_bytes: int | None = None
     loss: float | None = None
     forwards: int | None = None  # of a patched model in training
@@ -73,10 +71,6 @@ class BenchResult:
     @property
     def median_ms(self) -> float | None:
         return median(self.samples_ms)
-
-    @property
-    def median_cpu_ms(self) -> float | None:
-        return median(self.cpu_samples_ms)
 
     @property
     def host_ms(self) -> float | None:

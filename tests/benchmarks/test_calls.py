@@ -127,7 +127,7 @@ def test_a_step_that_fails_leaves_no_gradient(which):
 
 def test_the_times_are_kept_and_shown(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(CallMeter, "capture", lambda meter, step: None)
-    monkeypatch.setattr(CallMeter, "sample", lambda meter, step: Sample(5.0, None, None, 0.75, 4.0))
+    monkeypatch.setattr(CallMeter, "sample", lambda meter, step: Sample(5.0, None, 0.75, 4.0))
     entry = OPERATOR.measure(CASE, CPU, Effort(2, 1.0), select(["ours"]))
     floor = measured("floor", 3.9, 4.0, 0.1, "floor")
     stuck = BenchResult("liger", "Liger", "peer", samples_ms=[8.0], host_samples_ms=[7.5], note="it waits")

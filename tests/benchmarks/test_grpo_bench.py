@@ -139,7 +139,7 @@ def test_a_run(tmp_path: Any) -> None:
     for entry in run.cases:
         assert {result.status for result in entry.results} == {"ok"}, [result.reason for result in entry.results]
         assert all(len(result.samples_ms) == 2 and result.peak_bytes for result in entry.results)
-        text = GRPO.table(entry).markdown()
+        assert "tokens/s" in GRPO.table(entry).markdown()
     assert "Tokens/s, peak GiB" in "".join(table.markdown() for table in GRPO.tables(run, True))
     GRPO.figure(run).savefig(tmp_path / "run.png")
     for case, _ in PRESETS["h200"]():

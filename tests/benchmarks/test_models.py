@@ -179,7 +179,6 @@ def test_every_contender_runs_on_cuda():
         if result.family != "peer":
             assert result.status == "ok", (result.contender, result.reason)
             assert result.peak_bytes is not None
-            assert result.forward_peak_bytes is not None
             assert result.reserved_bytes is not None
-            assert result.forward_peak_bytes <= result.peak_bytes <= 1.1 * result.reserved_bytes
+            assert result.peak_bytes <= 1.1 * result.reserved_bytes
             assert result.loss == pytest.approx(stock.loss, abs=1e-2)
