@@ -125,12 +125,17 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 # ---------------------------------------------------------------------------------------------------------- wrapping
 
 
+def _mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device().type, (dist.get_world_size(),))
+
+
 def _fsdp2(model: Any, *units: list[nn.Module], reshard: bool | None = None, **kwargs: Any) -> Any:
     """Decoder layers, ``units`` and the rest."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    kwargs.setdefault("mesh", init_device_mesh(device().type, (dist.get_world_size(),)))
+    kwargs.setdefault("mesh", _mesh())
     core = model.get_base_model() if hasattr(model, "get_base_model") else model
     for layer in core.model.layers:
         fully_shard(layer, **kwargs)
@@ -146,20 +151,38 @@ def _tail(model: Any, reshard: bool, **kwargs: Any) -> Any:
     return _fsdp2(model, [core.model.norm, *embedding, core.lm_head], reshard=reshard, **kwargs)
 
 
-def _alone(model: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=init_device_mesh(device().type, (dist.get_world_size(),)))
-
-
 def _ddp(model: Any, **kwargs: Any) -> Any:
     return nn.parallel.DistributedDataParallel(model, **kwargs)
 
 
+def _alone(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=_mesh())
+
+
+def _root_resharded(model: Any) -> Any:
+    model = _fsdp2(model)
+    model.set_reshard_after_forward(True, recurse=False)
+    return model
+
+
+def _offloaded(model: Any) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return _tail(model, True, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _hybrid(model: Any) -> Any:
+    """HSDP: two replicas of two shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return _tail(model, True, mesh=init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
 WRAPPINGS: dict[str, Callable[[Any], Any]] = {
     "root": _fsdp2,
-    "root, resharded": lambda model: _root_resharded(model),
+    "root, resharded": _root_resharded,
     "fully_shard(model)": _alone,
     "tail": lambda model: _tail(model, False),
     "tail, resharded": lambda model: _tail(model, True),
@@ -169,12 +192,7 @@ WRAPPINGS: dict[str, Callable[[Any], Any]] = {
     "DDP, static graph": lambda model: _ddp(model, static_graph=True),
     "DDP, unused parameters": lambda model: _ddp(model, find_unused_parameters=True),
 }
-
-
-def _root_resharded(model: Any) -> Any:
-    model = _fsdp2(model)
-    model.set_reshard_after_forward(True, recurse=False)
-    return model
+SPECIAL: dict[str, Callable[[Any], Any]] = {"offloaded": _offloaded, "hybrid": _hybrid}
 
 
 # ---------------------------------------------------------------------------------------------------------- training
@@ -235,15 +253,44 @@ def check_same(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert want["losses"][-1] != want["losses"][0]
 
 
-def compare(wrapping: str, loss: str, tied: bool = False, **kwargs: Any) -> dict[str, int]:
-    """Train wrapped and patched, and in one process; the errors are the test's."""
+def with_lora(adapters: str) -> Callable[[Any], Any]:
+    from peft import LoraConfig, get_peft_model
+
+    def prepare(model: Any) -> Any:
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {
+            "backbone": {"target_modules": ["q_proj"]},
+            "head": {"target_modules": ["q_proj", "lm_head"]},
+            "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        }[adapters]
+        return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
+
+    return prepare
+
+
+def compare(wrapping: str, loss: str, trained: str = "all", **config: Any) -> None:
+    """Losses and gradients of a wrapped, patched model and of stock in one process.
+
+    Args:
+        trained: "all", "only the head", or adapters as `with_lora` has them.
+        config: what the model has in place of its defaults.
+    """
     warnings.simplefilter("ignore" if loss == "real logits" else "error", MaterializedLogitsWarning)
-    stock = tiny_llama(tie_word_embeddings=tied)
+    stock = tiny_llama(**config)
+    if trained == "only the head":
+        stock.requires_grad_(False).lm_head.requires_grad_(True)
+    elif trained != "all":
+        stock = with_lora(trained)(stock)
     patched = flce.patch_model(copy.deepcopy(stock))
-    check_same(train(WRAPPINGS[wrapping](patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
-    report = flce.report(patched)
-    counts = {"materialized": report.materialized, "stock": report.stock}
-    return {"fused": report.fused, **{name: sum(of.values()) for name, of in counts.items()}}
+    check_same(train((WRAPPINGS | SPECIAL)[wrapping](patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
+    check_fused(patched, 0 if loss == "asked for" else STEPS)
+
+
+def check_fused(model: Any, times: int = STEPS) -> None:
+    """As often at least, and stock code not once."""
+    report = flce.report(model)
+    assert report.fused >= times, report
+    assert not report.stock, report
 
 
 # ------------------------------------------------------------------------------------------------ other uses of FSDP2
@@ -281,53 +328,6 @@ def mixed_precision(wrapping: str, loss: str) -> None:
     assert flce.report(patched).fused == batches + STEPS
 
 
-def offloaded(loss: str) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    compare_wrapped(lambda model: _tail(model, True, offload_policy=CPUOffloadPolicy(pin_memory=False)), loss)
-
-
-def compare_wrapped(
-    wrap: Callable[[Any], Any], loss: str, prepare: Callable[[Any], Any] = lambda model: model, **config: Any
-) -> None:
-    """Losses and gradients of a wrapped, patched model and of stock in one process."""
-    warnings.simplefilter("error", MaterializedLogitsWarning)
-    stock = prepare(tiny_llama(**config))
-    patched = flce.patch_model(copy.deepcopy(stock))
-    check_same(train(wrap(patched), LOSSES[loss]), reference(stock, LOSSES[loss]))
-    report = flce.report(patched)
-    assert report.fused >= STEPS, report
-    assert not report.stock, report
-
-
-def tied(loss: str, reshard: bool) -> None:
-    compare_wrapped(lambda model: _tail(model, reshard), loss, tie_word_embeddings=True)
-
-
-def with_lora(adapters: str) -> Callable[[Any], Any]:
-    from peft import LoraConfig, get_peft_model
-
-    def prepare(model: Any) -> Any:
-        torch.manual_seed(0)
-        settings: dict[str, Any] = {
-            "backbone": {"target_modules": ["q_proj"]},
-            "head": {"target_modules": ["q_proj", "lm_head"]},
-            "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-        }[adapters]
-        return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
-
-    return prepare
-
-
-def with_adapters(loss: str, adapters: str, wrapping: str) -> None:
-    wrap = {
-        "root": _fsdp2,
-        "tail": lambda model: _tail(model, False),
-        "tail, resharded": lambda model: _tail(model, True),
-    }
-    compare_wrapped(wrap[wrapping], loss, with_lora(adapters))
-
-
 def _saved_head(model: Any) -> nn.Module:
     saved: nn.Module = model.get_base_model().lm_head.modules_to_save["default"]
     return saved
@@ -335,22 +335,16 @@ def _saved_head(model: Any) -> nn.Module:
 
 def of_trl(summed: bool, wrapping: str) -> None:
     """TRL's loss with flce's head, which is trained beside adapters. TRL adds its own after the adapters."""
-    from peft import LoraConfig, get_peft_model
     from trl.trainer import utils
 
     import flce.huggingface.trl
-
-    def prepare(model: Any) -> Any:
-        torch.manual_seed(0)
-        config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], modules_to_save=["lm_head"])
-        return get_peft_model(model, config)
 
     def loss(model: Any, ids: Tensor) -> Tensor:
         made = model(input_ids=ids, labels=ids, fused_lm_head=True, summed=summed)
         value: Tensor = -made.log_probs.sum() / made.label_mask.sum()
         return value
 
-    stock, patched = prepare(tiny_llama()), prepare(tiny_llama())
+    stock, patched = (with_lora("modules_to_save")(tiny_llama()) for _ in range(2))
     flce.huggingface.trl.adding_head(utils.add_fused_lm_head, None)(patched.get_base_model(), outputs=("entropy",))
     wrap = {
         "root": _fsdp2,
@@ -360,9 +354,7 @@ def of_trl(summed: bool, wrapping: str) -> None:
         "DDP": _ddp,
     }
     check_same(train(wrap[wrapping](patched), loss), reference(stock, with_labels))
-    report = flce.report(patched)
-    assert report.fused == STEPS, report
-    assert not report.stock, report
+    check_fused(patched)
 
 
 def accumulated(loss: str) -> None:
@@ -384,14 +376,6 @@ def accumulated(loss: str) -> None:
         results.append((losses, [full(p) for p in model.parameters()]))
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
     assert flce.report(patched).fused == 12
-
-
-def hybrid(loss: str) -> None:
-    """HSDP: two replicas of two shards."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    compare_wrapped(lambda model: _tail(model, True, mesh=mesh), loss)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -447,9 +431,7 @@ def accelerated(loss: str, precision: str) -> None:
     # AdamW divides by the size of a gradient, so rounding shows in weights whose gradients are next to nothing.
     tolerance = 2e-4 if precision == "no" else 5e-2
     torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
-    report = flce.report(patched)
-    assert report.fused == STEPS, report
-    assert not report.stock, report
+    check_fused(patched)
 
 
 def fabric(loss: str, order: str) -> None:
@@ -478,9 +460,7 @@ def fabric(loss: str, order: str) -> None:
             optimizer.zero_grad()
         results.append(values)
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-    report = flce.report(wrapped)
-    assert report.fused == 2 * STEPS, report
-    assert not report.stock, report
+    check_fused(wrapped, 2 * STEPS)
 
 
 def from_transformers(stock: Any, **config: Any) -> Any:
@@ -504,9 +484,7 @@ def transformers_fsdp(loss: str) -> None:
     stock = tiny_llama()
     model = flce.patch_model(from_transformers(stock, fsdp_size=2))
     check_same(train(model, LOSSES[loss]), reference(stock, LOSSES[loss]))
-    report = flce.report(model)
-    assert report.fused == STEPS, report
-    assert not report.stock, report
+    check_fused(model)
 
 
 def transformers_tensor_parallel(loss: str) -> None:
@@ -590,16 +568,6 @@ def compiled(what: str, wrapping: str) -> None:
 def error_of(call: Callable[[], Any], text: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         call()
-
-
-def only_the_head(loss: str) -> None:
-    def prepare(model: Any) -> Any:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name == "lm_head.weight")
-        return model
-
-    for wrap in (_fsdp2, lambda model: _tail(model, True)):
-        compare_wrapped(wrap, loss, prepare)
 
 
 # ------------------------------------------------------------------------------------------------------------- FSDP1
