@@ -109,7 +109,7 @@ def build(case: ModelCase, device: torch.device, seed: int = 0) -> nn.Module:
     config = AutoConfig.for_model(**ARCHITECTURES[case.model])
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[case.dtype], attn_implementation="sdpa")
-    if needs_peft(device) is None:
+    if case.lora_rank and needs_peft(device) is None:
         add_lora(model, case.lora_rank)
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,6 +31,7 @@ from flce.core.sizes import MIB
 from flce.ops import linear_call
 from flce.planning import device_kinds
 from flce.testing.problem import IGNORED
+from tests.benchmarks.made_up import HEAD
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -278,8 +278,7 @@ def test_every_contender_runs_on_cuda(mode, tmp_path):
             assert result.status == "ok", (result.contender, result.reason)
             assert len(result.samples_ms) == 2
     assert entry.by_name("floor-aligned").samples_ms
-    head: dict[str, Any] = {"date": "", "command": "", "commit": None, "versions": {}}
-    save(Run("operator", head | {"device": {"type": "cuda", "name": ""}}, [entry]), tmp_path / "run.json")
+    save(Run("operator", HEAD, [entry]), tmp_path / "run.json")
     run = OPERATOR.load(tmp_path / "run.json")
     assert "| flce |" in markdown(run, OPERATOR.tables(run, False))
 
@@ -311,8 +310,7 @@ def test_problem_is_as_asked_for():
 
 def test_not_finite_errors_survive_the_file(tmp_path):
     result = BenchResult("stock", "stock", "stock", errors={"loss": math.inf, "input_grad": 0.5})
-    head: dict[str, Any] = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {}}
-    save(Run("operator", head, [Entry(OperatorCase(8, 4, 16), [result])]), tmp_path / "run.json")
+    save(Run("operator", HEAD, [Entry(OperatorCase(8, 4, 16), [result])]), tmp_path / "run.json")
     again = OPERATOR.load(tmp_path / "run.json").cases[0].results[0]
     assert again.errors == result.errors
 
@@ -341,8 +339,7 @@ def test_our_default_is_measured_twice_and_the_tables_say_how_far_apart():
     assert note == "spread: 10.0% between flce and flce, again, the same call (2 and 2.2 ms)"
     other = entry_of(1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 1.3, 1.3, 1.3)
     assert "20.0% in the median and 30.0% at most" in spread_note([entry, other])
-    head: dict[str, Any] = {"device": {"type": "cpu", "name": "made up"}}
-    run = Run("operator", head, [entry, other])
+    run = Run("operator", HEAD | {"device": {"type": "cpu", "name": "made up", "threads": 1}}, [entry, other])
     assert all("spread: " in "".join(table.notes) for table in OPERATOR.tables(run, False))
     assert "not known" in spread_note([Entry(entry.case, entry.results[:2])])
 

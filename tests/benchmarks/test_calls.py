@@ -24,16 +24,10 @@ from benchmarks.operator import OPERATOR
 from benchmarks.problem import OperatorCase, OperatorProblem
 from benchmarks.row_calls import Region
 from benchmarks.runs import BenchResult, Entry, Run
+from tests.benchmarks.made_up import HEAD
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = OperatorCase(8, 4, 16, calls=True)
-HEAD: dict[str, Any] = {
-    "date": "2026-11-25T00:00:00Z",
-    "command": "python -m benchmarks operator",
-    "commit": None,
-    "versions": {},
-    "device": {"type": "cuda", "name": "made up"},
-}
 
 
 class Device:

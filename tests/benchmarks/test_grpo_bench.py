@@ -24,6 +24,7 @@ from benchmarks.grpo import CONTENDERS, GRPO, OLD, PARTS, PRESETS, TRAINING, Com
 from benchmarks.models import build
 from benchmarks.runs import Run
 from flce.testing.problem import relative_error
+from tests.benchmarks.made_up import HEAD
 
 CPU = torch.device("cpu")
 CASE = PRESETS["tiny"]()[1][0]
@@ -133,8 +134,7 @@ def test_a_run(tmp_path: Any) -> None:
     """Its tables and its picture; and what is measured on a GPU."""
     entries = [GRPO.measure(case, CPU, Effort(2, 1.0), known(CONTENDERS, ["ours", "trl", "stock"])) for case, _ in
                PRESETS["tiny"]()]  # fmt: skip
-    head = {"date": "d", "command": "c", "commit": None, "versions": {}, "device": {"type": "cuda", "name": "a GPU"}}
-    save(Run("grpo", head, entries), tmp_path / "run.json")
+    save(Run("grpo", HEAD, entries), tmp_path / "run.json")
     run = GRPO.load(tmp_path / "run.json")
     for entry in run.cases:
         assert {result.status for result in entry.results} == {"ok"}, [result.reason for result in entry.results]

@@ -19,9 +19,9 @@ from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.targets import MET, MISSED, check_targets, duels
 from flce.core.sizes import MIB
 from flce.testing.problem import relative_error
+from tests.benchmarks.made_up import HEAD
 
 CPU = torch.device("cpu")
-HEAD: dict[str, Any] = {"device": {"type": "cuda", "name": "made up"}}
 OVER_THE_FLOOR = {"floor-forward": 0.25, "ours-forward": 0.25, "ours-skipping": 0.5, "trl": 1.1, "liger": 1.1}
 
 

@@ -26,15 +26,9 @@ from benchmarks.rows import (
 )
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.tables import markdown
+from tests.benchmarks.made_up import HEAD
 
 CPU = torch.device("cpu")
-HEAD: dict[str, Any] = {
-    "date": "2026-11-21T00:00:00Z",
-    "command": "python -m benchmarks rows",
-    "commit": None,
-    "versions": {},
-    "device": {"type": "cuda", "name": "made up"},
-}
 
 
 every_task = pytest.mark.parametrize("task", TASKS, ids=lambda task: " ".join(task).replace(" ", "-"))

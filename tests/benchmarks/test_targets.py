@@ -42,14 +42,7 @@ from benchmarks.targets import (
     target_cases,
 )
 from flce.core.sizes import MIB
-
-HEAD: dict[str, Any] = {
-    "date": "2026-11-21T00:00:00Z",
-    "command": "python -m benchmarks operator",
-    "commit": None,
-    "versions": {},
-    "device": {"type": "cuda", "name": "made up"},
-}
+from tests.benchmarks.made_up import HEAD
 
 
 def measured(contender: str, milliseconds: float, mib: float | None = None, family: str = "ours") -> BenchResult:
