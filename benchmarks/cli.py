@@ -212,8 +212,10 @@ def plot(
     file: Annotated[Path, typer.Argument(help="Result file.", exists=True, dir_okay=False)],
     out: Annotated[Path | None, option(help="PNG; beside the result file by default.")] = None,
 ) -> None:
-    """A picture of time, or speed, against memory; of rows, of bandwidth over their length."""
+    """A picture of time against workspace; of rows, of bandwidth over their length."""
     benchmark, run = load(file)
+    if benchmark.figure is None:
+        raise typer.BadParameter(f"there is no picture of {benchmark.noun}")
     path = out or file.with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     benchmark.figure(run).savefig(path, dpi=110)

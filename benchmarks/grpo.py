@@ -28,7 +28,7 @@ import flce
 from benchmarks.benchmark import Plan, planned
 from benchmarks.cases import Contender, known, needs_package
 from benchmarks.measure import Prepared, release
-from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, figure, in_turn, make_batch
+from benchmarks.models import ARCHITECTURES, MODEL, MODELS, ModelCase, build, in_turn, make_batch
 from flce.huggingface import NotFusedWarning
 
 OLD, TRAINING = PARTS = "old policy", "training step"
@@ -272,7 +272,6 @@ GRPO = replace(
     presets=PRESETS,
     contenders=lambda case: known(CONTENDERS, case.contenders) if case.contenders else CONTENDERS,
     prepare=prepare,
-    figure=functools.partial(figure, what="A step of GRPO"),
     choices={"model": ARCHITECTURES, "part": PARTS},
     defaults=tuple({"model": MODELS[0], "part": part} for part in PARTS),
 )

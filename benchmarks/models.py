@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,15 +24,10 @@ import flce
 from benchmarks.benchmark import Benchmark, Plan, planned
 from benchmarks.cases import BenchCase, Contender, Step, known, needs_package
 from benchmarks.measure import BenchMeter, Entrant, Prepared, Sample, release
-from benchmarks.plots import Panel, Series, compared, draw, points
-from benchmarks.runs import BenchResult, Entry, Run
+from benchmarks.runs import BenchResult, Entry
 from benchmarks.tables import NONE, Columns, Table, gibibytes, milliseconds, overview, ratio, table_of
-from flce.core.sizes import GIB, MIB
+from flce.core.sizes import MIB
 from flce.tools.machine import DTYPES
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 # --- models, with random weights: nothing is downloaded ---
 
@@ -320,7 +315,7 @@ def prepare(case: ModelCase, device: torch.device) -> Prepared:
     return in_turn(model, device, lambda contender: TrainingStep(model, optimizer, batch, contender.call), optimizer)
 
 
-# --- tables and the picture ---
+# --- tables ---
 
 
 def speed(result: BenchResult, case: ModelCase) -> float | None:
@@ -334,13 +329,6 @@ def rate(result: BenchResult, case: ModelCase) -> str:
     if value is None:
         return "out of memory" if result.status == "oom" else NONE
     return f"{value:.0f}"
-
-
-def panel(entry: Entry) -> Panel:
-    """Tokens a second against peak memory."""
-    series = [Series(r.title, r.family, [r.peak_bytes / GIB], [speed(r, entry.case) or 0.0]) for r in points(entry)]
-    exhausted = ", ".join(result.title for result in entry.results if result.status == "oom")
-    return Panel(entry.case.title, series, exhausted and f"out of memory: {exhausted}")
 
 
 def table(entry: Entry) -> Table:
@@ -370,11 +358,6 @@ def cell(entry: Entry, result: BenchResult) -> str:
     return rate(result, entry.case) + memory
 
 
-def figure(run: Run, what: str = "Training steps") -> Figure:
-    title, panels = f"{what}, {run.head['device']['name']}", [panel(entry) for entry in compared(run.cases)]
-    return draw(panels, title, "peak memory, GiB", "tokens/s", {"xlim": (0, None), "ylim": (0, None)})
-
-
 MODEL = Benchmark(
     kind="model",
     about="Peak memory and tokens a second of the training step of whole models, with random weights.",
@@ -386,7 +369,6 @@ MODEL = Benchmark(
     prepare=prepare,
     table=table,
     tables=overview("Tokens/s, peak GiB", "model, batch x sequence", cell, table),
-    figure=figure,
     choices={"model": ARCHITECTURES, "optimizer": OPTIMIZERS},
     defaults=({"model": MODELS[0]},),
 )

@@ -9,18 +9,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from benchmarks import tables
 from benchmarks.benchmark import Benchmark, Plan, planned
-from benchmarks.call_meter import CallMeter
 from benchmarks.contenders import OperatorContender, budget_name, in_budget, select, sums_in_bfloat16
 from benchmarks.measure import BenchMeter, Entrant, Prepared, UnplannedError, release
-from benchmarks.plots import Panel, Series, compared, draw, points
+from benchmarks.plots import Panel, Series, draw
 from benchmarks.problem import CALLS, FEATURES, Mode, OperatorCase, OperatorProblem, Shape, exactness, make_oracle
+from benchmarks.row_calls import CallMeter
 from benchmarks.runs import NO_RESULT, BenchResult, Entry, Run
 from benchmarks.tables import Columns, Table
 from benchmarks.targets import (
@@ -234,11 +234,20 @@ LEAST_MIB = 0.1  # the workspace as which less is drawn
 def figure(run: Run) -> Figure:
     """Time against workspace: a curve for flce in all budgets, points for others, lines for the floor."""
     title, scales = f"Time and workspace, {run.head['device']['name']}", {"xscale": "log", "yscale": "log"}
-    entries = compared(run.cases)
+    found = [entry for entry in run.cases if points(entry)]
+    if not found:
+        raise ValueError("the results hold no case with both time and memory")
+    # Where flce stands beside its floor alone there is little to see.
+    entries = [entry for entry in found if any(r.family in ("peer", "stock") for r in points(entry))] or found
     multiples = all(map(products_ms, entries))
     panels = [panel(entry, products_ms(entry) or 1.0 if multiples else 1.0) for entry in entries]
     y = "time, of the bare products" if multiples else "median ms"
     return draw(panels, title, "workspace, MiB", y, scales, columns=1)
+
+
+def points(entry: Entry) -> list[Any]:
+    """The results that have both time and memory."""
+    return [result for result in entry.results if result.samples_ms and result.workspace_bytes is not None]
 
 
 def in_curve(contender: str) -> bool:

@@ -18,7 +18,7 @@ from benchmarks import tables
 from benchmarks.benchmark import save
 from benchmarks.cases import Effort
 from benchmarks.contenders import budget_name
-from benchmarks.operator import FLOORS, NAMES, OPERATOR, OURS, table
+from benchmarks.operator import FLOORS, NAMES, OPERATOR, OURS, figure, table
 from benchmarks.problem import OperatorCase, Shape
 from benchmarks.runs import Entry, Run, described_run
 from flce.core.devices import find_device
@@ -77,7 +77,7 @@ def quick(
     found = faults(run.cases[0])
     typer.echo("".join(f"WRONG: {line}\n" for line in found), nl=False)
     picture = out.with_suffix(".png")
-    OPERATOR.figure(run).savefig(picture, dpi=110)
+    figure(run).savefig(picture, dpi=110)
     say(f"wrote {out} and {picture}")
     if found:
         raise typer.Exit(1)

@@ -236,6 +236,7 @@ SPLIT_HEAD = replace(
     tables=tables.overview(
         "Median ms, workspace MiB", "tokens x hidden x vocabulary", lambda _, result: figures(result), operator.table
     ),
+    figure=None,
     targets=None,
     choices={},
     defaults=({"alone": True},),

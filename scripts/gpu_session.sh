@@ -114,7 +114,7 @@ report() {
     reports+=($!)
     "$python" -m benchmarks table "$result" "$@" >"$logs/$command.summary" &
     reports+=($!)
-    [[ "$command" =~ ^(logits|calls|exact)$ ]] && return
+    [[ "$command" =~ ^(curve|operator|rows)$ ]] || return
     "$python" -m benchmarks plot "$result" --out "$out/$command.png" &
     reports+=($!)
 }

@@ -13,16 +13,15 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from benchmarks import call_meter
+from benchmarks import row_calls
 from benchmarks.benchmark import save
-from benchmarks.call_meter import CallMeter
 from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.contenders import OperatorContender, autograd_step, select, stock_loss
 from benchmarks.measure import Sample
 from benchmarks.operator import OPERATOR
 from benchmarks.problem import OperatorCase, OperatorProblem
-from benchmarks.row_calls import Region
+from benchmarks.row_calls import CallMeter, Region
 from benchmarks.runs import BenchResult, Entry, Run
 from tests.benchmarks.made_up import HEAD
 
@@ -56,9 +55,9 @@ class Device:
 
 
 def meter_of(device: Device, monkeypatch: pytest.MonkeyPatch, make_region: Any) -> CallMeter:
-    monkeypatch.setattr(call_meter, "time", SimpleNamespace(perf_counter=lambda: device.now / 1e3))
+    monkeypatch.setattr(row_calls, "time", SimpleNamespace(perf_counter=lambda: device.now / 1e3))
     monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
-    monkeypatch.setattr(call_meter, "make_region", make_region)
+    monkeypatch.setattr(row_calls, "make_region", make_region)
     meter = CallMeter(CUDA)
     monkeypatch.setattr(meter, "on_cuda", device.on_cuda)
     return meter
