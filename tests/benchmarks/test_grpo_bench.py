@@ -147,11 +147,6 @@ def test_a_run(tmp_path: Any) -> None:
         GRPO.check(case)
 
 
-def test_checks() -> None:
-    with pytest.raises(ValueError, match="part 'both'"):
-        GRPO.check(replace(CASE, part="both"))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS)
 def test_contenders_agree_on_cuda(part: str) -> None:

@@ -38,25 +38,6 @@ def taking_part(case: RowCase) -> list[str]:
     return [contender.name for contender in CONTENDERS if contender.applies(case, CPU)]
 
 
-def test_the_fewest_bytes():
-    """A copy moves two entries for each, whatever it is compared with."""
-    sizes = {task: RowCase(100, 1000, "bfloat16", *task) for task in TASKS}
-    contenders = {contender.name: contender for contender in CONTENDERS}
-    entry = 2 * 100 * 1000
-    moved = {" ".join(task): contenders["ours"].bytes(case) // entry for task, case in sizes.items()}
-    assert moved == {
-        "cross_entropy forward": 1,
-        "cross_entropy backward": 2,
-        "cross_entropy in-place forward+backward": 2,
-        "softmax forward": 2,
-        "softmax backward": 3,
-        "log_softmax forward": 2,
-        "log_softmax backward": 3,
-    }
-    assert {contenders["copy"].bytes(case) for case in sizes.values()} == {2 * entry}
-    assert RowCase(100, 1000, "float32").bytes(1) == 4 * 100 * 1000
-
-
 def test_inputs_are_more_than_the_cache_holds():
     for columns in (2048, 3001, 262144):
         case = RowCase(16, columns, "float32")

@@ -18,7 +18,7 @@ from benchmarks.benchmark import save
 from benchmarks.cases import Effort
 from benchmarks.cli import app
 from benchmarks.contenders import budget_name, select
-from benchmarks.operator import CURVE, OPERATOR, PRESETS, SHAPES, call_case, peer_case
+from benchmarks.operator import OPERATOR, PRESETS, call_case, peer_case
 from benchmarks.problem import OperatorCase
 from benchmarks.runs import BenchResult, Entry, Run
 from benchmarks.tables import shortfalls
@@ -31,7 +31,6 @@ from benchmarks.targets import (
     MET,
     MISSED,
     NEARLY,
-    PEERS,
     TARGETS,
     UNMEASURED,
     Rule,
@@ -173,13 +172,6 @@ def test_bfloat16_sums_meet_bfloat16_sums_alone():
     assert (large.cells["flce"], large.verdict) == ("ours-256MiB", MET)
     (duel,) = duels([peers_run(liger, measured("ours", 1.0, 2000))], [Rule("liger")])
     assert (duel.cells["flce"], duel.cells["times"], duel.verdict) == ("-", "-", MISSED)
-
-
-def test_every_peer_is_in_the_preset():
-    cases = [case for case, _ in PRESETS["peers"]() if case.time]
-    assert [case.shape for case in cases] == SHAPES
-    for case in cases:
-        assert {*PEERS, *CURVE} <= set(case.contenders or ())
 
 
 def test_the_curve_is_drawn_with_every_name_in_the_legend():
