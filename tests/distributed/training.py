@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections import Counter
@@ -35,6 +36,11 @@ def tiny_llama(**changes: Any) -> Any:
     config: Any = LlamaConfig(**settings)
     config._attn_implementation = "eager"
     return LlamaForCausalLM(config).train().to(device())
+
+
+def stock_and_patched() -> tuple[Any, Any]:
+    stock = tiny_llama()
+    return stock, flce.patch_model(copy.deepcopy(stock))
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -203,27 +209,48 @@ def full(tensor: Tensor) -> Tensor:
     return whole.detach().clone().to(device())
 
 
-def train(model: Any, loss: Callable[[Any, Tensor], Tensor]) -> dict[str, Any]:
-    """This rank's losses over some optimizer steps, and the first step's gradients."""
-    rank = dist.get_rank()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+
+def train(
+    model: Any,
+    loss: Callable[[Any, Tensor], Tensor],
+    optimizer: Any = None,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    micro: int = 1,
+    apart: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
+) -> dict[str, Any]:
+    """This rank's losses over some optimizer steps, and the first step's gradients.
+
+    Args:
+        model: which is trained.
+        loss: of the model and a batch.
+        optimizer: in place of AdamW.
+        backward: of a loss.
+        micro: batches of a step.
+        apart: makes the context of a micro-batch, told whether it is the last of its step.
+    """
+    optimizer = optimizer or adamw(model)
     losses, gradients = [], {}
     for step in range(STEPS):
-        value = loss(model, batch(rank, step))
-        value.backward()
+        for k in range(micro):
+            with apart(k == micro - 1):
+                value = loss(model, batch(dist.get_rank(), micro * step + k)) / micro
+                backward(value)
+            losses.append(value.item())
         if step == 0:
             named = [(n.removeprefix("module."), p.grad) for n, p in model.named_parameters()]
             gradients = {name: full(grad) for name, grad in named if grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(value.item())
     return {"losses": losses, "gradients": gradients}
 
 
 def reference(model: Any, loss: Callable[[Any, Tensor], Tensor]) -> dict[str, Any]:
     """The same in one process that has the batches of all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = adamw(model)
     losses, gradients = [], {}
     for step in range(STEPS):
         for other in range(size):
@@ -243,13 +270,13 @@ def rounding(tolerance: float) -> float:
     return max(tolerance, 1e-4) if device().type == "cuda" else tolerance
 
 
-def check_same(got: dict[str, Any], want: dict[str, Any]) -> None:
-    """Losses of every step, each gradient of the first to 1e-6, and that something was learned."""
-    on_gpu, tolerance = device().type == "cuda", rounding(1e-5)
-    torch.testing.assert_close(got["losses"], want["losses"], rtol=tolerance, atol=tolerance)
+def check_same(got: dict[str, Any], want: dict[str, Any], tolerance: float = 1e-6) -> None:
+    """Losses of every step, each gradient of the first, and that something was learned."""
+    tolerance = max(tolerance, 1e-5) if device().type == "cuda" else tolerance
+    torch.testing.assert_close(got["losses"], want["losses"], rtol=10 * tolerance, atol=10 * tolerance)
     assert got["gradients"].keys() == want["gradients"].keys()
     for name, gradient in want["gradients"].items():
-        assert (got["gradients"][name] - gradient).norm() <= (1e-5 if on_gpu else 1e-6) * gradient.norm(), name
+        assert (got["gradients"][name] - gradient).norm() <= tolerance * gradient.norm(), name
     assert want["losses"][-1] != want["losses"][0]
 
 
@@ -306,8 +333,7 @@ def mixed_precision(wrapping: str, loss: str) -> None:
         "tail": lambda model: _tail(model, False, mp_policy=policy),
         "tail, resharded": lambda model: _tail(model, True, mp_policy=policy),
     }[wrapping]
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock))
+    stock, patched = stock_and_patched()
     exact = copy.deepcopy(stock).double()
     rank, batches = dist.get_rank(), 12  # one loss is right or wrong by chance
     true_losses = [LOSSES[loss](exact, batch(rank, i)).item() for i in range(batches)]
@@ -359,23 +385,17 @@ def of_trl(summed: bool, wrapping: str) -> None:
 
 def accumulated(loss: str) -> None:
     """Four micro-batches a step, three of them without communication."""
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock))
+    stock, patched = stock_and_patched()
     results = []
     for model in (_tail(stock, True), _tail(patched, True)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        losses = []
-        for step in range(3):
-            for micro in range(4):
-                model.set_requires_gradient_sync(micro == 3)
-                value = LOSSES[loss](model, batch(dist.get_rank(), 4 * step + micro)) / 4
-                value.backward()
-                losses.append(value.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append((losses, [full(p) for p in model.parameters()]))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
-    assert flce.report(patched).fused == 12
+
+        def apart(last: bool, model: Any = model) -> Any:
+            model.set_requires_gradient_sync(last)
+            return contextlib.nullcontext()
+
+        results.append(train(model, LOSSES[loss], micro=4, apart=apart))
+    check_same(results[1], results[0])
+    check_fused(patched, 4 * STEPS)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -393,8 +413,7 @@ def collectives(loss: str, wrapping: str) -> tuple[dict[str, int], dict[str, int
     """How often stock and patched communicate in a step."""
     warnings.simplefilter("error", MaterializedLogitsWarning)
     counts = []
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock))
+    stock, patched = stock_and_patched()
     for model in (WRAPPINGS[wrapping](stock), WRAPPINGS[wrapping](patched)):
         LOSSES[loss](model, batch(0, 0)).backward()
         with CountCollectives() as mode:
@@ -409,8 +428,7 @@ def accelerated(loss: str, precision: str) -> None:
     from accelerate.state import AcceleratorState, GradientState
 
     results = []
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock))
+    stock, patched = stock_and_patched()
     for model in (stock, patched):
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
@@ -418,19 +436,9 @@ def accelerated(loss: str, precision: str) -> None:
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
         )
         accelerator = Accelerator(cpu=device().type == "cpu", mixed_precision=precision, fsdp_plugin=plugin)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        wrapped, optimizer = accelerator.prepare(model, optimizer)
-        losses = []
-        for step in range(STEPS):
-            value = LOSSES[loss](wrapped, batch(dist.get_rank(), step))
-            accelerator.backward(value)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(value.item())
-        results.append((losses, [full(p) for p in wrapped.parameters()]))
-    # AdamW divides by the size of a gradient, so rounding shows in weights whose gradients are next to nothing.
-    tolerance = 2e-4 if precision == "no" else 5e-2
-    torch.testing.assert_close(results[1], results[0], rtol=tolerance, atol=tolerance)
+        wrapped, optimizer = accelerator.prepare(model, adamw(model))
+        results.append(train(wrapped, LOSSES[loss], optimizer, accelerator.backward))
+    check_same(results[1], results[0], 1e-6 if precision == "no" else 2e-2)
     check_fused(patched)
 
 
@@ -445,21 +453,15 @@ def fabric(loss: str, order: str) -> None:
         model = tiny_llama()
         if kind == "patched" and order == "patched, set up":
             flce.patch_model(model, on_materialize="raise")
-        wrapped, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        wrapped, optimizer = fabric.setup(model, adamw(model))
         if kind == "patched" and order == "set up, patched":
             flce.patch_model(wrapped, on_materialize="raise")
-        values = []
-        for step in range(STEPS):
-            for micro in range(2):
-                with fabric.no_backward_sync(wrapped, enabled=micro == 0):
-                    value = LOSSES[loss](wrapped, batch(dist.get_rank(), 2 * step + micro)) / 2
-                    fabric.backward(value)
-                values.append(value.detach())
-            values += [full(p.grad) for p in model.parameters() if step == 0 and p.grad is not None]
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(values)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+
+        def apart(last: bool, wrapped: Any = wrapped) -> Any:
+            return fabric.no_backward_sync(wrapped, enabled=not last)
+
+        results.append(train(wrapped, LOSSES[loss], optimizer, fabric.backward, micro=2, apart=apart))
+    check_same(results[1], results[0])
     check_fused(wrapped, 2 * STEPS)
 
 
@@ -599,8 +601,7 @@ def fsdp1(
 ) -> tuple[dict[str, int], set[str]]:
     """Patched beside stock, wrapped alike. Then logits of an evaluation, and logits that are read after backward."""
     results: list[Any] = []
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock))
+    stock, patched = stock_and_patched()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for model in (stock, patched):
@@ -671,8 +672,7 @@ def tensor_parallel(loss: str) -> tuple[int, set[str]]:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-    stock = tiny_llama()
-    patched = flce.patch_model(copy.deepcopy(stock))
+    stock, patched = stock_and_patched()
     parallelize_module(patched, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
     results = []
     with warnings.catch_warnings(record=True) as caught:
