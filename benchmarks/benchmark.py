@@ -62,6 +62,7 @@ class Benchmark:
     prepare: Callable[[Any, torch.device], Prepared]  # the operands of a case, the same for every contender
     table: Callable[[Entry], Table]  # of a case, shown as soon as it is measured
     tables: Callable[[Run, bool], list[Table]]  # of a whole run; if that is true, without the line-by-line ones
+    begin: Callable[[torch.device], object] = nothing  # before anything else is asked of the device
     figure: Callable[[Run], Figure] | None = None
     targets: Callable[[Sequence[Run], bool], list[Table]] | None = None  # what is promised; the same
     choices: Mapping[str, Collection[Any]] = field(default_factory=dict)  # fields of a case, and what they may be

@@ -81,6 +81,7 @@ def measure(
     until = math.inf if deadline is None else started + deadline
     out = out or Path("results") / f"{benchmark.kind}.json"
     launcher = f"torch.distributed.run --nproc-per-node {dist.get_world_size()} -m " if several else ""
+    benchmark.begin(where)
     run = Run(benchmark.kind, described_run(where, f"python -m {launcher}benchmarks", sys.argv[1:]))
 
     def show(*texts: str) -> None:

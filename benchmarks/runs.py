@@ -151,13 +151,16 @@ def described_run(device: torch.device, program: str, arguments: Iterable[str]) 
     """What a result file says of its run. Of absolute paths in the command only the last part is kept."""
     shown = [Path(argument).name if os.path.isabs(argument) else argument for argument in arguments]
     load = {"load_at_start": round(os.getloadavg()[0], 2)} if hasattr(os, "getloadavg") else {}
+    facts = device_facts(device)
+    if facts.get("profile"):
+        facts["profile"] = Path(facts["profile"]).name
     here = {"python": platform.python_version(), "flce": flce.__version__, "cuda": torch.version.cuda}
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": " ".join([program, *shown]),
         "commit": source_version(),
         "versions": {name: found for name, found in here.items() if found} | versions(),
-        "device": {"cpu": cpu_name(), **device_facts(device), **load},
+        "device": {"cpu": cpu_name(), **facts, **load},
     }
 
 

@@ -101,8 +101,6 @@ def predicted(case: ModelCase, patched: bool) -> int:
 
 def prepare(case: CardCase, device: torch.device) -> Prepared:
     cuda = device.type == "cuda"
-    if cuda:
-        simulate(device)
 
     def enter(contender: ModelContender, result: BenchResult) -> Entrant:
         guess = predicted(case, contender.family != "stock") if cuda else 64
@@ -140,9 +138,10 @@ def prepare(case: CardCase, device: torch.device) -> Prepared:
     return BenchMeter(device), enter
 
 
-@functools.cache
 def simulate(device: torch.device) -> None:
-    """Make this process believe that the device is a card of `KIND`, and have no more memory."""
+    """Make this process believe that a GPU is a card of `KIND`, and have no more memory."""
+    if device.type != "cuda":
+        return
     record = KNOWN[KIND]._replace(name=torch.cuda.get_device_name(device), memory=MEMORY)
     fields = {name: value for name, value in record._asdict().items() if name != "profile"}
     profile = Path(tempfile.mkdtemp(), "small-card.json")
@@ -182,6 +181,7 @@ SMALL_CARD = replace(
     presets=PRESETS,
     contenders=lambda case: sorted(entrants(case), key=lambda each: each.family == "peer"),
     prepare=prepare,
+    begin=simulate,
     table=table,
     tables=lambda run, brief: [table(entry) for entry in run.cases],
 )

@@ -58,7 +58,7 @@ def test_a_larger_gpu_becomes_the_card(tmp_path: Path, monkeypatch: pytest.Monke
     shares: list[float] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
     try:
-        small_card.simulate.__wrapped__(device)
+        SMALL_CARD.begin(device)
         record = devices.device_record(device)
     finally:
         forget_devices()
